@@ -1,0 +1,60 @@
+# `make help` lists the targets. PYTHON is the interpreter that the environment is made from; ARGS go to the tool.
+PYTHON ?= python3
+JOBS ?= 2
+ARGS ?=
+TORCH ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-input --constraint constraints.txt
+EXTRAS := dev,demo,docs,tensorboard
+
+# One thread a process: results do not depend on the machine, and parallel tests do not fight for cores.
+export OMP_NUM_THREADS = 1
+# The theme's notice about its own future would stand in every build.
+export NO_MKDOCS_2_WARNING = 1
+
+.DEFAULT_GOAL := help
+.PHONY: demo test check bench docs lock clean help
+
+demo: .venv/.stamp ## train, interrupt and resume a small model, and show that the results agree
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: .venv/.stamp ## run the tests; make test ARGS="tests/backends -x" runs some of them
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+check: .venv/.stamp ## format, lint, types, the conformance table and the documentation
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	@if [ -f tools/features.py ]; then echo "$(BIN)/python tools/features.py --check"; $(BIN)/python tools/features.py --check; fi
+	@$(MAKE) --no-print-directory docs
+
+bench: .venv/.stamp ## time a training step
+	$(BIN)/python -m tools.bench $(ARGS)
+
+docs: .venv/.stamp ## build the documentation into build/site
+	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
+
+lock: ## write constraints.txt anew; make lock TORCH=x.y.z moves torch
+	$(PYTHON) tools/lock.py --torch "$(TORCH)"
+
+clean: ## remove what was built, the environment too
+	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## show this
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-14s %s\n' "$$target" "$$what"; done
+
+# The stamp is written last. Without it nothing in .venv is trusted and the environment is made from scratch;
+# with it, a change of the pins is installed on top.
+.venv/.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "The pinned tools need Python 3.11 or newer, $(PYTHON) is older. Name another: make PYTHON=python3.12 ..."; exit 1; }
+	@if [ -f $@ ]; then rm -f $@; echo "[setup] pins have changed: updating .venv"; \
+	  else echo "[setup] 1/3 making .venv with $(PYTHON)"; rm -rf .venv; $(PYTHON) -m venv .venv; fi
+	@echo "[setup] 2/3 installing torch (about half a minute, more on a slow connection)"
+	@$(PIP) torch
+	@echo "[setup] 3/3 installing trainstack and its tools (about a minute)"
+	@$(PIP) --editable '.[$(EXTRAS)]'
+	@touch $@
+	@echo "[setup] done"

@@ -1,0 +1,38 @@
+"""trainstack trains PyTorch models: write one module, pick one string, run it anywhere."""
+
+from trainstack import backends, checkpointing, errors, trainer
+from trainstack.backends import *  # noqa: F403
+from trainstack.checkpointing import *  # noqa: F403
+from trainstack.errors import (
+    BackendSpecError,
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    MissingExtraError,
+    ModuleContractError,
+    NonFiniteError,
+    TrainstackError,
+    UnsupportedStateError,
+)
+from trainstack.trainer import *  # noqa: F403
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendSpecError",
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "ConfigurationError",
+    "MissingExtraError",
+    "ModuleContractError",
+    "NonFiniteError",
+    "TrainstackError",
+    "UnsupportedStateError",
+    "__version__",
+    "errors",
+]
+__all__ += [*backends.__all__, *checkpointing.__all__, *trainer.__all__]

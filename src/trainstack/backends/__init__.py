@@ -1,0 +1,36 @@
+"""How a step is carried out: the layers, the string that names a stack of them, and what builds it."""
+
+from trainstack.backends.amp import Amp
+from trainstack.backends.base import VERBS, TrainerBackend
+from trainstack.backends.bf16 import BFloat16
+from trainstack.backends.build import build_trainer_backend
+from trainstack.backends.decorator import AbstractTrainerBackendDecorator
+from trainstack.backends.driving import TrainerBackendArguments
+from trainstack.backends.explain import explain
+from trainstack.backends.grammar import legal_specs, parse_spec
+from trainstack.backends.registry import Slot, register_layer, register_trainer_backend, unregister
+from trainstack.backends.single_process import SingleProcess, move_to_device
+from trainstack.backends.workload import Clipping, Workload
+from trainstack.backends.world import World
+
+__all__ = [
+    "VERBS",
+    "AbstractTrainerBackendDecorator",
+    "Amp",
+    "BFloat16",
+    "Clipping",
+    "SingleProcess",
+    "Slot",
+    "TrainerBackend",
+    "TrainerBackendArguments",
+    "Workload",
+    "World",
+    "build_trainer_backend",
+    "explain",
+    "legal_specs",
+    "move_to_device",
+    "parse_spec",
+    "register_layer",
+    "register_trainer_backend",
+    "unregister",
+]

@@ -1,0 +1,82 @@
+"""`amp`: the forward pass in float16, with the loss scaled so that small gradients do not vanish."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+
+from trainstack.backends.base import TrainerBackend
+from trainstack.backends.decorator import AbstractTrainerBackendDecorator
+from trainstack.backends.registry import Slot, register_layer
+from trainstack.backends.workload import Workload
+from trainstack.stage import Stage
+
+
+class _JointScaler(GradScaler):
+    """A `GradScaler` whose verdict covers all optimizers: either every one of them steps, or none does."""
+
+    def overflowed(self) -> bool | None:
+        """Whether a gradient was inf or nan when it was unscaled; None if nothing was unscaled. Reads the device."""
+        found: list[Tensor] = [
+            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
+        ]
+        return bool(torch.stack([flag.cpu() for flag in found]).any()) if found else None
+
+    def forget(self) -> None:
+        """End a step in which no optimizer had a gradient: there is nothing to judge the scale by."""
+        self._per_optimizer_states.clear()
+
+
+@register_layer("amp", slot=Slot.PRECISION)
+class Amp(AbstractTrainerBackendDecorator):
+    """Native mixed precision in float16 (`torch.autocast` and `torch.amp.GradScaler`), on CPU as well.
+
+    Args:
+        inner: the layer inside this one.
+        **scaler_options: passed on to `GradScaler`, e.g. `init_scale`, `growth_interval`.
+    """
+
+    summary: ClassVar[str] = (
+        "autocasts the forward pass of every stage to float16, scales the loss, and skips a step that overflowed"
+    )
+
+    def __init__(self, inner: TrainerBackend, **scaler_options: Any) -> None:
+        super().__init__(inner)
+        self._scaler_options = scaler_options
+        self.scaler = _JointScaler("cpu", **scaler_options)
+
+    def prepare(self, work: Workload) -> Workload:
+        self.scaler = _JointScaler(work.world.device.type, **self._scaler_options)
+        return self.inner.prepare(work)
+
+    def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
+        with torch.autocast(work.world.device.type, dtype=torch.float16):
+            return self.inner.forward(work, stage, batch, step)
+
+    def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
+        self.inner.backward(work, self.scaler.scale(loss), weight)
+
+    def clip(self, work: Workload) -> Tensor | None:
+        for optimizer in work.optimizers:
+            self.scaler.unscale_(optimizer)
+        return self.inner.clip(work)
+
+    def step(self, work: Workload) -> bool:
+        overflowed = self.scaler.overflowed()
+        if overflowed is None:
+            self.scaler.forget()
+            return False
+        if not overflowed:
+            for optimizer in work.optimizers:
+                optimizer.step()
+        self.scaler.update()
+        return not overflowed
+
+    def get_layer_state(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def update_layer_state(self, state: dict[str, Any]) -> None:
+        self.scaler.load_state_dict(state)

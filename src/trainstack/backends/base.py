@@ -1,0 +1,168 @@
+"""`TrainerBackend`: the verbs that carry out a training step, and the ways to drive them.
+
+A stack is read from outside inwards: the loop holds the outermost layer and calls its verbs; each layer does
+its part and passes the call on to the next. `SingleProcess` is the innermost of every stack.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from trainstack.backends.workload import Workload
+from trainstack.backends.world import World
+from trainstack.errors import CheckpointMismatchError, ConfigurationError
+from trainstack.stage import Stage
+
+if TYPE_CHECKING:
+    from trainstack.backends.driving import Driver, TrainerBackendArguments
+
+VERBS = ("open", "prepare", "accumulate", "forward", "backward", "clip", "step", "gather", "close")
+
+
+class TrainerBackend(ABC):
+    """One layer of a stack, and, as the outermost one, the whole stack.
+
+    Attributes:
+        name: the token of the layer in a backend string; also the key of its state in a checkpoint.
+        summary: what the layer does, in one sentence, for `explain`.
+        excludes: tokens that may not stand in the same stack, each with the reason.
+    """
+
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    excludes: ClassVar[Mapping[str, str]] = {}
+    _driver: Driver | None = None
+
+    # --- the verbs -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def open(self, device: str | torch.device = "auto") -> World:
+        """Take this process's place in the world and pick its device."""
+
+    @abstractmethod
+    def prepare(self, work: Workload) -> Workload:
+        """Place, wrap or convert what is trained; called once, before optimizer states are restored."""
+
+    @abstractmethod
+    def accumulate(self, work: Workload, last: bool) -> AbstractContextManager[Any]:
+        """The context around forward AND backward of one micro-batch; `last` ends the global step."""
+
+    @abstractmethod
+    def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
+        """Run the module on one micro-batch and return what its step method returned."""
+
+    @abstractmethod
+    def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
+        """Add the gradient of `weight * loss` to `.grad`.
+
+        Args:
+            work: what is trained.
+            loss: 0-dim, attached to its graph, not scaled.
+            weight: this micro-batch's share of the global step; the shares of one step sum to one.
+        """
+
+    @abstractmethod
+    def clip(self, work: Workload) -> Tensor | None:
+        """Limit the gradients; return their joint L2 norm before that (0-dim, on the device, unread) or None."""
+
+    @abstractmethod
+    def step(self, work: Workload) -> bool:
+        """Let the optimizers move the weights; False if nothing was moved."""
+
+    @abstractmethod
+    def gather(self, outputs: Any) -> Any:
+        """Bring collected outputs together from all processes, in dataset order."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what `open` took. May be called twice."""
+
+    # --- structure -----------------------------------------------------------------------------------------
+
+    def layers(self) -> Iterator[TrainerBackend]:
+        """This layer and those inside it, outermost first."""
+        yield self
+
+    @property
+    def spec(self) -> str:
+        """The backend string that builds this stack."""
+        from trainstack.backends.grammar import spec_of
+
+        return spec_of(self)
+
+    def explain(self) -> str:
+        """What each layer does, and each verb's way through the stack."""
+        from trainstack.backends.explain import explain_stack
+
+        return explain_stack(self)
+
+    # --- state ---------------------------------------------------------------------------------------------
+
+    def get_layer_state(self) -> dict[str, Any] | None:
+        """What this one layer must remember over a restart; None if nothing."""
+        return None
+
+    def update_layer_state(self, state: dict[str, Any]) -> None:
+        """Take back what `get_layer_state` returned."""
+        raise ConfigurationError(f"layer {self.name!r} keeps no state, but was given some: {sorted(state)}")
+
+    def get_state(self) -> dict[str, Any]:
+        """The state of all layers that have one, keyed by layer name."""
+        states = {layer.name: layer.get_layer_state() for layer in self.layers()}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def update_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `get_state` returned.
+
+        Raises:
+            CheckpointMismatchError: `state` names a layer this stack lacks, or lacks one that this stack needs.
+        """
+        mine = {layer.name: layer for layer in self.layers() if layer.get_layer_state() is not None}
+        foreign, missing = sorted(set(state) - set(mine)), sorted(set(mine) - set(state))
+        if foreign or missing:
+            what = f"has state for {foreign}, which this stack lacks" if foreign else f"has none for {missing}"
+            raise CheckpointMismatchError(
+                f"the checkpoint does not fit backend {self.spec!r}: it {what}. Resume with the backend string it "
+                "was written under, or start a new run from its weights: "
+                "module.update_state(read_checkpoint(path).module_interface_state)."
+            )
+        for name, layer in mine.items():
+            layer.update_layer_state(state[name])
+
+    # --- driving without a Trainer ---------------------------------------------------------------------------
+
+    def init(self, args: TrainerBackendArguments) -> None:
+        """Make the stack ready for `train_dl` and `validate_dl`, without a `Trainer`."""
+        from trainstack.trainer.drive import LoopDriver
+
+        self._driver = LoopDriver(self, args)
+
+    def train_dl(self, dataloader: Any, callback: Any) -> Any:
+        """Train on every batch of `dataloader` once; returns the collected outputs of `train_step`."""
+        return self._need_driver().train(dataloader, callback)
+
+    def validate_dl(self, dataloader: Any) -> Any:
+        """Run `val_step` on every batch of `dataloader`; returns the collected outputs."""
+        return self._need_driver().validate(dataloader)
+
+    def get_global_steps_completed(self) -> int:
+        """Global steps finished by `train_dl` since `init`."""
+        return self._need_driver().global_steps
+
+    def get_batches_completed(self) -> int:
+        """Micro-batches finished by `train_dl` since `init`."""
+        return self._need_driver().batches
+
+    def _need_driver(self) -> Driver:
+        if self._driver is None:
+            raise ConfigurationError(
+                "this backend has nothing to train yet. Call backend.init(TrainerBackendArguments(...)) first, "
+                "or give the backend to a Trainer."
+            )
+        return self._driver

@@ -1,0 +1,23 @@
+"""`bf16`: the forward pass in bfloat16 where that is safe. Parameters, gradients and optimizers stay float32."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from trainstack.backends.decorator import AbstractTrainerBackendDecorator
+from trainstack.backends.registry import Slot, register_layer
+from trainstack.backends.workload import Workload
+from trainstack.stage import Stage
+
+
+@register_layer("bf16", slot=Slot.PRECISION)
+class BFloat16(AbstractTrainerBackendDecorator):
+    """Autocast to bfloat16, which has float32's range and so needs no loss scaling."""
+
+    summary: ClassVar[str] = "autocasts the forward pass of every stage to bfloat16; needs no loss scaling"
+
+    def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
+        with torch.autocast(work.world.device.type, dtype=torch.bfloat16):
+            return self.inner.forward(work, stage, batch, step)

@@ -1,0 +1,68 @@
+"""From a backend string to a stack of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainstack.backends.base import TrainerBackend
+from trainstack.backends.decorator import AbstractTrainerBackendDecorator
+from trainstack.backends.grammar import parse_spec
+from trainstack.backends.registry import LayerRecord, registered_backend
+from trainstack.backends.single_process import SingleProcess
+from trainstack.errors import ConfigurationError
+
+
+def build_trainer_backend(name: str, *args: Any, **options: Mapping[str, Any]) -> TrainerBackend:
+    """Build the stack that `name` describes.
+
+    Args:
+        name: a backend string such as `"sp-amp"`, or the name of a backend registered by `register_trainer_backend`
+            (then `args` and `options` go to its factory).
+        *args: only for a registered backend.
+        **options: keyword arguments for one layer each, under its token with `_` for `-`:
+            `build_trainer_backend("sp-amp", amp={"init_scale": 1024.0})`.
+
+    Raises:
+        BackendSpecError: no legal stack is called so.
+        ConfigurationError: options for a layer that is not in the stack, or that the layer does not take.
+    """
+    factory = registered_backend(name) if isinstance(name, str) else None
+    if factory is not None:
+        return factory(*args, **options)  # type: ignore[no-any-return]
+    records = parse_spec(name)
+    if args:
+        raise ConfigurationError(
+            f"build_trainer_backend({name!r}, {args[0]!r}): options are given by layer, for example "
+            f"build_trainer_backend({name!r}, {_keyword(records[-1])}={{...}})."
+        )
+    unknown = set(options) - {_keyword(record) for record in records}
+    if unknown:
+        raise ConfigurationError(
+            f"backend {name!r} has no layer for the options {sorted(unknown)}. "
+            f"Its layers are {', '.join(_keyword(record) for record in records)}."
+        )
+    standalone = records[0].layer is SingleProcess
+    stack = _make(records[0], options) if standalone else SingleProcess(standalone=False)
+    for record in reversed(records[1:] if standalone else records):
+        stack = _make(record, options, stack)
+    return stack
+
+
+def _keyword(record: LayerRecord) -> str:
+    return record.token.replace("-", "_")
+
+
+def _make(record: LayerRecord, options: Mapping[str, Mapping[str, Any]], *inner: TrainerBackend) -> TrainerBackend:
+    chosen = options.get(_keyword(record), {})
+    if inner and not issubclass(record.layer, AbstractTrainerBackendDecorator):
+        raise ConfigurationError(
+            f"layer {record.token!r} ({record.layer.__name__}) cannot wrap another one. "
+            "Derive it from AbstractTrainerBackendDecorator."
+        )
+    try:
+        return record.layer(*inner, **chosen)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"layer {record.token!r} does not take the options {dict(chosen)!r}: {error}."
+        ) from error

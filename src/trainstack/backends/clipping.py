@@ -1,0 +1,55 @@
+"""Limiting gradients without reading anything back from the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from trainstack.backends.workload import Clipping
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], clipping: Clipping) -> Tensor | None:
+    """Limit the gradients of `parameters` in place.
+
+    Returns:
+        The joint L2 norm before clipping, a 0-dim tensor on the gradients' device that has not been read;
+        None where neither the kind of clipping nor `clipping.measure` asks for it, or nothing has a gradient.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return None
+    norm = None
+    if clipping.kind == "norm" or clipping.measure:
+        norm = _joint_norm(gradients)
+    if clipping.kind == "norm":
+        assert norm is not None
+        _scale(gradients, torch.clamp(clipping.limit / (norm + 1e-6), max=1.0))
+    elif clipping.kind == "value":
+        torch._foreach_clamp_min_(gradients, -clipping.limit)
+        torch._foreach_clamp_max_(gradients, clipping.limit)
+    return norm
+
+
+def _is_uniform(gradients: list[Tensor]) -> bool:
+    first = gradients[0]
+    device, dtype = first.device, first.dtype
+    return all(g.device == device and g.dtype is dtype and g.layout is torch.strided for g in gradients)
+
+
+def _joint_norm(gradients: list[Tensor]) -> Tensor:
+    """The same bits as `torch.nn.utils.get_total_norm`, at a fraction of its cost in the usual case."""
+    if _is_uniform(gradients):
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        return norm
+    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    return torch.nn.utils.get_total_norm(dense)
+
+
+def _scale(gradients: list[Tensor], factor: Tensor) -> None:
+    if _is_uniform(gradients):
+        torch._foreach_mul_(gradients, factor)
+        return
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device))

@@ -1,0 +1,57 @@
+"""`AbstractTrainerBackendDecorator`: a layer that passes on, explicitly, whatever it does not change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainstack.backends.base import TrainerBackend
+from trainstack.backends.workload import Workload
+from trainstack.backends.world import World
+from trainstack.stage import Stage
+
+
+class AbstractTrainerBackendDecorator(TrainerBackend):
+    """Base class of all layers but the innermost.
+
+    A layer overrides the verbs it changes. It *wraps* a verb when it calls `self.inner.<verb>`, and *ends* it
+    when it does not. Attributes that must survive a restart go through `get_layer_state`.
+    """
+
+    def __init__(self, inner: TrainerBackend) -> None:
+        self.inner = inner
+
+    def layers(self) -> Iterator[TrainerBackend]:
+        yield self
+        yield from self.inner.layers()
+
+    def open(self, device: str | torch.device = "auto") -> World:
+        return self.inner.open(device)
+
+    def prepare(self, work: Workload) -> Workload:
+        return self.inner.prepare(work)
+
+    def accumulate(self, work: Workload, last: bool) -> AbstractContextManager[Any]:
+        return self.inner.accumulate(work, last)
+
+    def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
+        return self.inner.forward(work, stage, batch, step)
+
+    def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
+        self.inner.backward(work, loss, weight)
+
+    def clip(self, work: Workload) -> Tensor | None:
+        return self.inner.clip(work)
+
+    def step(self, work: Workload) -> bool:
+        return self.inner.step(work)
+
+    def gather(self, outputs: Any) -> Any:
+        return self.inner.gather(outputs)
+
+    def close(self) -> None:
+        self.inner.close()

@@ -1,0 +1,123 @@
+"""The backend string: `process { "-" feature }`, outermost layer first, one layer a slot, one spelling a stack."""
+
+from __future__ import annotations
+
+import difflib
+from itertools import pairwise, product
+
+from trainstack.backends.base import TrainerBackend
+from trainstack.backends.registry import LayerRecord, Slot, known_layers
+from trainstack.errors import BackendSpecError
+
+
+def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
+    """The layers that `spec` names, outermost first.
+
+    Raises:
+        BackendSpecError: `spec` is no legal stack; the message gives the reason and the string to write instead.
+    """
+    if not isinstance(spec, str) or not spec:
+        raise BackendSpecError(
+            f"backend {spec!r}: a backend is named by a string such as 'sp-bf16'. "
+            f"Write one of {', '.join(legal_specs())}."
+        )
+    records = _tokenize(spec)
+    _refuse_repeats(spec, records)
+    in_order = sorted(records, key=lambda record: record.slot)
+    if in_order[0].slot is not Slot.PROCESS:
+        raise BackendSpecError(
+            f"backend {spec!r}: a stack starts with a process layer. Write {_write('sp', in_order)!r}."
+        )
+    if in_order != records:
+        inner, outer = next((a, b) for a, b in pairwise(records) if a.slot > b.slot)
+        raise BackendSpecError(
+            f"backend {spec!r}: {outer.token!r} goes outside {inner.token!r}. Write {_join(in_order)!r}."
+        )
+    _refuse_excluded(spec, records)
+    return tuple(records)
+
+
+def legal_specs() -> tuple[str, ...]:
+    """Every backend string that the registered layers allow, shortest stacks first."""
+    table = known_layers().values()
+    choices = [[r for r in table if r.slot is slot] for slot in Slot]
+    stacks = product(choices[0], *([None, *choice] for choice in choices[1:]))
+    legal = [[r for r in stack if r is not None] for stack in stacks]
+    return tuple(_join(stack) for stack in sorted(legal, key=len) if _excluded(stack) is None)
+
+
+def spec_of(stack: TrainerBackend) -> str:
+    """The string that builds `stack`; the names joined where it holds layers that are not registered."""
+    table = known_layers()
+    names = [layer.name or type(layer).__name__ for layer in stack.layers()]
+    if names[0] in table and table[names[0]].slot is Slot.PROCESS:
+        return "-".join(names[:-1] or names)
+    return "-".join([names[-1], *names[:-1]])
+
+
+def _tokenize(spec: str) -> list[LayerRecord]:
+    """Longest token first, so that `amp-apex` is one layer and not two."""
+    table, words, records = known_layers(), spec.split("-"), []
+    while words:
+        for count in range(len(words), 0, -1):
+            token = "-".join(words[:count])
+            if token in table:
+                records.append(table[token])
+                words = words[count:]
+                break
+        else:
+            raise BackendSpecError(f"backend {spec!r}: no layer is called {words[0]!r}. {_suggest(words[0])}")
+    return records
+
+
+def _suggest(word: str) -> str:
+    known = sorted(known_layers())
+    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5) or [
+        token for token in known if word and sorted(token) == sorted(word.lower())
+    ]
+    return f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}."
+
+
+def _refuse_repeats(spec: str, records: list[LayerRecord]) -> None:
+    for position, record in enumerate(records):
+        for earlier in records[:position]:
+            if earlier.token == record.token:
+                once = [r for i, r in enumerate(records) if r.token != record.token or i == position]
+                fixed = _write("sp", sorted(once, key=lambda r: r.slot))
+                raise BackendSpecError(f"backend {spec!r}: {record.token!r} stands twice. Write {fixed!r}.")
+            if earlier.slot == record.slot:
+                first, second = (
+                    _write("sp", sorted((r for r in records if r is not drop), key=lambda r: r.slot))
+                    for drop in (record, earlier)
+                )
+                raise BackendSpecError(
+                    f"backend {spec!r}: {earlier.token!r} and {record.token!r} fill the same slot "
+                    f"({record.slot.name.lower()}). Write {first!r} or {second!r}."
+                )
+
+
+def _excluded(records: list[LayerRecord]) -> tuple[LayerRecord, LayerRecord, str] | None:
+    for one in records:
+        for other in records:
+            if other.token in one.layer.excludes:
+                return one, other, one.layer.excludes[other.token]
+    return None
+
+
+def _refuse_excluded(spec: str, records: list[LayerRecord]) -> None:
+    clash = _excluded(records)
+    if clash is not None:
+        one, other, reason = clash
+        fixed = _join([r for r in records if r is not other])
+        raise BackendSpecError(
+            f"backend {spec!r}: {one.token!r} does not work with {other.token!r}: {reason} Write {fixed!r}."
+        )
+
+
+def _join(records: list[LayerRecord]) -> str:
+    return "-".join(record.token for record in records)
+
+
+def _write(process: str, records: list[LayerRecord]) -> str:
+    has_process = any(record.slot is Slot.PROCESS for record in records)
+    return _join(records) if has_process else f"{process}-{_join(records)}"

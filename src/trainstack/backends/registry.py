@@ -1,0 +1,83 @@
+"""The table of layers: which tokens a backend string may use, and in which slot each stands."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from trainstack.backends.base import TrainerBackend
+from trainstack.errors import ConfigurationError
+
+Layer = TypeVar("Layer", bound=type[TrainerBackend])
+
+
+class Slot(enum.IntEnum):
+    """The places of a stack, outermost first. One layer a slot."""
+
+    PROCESS = 0
+    PRIVACY = 1
+    PRECISION = 2
+    USER = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRecord:
+    """One row of the table."""
+
+    token: str
+    slot: Slot
+    layer: type[TrainerBackend]
+
+
+_LAYERS: dict[str, LayerRecord] = {}
+_BACKENDS: dict[str, Callable[..., TrainerBackend]] = {}
+
+
+def register_layer(token: str, *, slot: Slot = Slot.USER) -> Callable[[Layer], Layer]:
+    """Class decorator that makes a layer available under `token` in backend strings.
+
+    Raises:
+        ConfigurationError: the token is not made of lower-case letters, digits and inner hyphens, or is taken.
+    """
+    if not all(part.isalnum() and part == part.lower() for part in token.split("-")):
+        raise ConfigurationError(
+            f"register_layer({token!r}): a token is made of lower-case letters and digits, e.g. 'ema' or 'amp-apex'."
+        )
+    if token in _LAYERS or token in _BACKENDS:
+        raise ConfigurationError(f"register_layer({token!r}): this token is taken. Choose another one.")
+
+    def add(layer: Layer) -> Layer:
+        layer.name = token
+        _LAYERS[token] = LayerRecord(token=token, slot=slot, layer=layer)
+        return layer
+
+    return add
+
+
+def register_trainer_backend(name: str, factory: Callable[..., TrainerBackend]) -> None:
+    """Make a whole backend of your own available under `name`, outside the grammar of layers.
+
+    Raises:
+        ConfigurationError: the name is taken.
+    """
+    if name in _LAYERS or name in _BACKENDS:
+        raise ConfigurationError(f"register_trainer_backend({name!r}): this name is taken. Choose another one.")
+    _BACKENDS[name] = factory
+
+
+def unregister(name: str) -> None:
+    """Take a layer or backend of your own out of the table again; unknown names are ignored."""
+    _LAYERS.pop(name, None)
+    _BACKENDS.pop(name, None)
+
+
+def known_layers() -> dict[str, LayerRecord]:
+    """A copy of the table of layers, by token."""
+    return dict(_LAYERS)
+
+
+def registered_backend(name: str) -> Callable[..., Any] | None:
+    """The factory registered under `name`, or None."""
+    return _BACKENDS.get(name)

@@ -1,0 +1,67 @@
+"""What verbs act on. `prepare` returns one, the loop hands it to every verb, and nobody else keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainstack.backends.world import World
+from trainstack.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clipping:
+    """How gradients are limited, once per global step, before the optimizers use them.
+
+    Args:
+        kind: `"norm"` scales all gradients together so that their joint L2 norm is at most `limit`;
+            `"value"` clamps each element to `[-limit, limit]`; `"none"` leaves them alone.
+        limit: the bound, in the unit of the gradient of the mean loss (loss scaling is undone first).
+        measure: also compute the joint L2 norm where `kind` would not need it.
+    """
+
+    kind: Literal["norm", "value", "none"] = "none"
+    limit: float = 0.0
+    measure: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind != "none" and not self.limit > 0:
+            raise ConfigurationError(f"clipping by {self.kind} to {self.limit}: write a limit above 0.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Model, optimizers and the rest that the verbs of a stack are handed.
+
+    Attributes:
+        module: the user's module, never wrapped.
+        model: what `forward` calls: `module`, or a layer's wrapper around it.
+        optimizers: in the order in which the user returned them.
+        parameters: all parameters of `module`, each once, frozen ones included.
+        world: this process's place and device.
+        clipping: what `clip` does.
+        gradients_reduced_by: the name of the layer that sums gradients over processes, if one does.
+    """
+
+    module: nn.Module
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...]
+    parameters: tuple[nn.Parameter, ...]
+    world: World
+    clipping: Clipping = Clipping()
+    gradients_reduced_by: str | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, optimizers: Any, world: World, clipping: Clipping | None = None) -> Workload:
+        """A workload as `prepare` first gets it: nothing wrapped, nothing placed."""
+        return cls(
+            module=module,
+            model=module,
+            optimizers=tuple(optimizers),
+            parameters=tuple(module.parameters()),
+            world=world,
+            clipping=clipping or Clipping(),
+        )

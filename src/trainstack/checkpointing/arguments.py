@@ -1,0 +1,107 @@
+"""The arguments of `DefaultCheckpointer`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from trainstack.errors import ConfigurationError
+
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DefaultCheckpointerArguments:
+    """When, where and under which names to save, and where to load from. `""` means not set.
+
+    Attributes:
+        checkpoint: False saves nothing at all.
+        delete_existing_checkpoints: before the first save, delete the checkpoints of this
+            `file_prefix` from `save_dir`, and nothing else.
+        period: save when the index is a multiple of this.
+        save_dir: where checkpoints go; by default `checkpoints` below the directory that is current
+            when it is first needed.
+        model_state_save_dir: where model exports go; by default `save_dir`.
+        load_dir: load the newest checkpoint from here when the training does not say what to resume.
+        load_filename: load this one from `load_dir`; a plain name, or an absolute path.
+        file_prefix: what the names of checkpoints begin with.
+        file_ext: what they end with, without a dot; by default nothing, as they are directories.
+        log_level: the least level of what the checkpointer logs, to the logger "trainstack".
+        every_n_steps: also save inside an epoch, whenever the global step is a multiple of this.
+
+    Raises:
+        ConfigurationError: a value is wrong, or two contradict each other.
+    """
+
+    checkpoint: bool = True
+    delete_existing_checkpoints: bool = False
+    period: int = 1
+    save_dir: str | None = None
+    model_state_save_dir: str | None = None
+    load_dir: str | None = None
+    load_filename: str | None = None
+    file_prefix: str = "checkpoint"
+    file_ext: str = ""
+    log_level: str = "INFO"
+    every_n_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint", "delete_existing_checkpoints"):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, getattr(self, name), "it is not a bool", "True or False")
+        _check_count("period", self.period)
+        if self.every_n_steps is not None:
+            _check_count("every_n_steps", self.every_n_steps)
+        for name in ("save_dir", "model_state_save_dir", "load_dir", "load_filename"):
+            value: Any = getattr(self, name)
+            if value is not None and not isinstance(value, (str, os.PathLike)):
+                raise _wrong(name, value, "it is not a path", "a string, or None")
+        self._check_names()
+        self._check_load()
+        if str(self.log_level).upper() not in _LEVELS:
+            raise _wrong("log_level", self.log_level, "no such level", "one of " + ", ".join(_LEVELS))
+
+    @property
+    def level(self) -> int:
+        """`log_level` as a number of the logging module."""
+        return int(getattr(logging, self.log_level.upper()))
+
+    def _check_names(self) -> None:
+        for name in ("file_prefix", "file_ext"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or _has_separator(value) or value.startswith("."):
+                raise _wrong(
+                    name, value, "it must be text without a path separator and without a leading dot",
+                    "a plain name such as 'checkpoint', and set the directory by save_dir",
+                )  # fmt: skip
+        if not self.file_prefix:
+            raise _wrong("file_prefix", self.file_prefix, "it is empty", "a name such as 'checkpoint'")
+
+    def _check_load(self) -> None:
+        if not self.load_filename or os.path.isabs(self.load_filename):
+            return
+        if _has_separator(os.fspath(self.load_filename)) or self.load_filename in (".", ".."):
+            raise _wrong(
+                "load_filename", self.load_filename, "a relative name may not have a path separator",
+                "the directory in load_dir and the name in load_filename",
+            )  # fmt: skip
+        if not self.load_dir:
+            raise _wrong(
+                "load_filename", self.load_filename, "load_dir, where it should lie, is not set",
+                "load_dir as well, or an absolute path",
+            )  # fmt: skip
+
+
+def _has_separator(name: str) -> bool:
+    return any(mark in name for mark in "/\\\0")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _wrong(name, value, "it is not a whole number above 0", "1, 2, ...")
+
+
+def _wrong(name: str, value: Any, why: str, instead: str) -> ConfigurationError:
+    return ConfigurationError(f"{name}={value!r}: {why}. Write {instead}.")

@@ -1,0 +1,127 @@
+"""From a JSON tree and named tensors back to the state tree that `encoding.py` was given."""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainstack.checkpointing import tags
+from trainstack.checkpointing.dtypes import BY_BYTES_NAME
+from trainstack.checkpointing.tags import Json
+from trainstack.errors import CheckpointDamagedError
+
+
+class StateDecoder:
+    """Decodes JSON trees; every mention of one stored tensor becomes the same object.
+
+    The tensors of the result are those handed in, not copies; numpy arrays share their memory.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._made: dict[tuple[str, str], Any] = {}
+        self._handlers: dict[str, Callable[[dict[str, Json]], Any]] = {
+            tags.INT: lambda f: int(f["hex"], 16),
+            tags.FLOAT: lambda f: float(f["value"]),
+            tags.COMPLEX: lambda f: complex(*self._items(f["parts"])),
+            tags.BYTES: lambda f: base64.b64decode(f["base64"]),
+            tags.BYTEARRAY: lambda f: bytearray(base64.b64decode(f["base64"])),
+            tags.TUPLE: lambda f: tuple(self._items(f["items"])),
+            tags.SET: lambda f: set(self._items(f["items"])),
+            tags.FROZENSET: lambda f: frozenset(self._items(f["items"])),
+            tags.DEQUE: lambda f: deque(self._items(f["items"]), f["maxlen"]),
+            tags.DICT: lambda f: dict(self._pairs(f["items"])),
+            tags.COUNTER: lambda f: Counter(dict(self._pairs(f["items"]))),
+            tags.ORDERED_DICT: self._ordered_dict,
+            tags.SIZE: lambda f: torch.Size(f["items"]),
+            tags.DTYPE: _dtype,
+            tags.DEVICE: lambda f: torch.device(f["name"]),
+            tags.TENSOR: self._tensor,
+            tags.ARRAY: self._array,
+            tags.NUMPY_SCALAR: _numpy_scalar,
+            tags.NUMPY_TEXT: lambda f: np.str_(f["value"]),
+            tags.NUMPY_BYTES: lambda f: np.bytes_(base64.b64decode(f["base64"])),
+            tags.PATH: lambda f: Path(f["value"]),
+        }
+
+    def decode(self, tree: Json) -> Any:
+        """Return the state tree.
+
+        Raises:
+            CheckpointDamagedError: the tree is not one that `StateEncoder` writes.
+        """
+        try:
+            return self._decode(tree)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+            raise CheckpointDamagedError(
+                f"the state tree cannot be decoded ({type(error).__name__}: {error}). "
+                "It was not written by this version of trainstack: load another checkpoint."
+            ) from error
+
+    def _decode(self, tree: Json) -> Any:
+        if type(tree) is list:
+            return self._items(tree)
+        if type(tree) is not dict:
+            return tree
+        if tags.KEY in tree:
+            return self._handlers[tree[tags.KEY]](tree)
+        return {key: self._decode(value) for key, value in tree.items()}
+
+    def _items(self, trees: list[Json]) -> list[Any]:
+        return [self._decode(tree) for tree in trees]
+
+    def _pairs(self, pairs: list[list[Json]]) -> list[tuple[Any, Any]]:
+        return [(self._decode(key), self._decode(value)) for key, value in pairs]
+
+    def _ordered_dict(self, fields: dict[str, Json]) -> OrderedDict[Any, Any]:
+        result: OrderedDict[Any, Any] = OrderedDict(self._pairs(fields["items"]))
+        if "versions" in fields:
+            result._metadata = self._decode(fields["versions"])  # type: ignore[attr-defined]
+        return result
+
+    def _tensor(self, fields: dict[str, Json]) -> torch.Tensor:
+        tensor = self._tensors[fields["name"]]
+        if "dtype" not in fields:
+            return tensor
+        key = (tags.TENSOR, fields["name"])
+        if key not in self._made:
+            dtype = BY_BYTES_NAME[fields["dtype"]]
+            flat = tensor if tensor.dtype == dtype else tensor.reshape(-1).view(dtype)
+            self._made[key] = flat.reshape(fields["shape"])
+        made: torch.Tensor = self._made[key]
+        return made
+
+    def _array(self, fields: dict[str, Json]) -> np.ndarray[Any, Any]:
+        key = (tags.ARRAY, fields["name"])
+        if key not in self._made:
+            array = self._tensors[fields["name"]].numpy()
+            dtype = _numpy_dtype(fields)
+            if array.dtype != dtype:
+                array = array.reshape(-1).view(np.uint8).view(dtype)
+            self._made[key] = array.reshape(fields["shape"])
+        made: np.ndarray[Any, Any] = self._made[key]
+        return made
+
+
+def _dtype(fields: dict[str, Json]) -> torch.dtype:
+    dtype = getattr(torch, fields["name"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch.{fields['name']} is not a dtype")
+    return dtype
+
+
+def _numpy_dtype(fields: dict[str, Json]) -> np.dtype[Any]:
+    dtype = np.dtype(fields["dtype"])
+    if dtype.hasobject:
+        raise ValueError(f"{dtype} would hold Python objects")
+    return dtype
+
+
+def _numpy_scalar(fields: dict[str, Json]) -> Any:
+    return np.frombuffer(base64.b64decode(fields["base64"]), dtype=_numpy_dtype(fields))[0]

@@ -1,0 +1,180 @@
+"""From a state tree to a JSON tree and named tensors. Decoding is in `decoding.py`."""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from trainstack.checkpointing import tags
+from trainstack.checkpointing.dtypes import AS_BYTES, NATIVE
+from trainstack.checkpointing.leaves import array_as_tensor, explain_refusal, tensor_identity, type_name
+from trainstack.checkpointing.places import Index, TensorNames, describe
+from trainstack.checkpointing.tags import Json
+from trainstack.errors import UnsupportedStateError
+
+_SMALL = 2**63
+
+
+class StateEncoder:
+    """Encodes any number of state trees; a tensor that several of them share is stored once.
+
+    The encoder keeps what it has seen alive, and copies nothing but numpy arrays that are
+    read-only or not contiguous.
+    """
+
+    def __init__(self) -> None:
+        self._names = TensorNames()
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._seen: dict[tuple[Any, ...], str] = {}
+        self._alive: list[Any] = []
+        self._root = ""
+        self._prefix = ""
+        self._place: list[Any] = []
+        self._handlers = self._make_handlers()
+
+    def encode(self, value: Any, root: str = "", prefix: str = "") -> Json:
+        """Return the JSON tree of `value`.
+
+        Args:
+            value: the state. Exact types only: a subclass of dict is not a dict here.
+            root: what error messages call the state.
+            prefix: what the names of its tensors begin with.
+
+        Raises:
+            UnsupportedStateError: naming the place in the tree and the type found there.
+        """
+        self._root, self._prefix, self._place = root, prefix, []
+        return self._encode(value)
+
+    def take_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors met since the last call, detached, on their own devices."""
+        taken, self._tensors = self._tensors, {}
+        return taken
+
+    def _make_handlers(self) -> dict[type, Callable[[Any], Json]]:
+        same: Callable[[Any], Json] = lambda value: value  # noqa: E731
+        return {
+            type(None): same,
+            bool: same,
+            str: same,
+            int: lambda v: v if -_SMALL <= v < _SMALL else _tag(tags.INT, hex=hex(v)),
+            float: lambda v: v if v - v == 0.0 else _tag(tags.FLOAT, value=repr(v)),
+            complex: lambda v: _tag(tags.COMPLEX, parts=[self._encode(v.real), self._encode(v.imag)]),
+            bytes: lambda v: _tag(tags.BYTES, base64=_base64(v)),
+            bytearray: lambda v: _tag(tags.BYTEARRAY, base64=_base64(v)),
+            list: self._items,
+            tuple: lambda v: _tag(tags.TUPLE, items=self._items(v)),
+            set: lambda v: _tag(tags.SET, items=self._items(v)),
+            frozenset: lambda v: _tag(tags.FROZENSET, items=self._items(v)),
+            deque: lambda v: _tag(tags.DEQUE, items=self._items(v), maxlen=v.maxlen),
+            dict: self._dict,
+            defaultdict: self._dict,
+            Counter: lambda v: _tag(tags.COUNTER, items=self._pairs(v)),
+            OrderedDict: self._ordered_dict,
+            torch.Size: lambda v: _tag(tags.SIZE, items=list(v)),
+            torch.dtype: lambda v: _tag(tags.DTYPE, name=str(v).removeprefix("torch.")),
+            torch.device: lambda v: _tag(tags.DEVICE, name=str(v)),
+            torch.Tensor: self._tensor,
+            torch.nn.Parameter: self._tensor,
+            np.ndarray: self._array,
+            np.str_: lambda v: _tag(tags.NUMPY_TEXT, value="".join(v)),  # str(v) drops zeros at the end
+            np.bytes_: lambda v: _tag(tags.NUMPY_BYTES, base64=_base64(bytes(list(v)))),
+        }
+
+    def _encode(self, value: Any) -> Json:
+        handler = self._handlers.get(type(value))
+        if handler is not None:
+            return handler(value)
+        if isinstance(value, np.generic):
+            return self._numpy_scalar(value)
+        if isinstance(value, Path):
+            return _tag(tags.PATH, value=str(value))
+        return self._refuse(value)
+
+    def _at(self, part: Any, value: Any) -> Json:
+        if len(self._place) >= tags.MAX_DEPTH:
+            where = describe(self._root, self._place[:4])
+            raise UnsupportedStateError(
+                f"{where} is nested deeper than {tags.MAX_DEPTH} levels, or contains itself. "
+                "Return a flatter state from get_state()."
+            )
+        self._place.append(part)
+        encoded = self._encode(value)
+        self._place.pop()
+        return encoded
+
+    def _items(self, values: Iterable[Any]) -> list[Json]:
+        return [self._at(Index(i), value) for i, value in enumerate(values)]
+
+    def _pairs(self, value: dict[Any, Any]) -> list[Json]:
+        return [[self._key(key), self._at(key, item)] for key, item in value.items()]
+
+    def _dict(self, value: dict[Any, Any]) -> Json:
+        if tags.KEY in value or any(type(key) is not str for key in value):
+            return _tag(tags.DICT, items=self._pairs(value))
+        return {key: self._at(key, item) for key, item in value.items()}
+
+    def _ordered_dict(self, value: OrderedDict[Any, Any]) -> Json:
+        encoded = _tag(tags.ORDERED_DICT, items=self._pairs(value))
+        versions = getattr(value, "_metadata", None)
+        if versions is not None:  # the module versions that Module.state_dict() attaches
+            encoded["versions"] = self._at("_metadata", versions)
+        return encoded
+
+    def _key(self, key: Any) -> Json:
+        if type(key) is tuple:
+            return _tag(tags.TUPLE, items=[self._key(part) for part in key])
+        if type(key) not in (str, int, float, bool, type(None)):
+            raise UnsupportedStateError(
+                f"{describe(self._root, self._place)} has the key {key!r} of type {type_name(key)}. "
+                "Keys may be strings, numbers, booleans, None, or tuples of those: "
+                "convert the keys in get_state()."
+            )
+        return self._encode(key)
+
+    def _store(self, identity: tuple[Any, ...], owner: Any, tensor: torch.Tensor) -> str:
+        name = self._seen.get(identity)
+        if name is None:
+            name = self._seen[identity] = self._names.claim(self._prefix, self._place)
+            self._tensors[name] = tensor
+            self._alive.append(owner)
+        return name
+
+    def _tensor(self, value: torch.Tensor) -> Json:
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.is_nested:
+            self._refuse(value)
+        if value.dtype in NATIVE:
+            extra = {}
+        elif value.dtype in AS_BYTES:
+            extra = {"dtype": AS_BYTES[value.dtype], "shape": list(value.shape)}
+        else:
+            self._refuse(value)
+        return _tag(tags.TENSOR, name=self._store(tensor_identity(value), value, value.detach()), **extra)
+
+    def _array(self, value: np.ndarray[Any, Any]) -> Json:
+        if value.dtype.kind in "OV":
+            self._refuse(value)
+        name = self._store(("array", id(value)), value, array_as_tensor(value))
+        return _tag(tags.ARRAY, name=name, dtype=value.dtype.str, shape=list(value.shape))
+
+    def _numpy_scalar(self, value: np.generic) -> Json:
+        if value.dtype.kind in "OV":
+            self._refuse(value)
+        return _tag(tags.NUMPY_SCALAR, dtype=value.dtype.str, base64=_base64(value.tobytes()))
+
+    def _refuse(self, value: Any) -> NoReturn:
+        raise UnsupportedStateError(explain_refusal(describe(self._root, self._place), value))
+
+
+def _tag(kind: str, /, **fields: Json) -> dict[str, Json]:
+    return {tags.KEY: kind, **fields}
+
+
+def _base64(value: bytes | bytearray) -> str:
+    return base64.b64encode(value).decode("ascii")

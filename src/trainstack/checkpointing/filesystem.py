@@ -1,0 +1,73 @@
+"""Every call that changes the file system, one small function each, so that tests can break any of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import BinaryIO
+
+_BUFFER_BYTES = 1 << 20
+
+
+def make_directory(path: Path) -> None:
+    """Create `path`, whose parent exists; fails if it is there."""
+    os.mkdir(path)
+
+
+def open_new(path: Path) -> BinaryIO:
+    """Open a file that does not exist yet, for writing."""
+    return open(path, "xb", buffering=_BUFFER_BYTES)
+
+
+def write(handle: BinaryIO, data: bytes | memoryview) -> None:
+    """Write all of `data`."""
+    handle.write(data)
+
+
+def sync_file(handle: BinaryIO) -> None:
+    """Force what was written to the disk."""
+    handle.flush()
+    os.fsync(handle.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Force the names in `path` to the disk. Windows has no such call and does not need it."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Move a directory within its parent; `target` does not exist."""
+    os.rename(source, target)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory and all in it."""
+    shutil.rmtree(path)
+
+
+def free_bytes(path: Path) -> int | None:
+    """Return what can still be written below `path`, or None if the file system does not say."""
+    usage = shutil.disk_usage(path)
+    return usage.free if usage.total else None
+
+
+def make_directories(path: Path) -> None:
+    """Create `path` and its missing parents, each made durable in its parent."""
+    if path.is_dir():
+        return
+    if path.parent != path:
+        make_directories(path.parent)
+    try:
+        make_directory(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return
+    sync_directory(path.parent)

@@ -1,0 +1,99 @@
+"""Names of unfinished and replaced directories, and clearing away those of writers that died.
+
+`.tmp-<name>-<host>-<pid>-<uuid>` is being written or deleted and is never read. `.old-<name>-...` was
+renamed away to make room for a new one of the same name and is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from trainstack.checkpointing import filesystem
+
+TEMPORARY = ".tmp-"
+REPLACED = ".old-"
+_DEAD_AFTER_SECONDS = 24 * 3600
+_PATTERN = re.compile(r"\.(tmp|old)-(?P<name>.+)-(?P<host>[^-]+)-(?P<pid>\d+)-(?P<token>[0-9a-f]{32})", re.DOTALL)
+
+_mine: set[str] = set()
+"""Tokens of this process that are in use: its own leftovers would else look like a live writer's."""
+
+
+def claim(directory: Path, mark: str, name: str) -> Path:
+    """Return a path in `directory` that nobody has; `release` it when done."""
+    token = uuid.uuid4().hex
+    _mine.add(token)
+    return directory / f"{mark}{name}-{_host()}-{os.getpid()}-{token}"
+
+
+def release(path: Path) -> None:
+    """Say that this process is done with a claimed path."""
+    _mine.discard(path.name.rpartition("-")[2])
+
+
+def original_name(path: Path) -> str | None:
+    """Return the name that a temporary or replaced directory stands for, or None for other names."""
+    match = _PATTERN.fullmatch(path.name)
+    return match["name"] if match else None
+
+
+def discard(path: Path) -> None:
+    """Delete a directory so that no half of it is ever taken for a checkpoint."""
+    if path.name.startswith(TEMPORARY):
+        filesystem.remove_tree(path)
+        return
+    doomed = claim(path.parent, TEMPORARY, original_name(path) or path.name)
+    try:
+        filesystem.rename(path, doomed)
+        filesystem.remove_tree(doomed)
+    finally:
+        release(doomed)
+
+
+def clear(directory: Path) -> None:
+    """Clear `directory` of what dead writers left; a replaced directory without successor is put back."""
+    for path in sorted(directory.glob(".*")):
+        name = original_name(path)
+        if name is None or not path.is_dir() or not _is_dead(path):
+            continue
+        with suppress(OSError):  # what cannot be cleared now is left for the next time
+            if path.name.startswith(REPLACED) and not (directory / name).exists():
+                filesystem.rename(path, directory / name)
+            else:
+                discard(path)
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname()) or "host"
+
+
+def _is_dead(path: Path) -> bool:
+    match = _PATTERN.fullmatch(path.name)
+    if match is None or match["token"] in _mine:
+        return False
+    if match["host"] == _host() and not _is_alive(int(match["pid"])):
+        return True
+    try:
+        return time.time() - path.stat().st_mtime > _DEAD_AFTER_SECONDS
+    except OSError:
+        return False
+
+
+def _is_alive(pid: int) -> bool:
+    if pid == os.getpid():
+        return False  # a token of ours that is not in use: left behind by a save that failed
+    if os.name == "nt":
+        return True  # os.kill would end the process there; age decides
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True

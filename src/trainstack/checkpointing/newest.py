@@ -1,0 +1,54 @@
+"""Finding and reading the newest intact checkpoint of a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from trainstack.checkpointing.checkpoint import Checkpoint
+from trainstack.checkpointing.directory import has_prefix, name_of, scan
+from trainstack.checkpointing.reading import read_checkpoint
+from trainstack.errors import CheckpointDamagedError
+
+
+def read_newest(
+    directory: Path, prefix: str, skipped: Callable[[CheckpointDamagedError], None]
+) -> tuple[Path, Checkpoint] | None:
+    """Return the intact checkpoint that was written last, whatever its step, or None if there is none.
+
+    Args:
+        directory: where to look; it may be absent.
+        prefix: only checkpoints that a checkpointer with this `file_prefix` names.
+        skipped: called with the error of each damaged checkpoint, before an older one is tried.
+
+    Raises:
+        CheckpointDamagedError: there are checkpoints, and all are damaged.
+        CheckpointMismatchError: one was written by a newer trainstack, so it may be the newest.
+    """
+    contents = scan(directory)
+    for path, mismatch in contents.newer.items():
+        if has_prefix(name_of(path), prefix):
+            raise mismatch
+    broken = [error for path, error in contents.broken.items() if has_prefix(name_of(path), prefix)]
+    candidates = [info for info in contents.intact if info.kind == "checkpoint" and has_prefix(info.name, prefix)]
+    if not candidates and not broken:
+        return None
+    for error in broken:
+        skipped(error)
+    for info in candidates:
+        try:
+            return info.path, read_checkpoint(info.path)
+        except CheckpointDamagedError as error:
+            skipped(error)
+            broken.append(error)
+    details = "\n".join(f"  - {error}" for error in broken)
+    raise CheckpointDamagedError(
+        f"every checkpoint in {directory} is damaged:\n{details}\n"
+        "Restore one from a backup, or set another save_dir to start afresh."
+    )
+
+
+def other_names(directory: Path, prefix: str) -> list[str]:
+    """Return the names of the checkpoints in `directory` that belong to other prefixes, newest first."""
+    intact = scan(directory).intact
+    return [info.name for info in intact if info.kind == "checkpoint" and not has_prefix(info.name, prefix)]

@@ -1,0 +1,75 @@
+"""Every error trainstack raises on purpose, in one tree.
+
+TrainstackError
+├── ConfigurationError (ValueError)      an argument, or a combination of arguments, is wrong
+│   ├── BackendSpecError                 the backend string is wrong
+│   └── MissingExtraError (ImportError)  an optional package is needed and not installed
+├── ModuleContractError (TypeError)      the user's module, optimizer or loader broke its contract
+├── NonFiniteError (ArithmeticError)     a loss or gradient became inf or nan
+└── CheckpointError                      a checkpoint cannot be written or read
+    ├── CheckpointNotFoundError (FileNotFoundError)
+    ├── CheckpointDamagedError           a file is missing, truncated or altered
+    ├── CheckpointMismatchError          an intact checkpoint of something else
+    └── UnsupportedStateError (TypeError) a value that the format cannot hold
+
+Each message says what was given, what is wrong with it and what to write instead.
+"""
+
+from __future__ import annotations
+
+
+class TrainstackError(Exception):
+    """The root: `except TrainstackError` catches what the library itself refuses."""
+
+
+class ConfigurationError(TrainstackError, ValueError):
+    """An argument is wrong, or two arguments contradict each other."""
+
+
+class BackendSpecError(ConfigurationError):
+    """A backend string such as `"amp-sp"` does not name a legal stack."""
+
+
+class MissingExtraError(ConfigurationError, ImportError):
+    """A feature needs an optional package; the message names the extra to install."""
+
+    def __init__(self, feature: str, package: str, extra: str) -> None:
+        super().__init__(
+            f"{feature} needs the package {package!r}, which is not installed. "
+            f"Install it with: pip install 'trainstack[{extra}]'"
+        )
+
+
+class ModuleContractError(TrainstackError, TypeError):
+    """A hook of the user's module returned something the trainer cannot work with."""
+
+
+class NonFiniteError(TrainstackError, ArithmeticError):
+    """A loss or a gradient is inf or nan; the message names epoch, step and batch."""
+
+
+class CheckpointError(TrainstackError):
+    """A checkpoint cannot be written or read."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint where one was asked for."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A checkpoint's files do not agree with its manifest."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """An intact checkpoint, but of another model, backend or data set."""
+
+
+class UnsupportedStateError(CheckpointError, TypeError):
+    """A state holds a value that the checkpoint format does not store."""
+
+
+def annotate(error: BaseException, note: str) -> None:
+    """Attach `note` to `error` in place; Python prints it below the traceback (from 3.11 on)."""
+    notes = list(getattr(error, "__notes__", ()))
+    if note not in notes:
+        error.__notes__ = [*notes, note]  # type: ignore[attr-defined]

@@ -1,0 +1,26 @@
+"""What every trainer offers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+
+class AbstractTrainer(ABC):
+    """Runs a module."""
+
+    @abstractmethod
+    def train(self) -> None:
+        """Train, and validate as the arguments say."""
+
+    @abstractmethod
+    def validate(self) -> dict[str, Any]:
+        """Evaluate the validation data; outputs by loader."""
+
+    @abstractmethod
+    def test(self) -> dict[str, Any]:
+        """Evaluate the test data; outputs by loader."""
+
+    @abstractmethod
+    def predict(self, dataloader: Any) -> Any:
+        """Predict for the data of `dataloader`; the collected outputs."""

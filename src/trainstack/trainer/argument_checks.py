@@ -1,0 +1,158 @@
+"""What `TrainerArguments` refuses, and what to write instead."""
+
+from __future__ import annotations
+
+import logging
+import math
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from trainstack.backends import TrainerBackend, parse_spec
+from trainstack.backends.registry import registered_backend
+from trainstack.checkpointing import AbstractCheckpointer, DefaultCheckpointerArguments
+from trainstack.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from trainstack.trainer.arguments import TrainerArguments
+
+_AT_LEAST_ONE = ("train_batch_size", "gpu_batch_size_limit", "val_batch_size", "log_every")
+_AT_LEAST_ONE_OR_NONE = ("max_train_steps_per_epoch", "max_val_steps_per_epoch")
+_FLAGS = (
+    "clip_grads",
+    "use_gpu",
+    "reset_optimizers_schedulers",
+    "disable_tqdm",
+    "amp_backend_native",
+    "amp_backend_apex",
+)
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "nonfinite": ("raise", "skip"),
+    "progress": ("auto", "rich", "plain", "none", None),
+    "collect_train_outputs": ("auto", True, False),
+    "amp_level_apex": ("O0", "O1", "O2", "O3"),
+}
+
+
+def check_arguments(args: TrainerArguments) -> None:
+    """Check every field and how they go together.
+
+    Raises:
+        ConfigurationError: naming the first argument that is wrong.
+    """
+    _check_numbers(args)
+    _check_choices(args)
+    _check_nested(args)
+    _check_backend(args)
+
+
+def check_trainer_parts(module: Any, args: Any, backend: Any, checkpointer: Any) -> None:
+    """Check that a `Trainer` is given the right kinds of things.
+
+    Raises:
+        ConfigurationError: naming the first that is not.
+    """
+    from trainstack.trainer.arguments import TrainerArguments
+    from trainstack.trainer.module_interface import ModuleInterface
+
+    if isinstance(module, type) or not isinstance(module, ModuleInterface):
+        what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+        raise ConfigurationError(
+            f"Trainer(module=...) was given {what}. Give it an instance of a class derived from ModuleInterface."
+        )
+    if not isinstance(args, TrainerArguments):
+        raise ConfigurationError(
+            f"Trainer(args=...) was given a {type(args).__name__}. Write TrainerArguments(...), or "
+            "TrainerArguments.from_dict(...)."
+        )
+    if backend is not None and not isinstance(backend, str | TrainerBackend):
+        raise ConfigurationError(
+            f"Trainer(trainer_backend=...) was given a {type(backend).__name__}. Write a backend string such as "
+            "'sp-bf16', or build_trainer_backend('sp-bf16')."
+        )
+    if checkpointer is not None and not isinstance(checkpointer, AbstractCheckpointer):
+        raise ConfigurationError(
+            f"Trainer(checkpointer=...) was given a {type(checkpointer).__name__}. Derive it from AbstractCheckpointer."
+        )
+
+
+def _check_numbers(args: TrainerArguments) -> None:
+    _whole_number("epochs", args.epochs, 0)
+    _whole_number("seed", args.seed, 0)
+    for name in _AT_LEAST_ONE:
+        _whole_number(name, getattr(args, name), 1)
+    for name in _AT_LEAST_ONE_OR_NONE:
+        if getattr(args, name) is not None:
+            _whole_number(name, getattr(args, name), 1)
+    if args.stats_args is not None:
+        _whole_number("stats_args.log_steps", args.stats_args.log_steps, 1)
+    for name, value in (("max_grad_norm", args.max_grad_norm), ("clip_grad_value", args.clip_grad_value)):
+        if value is None and name == "clip_grad_value":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
+            raise ConfigurationError(f"{name}={value!r}: write a number above 0{_no_clipping(name)}.")
+
+
+def _no_clipping(name: str) -> str:
+    return ", or clip_grads=False for no clipping" if name == "max_grad_norm" else ", or None for no clipping"
+
+
+def _whole_number(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name}={value!r}: write a whole number, {least} or more.")
+
+
+def _check_choices(args: TrainerArguments) -> None:
+    for name in _FLAGS:
+        if not isinstance(getattr(args, name), bool):
+            raise ConfigurationError(f"{name}={getattr(args, name)!r}: write True or False.")
+    for name, choices in _CHOICES.items():
+        if not any(getattr(args, name) is choice or getattr(args, name) == choice for choice in choices):
+            raise ConfigurationError(f"{name}={getattr(args, name)!r}: write one of {', '.join(map(repr, choices))}.")
+    if not isinstance(args.resume, bool | str | PathLike) or args.resume == "":
+        raise ConfigurationError(f"resume={args.resume!r}: write True, 'auto', or the path of a checkpoint.")
+    if not isinstance(logging.getLevelName(args.log_level), int):
+        raise ConfigurationError(f"log_level={args.log_level!r}: write 'DEBUG', 'INFO', 'WARNING' or 'ERROR'.")
+
+
+def _check_nested(args: TrainerArguments) -> None:
+    if not isinstance(args.checkpointer_args, DefaultCheckpointerArguments):
+        raise ConfigurationError(
+            f"checkpointer_args={args.checkpointer_args!r}: write DefaultCheckpointerArguments(...), or give your own "
+            "checkpointer to Trainer(..., checkpointer=...)."
+        )
+    if isinstance(args.writers, str):
+        raise ConfigurationError(f"writers={args.writers!r}: write a list: writers=[{args.writers!r}].")
+    if args.clip_grad_value is not None and args.clip_grads and args.max_grad_norm != 1.0:
+        raise ConfigurationError(
+            f"clip_grad_value={args.clip_grad_value} and max_grad_norm={args.max_grad_norm}: gradients are clipped "
+            "once, by value or by norm. Leave one of them out."
+        )
+
+
+def _check_backend(args: TrainerArguments) -> None:
+    if registered_backend(args.backend) is not None:
+        return
+    tokens = {record.token for record in parse_spec(args.backend)}
+    if args.amp_backend_native and args.amp_backend_apex:
+        raise ConfigurationError("amp_backend_native and amp_backend_apex are both True: choose one of them.")
+    wanted = [("amp_backend_native", "amp"), ("amp_backend_apex", "amp-apex")]
+    for flag, token in wanted:
+        if getattr(args, flag) and token not in tokens:
+            raise ConfigurationError(
+                f"{flag}=True with backend={args.backend!r}: the backend string alone decides the precision. Write "
+                f"backend='{args.backend.split('-')[0]}-{token}' and leave {flag} out."
+            )
+    if args.amp_level_apex != "O1" and "amp-apex" not in tokens:
+        raise ConfigurationError(
+            f"amp_level_apex={args.amp_level_apex!r} with backend={args.backend!r}, which has no apex layer. "
+            "Leave it out."
+        )
+    if args.differential_privacy_args is not None and "dp" not in tokens:
+        raise ConfigurationError(
+            f"differential_privacy_args with backend={args.backend!r}, which has no privacy layer: the run would not "
+            "be private. Leave them out, or choose a backend with 'dp'."
+        )
+    if args.distributed_training_args is not None and "ddp" not in tokens:
+        raise ConfigurationError(
+            f"distributed_training_args with backend={args.backend!r}, which runs one process. Leave them out."
+        )

@@ -1,0 +1,208 @@
+"""`TrainerArguments`: everything about a run that is not the task itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from trainstack.checkpointing import DefaultCheckpointerArguments
+from trainstack.errors import ConfigurationError
+from trainstack.trainer.argument_checks import check_arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatsArguments:
+    """PyMarlin's place for `log_steps`; the same as `TrainerArguments.log_every`, and wins over it."""
+
+    log_steps: int = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterArguments:
+    """PyMarlin's place for `tb_log_dir`: where writers write, instead of `TrainerArguments.output_dir`."""
+
+    tb_log_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerArguments:
+    """Hyperparameters of a run. Checked when made; never changed afterwards.
+
+    Args:
+        epochs: passes over the training data.
+        train_batch_size: the GLOBAL batch: samples a global step over all processes.
+        gpu_batch_size_limit: samples that fit into one forward pass; larger batches are accumulated.
+        val_batch_size: samples a validation batch, on each process.
+        max_train_steps_per_epoch: cap on global steps an epoch.
+        max_val_steps_per_epoch: cap on batches a validation loader.
+        clip_grads: limit the joint L2 norm of the gradients to `max_grad_norm`, once a global step.
+        max_grad_norm: see `clip_grads`.
+        clip_grad_value: clamp each element of the gradients to this magnitude instead.
+        nonfinite: what to do about a loss or gradient that is inf or nan: `"raise"` at the next log point, or
+            `"skip"` such steps and count them (this reads the device in every step).
+        backend: the backend string, such as `"sp"` or `"sp-bf16"`.
+        backend_options: keyword arguments for the stack's layers, by token: `{"amp": {"init_scale": 1024.0}}`.
+        device: `"auto"`, `"cpu"`, `"cuda"`, `"cuda:1"`, ...
+        use_gpu: False is the same as `device="cpu"`.
+        seed: of the data order and of the samples' own random numbers. The process's global generators are left to
+            you: `seed_everything(seed)` before you build the module.
+        resume: True continues from the newest checkpoint and fails if there is none; `"auto"` starts afresh then; a
+            path names the checkpoint.
+        reset_optimizers_schedulers: on resume, take the weights but make optimizers and schedulers anew.
+        checkpointer_args: of the default checkpointer.
+        output_dir: where checkpoints and logs go.
+        log_every: global steps between two log points.
+        writers: `"stdout"`, `"csv"`, `"tensorboard"`, or `Writer` objects.
+        progress: `"auto"`, `"rich"`, `"plain"` or `"none"`.
+        disable_tqdm: True is the same as `progress="none"`.
+        collect_train_outputs: keep what `train_step` returns for `on_end_train_epoch`; `"auto"` keeps it if that
+            hook takes outputs.
+        log_level: of the logger "trainstack".
+        stats_args, writer_args: PyMarlin's spelling of `log_every` and `output_dir`.
+        distributed_training_args: for backends that join processes.
+        differential_privacy_args: for backends with a privacy layer.
+        amp_backend_native, amp_backend_apex, amp_level_apex: PyMarlin's flags; they must agree with `backend`.
+
+    Raises:
+        ConfigurationError: a value is out of range, or two contradict each other.
+    """
+
+    epochs: int = 1
+    train_batch_size: int = 1
+    gpu_batch_size_limit: int = 512
+    val_batch_size: int = 1
+    max_train_steps_per_epoch: int | None = None
+    max_val_steps_per_epoch: int | None = None
+    clip_grads: bool = True
+    max_grad_norm: float = 1.0
+    clip_grad_value: float | None = None
+    nonfinite: Literal["raise", "skip"] = "raise"
+    backend: str = "sp"
+    backend_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    device: str | torch.device = "auto"
+    use_gpu: bool = True
+    seed: int = 0
+    resume: bool | str | PathLike[str] = False
+    reset_optimizers_schedulers: bool = False
+    checkpointer_args: DefaultCheckpointerArguments = field(default_factory=DefaultCheckpointerArguments)
+    output_dir: str | PathLike[str] = "runs"
+    log_every: int = 50
+    writers: Sequence[Any] = ("stdout", "csv")
+    progress: Literal["auto", "rich", "plain", "none"] | None = "auto"
+    disable_tqdm: bool = False
+    collect_train_outputs: bool | Literal["auto"] = "auto"
+    log_level: str = "INFO"
+    stats_args: StatsArguments | None = None
+    writer_args: WriterArguments | None = None
+    distributed_training_args: Any = None
+    differential_privacy_args: Any = None
+    amp_backend_native: bool = False
+    amp_backend_apex: bool = False
+    amp_level_apex: str = "O1"
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+
+    @property
+    def log_interval(self) -> int:
+        """Global steps between two log points."""
+        return self.stats_args.log_steps if self.stats_args else self.log_every
+
+    @property
+    def log_dir(self) -> Path:
+        """Where writers write."""
+        chosen = self.writer_args.tb_log_dir if self.writer_args else None
+        return Path(chosen or self.output_dir)
+
+    @property
+    def chosen_device(self) -> str | torch.device:
+        """`device`, or the CPU if `use_gpu` is False."""
+        return self.device if self.use_gpu else "cpu"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainerArguments:
+        """Make arguments of plain values; nested arguments may be dicts.
+
+        Raises:
+            ConfigurationError: a key is unknown (with the one that was perhaps meant), or a value is wrong.
+        """
+        made: TrainerArguments = _build(cls, values, "TrainerArguments")
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """All arguments as plain values; `from_dict` takes them back."""
+        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_yaml(cls, path: str | PathLike[str]) -> TrainerArguments:
+        """Read arguments from a YAML file of the form that `to_dict` gives.
+
+        Raises:
+            ConfigurationError: the file is missing, is no YAML mapping, or holds a wrong key or value.
+        """
+        import yaml
+
+        try:
+            with open(path, encoding="utf-8") as file:
+                values = yaml.safe_load(file)
+        except FileNotFoundError as error:
+            raise ConfigurationError(f"there is no file {str(path)!r} to read arguments from.") from error
+        except yaml.YAMLError as error:
+            raise ConfigurationError(f"{str(path)!r} is not valid YAML: {error}") from error
+        if values is not None and not isinstance(values, dict):
+            raise ConfigurationError(
+                f"{str(path)!r} holds a {type(values).__name__}; write a mapping, e.g. 'epochs: 3'."
+            )
+        return cls.from_dict(values or {})
+
+
+_NESTED: dict[str, type] = {
+    "checkpointer_args": DefaultCheckpointerArguments,
+    "stats_args": StatsArguments,
+    "writer_args": WriterArguments,
+}
+
+
+def _build(cls: Any, values: Mapping[str, Any], where: str) -> Any:
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    for key in values:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(sorted(known))}."
+            raise ConfigurationError(f"{where} has no argument {key!r}. {hint}")
+    built = {
+        key: _build(_NESTED[key], value, key)
+        if key in _NESTED and isinstance(value, Mapping)
+        else _number(value, known[key])
+        for key, value in values.items()
+    }
+    return cls(**built)
+
+
+def _number(value: Any, of: dataclasses.Field[Any]) -> Any:
+    """YAML reads `1e-3` as a string; where a float is expected, it is one."""
+    if isinstance(value, str) and "float" in str(of.type):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, PathLike | torch.device):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,63 @@
+"""Driving a stack without a `Trainer`: what `TrainerBackend.init`, `train_dl` and `validate_dl` stand on."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+from trainstack.backends import Clipping, TrainerBackend, TrainerBackendArguments, Workload
+from trainstack.stage import Stage
+from trainstack.trainer.evaluation import Evaluation, eval_mode
+from trainstack.trainer.hooks import Hooks
+from trainstack.trainer.loop import TrainLoop, train_windows
+from trainstack.trainer.run_state import RunState
+from trainstack.trainer.sources import ForeignSource, samples_in
+
+
+class LoopDriver:
+    """Runs the loop over dataloaders as they come; data order, checkpoints and logs are the trainer's business."""
+
+    def __init__(self, stack: TrainerBackend, args: TrainerBackendArguments) -> None:
+        self._stack, self._args, self._state = stack, args, RunState()
+        limit = args.max_grad_norm if args.clip_grads else 0.0
+        clipping = Clipping(kind="norm" if args.clip_grads else "none", limit=limit)
+        world = stack.open(args.device)
+        self._work = stack.prepare(Workload.of(args.model, args.optimizers, world, clipping))
+        self._schedulers = tuple(args.schedulers or ())
+
+    @property
+    def global_steps(self) -> int:
+        """Global steps finished."""
+        return self._state.global_step
+
+    @property
+    def batches(self) -> int:
+        """Micro-batches finished."""
+        return self._state.batches
+
+    def train(self, dataloader: Any, callback: Any) -> Any:
+        """One pass over `dataloader`; returns the collected outputs, and raises on a non-finite loss at the end."""
+        weigh = getattr(self._args.model, "batch_weight", samples_in)
+        source = ForeignSource(dataloader, self._args.gradient_accumulation, weigh)
+        loop = TrainLoop(
+            self._stack,
+            self._work,
+            Hooks(callback),
+            schedulers=self._schedulers,
+            state=self._state,
+            keep_epoch_outputs=True,
+        )
+        windows = source.windows(self._state.epoch, 0, 0)
+        train_windows(loop, islice(windows, self._args.max_train_steps_per_epoch))
+        loop.meter.drain()
+        self._state.finish_epoch()
+        assert loop.epoch_outputs is not None
+        return loop.epoch_outputs.all_outputs
+
+    def validate(self, dataloader: Any) -> Any:
+        """One pass over `dataloader`; returns the collected outputs."""
+        evaluation = Evaluation(self._stack, self._work, Stage.VAL, self._state.global_step)
+        with eval_mode(self._work.module):
+            evaluation.run(iter(dataloader), self._args.max_val_steps_per_epoch)
+        assert evaluation.outputs is not None
+        return evaluation.outputs.all_outputs

@@ -1,0 +1,122 @@
+"""Running a module over data without training it: every sample once, modes and random state left as found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainstack.backends import TrainerBackend, Workload
+from trainstack.errors import ModuleContractError
+from trainstack.stage import Stage
+from trainstack.trainer.collector import OutputCollector
+from trainstack.trainer.fetching import Fetcher
+from trainstack.trainer.meter import read_scalars
+from trainstack.trainer.order import DataOrder
+from trainstack.trainer.sources import samples_in, why_foreign
+
+EVALUATION_EPOCH = (1 << 32) - 1
+"""Stands for the epoch in the seeds of evaluated samples: their augmentation is the same every time."""
+
+
+def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
+    """What `get_val_dataloaders` returned, as a dict; empty for None.
+
+    Raises:
+        ModuleContractError: it is not a loader, a dict of loaders by name, or None.
+    """
+    if loaders is None:
+        return {}
+    named = loaders if isinstance(loaders, dict) else {"default": loaders}
+    for key, loader in named.items():
+        if not isinstance(key, str) or loader is None or not hasattr(loader, "__iter__"):
+            raise ModuleContractError(
+                f"{where} returned {type(loader).__name__} under {key!r}. Return a DataLoader, a dict of DataLoaders "
+                "by name, or None."
+            )
+    return named
+
+
+def evaluation_batches(loader: Any, *, batch_size: int, seed: int) -> Iterator[Any]:
+    """The batches of `loader` in data set order, whatever its sampler; as they come if it has an order of its own."""
+    if why_foreign(loader) is not None:
+        return iter(loader)
+    length = len(loader.dataset)
+    order = DataOrder(length=length, global_batch=batch_size, micro_batch=batch_size, shuffle=False)
+    indices = (index for share in order.shares(0) for index in share.micro_batches)
+    return Fetcher(loader, seed).batches(EVALUATION_EPOCH, indices)
+
+
+@contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """All submodules in eval mode inside; each in the mode it had before, after."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            if part.training is not training:
+                part.training = training
+
+
+class Evaluation:
+    """One pass over one loader.
+
+    Args:
+        stack: the outermost layer.
+        work: what `stack.prepare` returned.
+        stage: which step method runs.
+        step: handed to it as `global_step`.
+        keep_outputs: collect what the step returns.
+    """
+
+    def __init__(
+        self, stack: TrainerBackend, work: Workload, stage: Stage, step: int, *, keep_outputs: bool = True
+    ) -> None:
+        self.stack, self.work, self.stage, self.step = stack, work, stage, step
+        self.outputs = OutputCollector() if keep_outputs else None
+        self._losses: list[Tensor] = []
+        self._weights: list[float] = []
+
+    def run(self, batches: Iterator[Any], limit: int | None = None) -> None:
+        """Evaluate `batches`, at most `limit` of them."""
+        forward, work, stage, step = self.stack.forward, self.work, self.stage, self.step
+        collect = None if self.outputs is None else self.outputs.collect
+        with torch.no_grad():
+            for batch in islice(batches, limit):
+                outputs = forward(work, stage, batch, step)
+                if collect is not None:
+                    collect(outputs)
+                loss = _loss_in(outputs)
+                if loss is not None:
+                    self._losses.append(loss)
+                    self._weights.append(self._weigh(batch))
+
+    def _weigh(self, batch: Any) -> float:
+        weigh = getattr(self.work.module, "batch_weight", samples_in)
+        return float(weigh(batch))
+
+    def mean_loss(self) -> float | None:
+        """The mean of the losses that the step returned, weighted by `batch_weight`; None if it returned none."""
+        values = read_scalars(self._losses)
+        total = math.fsum(self._weights)
+        if not total:
+            return None
+        return math.fsum(v * w for v, w in zip(values, self._weights, strict=True) if w) / total
+
+
+def _loss_in(outputs: Any) -> Tensor | None:
+    """A 0-dim floating tensor that is the output, its first item, or its item "loss"."""
+    if isinstance(outputs, dict):
+        outputs = outputs.get("loss")
+    elif isinstance(outputs, tuple | list):
+        outputs = outputs[0] if outputs else None
+    if isinstance(outputs, Tensor) and outputs.dim() == 0 and outputs.is_floating_point():
+        return outputs.detach()
+    return None

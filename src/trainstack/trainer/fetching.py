@@ -1,0 +1,144 @@
+"""Loading samples by index, each with its own random seed, in this process or in a loader's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+
+from trainstack.trainer.order import mix
+from trainstack.trainer.seeding import host_rng_kept, seed_sample
+
+
+class SeededDataset(Dataset[Any]):
+    """A data set whose samples draw from generators seeded by (seed, epoch, index) and by nothing else."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.fetches_batches = _fetches_batches(dataset)
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+        """The samples of one micro-batch; a key is (epoch, index)."""
+        if self.fetches_batches:
+            seed_sample(self.seed, *keys[0])
+            return list(self.dataset.__getitems__([index for _, index in keys]))
+        samples = []
+        for epoch, index in keys:
+            seed_sample(self.seed, epoch, index)
+            samples.append(self.dataset[index])
+        return samples
+
+
+def _fetches_batches(dataset: Any) -> bool:
+    """Whether the data set itself, not only torch's `Subset` around it, loads many samples at once."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+class Fetcher:
+    """Turns index tensors into collated batches, as the user's loader would have.
+
+    Args:
+        loader: a map-style `DataLoader`; its data set, `collate_fn`, workers and pinning are used, its sampler and
+            batch size are not.
+        seed: of the samples' own generators.
+    """
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        self.loader = loader
+        self.seed = seed
+        self._tensors = _plain_tensors(loader)
+        self._seeded = SeededDataset(loader.dataset, seed)
+        self._keys = _KeyBatches()
+        self._workers: DataLoader[Any] | None = None
+
+    def serves(self, loader: DataLoader[Any]) -> bool:
+        """Whether `loader` describes the same data, so that this fetcher and its workers can be kept."""
+        mine = self.loader
+        return mine is loader or (
+            mine.dataset is loader.dataset
+            and mine.collate_fn is loader.collate_fn
+            and mine.num_workers == loader.num_workers
+            and mine.pin_memory == loader.pin_memory
+        )
+
+    def batches(self, epoch: int, indices: Iterable[Tensor]) -> Iterator[Any]:
+        """One collated batch for each index tensor, in order. The process's own generators are left alone."""
+        if self._tensors is not None:
+            return (self._gather(index) for index in indices)
+        if self.loader.num_workers > 0 or (self.loader.pin_memory and torch.accelerator.is_available()):
+            return self._from_workers(epoch, indices)
+        return (self._load(epoch, index) for index in indices)
+
+    def _gather(self, index: Tensor) -> Any:
+        assert self._tensors is not None
+        tensors, chosen = self._tensors
+        rows = index if chosen is None else chosen[index]
+        return [tensor[rows] for tensor in tensors]
+
+    def _load(self, epoch: int, index: Tensor) -> Any:
+        with host_rng_kept():
+            samples = self._seeded.__getitems__([(epoch, i) for i in index.tolist()])
+            return self.loader.collate_fn(samples)
+
+    def _from_workers(self, epoch: int, indices: Iterable[Tensor]) -> Iterator[Any]:
+        self._keys.now = ([(epoch, i) for i in index.tolist()] for index in indices)
+        if self._workers is None:
+            self._workers = self._make_workers()
+        iterator = iter(self._workers)
+        if self.loader.num_workers > 0:
+            yield from iterator
+            return
+        while True:
+            with host_rng_kept():
+                batch = next(iterator, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _make_workers(self) -> DataLoader[Any]:
+        mine = self.loader
+        options: dict[str, Any] = {"prefetch_factor": mine.prefetch_factor} if mine.num_workers > 0 else {}
+        return DataLoader(
+            self._seeded,
+            batch_sampler=self._keys,
+            num_workers=mine.num_workers,
+            collate_fn=mine.collate_fn,
+            pin_memory=mine.pin_memory,
+            timeout=mine.timeout,
+            worker_init_fn=mine.worker_init_fn,
+            multiprocessing_context=mine.multiprocessing_context,
+            generator=torch.Generator().manual_seed(mix(self.seed) >> 1),
+            persistent_workers=mine.persistent_workers,
+            **options,
+        )
+
+
+class _KeyBatches:
+    """A batch sampler whose batches are set from outside before each pass."""
+
+    def __init__(self) -> None:
+        self.now: Iterator[list[tuple[int, int]]] = iter(())
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return self.now
+
+
+def _plain_tensors(loader: DataLoader[Any]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+    """Tensors and chosen rows of a `TensorDataset` or a `Subset` of one that is collated as usual, else None.
+
+    Indexing the tensors gives the same bits as collating rows, without a Python call a row.
+    """
+    dataset: Any = loader.dataset
+    chosen: Tensor | None = None
+    while type(dataset) is Subset:
+        rows = torch.as_tensor(dataset.indices)
+        chosen = rows if chosen is None else rows[chosen]
+        dataset = dataset.dataset
+    usual = loader.collate_fn is default_collate and loader.num_workers == 0 and not loader.pin_memory
+    return (dataset.tensors, chosen) if usual and type(dataset) is TensorDataset else None

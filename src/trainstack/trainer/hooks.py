@@ -1,0 +1,62 @@
+"""Which hooks a subscriber really has: looked up once, so that the loop pays nothing for the others."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from trainstack.errors import annotate
+from trainstack.trainer.callback_interface import CallbackInterface
+
+Hook = Callable[..., Any]
+
+
+def overridden(subscriber: Any, name: str) -> Hook | None:
+    """The hook `name` of `subscriber`, if it does anything; an exception in it carries its name."""
+    method = getattr(subscriber, name, None)
+    default = getattr(CallbackInterface, name)
+    if method is None or getattr(method, "__func__", None) is default:
+        return None
+    where = f"raised in {type(subscriber).__name__}.{name}"
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            annotate(error, where)
+            raise
+
+    hook.__wrapped__ = method  # type: ignore[attr-defined]
+    return hook
+
+
+def wants_outputs(hook: Hook | None) -> bool:
+    """Whether `hook` takes more positional arguments than the global step."""
+    if hook is None:
+        return False
+    try:
+        parameters = inspect.signature(hook).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return any(p.kind is p.VAR_POSITIONAL for p in parameters) or len(positional) > 1
+
+
+class Hooks:
+    """The hooks of one subscriber; None where it has none.
+
+    Attributes:
+        step_outputs, epoch_outputs, val_outputs: whether somebody reads these outputs.
+    """
+
+    def __init__(self, subscriber: Any) -> None:
+        self.begin_train_epoch = overridden(subscriber, "on_begin_train_epoch")
+        self.end_backward = overridden(subscriber, "on_end_backward")
+        self.end_train_step = overridden(subscriber, "on_end_train_step")
+        self.end_train_epoch = overridden(subscriber, "on_end_train_epoch")
+        self.end_val_epoch = overridden(subscriber, "on_end_val_epoch")
+        self.end_train = overridden(subscriber, "on_end_train")
+        self.step_outputs = wants_outputs(self.end_train_step)
+        self.epoch_outputs = wants_outputs(self.end_train_epoch)
+        self.val_outputs = wants_outputs(self.end_val_epoch)

@@ -1,0 +1,204 @@
+"""THE loop. It stands above the stack: it holds the outermost layer and calls its verbs.
+
+Zeroing, schedulers, counters, collecting and hooks happen here and nowhere else. Nothing in here reads a value
+back from the device, unless non-finite steps are to be skipped, which has to be known before each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainstack.backends import TrainerBackend, Workload
+from trainstack.errors import ModuleContractError
+from trainstack.stage import Stage
+from trainstack.trainer.collector import OutputCollector
+from trainstack.trainer.hooks import Hooks
+from trainstack.trainer.meter import LossMeter, StepEntry
+from trainstack.trainer.run_state import RunState
+from trainstack.trainer.sources import Window
+
+NEVER = 1 << 62
+
+
+class TrainLoop:
+    """What the loop works with.
+
+    Args:
+        stack: the outermost layer.
+        work: what `stack.prepare` returned.
+        hooks: of the module.
+        schedulers: stepped after each global step that moved the weights.
+        state: advanced after each global step.
+        skip_nonfinite: leave out steps whose loss or gradient is inf or nan (reads the device in every step).
+        keep_epoch_outputs: collect what `train_step` returns over a whole epoch.
+
+    Attributes:
+        meter: gets the losses.
+        step_outputs, epoch_outputs: collectors; None where nobody reads them.
+        attend: called once `state.global_step` has reached `attend_at`; returns the step to be called at next.
+        attend_at: see `attend`.
+    """
+
+    def __init__(
+        self,
+        stack: TrainerBackend,
+        work: Workload,
+        hooks: Hooks,
+        *,
+        schedulers: Sequence[Any] = (),
+        state: RunState | None = None,
+        skip_nonfinite: bool = False,
+        keep_epoch_outputs: bool = False,
+    ) -> None:
+        self.stack, self.work, self.hooks, self.schedulers = stack, work, hooks, tuple(schedulers)
+        self.state = state or RunState()
+        self.skip_nonfinite = skip_nonfinite
+        self.meter = LossMeter()
+        self.step_outputs = OutputCollector(device=None) if hooks.step_outputs else None
+        self.epoch_outputs = OutputCollector() if keep_epoch_outputs else None
+        self.attend: Callable[[], int] = lambda: NEVER
+        self.attend_at = NEVER
+
+
+def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
+    """Train on `windows`, one global step each.
+
+    Raises:
+        ModuleContractError: `train_step` did not return a loss to train on.
+    """
+    stack, work, state, schedulers = loop.stack, loop.work, loop.state, loop.schedulers
+    clip, step, parameters, entries = stack.clip, stack.step, loop.work.parameters, loop.meter
+    run_micro_batches, after_step = _bind_micro_batches(loop), _bind_end_train_step(loop)
+    _drop_gradients(parameters)
+    for window in windows:
+        losses = run_micro_batches(window)
+        norm = clip(work)
+        left_out = loop.skip_nonfinite and not _all_finite(losses, norm)
+        if left_out:
+            _drop_gradients(parameters)
+        moved = step(work) and not left_out and window.items > 0
+        _drop_gradients(parameters)
+        if moved:
+            for scheduler in schedulers:
+                scheduler.step()
+        _advance(state, window, moved)
+        entries.entries.append(
+            StepEntry(
+                state.global_step,
+                state.epoch,
+                state.steps_in_epoch,
+                window.weights,
+                window.items,
+                moved,
+                norm,
+            )
+        )
+        if after_step is not None:
+            after_step()
+        if state.global_step >= loop.attend_at:
+            loop.attend_at = loop.attend()
+
+
+def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
+    """Forward and backward of a step's micro-batches, with every verb and hook looked up once."""
+    stack, work, state, meter = loop.stack, loop.work, loop.state, loop.meter
+    accumulate, forward, backward = stack.accumulate, stack.forward, stack.backward
+    end_backward, train = loop.hooks.end_backward, Stage.TRAIN
+    collectors = [c.collect for c in (loop.step_outputs, loop.epoch_outputs) if c is not None]
+    must_join = work.gradients_reduced_by is not None
+
+    def run_micro_batches(window: Window) -> list[Tensor]:
+        number, last, losses = state.global_step + 1, len(window.batches) - 1, []
+        state.current_step = number
+        for position, batch in enumerate(window.batches):
+            weight = window.weights[position]
+            with accumulate(work, position == last):
+                outputs = forward(work, train, batch, number)
+                loss = loss_of(outputs)
+                if weight or must_join:
+                    backward(work, loss, weight)
+            losses.append(loss.detach())
+            for collect in collectors:
+                collect(outputs)
+            if end_backward is not None:
+                end_backward(number, loss)
+        meter.losses += losses
+        return losses
+
+    return run_micro_batches
+
+
+def _bind_end_train_step(loop: TrainLoop) -> Callable[[], None] | None:
+    hook, collector, state = loop.hooks.end_train_step, loop.step_outputs, loop.state
+    if hook is None:
+        return None
+
+    def end_train_step() -> None:
+        if collector is None:
+            hook(state.global_step)
+        else:
+            outputs = collector.as_arguments
+            collector.reset()
+            hook(state.global_step, *outputs)
+
+    return end_train_step
+
+
+def _advance(state: RunState, window: Window, moved: bool) -> None:
+    micro_batches = len(window.batches)
+    state.global_step += 1
+    state.steps_in_epoch += 1
+    state.samples_in_epoch += window.samples
+    state.batches += micro_batches
+    state.batches_in_epoch += micro_batches
+    if not moved:
+        state.skipped_steps += 1
+
+
+def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _all_finite(losses: Sequence[Tensor], norm: Tensor | None) -> bool:
+    values = [*losses, norm] if norm is not None else list(losses)
+    return not values or bool(torch.isfinite(torch.stack([v.float() for v in values])).all())
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The loss in what `train_step` returned.
+
+    Raises:
+        ModuleContractError: there is none, or it is no 0-dim tensor with a graph.
+    """
+    if isinstance(outputs, Tensor):
+        loss: Any = outputs
+    elif isinstance(outputs, dict):
+        loss = outputs.get("loss")
+    else:
+        loss = outputs[0] if isinstance(outputs, tuple | list) and outputs else None
+    if isinstance(loss, Tensor) and loss.requires_grad and loss.dim() == 0:
+        return loss
+    raise ModuleContractError(_what_is_wrong(loss, outputs))
+
+
+def _what_is_wrong(loss: Any, outputs: Any) -> str:
+    if not isinstance(loss, Tensor):
+        has = f"a dict with the keys {list(outputs)}" if isinstance(outputs, dict) else f"{type(outputs).__name__}"
+        return (
+            f"train_step returned {has}, in which there is no loss. Return the loss tensor, a tuple whose first item "
+            "is the loss, or a dict with the key 'loss'."
+        )
+    if loss.dim() != 0:
+        return (
+            f"train_step returned a loss of shape {tuple(loss.shape)}; a loss is one number. "
+            "Return its mean over the batch: loss.mean()."
+        )
+    return (
+        "train_step returned a loss that no gradient flows through. Do not call .item() or .detach() on it or compute "
+        "it under torch.no_grad(), and leave some parameters requires_grad=True."
+    )

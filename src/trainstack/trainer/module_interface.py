@@ -1,0 +1,144 @@
+"""`ModuleInterface`: the one class a user writes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.stage import Stage
+from trainstack.trainer.callback_interface import CallbackInterface
+from trainstack.trainer.sources import samples_in
+
+if TYPE_CHECKING:
+    from trainstack.trainer.history import RunHistory
+    from trainstack.trainer.plan import TrainingPlan
+    from trainstack.trainer.run_state import RunState
+
+
+class ModuleInterface(nn.Module, CallbackInterface, ABC):
+    """Model, steps, optimizers and data of one training task.
+
+    Attributes:
+        plan: all step arithmetic of the run; set by the trainer before it calls `get_optimizers_schedulers`.
+    """
+
+    plan: TrainingPlan | None = None
+    _history: RunHistory | None = None
+    _run_state: RunState | None = None
+
+    @abstractmethod
+    def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
+        """Make the optimizers and their schedulers.
+
+        Args:
+            estimated_global_steps_per_epoch: an upper bound; `self.plan` has the exact numbers.
+            epochs: of the whole run.
+
+        Returns:
+            A list of optimizers and a list of schedulers (may be empty or None). A scheduler steps once after each
+            global step that moved the weights.
+        """
+
+    @abstractmethod
+    def get_train_dataloader(self, sampler: type, batch_size: int) -> Any:
+        """Describe the training data; called at the start of each epoch.
+
+        Args:
+            sampler: call it with the data set: `DataLoader(ds, sampler=sampler(ds), batch_size=batch_size)`.
+            batch_size: samples a micro-batch.
+
+        Returns:
+            A `DataLoader`. Data set, `collate_fn`, workers and `drop_last` are taken from it; the order is the
+            library's own (a permutation of seed and epoch), unless the loader has a custom sampler, an iterable
+            data set or is no `DataLoader`: then its batches are used as they come.
+        """
+
+    def get_val_dataloaders(self, sampler: type, batch_size: int) -> Any:
+        """Describe the validation data: one loader, a dict of loaders by key, or None for no validation."""
+        return None
+
+    def get_test_dataloaders(self, sampler: type, batch_size: int) -> Any:
+        """Describe the test data for `Trainer.test`: one loader, a dict of loaders by key, or None."""
+        return None
+
+    @abstractmethod
+    def train_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
+        """Compute the loss of one micro-batch.
+
+        Args:
+            global_step: number of the step under way, counted from 1.
+            batch: what the loader gave, its tensors on `device`.
+            device: the training device.
+
+        Returns:
+            The loss (0-dim, the mean over the batch's items), or a tuple or list whose first item is the loss, or a
+            dict with the key "loss".
+        """
+
+    def val_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
+        """Evaluate one batch of validation data; gradients are off. Returns what `on_end_val_epoch` is to get."""
+        raise self._lacks("val_step", "get_val_dataloaders")
+
+    def test_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
+        """Evaluate one batch of test data; gradients are off."""
+        raise self._lacks("test_step", "get_test_dataloaders")
+
+    def predict_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
+        """Predict for one batch; gradients are off. Returns what `Trainer.predict` is to collect."""
+        raise ModuleContractError(
+            f"{type(self).__name__} has no predict_step, which Trainer.predict calls. Define "
+            "predict_step(self, global_step, batch, device)."
+        )
+
+    def _lacks(self, step: str, loaders: str) -> ModuleContractError:
+        return ModuleContractError(
+            f"{type(self).__name__} has no {step}, but {loaders} returned data. Define "
+            f"{step}(self, global_step, batch, device), or return None from {loaders}."
+        )
+
+    def forward(self, stage: Stage, global_step: int, batch: Any, device: torch.device) -> Any:
+        """Run the step that belongs to `stage`; what the backend calls."""
+        if stage is Stage.TRAIN:
+            return self.train_step(batch=batch, device=device, global_step=global_step)
+        if stage is Stage.VAL:
+            return self.val_step(batch=batch, device=device, global_step=global_step)
+        if stage is Stage.TEST:
+            return self.test_step(batch=batch, device=device, global_step=global_step)
+        if stage is Stage.PREDICT:
+            return self.predict_step(batch=batch, device=device, global_step=global_step)
+        raise AttributeError(f"stage {stage!r} is none of {[s.name for s in Stage]}")
+
+    def batch_weight(self, batch: Any) -> float:
+        """How many items the loss of `batch` is a mean over: its samples, unless overridden.
+
+        Override it where the loss is a mean over something else, such as the tokens that are no padding. The
+        micro-batches of a global step then count by their items, so that any split gives the same gradient.
+        `batch` is as the loader gave it, before it is moved to the device.
+        """
+        return samples_in(batch)
+
+    def log(self, name: str, value: Any) -> None:
+        """Record a number under `name` at the step under way; a tensor is read at the next log point, not now.
+
+        Raises:
+            ConfigurationError: the module is not being run by a trainer.
+        """
+        if self._history is None or self._run_state is None:
+            raise ConfigurationError(
+                f"log({name!r}, ...): this module is not being run by a Trainer, so there is nowhere to record it."
+            )
+        self._history.update_metric(name, value, step=self._run_state.current_step, epoch=self._run_state.epoch)
+
+    def get_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the module; its `state_dict` unless overridden."""
+        return self.state_dict()
+
+    def update_state(self, state: Mapping[str, Any] | None) -> None:
+        """Take back what `get_state` returned; does nothing for None."""
+        if state:
+            self.load_state_dict(state)

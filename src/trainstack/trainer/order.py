@@ -1,0 +1,96 @@
+"""The order of training data, as arithmetic: nothing here reads a sample or draws from a global generator.
+
+A permutation of (seed, epoch) is cut into global batches, each global batch into the processes' shares, and each
+share into micro-batches. So every process count and every micro-batch size sees the same global batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """One 64-bit number out of several, each bit depending on all of them.
+
+    The finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014),
+    applied to one number after the other.
+    """
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = (state ^ (number & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One process's part of one global batch.
+
+    Attributes:
+        micro_batches: data set indices, one int64 tensor a micro-batch; empty for a process without samples.
+        samples: how many samples the global batch holds on all processes together.
+    """
+
+    micro_batches: tuple[Tensor, ...]
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOrder:
+    """Which samples each process trains on, at which global step.
+
+    Args:
+        length: samples in the data set.
+        global_batch: samples a global step, over all processes.
+        micro_batch: samples a forward pass, at most.
+        world_size: number of processes.
+        rank: which of them this is.
+        seed: of the permutations; ignored without `shuffle`.
+        shuffle: a new permutation each epoch; otherwise data set order.
+        drop_last: leave out a last global batch that is not full.
+    """
+
+    length: int
+    global_batch: int
+    micro_batch: int
+    world_size: int = 1
+    rank: int = 0
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+
+    def permutation(self, epoch: int) -> Tensor:
+        """The order of the whole epoch: an int64 tensor of shape `(length,)`."""
+        if not self.shuffle:
+            return torch.arange(self.length)
+        generator = torch.Generator().manual_seed(mix(self.seed, epoch) >> 1)
+        return torch.randperm(self.length, generator=generator)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of a full epoch, over all processes."""
+        return self.length - self.length % self.global_batch if self.drop_last else self.length
+
+    def shares(self, epoch: int, start: int = 0) -> Iterator[Share]:
+        """This process's share of each global batch of `epoch`, from the sample at position `start` on."""
+        order = self.permutation(epoch)
+        for begin in range(start, self.samples_per_epoch, self.global_batch):
+            end = min(begin + self.global_batch, self.samples_per_epoch)
+            yield Share(
+                micro_batches=self._cut(order[begin:end]),
+                samples=end - begin,
+            )
+
+    def _cut(self, batch: Tensor) -> tuple[Tensor, ...]:
+        low, extra = divmod(len(batch), self.world_size)
+        begin = self.rank * low + min(self.rank, extra)
+        mine = batch[begin : begin + low + (self.rank < extra)]
+        return torch.split(mine, self.micro_batch) if len(mine) else ()

@@ -1,0 +1,157 @@
+"""All step arithmetic of a run, computed once. Schedulers, bars, logs and checkpoints read it from here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainstack.errors import ConfigurationError
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that does not exceed `limit`; both are at least 1."""
+    return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """How many samples, micro-batches and global steps a run consists of.
+
+    A global step is one optimizer update over all processes. Make one with `TrainingPlan.make`.
+
+    Attributes:
+        global_batch: samples a global step, over all processes (`train_batch_size`).
+        process_batch: samples a global step on one process.
+        micro_batch: samples a forward pass: the largest divisor of `process_batch` within the limit.
+        accumulation: micro-batches a global step on one process.
+        world_size: number of processes.
+        epochs: epochs of the whole run.
+        samples_per_epoch: samples an epoch over all processes, after `drop_last`; None if unknown.
+        batches_per_epoch: micro-batches an epoch that a single process would see; None if unknown.
+        steps_per_epoch: global steps an epoch, exactly; None if unknown.
+        last_step_samples: samples in the last global step of a full epoch; None if unknown.
+        max_steps_per_epoch: the user's cap.
+    """
+
+    global_batch: int
+    process_batch: int
+    micro_batch: int
+    accumulation: int
+    world_size: int
+    epochs: int
+    samples_per_epoch: int | None
+    batches_per_epoch: int | None
+    steps_per_epoch: int | None
+    last_step_samples: int | None
+    max_steps_per_epoch: int | None
+
+    @classmethod
+    def make(
+        cls,
+        *,
+        train_batch_size: int,
+        gpu_batch_size_limit: int,
+        world_size: int = 1,
+        epochs: int = 1,
+        dataset_length: int | None = None,
+        loader_length: int | None = None,
+        drop_last: bool = False,
+        max_steps_per_epoch: int | None = None,
+    ) -> TrainingPlan:
+        """Do the arithmetic.
+
+        Args:
+            train_batch_size: the global batch.
+            gpu_batch_size_limit: samples that fit into one forward pass.
+            world_size: number of processes.
+            epochs: of the whole run.
+            dataset_length: samples in the data set, where the library orders them.
+            loader_length: batches of a loader that brings its own order, otherwise.
+            drop_last: leave out a last global batch that is not full.
+            max_steps_per_epoch: cap on global steps an epoch.
+
+        Raises:
+            ConfigurationError: the global batch cannot be divided evenly among the processes.
+        """
+        if train_batch_size % world_size:
+            lower = train_batch_size - train_batch_size % world_size
+            choices = [str(b) for b in (lower, lower + world_size) if b > 0]
+            raise ConfigurationError(
+                f"train_batch_size={train_batch_size} cannot be divided among {world_size} processes: it is the "
+                f"number of samples a step over all of them. Write train_batch_size={' or '.join(choices)}."
+            )
+        process_batch = train_batch_size // world_size
+        micro = largest_divisor(process_batch, gpu_batch_size_limit)
+        accumulation = process_batch // micro
+        lengths = _lengths(dataset_length, loader_length, train_batch_size, micro, accumulation, drop_last)
+        if lengths["steps_per_epoch"] is not None and max_steps_per_epoch is not None:
+            lengths["steps_per_epoch"] = min(lengths["steps_per_epoch"], max_steps_per_epoch)
+        return cls(
+            global_batch=train_batch_size,
+            process_batch=process_batch,
+            micro_batch=micro,
+            accumulation=accumulation,
+            world_size=world_size,
+            epochs=epochs,
+            max_steps_per_epoch=max_steps_per_epoch,
+            **lengths,
+        )
+
+    @property
+    def total_steps(self) -> int | None:
+        """Global steps of the whole run; None if the length of an epoch is unknown."""
+        return None if self.steps_per_epoch is None else self.steps_per_epoch * self.epochs
+
+    @property
+    def estimated_global_steps_per_epoch(self) -> int:
+        """An upper bound: `batches // (processes * accumulation) + 1`, capped; what modules are given.
+
+        PyMarlin's documented formula. The exact number is `steps_per_epoch`. Zero if nothing is known and
+        nothing is capped.
+        """
+        if self.batches_per_epoch is None:
+            return self.max_steps_per_epoch or 0
+        estimate = self.batches_per_epoch // (self.world_size * self.accumulation) + 1
+        return estimate if self.max_steps_per_epoch is None else min(estimate, self.max_steps_per_epoch)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The plan as label and value, for a table."""
+        split = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
+        split += f" x {self.accumulation} micro-batch{'es' if self.accumulation > 1 else ''} x {self.micro_batch}"
+        unknown = "unknown until the loader ends"
+        rows = [("global batch", f"{self.global_batch} = {split}")]
+        if self.samples_per_epoch is not None:
+            rows.append(("samples an epoch", f"{self.samples_per_epoch} (last step: {self.last_step_samples})"))
+        steps = unknown if self.steps_per_epoch is None else str(self.steps_per_epoch)
+        if self.max_steps_per_epoch is not None:
+            steps += f" (at most {self.max_steps_per_epoch})"
+        rows.append(("global steps an epoch", steps))
+        total = unknown if self.total_steps is None else str(self.total_steps)
+        rows.append(("global steps in all", f"{total} in {self.epochs} epoch{'s' if self.epochs != 1 else ''}"))
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers as plain values."""
+        return asdict(self)
+
+
+def _lengths(
+    dataset: int | None, loader: int | None, global_batch: int, micro: int, accumulation: int, drop_last: bool
+) -> dict[str, int | None]:
+    """The lengths of one epoch, as far as they can be known."""
+    samples = tail = batches = steps = None
+    if dataset is not None:
+        full, rest = divmod(dataset, global_batch)
+        samples = dataset - rest if drop_last else dataset
+        steps = full + (rest > 0 and not drop_last)
+        tail = rest if rest and not drop_last else min(global_batch, samples)
+        batches = -(-samples // micro)
+    elif loader is not None:
+        batches = loader
+        steps = -(-loader // accumulation)
+    return {
+        "samples_per_epoch": samples,
+        "last_step_samples": tail,
+        "batches_per_epoch": batches,
+        "steps_per_epoch": steps,
+    }

@@ -1,0 +1,109 @@
+"""What one sees of a run: history, writers and progress, told at log points and never in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from torch.optim import Optimizer
+
+from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.history import RunHistory
+from trainstack.trainer.meter import LossMeter
+from trainstack.trainer.plan import TrainingPlan
+from trainstack.trainer.progress import NoProgress, ProgressDisplay, build_progress, format_plan_table
+from trainstack.trainer.run_state import RunState
+from trainstack.trainer.writers import WriterGroup, build_writers
+
+
+class Reporter:
+    """Feeds the writers and the progress display of one run from its `RunHistory`.
+
+    Args:
+        args: which writers and which display.
+        history: what has been measured.
+        is_main: False on processes that must not write anything.
+    """
+
+    def __init__(self, args: TrainerArguments, history: RunHistory, *, is_main: bool = True) -> None:
+        self.history = history
+        self._writers = WriterGroup(build_writers(args.writers, args.log_dir) if is_main else [])
+        self._kind = "none" if args.disable_tqdm or not is_main else args.progress
+        self.progress: ProgressDisplay = NoProgress()
+        self._last_loss: float | None = None
+        self._epoch_began = 0.0
+
+    def open(self, plan: TrainingPlan, backend: str, device: str, resume_step: int | None) -> None:
+        """Open the writers and show the plan."""
+        self.progress = build_progress(self._kind)
+        self._writers.open(resume_step=resume_step)
+        rows = [("backend", f"{backend} on {device}"), *plan.rows()]
+        if resume_step is not None:
+            rows.append(("resumed", f"after global step {resume_step}"))
+        self._writers.text(format_plan_table(rows))
+
+    def start_epoch(self, state: RunState, plan: TrainingPlan) -> None:
+        """An epoch begins, or goes on after a resume."""
+        self._epoch_began = time.perf_counter()
+        self.history.current_epoch = state.epoch
+        self.progress.start_epoch(state.epoch + 1, plan.epochs, plan.steps_per_epoch, state.steps_in_epoch)
+
+    def look(self, state: RunState) -> None:
+        """Let the display paint; it shows the loss of the last log point and reads nothing."""
+        self.progress.look(state.steps_in_epoch, lambda: self._last_loss)
+
+    def log_point(self, state: RunState, meter: LossMeter, optimizers: Iterable[Optimizer]) -> None:
+        """Read what has been measured since the last log point, record it and write it."""
+        meter.drain()
+        self.history.current_step = state.global_step
+        loss = meter.interval.take()
+        if loss is not None:
+            self._last_loss = loss
+            self.history.update_metric("train/loss", loss)
+        if meter.last_norm is not None:
+            self.history.update_metric("train/grad_norm", meter.last_norm)
+        rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
+        for position, rate in enumerate(rates):
+            self.history.update_metric("lr" if len(rates) == 1 else f"lr/{position}", rate)
+        if state.skipped_steps:
+            self.history.update_metric("train/skipped_steps", state.skipped_steps)
+        self.write()
+
+    def end_training_epoch(self, state: RunState, meter: LossMeter) -> None:
+        """The training part of an epoch is over."""
+        meter.drain()
+        self.history.current_step = state.global_step
+        loss = meter.epoch.take()
+        if loss is not None:
+            self.history.update_metric("train/loss_epoch", loss)
+
+    def end_epoch(self, state: RunState, plan: TrainingPlan) -> None:
+        """Write what is new, and one line about the epoch that `state` has just finished."""
+        epoch = state.last_epoch
+        self.progress.end_epoch()
+        self.write()
+        latest = (self.history.records(name)[-1] for name in sorted(self.history.get_metric_names()))
+        shown = [
+            f"{record.name.removesuffix('_epoch')} {record.value:.4g}"
+            for record in latest
+            if record.epoch == epoch and record.name not in _LEFT_OUT
+        ]
+        seconds = f"{time.perf_counter() - self._epoch_began:.1f} s"
+        head = f"epoch {epoch + 1}/{plan.epochs}  step {state.global_step}"
+        self._writers.text("  ".join([head, *shown, seconds]))
+
+    def write(self) -> None:
+        """Hand the writers what is new in the history."""
+        self._writers.write(self.history.flush())
+
+    def text(self, line: str) -> None:
+        """Write one line."""
+        self._writers.text(line)
+
+    def close(self) -> None:
+        """Leave the terminal and the files in order."""
+        self.progress.close()
+        self._writers.close()
+
+
+_LEFT_OUT = ("train/loss", "train/grad_norm", "lr")

@@ -1,0 +1,211 @@
+"""One run: the loop with its data, its reports and its checkpoints, epoch by epoch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import SequentialSampler
+
+from trainstack.backends import Clipping, TrainerBackend, Workload, World
+from trainstack.stage import Stage
+from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_batches, named_loaders
+from trainstack.trainer.history import RunHistory
+from trainstack.trainer.hooks import Hooks
+from trainstack.trainer.loop import TrainLoop, train_windows
+from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.optimizers import checked_optimizers_schedulers
+from trainstack.trainer.order import mix
+from trainstack.trainer.reporting import Reporter
+from trainstack.trainer.run_state import RunState
+from trainstack.trainer.seeding import isolated_rng, restore_rng
+from trainstack.trainer.training_data import TrainingData
+
+logger = logging.getLogger("trainstack")
+
+MOST_PENDING_STEPS = 1000
+"""The losses of at most so many steps wait on the device, however far apart log points are."""
+
+
+class Run:
+    """A module made ready on a stack.
+
+    Args:
+        module: its state is restored already; its optimizers' is not yet.
+        args: of the trainer.
+        stack: the outermost layer, opened.
+        world: what `open` returned.
+        state: where the run stands.
+        history: where metrics go.
+
+    Attributes:
+        data: the training data and the plan.
+        loop: what the loop works with.
+        pending_rng: the random state to go on with; used up when training goes on.
+    """
+
+    def __init__(
+        self,
+        module: ModuleInterface,
+        args: TrainerArguments,
+        stack: TrainerBackend,
+        world: World,
+        state: RunState,
+        history: RunHistory,
+    ) -> None:
+        self.module, self.args, self.stack, self.world = module, args, stack, world
+        self.state, self.history = state, history
+        self.pending_rng: Mapping[str, Any] | None = None
+        with isolated_rng(mix(state.seed), world.device):
+            self.data = TrainingData(module, args, world, state.seed)
+        module.plan, module._history, module._run_state = self.data.plan, history, state
+        self.hooks = Hooks(module)
+        self.loop = self._make_loop()
+
+    def _make_loop(self) -> TrainLoop:
+        args, plan = self.args, self.data.plan
+        epochs = args.epochs - self.state.epoch if args.reset_optimizers_schedulers else args.epochs
+        made = self.module.get_optimizers_schedulers(plan.estimated_global_steps_per_epoch, max(epochs, 1))
+        optimizers, schedulers = checked_optimizers_schedulers(made, self.module)
+        work = self.stack.prepare(Workload.of(self.module, optimizers, self.world, _clipping(args)))
+        keep = args.collect_train_outputs
+        return TrainLoop(
+            self.stack,
+            work,
+            self.hooks,
+            schedulers=schedulers,
+            state=self.state,
+            skip_nonfinite=args.nonfinite == "skip",
+            keep_epoch_outputs=self.hooks.epoch_outputs if keep == "auto" else bool(keep),
+        )
+
+    def train_epoch(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
+        """Train what is left of the epoch under way, validate and save.
+
+        Args:
+            reporter: told at log points.
+            save: writes a checkpoint; called with True at steps that are multiples of `save_every`.
+            save_every: global steps, or None.
+        """
+        state, loop, hooks = self.state, self.loop, self.hooks
+        resumed_within = state.steps_in_epoch > 0
+        if not resumed_within:
+            self._restore_rng()
+        if hooks.begin_train_epoch is not None:
+            hooks.begin_train_epoch(state.global_step, state.epoch)
+        windows = self.data.windows(state)
+        if resumed_within:
+            self._restore_rng()
+            self._warn_of_lost_outputs()
+        reporter.start_epoch(state, self.data.plan)
+        loop.attend = lambda: self._attend(reporter, save, save_every)
+        loop.attend_at = self._next_attention(reporter, save_every)
+        cap = self.args.max_train_steps_per_epoch
+        train_windows(loop, islice(windows, None if cap is None else max(0, cap - state.steps_in_epoch)))
+        reporter.end_training_epoch(state, loop.meter)
+        self._end_train_epoch()
+        self._validate(reporter)
+        state.finish_epoch()
+        reporter.end_epoch(state, self.data.plan)
+        save(False)
+
+    def evaluate(
+        self, stage: Stage, loaders: Mapping[str, Any], *, keep: bool, reporter: Reporter | None = None
+    ) -> dict[str, Any]:
+        """Run the step of `stage` over each loader; returns outputs by loader where `keep` asks for them.
+
+        Modes and random state are afterwards what they were before.
+        """
+        module, state, hook = (
+            self.module,
+            self.state,
+            self.hooks.end_val_epoch if stage is Stage.VAL else None,
+        )
+        collected = {}
+        seed = mix(state.seed, stage.value, state.global_step)
+        with isolated_rng(seed, self.world.device), eval_mode(module):
+            for key, loader in loaders.items():
+                evaluation = Evaluation(self.stack, self.loop.work, stage, state.global_step, keep_outputs=keep)
+                batches = evaluation_batches(loader, batch_size=self.args.val_batch_size, seed=state.seed)
+                if reporter is not None:
+                    reporter.progress.start_validation(key, None)
+                evaluation.run(batches, self.args.max_val_steps_per_epoch)
+                if reporter is not None:
+                    reporter.progress.end_validation()
+                self._record_loss(stage, key, evaluation.mean_loss())
+                outputs = () if evaluation.outputs is None else evaluation.outputs.as_arguments
+                if evaluation.outputs is not None:
+                    collected[key] = self.stack.gather(evaluation.outputs.all_outputs)
+                if hook is not None:
+                    hook(state.global_step, *(outputs if self.hooks.val_outputs else ()), key=key)
+        return collected
+
+    def val_loaders(self) -> dict[str, Any]:
+        """The module's validation loaders by name; empty if it has none."""
+        loaders = self.module.get_val_dataloaders(sampler=SequentialSampler, batch_size=self.args.val_batch_size)
+        return named_loaders(loaders, "get_val_dataloaders")
+
+    def _validate(self, reporter: Reporter) -> None:
+        with isolated_rng(mix(self.state.seed), self.world.device):
+            loaders = self.val_loaders()
+        if loaders:
+            self.evaluate(Stage.VAL, loaders, keep=self.hooks.val_outputs, reporter=reporter)
+
+    def _end_train_epoch(self) -> None:
+        hook, collector = self.hooks.end_train_epoch, self.loop.epoch_outputs
+        if hook is not None:
+            hook(self.state.global_step, *(collector.as_arguments if collector is not None else ()))
+        if collector is not None:
+            collector.reset()
+
+    def _record_loss(self, stage: Stage, key: str, loss: float | None) -> None:
+        if loss is not None:
+            name = stage.name.lower() if key == "default" else f"{stage.name.lower()}/{key}"
+            step, epoch = self.state.global_step, self.state.epoch
+            self.history.update_metric(f"{name}/loss", loss, step=step, epoch=epoch)
+
+    def _attend(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> int:
+        """What is due at this step: log, save, paint. Returns the next step at which something is."""
+        state, step = self.state, self.state.global_step
+        if step % self.args.log_interval == 0:
+            reporter.log_point(state, self.loop.meter, self.loop.work.optimizers)
+        elif len(self.loop.meter.entries) >= MOST_PENDING_STEPS:
+            self.loop.meter.drain()
+        if save_every is not None and step % save_every == 0:
+            save(True)
+        if state.steps_in_epoch >= reporter.progress.next_look:
+            reporter.look(state)
+        return self._next_attention(reporter, save_every)
+
+    def _next_attention(self, reporter: Reporter, save_every: int | None) -> int:
+        step, interval = self.state.global_step, self.args.log_interval
+        look = reporter.progress.next_look - self.state.steps_in_epoch
+        due = [interval - step % interval, MOST_PENDING_STEPS, max(1, look)]
+        if save_every is not None:
+            due.append(save_every - step % save_every)
+        return step + min(due)
+
+    def _restore_rng(self) -> None:
+        if self.pending_rng is not None:
+            restore_rng(self.pending_rng, self.world.device)
+            self.pending_rng = None
+
+    def _warn_of_lost_outputs(self) -> None:
+        if self.loop.epoch_outputs is not None:
+            logger.warning(
+                "resumed within epoch %d: on_end_train_epoch gets the outputs of the steps from here on, those "
+                "before the interruption are gone.",
+                self.state.epoch,
+            )
+
+
+def _clipping(args: TrainerArguments) -> Clipping:
+    measure = args.nonfinite == "skip"
+    if args.clip_grad_value is not None:
+        return Clipping(kind="value", limit=args.clip_grad_value, measure=measure)
+    if args.clip_grads:
+        return Clipping(kind="norm", limit=args.max_grad_norm)
+    return Clipping(kind="none", measure=measure)

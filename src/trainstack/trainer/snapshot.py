@@ -1,0 +1,117 @@
+"""From a running trainer to a `Checkpoint` and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainstack.checkpointing import Checkpoint
+from trainstack.errors import CheckpointMismatchError, NonFiniteError
+from trainstack.trainer.loop import TrainLoop
+from trainstack.trainer.plan import TrainingPlan
+from trainstack.trainer.run_state import RunState
+from trainstack.trainer.seeding import capture_rng
+
+if TYPE_CHECKING:
+    from trainstack.trainer.trainer import Trainer
+
+
+def refuse_poisoned(module: nn.Module, step: int) -> None:
+    """Refuse to keep weights that are inf or nan.
+
+    Raises:
+        NonFiniteError: naming the first such parameter.
+    """
+    named = [(name, p.detach()) for name, p in module.named_parameters() if p.is_floating_point()]
+    finite = [torch.isfinite(p).all() for _, p in named]
+    if finite and not bool(torch.stack([f.cpu() for f in finite]).all()):
+        first = next(name for (name, _), good in zip(named, finite, strict=True) if not bool(good))
+        raise NonFiniteError(
+            f"parameter {first!r} holds inf or nan after global step {step}. No checkpoint was written. "
+            "Write nonfinite='skip' to leave such steps out, or clip_grads=True to see them at the next log point."
+        )
+
+
+def restore_module(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Give the module its state.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint is of another model.
+    """
+    try:
+        module.update_state(checkpoint.module_interface_state)  # type: ignore[operator]
+    except RuntimeError as error:
+        raise CheckpointMismatchError(
+            f"the checkpoint does not fit {type(module).__name__}: {error}. Build the module as it was when the "
+            "checkpoint was written, or override update_state to take what fits."
+        ) from error
+
+
+def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState) -> None:
+    """Refuse to go on in the middle of an epoch over other data.
+
+    Raises:
+        CheckpointMismatchError: the data set has another length than when the checkpoint was written.
+    """
+    before = (checkpoint.plan or {}).get("samples_per_epoch")
+    now = plan.samples_per_epoch
+    if state.steps_in_epoch and before is not None and now is not None and before != now:
+        raise CheckpointMismatchError(
+            f"the checkpoint lies within epoch {state.epoch} of a data set of {before} samples; the data set now "
+            f"has {now}. Resume with the same data, or from a checkpoint at an epoch's end."
+        )
+
+
+def take_checkpoint(trainer: Trainer) -> Checkpoint:
+    """Everything that `trainer` needs to go on from here; tensors are the live ones."""
+    return Checkpoint(
+        module_interface_state=trainer.module.get_state(),
+        trainer_state=trainer.get_state(),
+        trainer_backend_state=trainer.trainer_backend.get_state(),
+        rng_state=capture_rng(trainer.device),
+        history_state=trainer.history.get_state(),
+        plan=trainer.plan.to_dict(),
+        global_step=trainer.state.global_step,
+        metadata={"backend": trainer.trainer_backend.spec, "epoch": trainer.state.epoch},
+    )
+
+
+def get_loop_state(loop: TrainLoop) -> dict[str, Any]:
+    """Counters, optimizers, schedulers and running means."""
+    return {
+        **loop.state.get_state(),
+        "optimizers": [optimizer.state_dict() for optimizer in loop.work.optimizers],
+        "schedulers": [scheduler.state_dict() for scheduler in loop.schedulers],
+        "meter": loop.meter.get_state(),
+    }
+
+
+def update_loop_state(loop: TrainLoop, state: Mapping[str, Any], *, fresh_optimizers: bool) -> None:
+    """Take back what `get_loop_state` returned, optimizers and schedulers only if they are not to be fresh.
+
+    Raises:
+        CheckpointMismatchError: optimizers or schedulers are not those of the checkpoint.
+    """
+    loop.state.update_state(state)
+    loop.meter.update_state(state["meter"])
+    if not fresh_optimizers:
+        _load("optimizer", loop.work.optimizers, state["optimizers"])
+        _load("scheduler", loop.schedulers, state["schedulers"])
+
+
+def _load(kind: str, owners: Sequence[Any], states: Sequence[Any]) -> None:
+    how = "Make the same ones, or write reset_optimizers_schedulers=True to start them anew."
+    if len(owners) != len(states):
+        raise CheckpointMismatchError(
+            f"get_optimizers_schedulers returned {len(owners)} {kind}s, the checkpoint has {len(states)}. {how}"
+        )
+    for position, (owner, state) in enumerate(zip(owners, states, strict=True)):
+        try:
+            owner.load_state_dict(state)
+        except (KeyError, ValueError, RuntimeError, TypeError) as error:
+            raise CheckpointMismatchError(
+                f"{kind} {position} ({type(owner).__name__}) does not fit the checkpoint's: {error}. {how}"
+            ) from error

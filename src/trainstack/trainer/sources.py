@@ -1,0 +1,146 @@
+"""Where global steps get their micro-batches from: a data set in the library's order, or a loader with its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, tee
+from typing import Any, NamedTuple
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from trainstack.errors import ModuleContractError
+from trainstack.trainer.fetching import Fetcher
+from trainstack.trainer.order import DataOrder
+
+
+class Window(NamedTuple):
+    """What one global step trains on, on this process.
+
+    Attributes:
+        batches: the micro-batches.
+        weights: the share of each in the step; over all processes they sum to one (to zero if nothing counts).
+        items: what the step's loss is a mean over, on all processes together: samples, tokens, ...
+        samples: samples on all processes together; 0 where unknown.
+    """
+
+    batches: Sequence[Any]
+    weights: Sequence[float]
+    items: float
+    samples: int
+
+
+Weigher = Callable[[Any], float]
+ORDERED = (RandomSampler, SequentialSampler)
+
+
+def why_foreign(loader: Any) -> str | None:
+    """Why the library cannot order the data behind `loader` itself; None if it can."""
+    if not isinstance(loader, DataLoader):
+        return f"it is a {type(loader).__name__}, not a DataLoader"
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return f"{type(loader).__name__} iterates in its own way"
+    if isinstance(loader.dataset, IterableDataset):
+        return "its data set is iterable and has no indices"
+    if type(loader.batch_sampler) is not BatchSampler:
+        return "it has its own batch sampler, or no automatic batching"
+    sampler, length = loader.sampler, len(loader.dataset)  # type: ignore[arg-type]
+    if type(sampler) not in ORDERED:
+        return f"its sampler is a {type(sampler).__name__}"
+    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != length):
+        return "its sampler draws with replacement, or not every sample once"
+    return None
+
+
+@dataclass(slots=True)
+class OrderedSource:
+    """A map-style data set in the library's own order: every sample once, whatever the number of processes.
+
+    Args:
+        fetcher: loads samples by index.
+        order: which samples, when.
+        weigh: the user's `batch_weight`, or None where a batch counts as its samples.
+    """
+
+    fetcher: Fetcher
+    order: DataOrder
+    weigh: Weigher | None = None
+
+    def windows(self, epoch: int, samples_done: int, batches_done: int) -> Iterator[Window]:
+        """The windows of `epoch` that follow the first `samples_done` samples."""
+        shares, ahead = tee(self.order.shares(epoch, samples_done))
+        batches = self.fetcher.batches(epoch, (index for share in ahead for index in share.micro_batches))
+        for share in shares:
+            own = list(islice(batches, len(share.micro_batches)))
+            if self.weigh is None:
+                counts = [len(index) for index in share.micro_batches]
+                total = float(share.samples)
+            else:
+                counts = [float(self.weigh(batch)) for batch in own]  # type: ignore[misc]
+                total = float(sum(counts))
+            yield Window(own, _shares_of(counts, total), total, share.samples)
+
+
+@dataclass(slots=True)
+class ForeignSource:
+    """Any iterable of ready-made batches, taken in the order in which it gives them."""
+
+    batches: Iterable[Any]
+    accumulation: int
+    weigh: Weigher
+
+    def windows(self, epoch: int, samples_done: int, batches_done: int) -> Iterator[Window]:
+        """The windows that follow the first `batches_done` batches; those are read, now, and put aside."""
+        stream = iter(self.batches)
+        for _ in islice(stream, batches_done):
+            pass
+        return self._cut(stream)
+
+    def _cut(self, stream: Iterator[Any]) -> Iterator[Window]:
+        while own := list(islice(stream, self.accumulation)):
+            counts = [float(self.weigh(batch)) for batch in own]
+            total = sum(counts)
+            yield Window(own, _shares_of(counts, total), total, 0)
+
+
+Source = OrderedSource | ForeignSource
+
+
+def _shares_of(counts: Sequence[float], total: float) -> Sequence[float]:
+    if len(counts) == 1 and counts[0] == total and total > 0:
+        return _WHOLE
+    if not 0 <= total < float("inf") or min(counts, default=0) < 0:
+        raise ModuleContractError(
+            f"batch_weight returned {list(counts)}: return how many items the loss of the batch is a mean over, "
+            "a finite number >= 0."
+        )
+    return [count / total if total else 0.0 for count in counts]
+
+
+_WHOLE = (1.0,)
+
+
+def samples_in(batch: Any) -> int:
+    """How many samples a collated batch holds.
+
+    That is the length of the first tensor or array found in it; of a list of strings, numbers or dicts, its length.
+
+    Raises:
+        ModuleContractError: nothing in it tells; `batch_weight` must be overridden.
+    """
+    if isinstance(batch, dict) and batch:
+        return samples_in(next(iter(batch.values())))
+    shape = getattr(batch, "shape", None)
+    if shape is not None and len(shape) > 0:
+        return int(shape[0])
+    if isinstance(batch, list | tuple) and batch:
+        first = batch[0]
+        if isinstance(first, str | bytes | int | float) or (isinstance(batch, list) and isinstance(first, dict)):
+            return len(batch)
+        if getattr(first, "shape", None) == ():
+            return len(batch)
+        return samples_in(first)
+    raise ModuleContractError(
+        f"cannot tell how many samples a batch of type {type(batch).__name__} holds. Override "
+        "ModuleInterface.batch_weight(batch) and return the number that the loss is a mean over."
+    )

@@ -1,0 +1,153 @@
+"""Asking the module for its training data: what it describes, and in which order it is used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from trainstack.backends import World
+from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.fetching import Fetcher
+from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.order import DataOrder
+from trainstack.trainer.plan import TrainingPlan
+from trainstack.trainer.run_state import RunState
+from trainstack.trainer.sources import ForeignSource, OrderedSource, Window, why_foreign
+
+logger = logging.getLogger("trainstack")
+
+
+class TrainingData:
+    """The training data of one run.
+
+    Args:
+        module: is asked for a loader once for the plan, and again at the start of each epoch.
+        args: batch sizes and caps.
+        world: how many processes share the data.
+        seed: of the order.
+
+    Attributes:
+        plan: the run's step arithmetic.
+    """
+
+    def __init__(self, module: ModuleInterface, args: TrainerArguments, world: World, seed: int) -> None:
+        self._module, self._args, self._world, self._seed = module, args, world, seed
+        self._fetcher: Fetcher | None = None
+        self._said = False
+        self.plan = self._make_plan(None)
+        self.plan = self._make_plan(self._ask())
+
+    def windows(self, state: RunState) -> Iterator[Window]:
+        """The global steps of `state.epoch` that are still to be made.
+
+        Raises:
+            ModuleContractError: the module has no usable training data.
+        """
+        loader = self._ask()
+        if loader is None:
+            raise ModuleContractError(
+                f"{type(self._module).__name__}.get_train_dataloader returned None. Return a DataLoader: "
+                "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))."
+            )
+        reason = why_foreign(loader)
+        if reason is None:
+            source: OrderedSource | ForeignSource = self._ordered(loader)
+        else:
+            self._say_foreign(reason, state)
+            source = ForeignSource(loader, self.plan.accumulation, self._module.batch_weight)
+        return source.windows(state.epoch, state.samples_in_epoch, state.batches_in_epoch)
+
+    def _ask(self) -> Any:
+        loader = self._module.get_train_dataloader(sampler=RandomSampler, batch_size=self.plan.micro_batch)
+        if loader is not None and not hasattr(loader, "__iter__"):
+            raise ModuleContractError(
+                f"get_train_dataloader returned a {type(loader).__name__}, which cannot be iterated over. "
+                "Return a DataLoader."
+            )
+        asked, has = self.plan.micro_batch, getattr(loader, "batch_size", None)
+        if loader is not None and why_foreign(loader) is None and has != asked:
+            raise ModuleContractError(
+                f"get_train_dataloader was called with batch_size={asked} and returned a loader with "
+                f"batch_size={has}. Pass batch_size on to the DataLoader, and set train_batch_size and "
+                "gpu_batch_size_limit in TrainerArguments."
+            )
+        return loader
+
+    def _make_plan(self, loader: Any) -> TrainingPlan:
+        args, lengths = self._args, {}
+        if loader is not None and why_foreign(loader) is None:
+            lengths = {"dataset_length": len(loader.dataset), "drop_last": loader.drop_last}
+            if not len(loader.dataset):
+                raise ModuleContractError(
+                    "get_train_dataloader returned a loader over an empty data set; there is nothing to train on."
+                )
+        elif loader is not None:
+            length = _length_of(loader)
+            lengths = {} if length is None else {"loader_length": length}
+        return TrainingPlan.make(
+            train_batch_size=args.train_batch_size,
+            gpu_batch_size_limit=args.gpu_batch_size_limit,
+            world_size=self._world.size,
+            epochs=args.epochs,
+            max_steps_per_epoch=args.max_train_steps_per_epoch,
+            **lengths,
+        )
+
+    def _ordered(self, loader: Any) -> OrderedSource:
+        plan, world = self.plan, self._world
+        if len(loader.dataset) != self._planned_length(loader):
+            raise ModuleContractError(
+                f"get_train_dataloader returned a data set of {len(loader.dataset)} samples; the run was planned for "
+                f"{plan.samples_per_epoch}. Return data of the same length in every epoch."
+            )
+        if plan.global_batch > len(loader.dataset) and loader.drop_last:
+            raise ConfigurationError(
+                f"train_batch_size={plan.global_batch} with drop_last=True and {len(loader.dataset)} samples leaves no "
+                "global step at all. Lower train_batch_size or write drop_last=False."
+            )
+        if self._fetcher is None or not self._fetcher.serves(loader):
+            self._fetcher = Fetcher(loader, self._seed)
+        order = DataOrder(
+            length=len(loader.dataset),
+            global_batch=plan.global_batch,
+            micro_batch=plan.micro_batch,
+            world_size=world.size,
+            rank=world.rank,
+            seed=self._seed,
+            shuffle=not isinstance(loader.sampler, SequentialSampler),
+            drop_last=loader.drop_last,
+        )
+        weigh = self._module.batch_weight
+        own = getattr(weigh, "__func__", None) is not ModuleInterface.batch_weight
+        return OrderedSource(self._fetcher, order, weigh if own else None)
+
+    def _planned_length(self, loader: Any) -> int:
+        length, planned = len(loader.dataset), self.plan.samples_per_epoch
+        kept = length - length % self.plan.global_batch if loader.drop_last else length
+        return length if kept == planned else -1
+
+    def _say_foreign(self, reason: str, state: RunState) -> None:
+        if self._said:
+            return
+        self._said = True
+        logger.warning(
+            "the training data comes in the loader's own order, since %s. Its batches are used as they come: a global "
+            "step takes %d of them, and the library cannot promise that each sample is seen once.%s",
+            reason,
+            self.plan.accumulation,
+            f" The first {state.batches_in_epoch} batches of this epoch are read and put aside; whether the rest is "
+            "what an unbroken run would have seen depends on the loader."
+            if state.batches_in_epoch
+            else " A resume within an epoch reads and puts aside the batches seen before.",
+        )
+
+
+def _length_of(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None

@@ -1,0 +1,57 @@
+"""From the names in the trainer's arguments to writers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trainstack.errors import ConfigurationError
+from trainstack.trainer.writers.base import Writer
+from trainstack.trainer.writers.csv import CsvWriter
+from trainstack.trainer.writers.stdout import StdoutWriter
+from trainstack.trainer.writers.tensorboard import TensorBoardWriter
+
+
+def build_writers(names_or_writers: Sequence[str | Writer], log_dir: Path) -> list[Writer]:
+    """Make the writers that are named, and keep those that are given; none of them is opened.
+
+    Names: `"stdout"` (summaries), `"csv"` (`log_dir/metrics.csv`), `"tensorboard"` (`log_dir/tensorboard`).
+
+    Raises:
+        ConfigurationError: a name is unknown or comes twice, or an entry is neither a name nor a writer.
+        MissingExtraError: `"tensorboard"` is named and not installed.
+    """
+    if isinstance(names_or_writers, str):
+        raise ConfigurationError(
+            f"the writers were given as one string, {names_or_writers!r}; write [{names_or_writers!r}]."
+        )
+    writers: list[Writer] = []
+    for entry in names_or_writers:
+        if list(names_or_writers).count(entry) > 1:
+            raise ConfigurationError(f"the writer {entry!r} is given twice; write it once.")
+        writers.append(entry if isinstance(entry, Writer) else _named(entry, Path(log_dir)))
+    return writers
+
+
+def _named(name: object, log_dir: Path) -> Writer:
+    makers: dict[str, Callable[[], Writer]] = {
+        "stdout": StdoutWriter,
+        "csv": lambda: CsvWriter(log_dir / "metrics.csv"),
+        "tensorboard": lambda: TensorBoardWriter(log_dir / "tensorboard"),
+    }
+    if not isinstance(name, str):
+        raise ConfigurationError(
+            f"{name!r} is a {type(name).__name__}, not a writer. Give an instance of Writer or one of "
+            f"{', '.join(map(repr, makers))}."
+        )
+    if name in makers:
+        return makers[name]()
+    if name == "aml":
+        raise ConfigurationError(
+            "the writer 'aml' (Azure ML) is not offered. Leave it out, or give an instance of your own "
+            "Writer that logs to Azure ML through mlflow."
+        )
+    close = difflib.get_close_matches(name.lower(), makers, n=1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    raise ConfigurationError(f"no writer is called {name!r}. {hint}Known: {', '.join(map(repr, makers))}.")

@@ -1,0 +1,85 @@
+"""Arguments are checked where they are made, and every one of them is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainstack.checkpointing
+from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointerArguments
+from trainstack.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"period": 0},
+        {"period": True},
+        {"period": 1.5},
+        {"every_n_steps": 0},
+        {"checkpoint": "no"},
+        {"delete_existing_checkpoints": 1},
+        {"save_dir": 3},
+        {"file_prefix": ""},
+        {"file_prefix": "a/b"},
+        {"file_prefix": ".a"},
+        {"file_ext": ".pt"},
+        {"file_ext": "a\\b"},
+        {"load_filename": "a"},
+        {"load_filename": "a/b", "load_dir": "d"},
+        {"load_filename": "..", "load_dir": "d"},
+        {"log_level": "LOUD"},
+        {"log_level": 10},
+    ],
+    ids=str,
+)
+def test_wrong_arguments_say_what_to_write(fields: dict[str, Any]) -> None:
+    name, value = next(iter(fields.items()))
+    with pytest.raises(ConfigurationError, match=rf"^{name}={re.escape(repr(value))}: .*Write "):
+        DefaultCheckpointerArguments(**fields)
+
+
+def test_legal_arguments() -> None:
+    arguments = DefaultCheckpointerArguments(
+        load_filename=os.path.abspath("x"), file_ext="ckpt", log_level="debug", every_n_steps=5
+    )
+    assert arguments.level == 10
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        arguments.period = 2  # type: ignore[misc]
+
+
+def test_every_argument_is_read() -> None:
+    root = Path(trainstack.checkpointing.__file__).parent
+    source = (root / "default.py").read_text() + (root / "arguments.py").read_text()
+    for field in dataclasses.fields(DefaultCheckpointerArguments):
+        assert re.search(rf"(args|self)\.{field.name}\b", source), field.name
+
+
+def test_the_package_imports_nothing_of_trainstack_but_its_errors() -> None:
+    root = Path(trainstack.checkpointing.__file__).parent
+    for file in root.glob("*.py"):
+        for module in re.findall(r"^\s*(?:from|import) (trainstack[\w.]*)", file.read_text(), re.MULTILINE):
+            assert module == "trainstack.errors" or module.startswith("trainstack.checkpointing"), file
+
+
+@pytest.mark.spec("PMT-08")
+def test_a_checkpointer_of_ones_own_needs_two_methods() -> None:
+    class InMemory(AbstractCheckpointer):
+        kept = Checkpoint()
+
+        def save(self, checkpoint_state: Checkpoint, index: int, force: bool = False) -> str | None:
+            self.kept = checkpoint_state
+            return "memory"
+
+        def load(self, resume: bool | str | os.PathLike[str] | None = None) -> Checkpoint:
+            return self.kept
+
+    own = InMemory()
+    assert own.save_model({}, 1) is None
+    assert own.every_n_steps is None
+    assert own.load().is_empty

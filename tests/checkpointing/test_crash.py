@@ -1,0 +1,179 @@
+"""A save that is cut short anywhere leaves a directory from which training goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpointing.support import make_checkpoint, mark_of
+from trainstack.checkpointing import (
+    DefaultCheckpointer,
+    DefaultCheckpointerArguments,
+    filesystem,
+    write_checkpoint,
+)
+from trainstack.errors import CheckpointError
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+CALLS = ["make_directory", "open_new", "write", "sync_file", "sync_directory", "rename", "remove_tree"]
+POINTS = range(1, 40)
+NAMES = {"new name": "checkpoint-000000002", "same name": "checkpoint-000000001"}
+
+
+class Crash(BaseException):
+    """The end of the process, as far as code that handles exceptions can tell."""
+
+
+def instrument(monkeypatch: pytest.MonkeyPatch, before: Callable[[int, str, tuple[Any, ...]], None]) -> list[int]:
+    """Call `before(number, name, arguments)` ahead of every call that touches the file system."""
+    count = [0]
+    for name in CALLS:
+        original = getattr(filesystem, name)
+
+        def wrapped(*args: Any, name: str = name, original: Callable[..., Any] = original) -> Any:
+            count[0] += 1
+            before(count[0], name, args)
+            return original(*args)
+
+        monkeypatch.setattr(filesystem, name, wrapped)
+    return count
+
+
+def newest(directory: Path) -> int:
+    arguments = DefaultCheckpointerArguments(save_dir=str(directory))
+    return mark_of(DefaultCheckpointer(arguments).load(True))
+
+
+def save_next(directory: Path, mark: int) -> None:
+    checkpointer = DefaultCheckpointer(DefaultCheckpointerArguments(save_dir=str(directory)))
+    checkpointer.save(make_checkpoint(mark, step=mark), index=mark)
+
+
+def expect_recovery(directory: Path) -> None:
+    """The next run goes on, and clears everything away that the last one left."""
+    save_next(directory, 7)
+    assert newest(directory) == 7
+    assert not list(directory.glob(".*"))
+
+
+def test_files_reach_the_disk_before_the_name_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(make_checkpoint(1), tmp_path, "a")
+    events: list[str] = []
+
+    def record(number: int, name: str, args: tuple[Any, ...]) -> None:
+        target = Path(args[0].name if name in ("sync_file", "write") else args[0])
+        short = target.name[:4] if target.name.startswith(".") else target.name
+        if name != "write":
+            events.append(f"{name} {short}")
+
+    instrument(monkeypatch, record)
+    write_checkpoint(make_checkpoint(2), tmp_path, "a")
+    assert events == [
+        "make_directory .tmp",
+        "open_new model.safetensors",
+        "sync_file model.safetensors",
+        "open_new state.safetensors",
+        "sync_file state.safetensors",
+        "open_new state.json",
+        "sync_file state.json",
+        "open_new MANIFEST.json",
+        "sync_file MANIFEST.json",
+        "sync_directory .tmp",
+        "rename a",
+        "rename .tmp",
+        f"sync_directory {tmp_path.name}",
+        "rename .old",
+        "remove_tree .tmp",
+    ]
+
+
+@pytest.mark.spec("F116")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_the_process_ends_before_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for point in POINTS:
+        directory = tmp_path / str(point)
+        write_checkpoint(make_checkpoint(1), directory, "checkpoint-000000001")
+        child = os.fork()
+        if child == 0:  # ends without running a single handler, as a kill would
+            instrument(monkeypatch, lambda number, *_, point=point: os._exit(9) if number == point else None)
+            write_checkpoint(make_checkpoint(2), directory, name)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert newest(directory) in (1, 2)
+        if status == 0:
+            assert newest(directory) == 2
+            assert point > 20
+            break
+        expect_recovery(directory)
+    else:
+        pytest.fail("a save has more calls than the test has points")
+
+
+@pytest.mark.spec("F116")
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("error", [FULL, Crash()], ids=["full", "crash"])
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "for good"])
+def test_any_call_fails(tmp_path: Path, name: str, error: BaseException, lasting: bool) -> None:
+    for point in POINTS:
+        directory = tmp_path / str(point)
+        write_checkpoint(make_checkpoint(1), directory, "checkpoint-000000001")
+
+        def fail(number: int, *_: Any, point: int = point) -> None:
+            if number == point or (lasting and number > point):
+                raise error
+
+        with pytest.MonkeyPatch.context() as patch:
+            count = instrument(patch, fail)
+            raised: BaseException | None = None
+            try:
+                write_checkpoint(make_checkpoint(2), directory, name)
+            except (CheckpointError, Crash) as caught:
+                raised = caught
+        assert newest(directory) in ((1, 2) if raised else (2,))
+        if isinstance(raised, CheckpointError):
+            assert raised.__cause__ is FULL
+            assert "No space left on device. Earlier checkpoints are intact" in str(raised)
+            assert lasting or not list(directory.glob(".tmp-*"))
+        if count[0] < point:
+            break
+        expect_recovery(directory)
+    else:
+        pytest.fail("a save has more calls than the test has points")
+
+
+SAVER = """
+import sys
+sys.path[:0] = {paths!r}
+from tests.checkpointing.support import make_checkpoint
+from trainstack.checkpointing import DefaultCheckpointer, DefaultCheckpointerArguments
+checkpointer = DefaultCheckpointer(DefaultCheckpointerArguments(save_dir={directory!r}))
+for mark in range(1, 100000):
+    checkpointer.save(make_checkpoint(mark, step=mark % 3), index=0)
+    print(mark, flush=True)
+"""
+
+
+@pytest.mark.spec("F116")
+def test_a_killed_process_loses_nothing_that_it_said_was_saved(tmp_path: Path) -> None:
+    code = SAVER.format(paths=sys.path, directory=str(tmp_path))
+    for kill in range(4):
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.05 + 0.037 * kill)
+        process.kill()
+        said = [1, *(int(line) for line in process.stdout.read().split())]
+        process.stdout.close()
+        process.wait()
+        assert said[-1] <= newest(tmp_path) <= said[-1] + 1
+    expect_recovery(tmp_path)

@@ -1,0 +1,63 @@
+"""What every test runs under: one thread, reproducible examples, and a watch over torch's global state."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
+
+from collections import Counter
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def no_global_torch_state_left() -> Iterator[None]:
+    """Fail a test that changes a default of torch and leaves it so: the next test would run under it."""
+    before = _torch_globals()
+    yield
+    after = _torch_globals()
+    torch.set_default_dtype(before["default dtype"])
+    torch.set_grad_enabled(before["grad mode"])
+    left = [f"{name}: was {before[name]}, is {after[name]}" for name in before if before[name] != after[name]]
+    if left:
+        pytest.fail("the test left torch's global state changed: " + "; ".join(left))
+
+
+def _torch_globals() -> dict[str, object]:
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+    }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print each reason for skipping with its count, so that a skip never goes unseen."""
+    reasons = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
+    if reasons:
+        terminalreporter.section("skipped, by reason")
+        for reason, count in reasons.most_common():
+            terminalreporter.write_line(f"{count:4d}  {reason}")
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    place = report.longrepr
+    text = str(place[2]) if isinstance(place, (tuple, list)) else str(place)
+    return text.removeprefix("Skipped: ")

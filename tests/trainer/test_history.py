@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import json
+import math
+import struct
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainstack.errors import CheckpointDamagedError, ConfigurationError, ModuleContractError
+from trainstack.trainer.history import Record, RunHistory
+
+
+class CountOps(TorchDispatchMode):
+    """Counts the aten operators that run inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def bits(values: list[float]) -> list[bytes]:
+    return [struct.pack("d", value) for value in values]
+
+
+def same(left: list[float], right: list[float]) -> bool:
+    return repr(left) == repr(right)  # repr tells every finite float apart, and -0.0 from 0.0; nan equals nan
+
+
+@pytest.mark.spec("F124")
+def test_a_tensor_is_not_read_until_somebody_asks_and_then_in_bulk() -> None:
+    history = RunHistory()
+    losses = [torch.tensor(0.5 * i, requires_grad=True) * 1 for i in range(100)]
+    with CountOps() as recording:
+        for step, loss in enumerate(losses):
+            history.update_metric("loss", loss, step=step)
+    assert set(recording.counts) == {"detach"}
+    with CountOps() as reading:
+        records = history.flush()
+    assert reading.counts["_local_scalar_dense"] == 0
+    assert reading.counts["stack"] == 1
+    assert [record.value for record in records] == [0.5 * i for i in range(100)]
+
+
+def test_the_bulk_read_keeps_the_order_of_arrival_over_dtypes_and_plain_numbers() -> None:
+    history = RunHistory()
+    given_values = [
+        torch.tensor(1.5),
+        torch.tensor(2, dtype=torch.int64),
+        3.25,
+        torch.tensor([4.0], dtype=torch.float64),
+        torch.tensor(True),
+        6,
+        torch.tensor([[7.5]], dtype=torch.bfloat16),
+        torch.tensor(8.0),
+        np.float32(9.5),
+    ]
+    for step, value in enumerate(given_values):
+        history.update_metric("a" if step % 2 else "b", value, step=step, epoch=7)  # type: ignore[arg-type]
+    with CountOps() as reading:
+        records = history.flush()
+    assert reading.counts["stack"] == 5  # float32, int64, float64, bool, bfloat16
+    assert [record.value for record in records] == [1.5, 2.0, 3.25, 4.0, 1.0, 6.0, 7.5, 8.0, 9.5]
+    assert [record.step for record in records] == list(range(9))
+    assert [record.name for record in records] == ["b", "a"] * 4 + ["b"]
+    assert {type(record.value) for record in records} == {float}
+
+
+def test_a_float64_tensor_keeps_all_its_bits() -> None:
+    history = RunHistory()
+    history.update_metric("x", torch.tensor(0.1, dtype=torch.float64))
+    assert history.get_latest_metric("x") == 0.1
+
+
+def test_nothing_of_the_graph_is_kept_and_gradients_are_not_disturbed() -> None:
+    weight = torch.ones((), requires_grad=True)
+    history = RunHistory()
+    loss = weight * 3
+    history.update_metric("loss", loss)
+    loss.backward()
+    assert weight.grad == 3
+    history.update_metric("weight", weight[None])
+    assert not any(value.requires_grad for _, value, *_ in history._pending if isinstance(value, torch.Tensor))
+
+
+def test_a_view_is_copied_so_that_its_base_can_be_freed_and_changed() -> None:
+    history = RunHistory()
+    logits = torch.arange(4.0)
+    history.update_metric("first", logits[1])
+    logits.zero_()
+    assert history.flush() == [Record("first", 1.0, 0, 0)]
+
+
+def test_values_made_in_inference_mode_are_recorded() -> None:
+    history = RunHistory()
+    normal = torch.tensor(4.0)
+    with torch.inference_mode():
+        history.update_metric("a", torch.ones(3).sum())
+        history.update_metric("a", torch.ones(3)[0])
+        history.update_metric("a", normal)
+    assert history.get_metric_values("a") == [3.0, 1.0, 4.0]
+
+
+def test_a_tensor_changed_in_place_before_it_was_read_is_an_error_and_never_a_wrong_value() -> None:
+    history = RunHistory()
+    running = torch.zeros(())
+    running += 1
+    history.update_metric("good", torch.tensor(5.0))
+    history.update_metric("running", running, step=3)
+    running += 1
+    with pytest.raises(ModuleContractError, match=r"metric 'running'.*step 3.*changed in place.*clone\(\)"):
+        history.flush()
+    assert history.get_metric_values("good") == [5.0]
+    assert math.isnan(history.get_latest_metric("running"))
+    assert len(history.flush()) == 2  # the error is raised once; an emergency checkpoint can be written
+
+
+@pytest.mark.spec("PA-37")
+def test_flush_returns_each_record_once() -> None:
+    history = RunHistory()
+    history.update_metric("a", 1.0)
+    history.update_metric("b", torch.tensor(2.0))
+    assert history.get_latest_metric("a") == 1.0  # reading is not flushing
+    assert [record.name for record in history.flush()] == ["a", "b"]
+    assert history.flush() == []
+    history.update_metric("a", 3.0)
+    assert history.flush() == [Record("a", 3.0, 0, 0)]
+    assert history.get_metric_values("a") == [1.0, 3.0]
+
+
+@pytest.mark.spec("PA-37")
+def test_step_and_epoch_come_from_the_run_unless_given() -> None:
+    history = RunHistory()
+    history.current_step, history.current_epoch = 12, 3
+    history.update_metric("a", 1.0)
+    history.update_metric("a", 2.0, step=5)
+    history.update_metric("a", 3.0, epoch=np.int64(9))  # type: ignore[arg-type]
+    history.current_step = 13
+    history.update_metric("a", 4.0)
+    assert history.records("a") == [
+        Record("a", 1.0, 12, 3),
+        Record("a", 2.0, 5, 3),
+        Record("a", 3.0, 12, 9),
+        Record("a", 4.0, 13, 3),
+    ]
+
+
+def test_two_values_of_one_step_are_both_kept() -> None:
+    history = RunHistory()
+    history.update_metric("a", 1.0, step=1)
+    history.update_metric("a", torch.tensor(2.0), step=1)
+    assert history.get_metric_values("a") == [1.0, 2.0]
+    assert [record.value for record in history.flush()] == [1.0, 2.0]
+
+
+@pytest.mark.spec("PA-37")
+def test_readers_name_what_is_there_when_a_metric_is_not() -> None:
+    history = RunHistory()
+    assert history.get_metric_names() == set()
+    with pytest.raises(ValueError, match="Recorded: nothing yet"):
+        history.get_latest_metric("loss")
+    history.update_metric("train/loss", 1.0)
+    history.update_metric("accuracy", torch.tensor(0.5))
+    assert history.get_metric_names() == {"train/loss", "accuracy"}
+    for reader in (history.get_latest_metric, history.get_metric_values, history.records):
+        with pytest.raises(ConfigurationError, match=r"'train/los'.*Did you mean 'train/loss'.*accuracy"):
+            reader("train/los")
+
+
+@pytest.mark.spec("PA-37")
+def test_reset_forgets_everything() -> None:
+    history = RunHistory()
+    history.current_step = 4
+    history.update_metric("a", torch.tensor(1.0))
+    history.reset()
+    assert history.get_metric_names() == set()
+    assert history.flush() == []
+    assert (history.current_step, history.current_epoch) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "a\x00", "a\x7f", "a\u2028b", "\ud800", 3, None])
+def test_a_name_that_would_break_a_log_is_refused(name: Any) -> None:
+    history = RunHistory()
+    with pytest.raises(ConfigurationError, match="metric"):
+        history.update_metric(name, 1.0)
+    assert history.get_metric_names() == set()
+    assert history.flush() == []
+
+
+def test_names_in_any_language_are_fine() -> None:
+    history = RunHistory()
+    for name in ("train/loss", "точность", "損失, 平均", 'with "quotes"', "zero\u200cwidth"):
+        history.update_metric(name, 1.0)
+    assert len(history.flush()) == 5
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.zeros(3), torch.zeros(0), torch.tensor(1j), "0.5", None, np.zeros(1), 10**400],
+    ids=["many", "none", "complex", "str", "None", "array", "too large"],
+)
+def test_a_value_that_is_not_one_real_number_is_refused_when_it_is_given(value: Any) -> None:
+    history = RunHistory()
+    with pytest.raises(ConfigurationError, match="metric 'a' was given"):
+        history.update_metric("a", value)
+    assert history.get_metric_names() == set()
+
+
+def test_a_step_that_is_not_whole_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"step=1\.5; give a whole number"):
+        RunHistory().update_metric("a", 1.0, step=1.5)  # type: ignore[arg-type]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.floats(), st.integers(0, 2**62), st.integers(0, 2**31)),
+        max_size=30,
+    ),
+    st.booleans(),
+)
+def test_the_state_gives_back_every_bit_through_strict_json(
+    rows: list[tuple[str, float, int, int]], as_tensors: bool
+) -> None:
+    history = RunHistory()
+    history.current_step, history.current_epoch = 17, 2
+    for name, value, step, epoch in rows:
+        given_value = torch.tensor(value, dtype=torch.float64) if as_tensors else value
+        history.update_metric(name, given_value, step=step, epoch=epoch)
+    text = json.dumps(history.get_state(), allow_nan=False)
+    other = RunHistory()
+    other.update_metric("gone", 1.0)
+    other.update_state(json.loads(text))
+    assert other.get_metric_names() == history.get_metric_names()
+    assert (other.current_step, other.current_epoch) == (17, 2)
+    for name in history.get_metric_names():
+        assert same(other.get_metric_values(name), history.get_metric_values(name))
+        finite = [v for v in history.get_metric_values(name) if not math.isnan(v)]
+        assert bits([v for v in other.get_metric_values(name) if not math.isnan(v)]) == bits(finite)
+        assert [r[2:] for r in other.records(name)] == [r[2:] for r in history.records(name)]
+    assert json.dumps(other.get_state(), allow_nan=False) == text
+
+
+def test_inf_and_nan_survive_reading_and_the_state() -> None:
+    history = RunHistory()
+    for value in (math.inf, -math.inf, math.nan, -0.0):
+        history.update_metric("a", torch.tensor(value))
+    other = RunHistory()
+    other.update_state(history.get_state())
+    assert same(other.get_metric_values("a"), [math.inf, -math.inf, math.nan, -0.0])
+
+
+def test_restored_records_are_not_flushed_again_and_new_ones_are() -> None:
+    history = RunHistory()
+    history.update_metric("a", 1.0)
+    other = RunHistory()
+    other.update_state(history.get_state())
+    assert other.flush() == []
+    other.update_metric("a", 2.0)
+    assert other.flush() == [Record("a", 2.0, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"current_step": 0, "current_epoch": 0, "metrics": []},
+        {
+            "current_step": 0,
+            "current_epoch": 0,
+            "metrics": {"a": {"values": [1.0], "steps": [], "epochs": [1]}},
+        },
+        {
+            "current_step": 0,
+            "current_epoch": 0,
+            "metrics": {"a": {"values": ["x"], "steps": [1], "epochs": [1]}},
+        },
+        {
+            "current_step": 0,
+            "current_epoch": 0,
+            "metrics": {"a": {"values": [1.0], "steps": [0.5], "epochs": [1]}},
+        },
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(state: dict[str, Any]) -> None:
+    history = RunHistory()
+    history.update_metric("kept", 1.0)
+    with pytest.raises(CheckpointDamagedError, match="run history is damaged"):
+        history.update_state(state)
+    assert history.get_metric_values("kept") == [1.0]
+
+
+def test_a_million_records_are_small_and_quick() -> None:
+    history = RunHistory()
+    started = time.process_time()
+    for step in range(1_000_000):
+        history.update_metric("loss", 0.5, step=step)
+    seconds = time.process_time() - started
+    column = history._columns["loss"]
+    size = sum(sys.getsizeof(packed) for packed in (column.values, column.steps, column.epochs))
+    assert size < 30_000_000
+    assert sys.getsizeof(history._arrived) < 10_000_000
+    assert seconds < 10  # about 0.5 s; ten times that on a loaded machine would still be linear
+    assert history.get_latest_metric("loss") == 0.5

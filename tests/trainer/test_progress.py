@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from trainstack.errors import ConfigurationError
+from trainstack.trainer.progress import (
+    NEVER,
+    NoProgress,
+    PacedProgress,
+    Phase,
+    PlainProgress,
+    ProgressDisplay,
+    RichProgress,
+    build_progress,
+    format_plan_table,
+)
+from trainstack.trainer.writers.pace import Pace
+from trainstack.trainer.writers.terminal import QuietStream
+
+KINDS = ("rich", "plain", "none")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    """A clock that only moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.reads = 0
+
+    def __call__(self) -> float:
+        self.reads += 1
+        return self.now
+
+
+class SlowPainter(PacedProgress):
+    """Paints for `cost` seconds of a fake clock."""
+
+    def __init__(self, clock: Clock, cost: float) -> None:
+        super().__init__(QuietStream(io.StringIO()), Pace(0.1, due_at_once=True, clock=clock))
+        self.clock = clock
+        self.cost = cost
+        self.paints: list[tuple[int, float | None]] = []
+
+    def paint(self, phase: Phase, loss: float | None) -> None:
+        self.clock.now += self.cost
+        self.paints.append((phase.done, loss))
+
+    def end_epoch(self, summary: str) -> None: ...
+
+
+def drive(display: ProgressDisplay, clock: Clock, steps: int, seconds: float) -> int:
+    """Run `steps` steps of `seconds` each; return how often the display was looked at."""
+    looks = 0
+    for done in range(1, steps + 1):
+        clock.now += seconds
+        if done >= display.next_look:
+            display.look(done, lambda: 0.5)
+            looks += 1
+    return looks
+
+
+def run_steps(display: ProgressDisplay, steps: int, loss: Callable[[], float | None]) -> None:
+    done = 0
+    while done < steps:
+        done += 1
+        if done >= display.next_look:
+            display.look(done, loss)
+
+
+# --- what a step costs
+
+
+@pytest.mark.spec("F124")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_costs_a_comparison(kind: str) -> None:
+    steps = 100_000
+    display = build_progress(kind, Terminal())
+    display.start_epoch(1, 1, steps, 0)
+    started = time.process_time()
+    run_steps(display, steps, lambda: 0.5)
+    seconds = time.process_time() - started
+    display.close()
+    assert seconds / steps < 1e-6  # 0.07 us with the loop itself; a repaint a step would be 400 us
+
+
+@pytest.mark.spec("HZ-29")
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_thread_repaints(kind: str) -> None:
+    before = threading.active_count()
+    display = build_progress(kind, Terminal())
+    display.start_epoch(1, 1, 10, 0)
+    run_steps(display, 10, lambda: 0.5)
+    assert threading.active_count() == before
+    display.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "most"), [(0.0001, 100_000, 1000), (0.001, 20_000, 1000), (0.1, 100, 100)]
+)
+def test_the_clock_is_looked_at_about_forty_times_a_second(seconds: float, steps: int, most: int) -> None:
+    clock = Clock()
+    display = SlowPainter(clock, 0.0)
+    display.start_epoch(1, 1, steps, 0)
+    looks = drive(display, clock, steps, seconds)
+    duration = steps * seconds
+    assert looks <= most
+    assert looks >= min(steps, 30 * duration)
+
+
+def test_very_short_steps_are_looked_at_every_128_so_that_a_slow_phase_is_noticed() -> None:
+    clock = Clock()
+    display = SlowPainter(clock, 0.0)
+    display.start_epoch(1, 1, 10_000, 0)
+    assert drive(display, clock, 10_000, 1e-6) < 10_000 / 100
+    assert display.next_look <= 10_000 + 128
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.0005, 0.02, 0.5])
+def test_painting_is_bounded_by_ten_a_second_and_a_hundredth_of_the_time(cost: float) -> None:
+    clock = Clock()
+    display = SlowPainter(clock, cost)
+    start = clock.now
+    display.start_epoch(1, 1, 200_000, 0)
+    drive(display, clock, 200_000, 0.001)
+    duration = clock.now - start
+    assert cost * len(display.paints) <= 0.011 * duration + cost
+    assert len(display.paints) <= 10 * duration + 1
+    assert len(display.paints) >= 0.8 * min(10 * duration, duration / (100 * cost) if cost else 1e9)
+
+
+def test_many_short_epochs_are_painted_no_more_often() -> None:
+    clock = Clock()
+    display = SlowPainter(clock, 0.005)
+    start = clock.now
+    for epoch in range(1000):
+        display.start_epoch(epoch, 1000, 3, 0)
+        drive(display, clock, 3, 0.001)
+        display.start_validation("val", 2)
+        drive(display, clock, 2, 0.001)
+        display.end_validation()
+    assert 0.005 * len(display.paints) <= 0.011 * (clock.now - start) + 0.005
+
+
+def test_the_loss_is_fetched_only_to_be_painted() -> None:
+    clock = Clock()
+    display = SlowPainter(clock, 0.002)
+    fetched = 0
+
+    def fetch() -> float:
+        nonlocal fetched
+        fetched += 1
+        return 1.5
+
+    display.start_epoch(1, 1, 5000, 0)
+    for done in range(1, 5001):
+        clock.now += 0.001
+        if done >= display.next_look:
+            display.look(done, fetch)
+    assert fetched == len([loss for _, loss in display.paints if loss == 1.5])
+    assert fetched <= 26
+
+
+def test_an_error_in_fetching_the_loss_is_not_swallowed() -> None:
+    display = build_progress("rich", Terminal())
+    clock = Clock()
+    painter = SlowPainter(clock, 0.0)
+    painter.start_epoch(1, 1, 10, 0)
+    clock.now += 1
+
+    def fetch() -> float:
+        raise ValueError("device lost")
+
+    with pytest.raises(ValueError, match="device lost"):
+        painter.look(1, fetch)
+    display.close()
+
+
+# --- phases
+
+
+def test_validation_in_the_middle_of_an_epoch_returns_to_the_epoch() -> None:
+    clock = Clock()
+    display = SlowPainter(clock, 0.0)
+    display.start_epoch(2, 3, 100, 40)
+    assert display.next_look == 41
+    display.look(41, lambda: None)
+    display.start_validation("val", 5)
+    assert display.next_look == 1
+    assert display.phase is not None
+    assert (display.phase.label, display.phase.total) == ("validation val", 5)
+    display.end_validation()
+    assert display.phase is not None
+    assert (display.phase.label, display.phase.done, display.next_look) == ("epoch 2/3", 41, 42)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_validation_alone_and_closing_twice_are_fine(kind: str) -> None:
+    display = build_progress(kind, Terminal())
+    display.start_validation("val", None)
+    run_steps(display, 3, lambda: None)
+    display.end_validation()
+    assert display.next_look == NEVER
+    display.close()
+    display.close()
+    assert display.next_look == NEVER
+
+
+# --- plain lines
+
+
+@pytest.mark.spec("FN-26")
+def test_a_log_gets_a_line_now_and_then_and_one_an_epoch() -> None:
+    clock = Clock()
+    stream = io.StringIO()
+    display = PlainProgress(stream)
+    display.pace = Pace(30.0, due_at_once=False, clock=clock)
+    display.start_epoch(1, 2, 1000, 0)
+    drive(display, clock, 1000, 0.125)
+    display.end_epoch("epoch 1: train/loss 0.5")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 5
+    assert lines[0] == "epoch 1/2  240/1000 (24%)  loss 0.5  8 steps/s  0:01:35 left"
+    assert lines[-1] == "epoch 1: train/loss 0.5"
+    assert "\x1b" not in stream.getvalue()
+    assert "\r" not in stream.getvalue()
+
+
+def test_an_unknown_length_is_counted_without_a_share() -> None:
+    stream = io.StringIO()
+    display = PlainProgress(stream, interval=0.0)
+    display.paint(Phase("epoch 1/1", None, 0, 7, display.pace.clock() - 1.0), None)
+    assert stream.getvalue().startswith("epoch 1/1  7  ")
+    assert "%" not in stream.getvalue()
+
+
+# --- the bar
+
+
+@pytest.mark.spec("FN-26")
+def test_the_bar_shows_counts_loss_and_summaries_and_leaves_the_cursor_visible() -> None:
+    terminal = Terminal()
+    display = build_progress("rich", terminal)
+    assert isinstance(display, RichProgress)
+    display.start_epoch(1, 2, 8, 2)
+    assert display.phase is not None
+    display.phase.done = 5
+    display.paint(display.phase, 0.25)
+    display.end_epoch("epoch 1: [loss] 0.5")
+    display.close()
+    text = terminal.getvalue()
+    assert "epoch 1/2" in text
+    assert "5/8" in text
+    assert "loss 0.25" in text
+    assert "epoch 1: [loss] 0.5\n" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_the_bar_draws_a_name_with_brackets_as_it_is() -> None:
+    terminal = Terminal()
+    display = build_progress("rich", terminal)
+    display.start_validation("[red]val[/blue]", 3)
+    display.close()
+    assert "[red]val[/blue]" in terminal.getvalue()
+
+
+def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal = Terminal()
+    display = build_progress("rich", terminal)
+    display.start_epoch(1, 2, 8, 2)
+    display.close()
+    assert "\x1b[3" not in terminal.getvalue()
+    assert "2/8" in terminal.getvalue()
+
+
+def test_standard_streams_are_as_before_once_the_bar_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    display = build_progress("rich", terminal)
+    display.start_epoch(1, 1, 2, 0)
+    print("said by a hook")
+    display.close()
+    assert sys.stdout is terminal
+    assert "said by a hook\n" in terminal.getvalue()
+
+
+# --- a terminal that goes away
+
+
+class Broken(Terminal):
+    """A terminal whose other end closes once `gone` is set."""
+
+    gone: Exception | None = None
+
+    def write(self, text: str) -> int:
+        if self.gone is not None:
+            raise self.gone
+        return super().write(text)
+
+    def flush(self) -> None:
+        if self.gone is not None:
+            raise self.gone
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(5, "I/O error"), None])
+def test_a_display_falls_silent_when_its_terminal_is_gone(kind: str, error: Exception | None) -> None:
+    terminal = Broken()
+    display = build_progress(kind, terminal)
+    display.start_epoch(1, 2, 10, 0)
+    if error is None:
+        terminal.close()  # every call raises ValueError
+    else:
+        terminal.gone = error
+    if isinstance(display, PacedProgress):
+        assert display.phase is not None
+        display.paint(display.phase, 0.5)
+        display.look(3, lambda: 0.5)
+        assert display.next_look == NEVER
+    display.start_validation("val", 3)
+    display.end_validation()
+    display.end_epoch("epoch 1: loss 0.5")
+    display.start_epoch(2, 2, 10, 0)
+    assert display.next_look == NEVER
+    display.close()
+
+
+# --- choosing
+
+
+@pytest.mark.spec("FN-26")
+def test_auto_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert isinstance(build_progress("auto", Terminal()), RichProgress)
+    assert isinstance(build_progress("auto", io.StringIO()), PlainProgress)
+    closed = Terminal()
+    closed.close()
+    display = build_progress("auto", closed)
+    display.end_epoch("nobody reads this")
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(build_progress("auto", Terminal()), PlainProgress)
+
+
+@pytest.mark.spec("FN-26")
+def test_none_shows_nothing_and_a_wrong_kind_is_answered() -> None:
+    stream = Terminal()
+    for kind in ("none", None):
+        display = build_progress(kind, stream)
+        assert isinstance(display, NoProgress)
+        display.start_epoch(1, 1, 5, 0)
+        assert display.next_look == NEVER
+        display.end_epoch("summary")
+        display.close()
+    assert stream.getvalue() == ""
+    with pytest.raises(ConfigurationError, match=r"'Ritch'\. Did you mean 'rich'\? Known: auto, rich, plain, none"):
+        build_progress("Ritch", stream)
+
+
+def test_the_display_goes_to_standard_error_unless_told(capsys: pytest.CaptureFixture[str]) -> None:
+    build_progress("plain").end_epoch("summary")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "summary\n")
+
+
+# --- the plan
+
+
+def test_the_plan_is_a_table_of_two_aligned_columns() -> None:
+    rows = [
+        ("backend", "ddp-amp"),
+        ("global batch", "64 = 2 processes × 32"),
+        ("notes", "one\ntwo"),
+        ("empty", ""),
+    ]
+    assert format_plan_table(rows) == (
+        "backend       ddp-amp\nglobal batch  64 = 2 processes × 32\nnotes         one\n              two\nempty"
+    )
+    assert format_plan_table([]) == ""

@@ -1,0 +1,85 @@
+"""Write constraints.txt: what `pip` resolves for all extras together, in a throw-away environment.
+
+`make lock` runs this. The torch pin stays as it stands in constraints.txt; `make lock TORCH=2.14.0` moves it.
+The file holds names and versions only, so that it works with any package index: no local version such as
+`+cpu`, no index lines, no hashes, no URLs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "constraints.txt"
+PIN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)==(?P<version>[^\s+]+)(\+\S+)?")
+
+
+def main() -> None:
+    """Resolve, freeze, clean and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--torch", default="", help="the version of torch to pin (default: the one pinned now)")
+    torch = parser.parse_args().torch or current_torch()
+    pins = clean(resolve(torch))
+    CONSTRAINTS.write_text(header() + "".join(f"{pin}\n" for pin in pins), encoding="utf-8")
+    print(f"wrote {CONSTRAINTS.name}: {len(pins)} pins, torch=={torch}")
+
+
+def header() -> str:
+    """Say where the file comes from, and for which Python it holds."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return (
+        f"# Written by `make lock` with Python {version}: do not edit. All packages of all extras, pinned.\n"
+        "# Development and CI install with these; users of the library get the ranges in pyproject.toml.\n"
+    )
+
+
+def current_torch() -> str:
+    """Read the pinned version of torch."""
+    text = CONSTRAINTS.read_text(encoding="utf-8") if CONSTRAINTS.exists() else ""
+    found = re.search(r"^torch==(\S+)$", text, re.MULTILINE)
+    if found is None:
+        sys.exit("constraints.txt does not pin torch: say which version to pin, as in `make lock TORCH=2.13.0`.")
+    return found.group(1)
+
+
+def resolve(torch: str) -> list[str]:
+    """Install everything into a throw-away environment and return the lines of `pip freeze`."""
+    extras = ",".join(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    with tempfile.TemporaryDirectory(prefix="lock-") as folder:
+        venv.create(folder, with_pip=True)
+        python = Path(folder, "Scripts" if sys.platform == "win32" else "bin", "python")
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+        # What the environment itself brought is old; what is needed of it comes back in its newest version.
+        subprocess.run([*pip, "uninstall", "-qq", "-y", "setuptools"], check=True)
+        print(f"resolving torch=={torch} and .[{extras}]: one to two minutes", flush=True)
+        subprocess.run([*pip, "install", "-qq", f"torch=={torch}", f"{ROOT}[{extras}]"], check=True)
+        subprocess.run([*pip, "check"], check=True)
+        frozen = subprocess.run([*pip, "freeze", "--all"], check=True, capture_output=True, text=True).stdout
+    return frozen.splitlines()
+
+
+def clean(frozen: list[str]) -> list[str]:
+    """Keep `name==version`, normalised and sorted; drop the project, pip, and local version labels."""
+    pins = {}
+    for line in frozen:
+        match = PIN.fullmatch(line.strip())
+        if match is None:
+            if line.startswith("trainstack @"):
+                continue
+            sys.exit(f"pip freeze wrote {line!r}, not name==version: every pin has to work on any machine.")
+        name = re.sub(r"[-_.]+", "-", match["name"]).lower()
+        if name != "pip":
+            pins[name] = match["version"]
+    return [f"{name}=={pins[name]}" for name in sorted(pins)]
+
+
+if __name__ == "__main__":
+    main()
