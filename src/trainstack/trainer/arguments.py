@@ -126,6 +126,13 @@ class TrainerArguments:
         """`device`, or the CPU if `use_gpu` is False."""
         return self.device if self.use_gpu else "cpu"
 
+    @property
+    def placed_checkpointer_args(self) -> DefaultCheckpointerArguments:
+        """`checkpointer_args`, saving under `output_dir` unless they say where."""
+        if self.checkpointer_args.save_dir is not None:
+            return self.checkpointer_args
+        return dataclasses.replace(self.checkpointer_args, save_dir=str(Path(self.output_dir) / "checkpoints"))
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainerArguments:
         """Make arguments of plain values; nested arguments may be dicts.

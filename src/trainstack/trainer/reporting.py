@@ -65,8 +65,7 @@ class Reporter:
         rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
         for position, rate in enumerate(rates):
             self.history.update_metric("lr" if len(rates) == 1 else f"lr/{position}", rate)
-        if state.skipped_steps:
-            self.history.update_metric("train/skipped_steps", state.skipped_steps)
+        self._record_skips(state)
         self.write()
 
     def end_training_epoch(self, state: RunState, meter: LossMeter) -> None:
@@ -76,6 +75,11 @@ class Reporter:
         loss = meter.epoch.take()
         if loss is not None:
             self.history.update_metric("train/loss_epoch", loss)
+        self._record_skips(state)
+
+    def _record_skips(self, state: RunState) -> None:
+        if state.skipped_steps:
+            self.history.update_metric("train/skipped_steps", state.skipped_steps)
 
     def end_epoch(self, state: RunState, plan: TrainingPlan) -> None:
         """Write what is new, and one line about the epoch that `state` has just finished."""

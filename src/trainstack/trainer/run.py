@@ -93,12 +93,12 @@ class Run:
         state, loop, hooks = self.state, self.loop, self.hooks
         resumed_within = state.steps_in_epoch > 0
         if not resumed_within:
-            self._restore_rng()
+            self.restore_rng_once()
         if hooks.begin_train_epoch is not None:
             hooks.begin_train_epoch(state.global_step, state.epoch)
         windows = self.data.windows(state)
         if resumed_within:
-            self._restore_rng()
+            self.restore_rng_once()
             self._warn_of_lost_outputs()
         reporter.start_epoch(state, self.data.plan)
         loop.attend = lambda: self._attend(reporter, save, save_every)
@@ -188,7 +188,8 @@ class Run:
             due.append(save_every - step % save_every)
         return step + min(due)
 
-    def _restore_rng(self) -> None:
+    def restore_rng_once(self) -> None:
+        """Go on with the random state of the checkpoint, if that has not happened yet."""
         if self.pending_rng is not None:
             restore_rng(self.pending_rng, self.world.device)
             self.pending_rng = None

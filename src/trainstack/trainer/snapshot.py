@@ -45,7 +45,7 @@ def restore_module(module: nn.Module, checkpoint: Checkpoint) -> None:
         module.update_state(checkpoint.module_interface_state)  # type: ignore[operator]
     except RuntimeError as error:
         raise CheckpointMismatchError(
-            f"the checkpoint does not fit {type(module).__name__}: {error}. Build the module as it was when the "
+            f"the checkpoint does not fit {type(module).__name__}: {' '.join(str(error).split()).rstrip('. ')}. Build the module as it was when the "
             "checkpoint was written, or override update_state to take what fits."
         ) from error
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,7 +71,7 @@ class Trainer(AbstractTrainer):
             self.trainer_backend = trainer_backend
         else:
             self.trainer_backend = build_trainer_backend(trainer_backend or args.backend, **args.backend_options)
-        self.checkpointer = checkpointer or DefaultCheckpointer(_under_output_dir(args))
+        self.checkpointer = checkpointer or DefaultCheckpointer(args.placed_checkpointer_args)
         self.history = run_history or RunHistory()
         self.state = RunState(seed=args.seed)
         self._opened: World | None = None
@@ -100,6 +98,7 @@ class Trainer(AbstractTrainer):
             self.module.train()
             while state.epoch < self.args.epochs:
                 run.train_epoch(reporter, self.save_checkpoint, self.checkpointer.every_n_steps)
+            run.restore_rng_once()
             self.save_checkpoint(force=True)
             self.save_model_checkpoint()
             if run.hooks.end_train is not None:
@@ -294,10 +293,3 @@ class Trainer(AbstractTrainer):
     def total_steps_finished(self) -> int:
         """Micro-batches finished on this process since the run began."""
         return self.state.batches
-
-
-def _under_output_dir(args: TrainerArguments) -> Any:
-    chosen = args.checkpointer_args
-    if chosen.save_dir is not None:
-        return chosen
-    return dataclasses.replace(chosen, save_dir=str(Path(args.output_dir) / "checkpoints"))

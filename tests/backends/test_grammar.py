@@ -1,0 +1,125 @@
+"""The backend string, and the sentence that answers a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import permutations
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trainstack as ts
+
+TOKENS = ["sp", "amp", "bf16"]
+
+
+@pytest.mark.spec("PMB-01", "PMB-02", "PMT-07")
+@pytest.mark.parametrize(
+    ("spec", "layers"),
+    [("sp", ["SingleProcess"]), ("sp-amp", ["Amp", "SingleProcess"]), ("sp-bf16", ["BFloat16", "SingleProcess"])],
+)
+def test_a_string_builds_a_stack_and_the_stack_knows_its_string(spec: str, layers: list[str]) -> None:
+    stack = ts.build_trainer_backend(spec)
+
+    assert [type(layer).__name__ for layer in stack.layers()] == layers
+    assert stack.spec == spec
+
+
+def test_the_legal_strings() -> None:
+    assert set(ts.legal_specs()) >= {"sp", "sp-amp", "sp-bf16"}
+
+
+@given(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=4))
+@pytest.mark.spec("PMB-02")
+def test_every_wrong_string_is_answered_with_one_that_is_right(tokens: list[str]) -> None:
+    spec = "-".join(tokens)
+    for _ in range(4):
+        try:
+            ts.parse_spec(spec)
+        except ts.BackendSpecError as error:
+            assert repr(spec) in str(error)
+            spec = str(error).rsplit("Write '", 1)[1].split("'")[0]
+        else:
+            assert spec in ts.legal_specs()
+            return
+    pytest.fail(f"the advice for {'-'.join(tokens)!r} never ends in a legal string: {spec!r}")
+
+
+def test_one_spelling_a_stack() -> None:
+    legal = [spec for n in (1, 2, 3) for p in permutations(TOKENS, n) if (spec := "-".join(p)) in ts.legal_specs()]
+
+    assert len(legal) == len({frozenset(spec.split("-")) for spec in legal}) == 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("amp-sp", "backend 'amp-sp': 'sp' goes outside 'amp'. Write 'sp-amp'."),
+        ("sp-apm", "backend 'sp-apm': no layer is called 'apm'. Did you mean 'amp'?"),
+        ("amp", "backend 'amp': a stack starts with a process layer. Write 'sp-amp'."),
+        ("sp-amp-amp", "backend 'sp-amp-amp': 'amp' stands twice. Write 'sp-amp'."),
+        ("sp-quantum", "backend 'sp-quantum': no layer is called 'quantum'. There are amp, bf16, sp."),
+    ],
+)
+def test_the_sentences(spec: str, message: str) -> None:
+    with pytest.raises(ts.BackendSpecError) as caught:
+        ts.build_trainer_backend(spec)
+
+    assert str(caught.value) == message
+
+
+@pytest.fixture
+def own_layer() -> Iterator[type[Any]]:
+    @ts.register_layer("halve")
+    class Halve(ts.AbstractTrainerBackendDecorator):
+        """Halves every loss's gradient."""
+
+        summary = "halves the gradient"
+
+        def backward(self, work: Any, loss: Any, weight: float) -> None:
+            self.inner.backward(work, loss, weight / 2)
+
+    yield Halve
+    ts.unregister("halve")
+
+
+@pytest.mark.spec("PMB-16", "F118")
+def test_a_layer_of_ones_own_obeys_the_same_grammar(own_layer: type[Any]) -> None:
+    stack = ts.build_trainer_backend("sp-amp-halve")
+
+    assert stack.spec == "sp-amp-halve"
+    assert "backward     amp > halve > sp" in stack.explain()
+    assert {"sp-halve", "sp-amp-halve", "sp-bf16-halve"} <= set(ts.legal_specs())
+    with pytest.raises(ts.BackendSpecError, match="'amp' goes outside 'halve'. Write 'sp-amp-halve'"):
+        ts.build_trainer_backend("sp-halve-amp")
+
+
+def test_a_token_is_taken_once_and_spelt_simply(own_layer: type[Any]) -> None:
+    for token in ("amp", "halve"):
+        with pytest.raises(ts.ConfigurationError, match=f"register_layer\\('{token}'\\): this token is taken"):
+            ts.register_layer(token)
+    with pytest.raises(ts.ConfigurationError, match="lower-case letters"):
+        ts.register_layer("My Layer")
+
+
+@pytest.mark.spec("PMT-03")
+def test_a_whole_backend_of_ones_own() -> None:
+    ts.register_trainer_backend("mine", lambda: ts.build_trainer_backend("sp-bf16"))
+    try:
+        assert ts.build_trainer_backend("mine").spec == "sp-bf16"
+        with pytest.raises(ts.ConfigurationError, match="taken"):
+            ts.register_trainer_backend("mine", ts.SingleProcess)
+    finally:
+        ts.unregister("mine")
+
+
+@pytest.mark.spec("PMB-16")
+def test_explain_reads_the_classes() -> None:
+    told = ts.explain("sp-amp")
+
+    assert "backward     amp > sp" in told
+    assert "step         amp (ends here)" in told
+    assert "accumulate   sp" in told
+    assert "state in a checkpoint: amp" in told

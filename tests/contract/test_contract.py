@@ -1,0 +1,227 @@
+"""What every stack promises. A layer that is registered is covered here without further ado."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, Noisy, arguments, numbers, train, weights
+
+SPECS = ts.legal_specs()
+# Half precision rounds each sum in its own way; the reference is the same stack on the undivided batch.
+TOLERANCE = {"sp": 1e-6, "sp-bf16": 2e-3, "sp-amp": 2e-3}
+every_stack = pytest.mark.parametrize("spec", SPECS)
+
+
+@every_stack
+def test_the_plan_and_the_counters_are_those_of_sp(spec: str, tmp_path: Path) -> None:
+    trainer = train(Classifier(), tmp_path, backend=spec, epochs=2, gpu_batch_size_limit=3)
+    reference = train(Classifier(), tmp_path, epochs=2, gpu_batch_size_limit=3)
+
+    assert trainer.plan == reference.plan
+    assert trainer.state == reference.state
+    assert trainer.global_steps_finished == trainer.plan.total_steps == 12
+    assert trainer.state.skipped_steps == 0
+
+
+@every_stack
+@pytest.mark.spec("PA-08", "PMT-19")
+def test_accumulation_equals_the_large_batch(spec: str, tmp_path: Path) -> None:
+    whole, parts = Classifier(), Classifier()
+    train(whole, tmp_path, backend=spec, train_batch_size=16, epochs=2)
+    train(parts, tmp_path, backend=spec, train_batch_size=16, epochs=2, gpu_batch_size_limit=4)
+
+    assert (weights(whole) - weights(parts)).abs().max() <= TOLERANCE.get(spec, 1e-6)
+    assert (weights(whole) - weights(Classifier())).abs().max() > 0.01
+
+
+@every_stack
+@pytest.mark.spec("F109", "FN-32")
+@pytest.mark.parametrize("stop_at", [1, 4, 6, 7, 11])
+def test_stop_and_resume_equals_an_unbroken_run(spec: str, stop_at: int, tmp_path: Path) -> None:
+    made: dict[str, Any] = {"epochs": 2, "backend": spec, "train_batch_size": 8, "gpu_batch_size_limit": 4}
+
+    def module() -> Classifier:
+        return Classifier(Noisy(), dropout=0.3, optimizer=torch.optim.AdamW, lr=0.01, scheduler=True, validate=True)
+
+    torch.manual_seed(5)
+    unbroken = train(module(), tmp_path / "unbroken", **made)
+
+    torch.manual_seed(5)
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=stop_at)
+    stopped = Stops(module(), arguments(tmp_path / "cut", checkpointer_args=saving, **made), stop_at)
+    with pytest.raises(Stopped):
+        stopped.train()
+    torch.manual_seed(77)
+    resumed = train(module(), tmp_path / "cut", checkpointer_args=saving, resume=True, **made)
+
+    assert torch.equal(weights(resumed.module), weights(unbroken.module))
+    assert_same(resumed.get_state(), unbroken.get_state())
+    assert_same(resumed.trainer_backend.get_state(), unbroken.trainer_backend.get_state())
+    assert_same(resumed.history.get_state(), unbroken.history.get_state())
+
+
+@every_stack
+def test_layer_state_comes_back_through_a_checkpoint(spec: str, tmp_path: Path) -> None:
+    saving = ts.DefaultCheckpointerArguments()
+    trained = train(Classifier(), tmp_path, backend=spec, checkpointer_args=saving)
+    again = ts.Trainer(Classifier(), arguments(tmp_path, backend=spec, checkpointer_args=saving, resume=True))
+    assert again.plan == trained.plan
+
+    assert_same(again.trainer_backend.get_state(), trained.trainer_backend.get_state())
+
+
+@every_stack
+@pytest.mark.spec("F110", "PMB-14")
+def test_an_overflowing_step_moves_nothing(spec: str, tmp_path: Path) -> None:
+    module = Overflowing(numbers(32), optimizer=torch.optim.AdamW, scheduler=True)
+    trainer = train(module, tmp_path, backend=spec, nonfinite="skip", train_batch_size=8)
+
+    before, after = module.seen[1], module.seen[2]
+    assert torch.equal(before["weights"], after["weights"])
+    assert before["lr"] == after["lr"]
+    assert not torch.equal(module.seen[2]["weights"], module.seen[3]["weights"])
+    assert trainer.state.skipped_steps == 1
+    assert trainer.global_steps_finished == 4
+
+
+@every_stack
+@pytest.mark.spec("HZ-30", "F201", "F412")
+def test_validation_leaves_training_alone(spec: str, tmp_path: Path) -> None:
+    results = []
+    for validate in (False, True):
+        torch.manual_seed(3)
+        module = Classifier(Noisy(), dropout=0.3, validate=validate)
+        train(module, tmp_path, backend=spec, epochs=2)
+        results.append((weights(module), torch.rand(1).item(), module.training))
+
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1:] == results[1][1:]
+
+
+@every_stack
+def test_training_and_validation_run_in_the_same_precision(spec: str, tmp_path: Path) -> None:
+    module = SeesPrecision(validate=True)
+    train(module, tmp_path, backend=spec)
+
+    assert len(module.dtypes) == 1, f"training and validation differ: {module.dtypes}"
+
+
+@every_stack
+def test_a_verb_is_ended_at_most_once(spec: str) -> None:
+    from trainstack.backends.explain import ends
+
+    stack = ts.build_trainer_backend(spec)
+    for verb in ts.VERBS:
+        enders = [
+            layer.name
+            for layer in stack.layers()
+            if isinstance(layer, ts.AbstractTrainerBackendDecorator) and ends(layer, verb)
+        ]
+        assert len(enders) <= 1, f"{verb} is ended by {enders}"
+
+
+@every_stack
+def test_what_explain_says_is_what_happens(spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record which layers a verb really reaches, and compare with the printed way."""
+    from trainstack.backends.explain import way_of
+
+    reached: dict[str, list[str]] = {verb: [] for verb in ts.VERBS}
+    stack = ts.build_trainer_backend(spec)
+    for layer in stack.layers():
+        for verb in ts.VERBS:
+            monkeypatch.setattr(layer, verb, recording(getattr(layer, verb), reached[verb], layer.name))
+    trainer = ts.Trainer(Classifier(numbers(8), validate=True), arguments(tmp_path), trainer_backend=stack)
+    trainer.train()
+    trainer.validate()
+    trainer.close()
+
+    for verb, names in reached.items():
+        told = set(way_of(stack, verb).removesuffix(" (ends here)").split(" > "))
+        assert told <= set(names), f"{verb} was said to act in {told} and reached {set(names)}"
+        if way_of(stack, verb).endswith("(ends here)"):
+            assert "sp" not in names
+
+
+# --- helpers ------------------------------------------------------------------------------------------------
+
+
+class Stopped(Exception):
+    """Stands for the end of a process."""
+
+
+class Stops(ts.Trainer):
+    """A trainer whose process ends right after it has written the checkpoint of a step."""
+
+    def __init__(self, module: ts.ModuleInterface, args: ts.TrainerArguments, step: int) -> None:
+        super().__init__(module, args)
+        self.step = step
+
+    def save_checkpoint(self, force: bool = False) -> None:
+        super().save_checkpoint(force)
+        if self.state.global_step >= self.step:
+            raise Stopped
+
+
+class Overflowing(Classifier):
+    """The gradient of the second step is inf."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: dict[int, dict[str, Any]] = {}
+
+    def get_optimizers_schedulers(self, *args: Any) -> Any:
+        made = super().get_optimizers_schedulers(*args)
+        self.rates = made[0][0].param_groups
+        return made
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        loss = super().train_step(global_step, batch, device)
+        return loss * (float("inf") if global_step == 2 else 1.0)
+
+    def on_end_train_step(self, global_step: int) -> None:
+        self.seen[global_step] = {"weights": weights(self).clone(), "lr": self.rates[0]["lr"]}
+
+
+class SeesPrecision(Classifier):
+    """Notes the dtype of what its network returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.dtypes: set[torch.dtype] = set()
+        self.net.register_forward_hook(self._note)
+
+    def _note(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.dtypes.add(output.dtype)
+
+
+def recording(verb: Any, into: list[str], name: str) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        into.append(name)
+        return verb(*args, **kwargs)
+
+    return call
+
+
+def assert_same(one: Any, other: Any, path: str = "state") -> None:
+    """Equal to the bit, whatever the nesting."""
+    one, other = copy.copy(one), copy.copy(other)
+    assert type(one) is type(other), f"{path}: {type(one)} and {type(other)}"
+    if isinstance(one, dict):
+        assert list(one) == list(other), f"{path}: {list(one)} and {list(other)}"
+        for key in one:
+            assert_same(one[key], other[key], f"{path}[{key!r}]")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), path
+        for position, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_same(a, b, f"{path}[{position}]")
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), path
+    else:
+        assert one == other, f"{path}: {one!r} and {other!r}"

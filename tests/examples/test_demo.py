@@ -1,0 +1,66 @@
+"""The examples run from any directory, show what they promise and leave nothing running."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def run(directory: Path, script: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / script), *arguments],
+        cwd=directory,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_demo_kills_resumes_and_finds_the_same_weights_twice_in_one_folder(tmp_path: Path) -> None:
+    kept = tmp_path / "runs" / "demo" / "notes.txt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("not the demo's")
+    for _ in range(2):
+        said = run(tmp_path, "demo.py", "--epochs", "2")
+        weights = re.findall(r"weights (\w{16})$", said, re.M)
+        assert len(weights) == 2
+        assert weights[0] == weights[1]
+        assert "The weights are the same bits." in said
+        assert "The metrics files are the same bytes." in said
+        assert "NOT THE SAME" not in said
+        resumed_after = int(re.search(r"'resumed after global step (\d+)'", said)[1])
+        assert 0 < resumed_after < 46
+        assert not [pid for pid in map(int, re.findall(r"process (\d+) ", said)) if is_running(pid)]
+        assert (tmp_path / "runs" / "demo" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert kept.read_text() == "not the demo's"
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_the_script_to_copy_trains_and_resumes_a_finished_run(tmp_path: Path) -> None:
+    said = run(tmp_path, "digits.py", "--epochs", "1", "--backend", "sp-bf16")
+    assert "sp-bf16 on " in said
+    again = run(tmp_path, "digits.py", "--epochs", "1", "--backend", "sp-bf16", "--resume")
+    assert "nothing is left to do" in again
+    assert said.splitlines()[-1] == again.splitlines()[-1]
+    assert said.splitlines()[-1].startswith("weights ")

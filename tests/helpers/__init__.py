@@ -1,0 +1,1 @@
+"""Modules and runs that many tests share."""

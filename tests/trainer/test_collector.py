@@ -1,0 +1,99 @@
+"""`OutputCollector`: what comes out for what goes in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import trainstack as ts
+
+
+def collected(*outputs: Any) -> Any:
+    collector = ts.OutputCollector()
+    for output in outputs:
+        collector.collect(output)
+    return collector.all_outputs
+
+
+@pytest.mark.spec("PMB-06")
+def test_tensors_are_joined_along_the_first_dimension() -> None:
+    joined = collected(torch.zeros(4, 2, 3), torch.ones(3, 2, 3))
+
+    assert [t.shape for t in joined] == [(7, 2, 3)]
+
+
+@pytest.mark.spec("PMB-07", "F113")
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_0_dim_tensor_becomes_one_item_a_step(steps: int) -> None:
+    assert collected(*[torch.tensor(1.0)] * steps)[0].shape == (steps,)
+    assert collected(*[torch.ones(1, 1)] * steps)[0].shape == (steps, 1)
+
+
+@pytest.mark.spec("PMB-08", "B5")
+def test_tuples_and_lists_are_joined_by_position() -> None:
+    loss, labels = collected(*[(torch.tensor(0.5), torch.zeros(n, 3)) for n in (4, 3, 4, 3)])
+
+    assert loss.shape == (4,)
+    assert labels.shape == (14, 3)
+
+
+@pytest.mark.spec("PMB-08", "F112", "F113")
+def test_dicts_nested_structures_and_objects() -> None:
+    step = {"logits": torch.ones(2, 3), "text": ["a", "b"], "inner": (torch.tensor(1), None, {"x": torch.ones(1)})}
+
+    joined = collected(step, step)
+
+    assert joined["logits"].shape == (4, 3)
+    assert joined["text"] == [["a", "b"], ["a", "b"]]
+    inner = joined["inner"]
+    assert (inner[0].tolist(), inner[1], inner[2]["x"].shape) == ([1, 1], [None, None], (2,))
+
+
+def test_a_list_of_strings_is_taken_by_position() -> None:
+    assert collected(["a", 1], ["b", 2]) == [["a", "b"], [1, 2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float64, torch.complex64])
+def test_dtypes_are_kept(dtype: torch.dtype) -> None:
+    assert collected(torch.ones(2, dtype=dtype), torch.ones(1, dtype=dtype))[0].dtype == dtype
+
+
+def test_what_is_collected_has_no_graph() -> None:
+    assert not collected(torch.ones(2, requires_grad=True) * 2)[0].requires_grad
+
+
+def test_nothing_and_reset() -> None:
+    collector = ts.OutputCollector()
+    assert collector.all_outputs == []
+    collector.collect(torch.ones(1))
+    collector.reset()
+    assert collector.all_outputs == []
+    collector.collect({"other": 1})
+    assert collector.all_outputs == {"other": [1]}
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (None, "earlier steps returned a list here, this one returned NoneType"),
+        ((torch.ones(1),), r"the items \[0, 1\], this one \[0\]"),
+        ((torch.ones(1), "x"), r"outputs\[1\]: earlier steps returned a tensor here, this one returned str"),
+        ((torch.ones(1), torch.ones(2, 5)), r"outputs\[1\]: tensors of different shapes"),
+    ],
+)
+def test_another_structure_than_before_is_refused(second: Any, message: str) -> None:
+    with pytest.raises(ts.ModuleContractError, match=message):
+        collected((torch.ones(1), torch.ones(2, 3)), second)
+
+
+def test_a_tensor_that_is_changed_afterwards_is_refused() -> None:
+    """Otherwise every step would silently show the last one's values."""
+    buffer = torch.zeros(2)
+    collector = ts.OutputCollector()
+    for value in (1.0, 2.0):
+        collector.collect(buffer.fill_(value))
+
+    with pytest.raises(ts.ModuleContractError, match=r"step 0 returned was changed in place.*tensor\.clone\(\)"):
+        _ = collector.all_outputs

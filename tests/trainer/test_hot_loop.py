@@ -1,0 +1,144 @@
+"""What the loop must not do: read the device, collect what nobody reads, grow faster than the data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, arguments, numbers
+
+READERS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
+
+
+class CountsReads(TorchDispatchMode):
+    """Counts what turns a tensor into a Python number, below and above the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def reads_counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountsReads]:
+    counter = CountsReads()
+    with monkeypatch.context() as patch:
+        for name in READERS:
+            original = getattr(torch.Tensor, name)
+
+            def read(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+                counter.count += 1
+                return _original(self, *args, **kwargs)
+
+            patch.setattr(torch.Tensor, name, read)
+        with counter:
+            yield counter
+
+
+class ReadsPerStep(Classifier):
+    """Notes how many reads had happened at the end of each step."""
+
+    counter: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reads: list[int] = []
+
+    def on_end_train_step(self, global_step: int, *outputs: Any) -> None:
+        self.log("loss", outputs[0].mean())
+        self.reads.append(self.counter.count)
+
+
+@pytest.mark.spec("F124", "F125", "PMT-25")
+@pytest.mark.parametrize("backend", ["sp", "sp-bf16"])
+@pytest.mark.parametrize("limit", [8, 4])
+def test_nothing_is_read_back_between_log_points(
+    backend: str, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With bar, history, writers, hook, logged values and clipping: reads happen at steps 10, 20, 30 only."""
+    module = ReadsPerStep(numbers(8 * 40), scheduler=True)
+    trainer = ts.Trainer(
+        module,
+        arguments(
+            tmp_path,
+            backend=backend,
+            gpu_batch_size_limit=limit,
+            log_every=10,
+            writers=["csv", "stdout"],
+            progress="plain",
+        ),
+    )
+    with reads_counted(monkeypatch) as counter:
+        module.counter = counter
+        trainer.train()
+
+    assert [step for step, (a, b) in enumerate(pairwise(module.reads), start=1) if b > a] == [10, 20, 30]
+
+
+def test_the_counter_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with reads_counted(monkeypatch) as counter:
+        value = torch.ones(2).sum()
+        before = counter.count
+        value.item(), float(value), bool(value > 0), torch.ones(2).tolist()
+
+    assert before == 0
+    assert counter.count >= 4
+
+
+@pytest.mark.spec("F123", "PMB-05")
+def test_collecting_validation_outputs_takes_linear_time(tmp_path: Path) -> None:
+    def seconds(batches: int) -> float:
+        module = Evaluated(batches)
+        trainer = ts.Trainer(module, arguments(tmp_path, val_batch_size=1))
+        trainer.validate()
+        best = float("inf")
+        for _ in range(3):
+            start = time.process_time()
+            outputs = trainer.validate()
+            best = min(best, time.process_time() - start)
+        assert outputs["default"][0].shape == (batches, 32)
+        return best
+
+    assert seconds(4000) / seconds(1000) < 5
+
+
+class Evaluated(Classifier):
+    def __init__(self, count: int) -> None:
+        super().__init__(numbers(count), validate=True)
+
+    def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        return batch[0].new_zeros(len(batch[0]), 32)
+
+
+@pytest.mark.spec("PMB-09")
+def test_nothing_is_collected_that_no_hook_reads(tmp_path: Path) -> None:
+    for module, collects in ((Classifier(), False), (OnlyStep(), False), (ReadsEpoch(), True)):
+        trainer = ts.Trainer(module, arguments(tmp_path))
+        trainer.train()
+        assert (trainer._ready().loop.epoch_outputs is not None) is collects
+
+    assert ReadsEpoch.shape == (6,)
+
+
+class OnlyStep(Classifier):
+    def on_end_train_epoch(self, global_step: int) -> None:
+        assert global_step == 6
+
+
+class ReadsEpoch(Classifier):
+    shape: Any = None
+
+    def on_end_train_epoch(self, global_step: int, losses: torch.Tensor) -> None:
+        ReadsEpoch.shape = tuple(losses.shape)

@@ -1,0 +1,264 @@
+"""Typical mistakes: each gets a sentence that says what was given, what is wrong and what to write instead."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, arguments, numbers, train
+
+
+def broken(**methods: Any) -> Classifier:
+    """A classifier with some methods replaced."""
+    return type("Broken", (Classifier,), methods)(numbers(16))
+
+
+def steps(result: Any) -> dict[str, Any]:
+    return {"train_step": lambda self, global_step, batch, device: result(self, batch)}
+
+
+def optimizers(result: Any) -> dict[str, Any]:
+    return {"get_optimizers_schedulers": lambda self, *_: result(self)}
+
+
+def loader(result: Any) -> dict[str, Any]:
+    return {"get_train_dataloader": lambda self, sampler, batch_size: result(self, batch_size)}
+
+
+def val_loader(result: Any) -> dict[str, Any]:
+    return {"get_val_dataloaders": lambda self, sampler, batch_size: result(self, batch_size)}
+
+
+MODULE_MISTAKES = {
+    "no loss returned": (steps(lambda s, b: None), "train_step returned NoneType.*Return the loss tensor"),
+    "dict without loss": (steps(lambda s, b: {"l": 1}), r"a dict with the keys \['l'\].*the key 'loss'"),
+    "loss as a number": (steps(lambda s, b: 0.5), "train_step returned float, in which there is no loss"),
+    "loss detached": (steps(lambda s, b: s.net(b[0]).sum().detach()), r"no gradient flows through.*\.detach\(\)"),
+    "loss not reduced": (steps(lambda s, b: s.net(b[0])[:, 0]), r"a loss of shape \(8,\).*loss\.mean\(\)"),
+    "optimizer over other parameters": (
+        optimizers(lambda s: ([torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)], [])),
+        r"optimizer 0 \(SGD\) holds 2 parameters that are not Broken's.*self\.parameters\(\)",
+    ),
+    "no optimizers returned": (optimizers(lambda s: None), r"returned nothing\. Return \(\[optimizer\]"),
+    "empty list of optimizers": (optimizers(lambda s: ([], [])), "returned no optimizer"),
+    "a scheduler among the optimizers": (
+        optimizers(lambda s: ([nn.Linear(1, 1)], [])),
+        "returned a Linear among the optimizers",
+    ),
+    "a scheduler of another optimizer": (
+        optimizers(
+            lambda s: (
+                [torch.optim.SGD(s.parameters(), lr=1.0)],
+                [torch.optim.lr_scheduler.StepLR(torch.optim.SGD(s.parameters(), lr=1.0), 1)],
+            )
+        ),
+        "a StepLR belongs to an optimizer that get_optimizers_schedulers did not return",
+    ),
+    "a plateau scheduler": (
+        optimizers(
+            lambda s: (lambda o: ([o], [torch.optim.lr_scheduler.ReduceLROnPlateau(o)]))(
+                torch.optim.SGD(s.parameters(), lr=1.0)
+            )
+        ),
+        r"ReduceLROnPlateau steps on a monitored value.*scheduler\.step\(value\)",
+    ),
+    "no training loader": (loader(lambda s, b: None), "get_train_dataloader returned None. Return a DataLoader"),
+    "a data set instead of a loader": (
+        loader(lambda s, b: 7),
+        "returned a int, which cannot be iterated over. Return a DataLoader",
+    ),
+    "batch_size not passed on": (
+        loader(lambda s, b: DataLoader(s.dataset, batch_size=5)),
+        "called with batch_size=8 and returned a loader with batch_size=5. Pass batch_size on",
+    ),
+    "an empty data set": (
+        loader(lambda s, b: DataLoader(TensorDataset(torch.zeros(0, 6)), batch_size=b)),
+        "empty data set",
+    ),
+    "drop_last leaves nothing": (
+        loader(lambda s, b: DataLoader(numbers(5), batch_size=b, drop_last=True)),
+        "train_batch_size=8 with drop_last=True and 5 samples leaves no global step",
+    ),
+    "validation data without val_step": (
+        {
+            **val_loader(lambda s, b: DataLoader(s.dataset, batch_size=b)),
+            "val_step": ts.ModuleInterface.val_step,
+        },
+        r"Broken has no val_step, but get_val_dataloaders returned data. Define val_step\(",
+    ),
+    "a list of validation loaders": (
+        val_loader(lambda s, b: {"a": None}),
+        "get_val_dataloaders returned NoneType under 'a'. Return a DataLoader, a dict",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MODULE_MISTAKES)
+@pytest.mark.spec("FN-51", "F114", "FN-27")
+def test_a_module_that_breaks_its_contract(mistake: str, tmp_path: Path) -> None:
+    methods, message = MODULE_MISTAKES[mistake]
+
+    with pytest.raises((ts.ModuleContractError, ts.ConfigurationError), match=message):
+        train(broken(**methods), tmp_path)
+
+
+ARGUMENT_MISTAKES = {
+    "unknown backend": ({"backend": "sp-apm"}, r"no layer is called 'apm'. Did you mean 'amp'\?"),
+    "wrong order": ({"backend": "amp-sp"}, "'sp' goes outside 'amp'. Write 'sp-amp'."),
+    "two precisions": ({"backend": "sp-amp-bf16"}, "fill the same slot .*Write 'sp-amp' or 'sp-bf16'."),
+    "negative epochs": ({"epochs": -1}, "epochs=-1: write a whole number, 0 or more"),
+    "a batch of zero": ({"train_batch_size": 0}, "train_batch_size=0: write a whole number, 1 or more"),
+    "a float batch": ({"val_batch_size": 8.0}, "val_batch_size=8.0: write a whole number"),
+    "no clipping by zero": ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: .*clip_grads=False for no clipping"),
+    "two clippings": ({"clip_grad_value": 1.0, "max_grad_norm": 2.0}, "clipped once, by value or by norm"),
+    "an unknown choice": ({"nonfinite": "ignore"}, "nonfinite='ignore': write one of 'raise', 'skip'"),
+    "an unknown device": ({"device": "gpu"}, "device='gpu': torch knows no such device"),
+    "writers as a string": ({"writers": "csv"}, r"writers='csv': write a list: writers=\['csv'\]"),
+    "PyMarlin's flag against the string": ({"amp_backend_native": True}, "Write backend='sp-amp'"),
+    "privacy without a private backend": ({"differential_privacy_args": {}}, "the run would not be private"),
+    "resume with nothing there": ({"resume": True}, "no checkpoint .* does not exist.*resume='auto'"),
+    "resume from a path that is not there": ({"resume": "nowhere/at/all"}, "nowhere/at/all"),
+    "options for a layer that is not there": (
+        {"backend_options": {"amp": {"init_scale": 1.0}}},
+        r"backend 'sp' has no layer for the options \['amp'\]",
+    ),
+    "options a layer does not take": (
+        {"backend": "sp-amp", "backend_options": {"amp": {"scale": 1.0}}},
+        "layer 'amp' does not take the options {'scale': 1.0}",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", ARGUMENT_MISTAKES)
+@pytest.mark.spec("PMB-02", "PMT-04", "F115")
+def test_arguments_that_are_wrong(mistake: str, tmp_path: Path) -> None:
+    changes, message = ARGUMENT_MISTAKES[mistake]
+
+    with pytest.raises((ts.ConfigurationError, ts.CheckpointError), match=re.compile(message, re.DOTALL)):
+        train(Classifier(numbers(16)), tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ((nn.Linear(1, 1),), "given a Linear. Give it an instance of a class derived from ModuleInterface"),
+        ((Classifier,), "given the class Classifier. Give it an instance"),
+        ((Classifier(), {"epochs": 1}), r"given a dict. Write TrainerArguments\(\.\.\.\)"),
+        ((Classifier(), ts.TrainerArguments(), 3), "given a int. Write a backend string"),
+        ((Classifier(), ts.TrainerArguments(), None, "checkpoints"), "given a str. Derive it from Abstract"),
+    ],
+)
+def test_a_trainer_of_wrong_parts(parts: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ts.ConfigurationError, match=message):
+        ts.Trainer(*parts, *([ts.TrainerArguments()] if len(parts) == 1 else []))
+
+
+def test_a_module_without_the_methods_that_must_be_there() -> None:
+    with pytest.raises(TypeError, match="train_step"):
+        type("Half", (ts.ModuleInterface,), {})()
+
+
+def test_a_hook_that_raises_is_named(tmp_path: Path) -> None:
+    def on_end_train_step(self: Any, global_step: int) -> None:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        train(broken(on_end_train_step=on_end_train_step), tmp_path)
+
+    assert "raised in Broken.on_end_train_step" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.spec("F208")
+def test_a_loss_that_is_not_finite_names_its_place(value: float, tmp_path: Path) -> None:
+    def train_step(self: Any, global_step: int, batch: Any, device: Any) -> Any:
+        return Classifier.train_step(self, global_step, batch, device) * (value if global_step == 3 else 1.0)
+
+    saving = ts.DefaultCheckpointerArguments()
+    with pytest.raises(ts.NonFiniteError, match=r"global step 3 \(epoch 1, step 1 of the epoch\), micro-batch 0"):
+        train(broken(train_step=train_step), tmp_path, epochs=2, checkpointer_args=saving)
+
+    assert [info.global_step for info in ts.list_checkpoints(tmp_path / "checkpoints")] == [2]
+
+
+def test_a_gradient_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
+    """The loss is finite, its gradient is not, and nothing measures gradients: the last step of the epoch."""
+
+    def train_step(self: Any, global_step: int, batch: Any, device: Any) -> Any:
+        loss = Classifier.train_step(self, global_step, batch, device)
+        return loss + (self.net[0].weight * 0).abs().sqrt().sum() if global_step == 2 else loss
+
+    for clip in (True, False):
+        with pytest.raises(ts.NonFiniteError, match="global step 2"):
+            train(
+                broken(train_step=train_step),
+                tmp_path / str(clip),
+                clip_grads=clip,
+                checkpointer_args=ts.DefaultCheckpointerArguments(),
+            )
+        assert not (tmp_path / str(clip) / "checkpoints").exists()
+
+
+def test_steps_that_are_all_skipped_end_the_run(tmp_path: Path) -> None:
+    module = broken(**steps(lambda s, b: s.net(b[0]).sum() * float("nan")))
+
+    with pytest.raises(ts.NonFiniteError, match="50 global steps in a row"):
+        train(module, tmp_path, nonfinite="skip", epochs=40)
+
+
+def test_two_trainers_in_one_process_do_not_know_of_each_other(tmp_path: Path) -> None:
+    alone = train(Classifier(), tmp_path / "alone", epochs=2)
+    one = ts.Trainer(Classifier(), arguments(tmp_path / "one", epochs=2))
+    other = ts.Trainer(Classifier(numbers(30), seed=7), arguments(tmp_path / "other", epochs=1, backend="sp-amp"))
+    one.validate()
+    other.train()
+    one.train()
+
+    assert one.history.get_state() == alone.history.get_state()
+    assert other.global_steps_finished == 4
+
+
+def test_logging_without_a_trainer_is_refused() -> None:
+    with pytest.raises(ts.ConfigurationError, match=r"log\('loss', \.\.\.\): this module is not being run"):
+        Classifier().log("loss", 1.0)
+
+
+@pytest.mark.spec("PMT-04")
+class TestFromDictAndYaml:
+    def test_round_trip(self, tmp_path: Path) -> None:
+        args = ts.TrainerArguments(
+            epochs=3, max_grad_norm=0.5, checkpointer_args=ts.DefaultCheckpointerArguments(period=2), writers=["csv"]
+        )
+        path = tmp_path / "run.yaml"
+        path.write_text("epochs: 3\nmax_grad_norm: 5e-1\nwriters: [csv]\ncheckpointer_args:\n  period: 2\n")
+
+        assert ts.TrainerArguments.from_dict(args.to_dict()) == ts.TrainerArguments.from_yaml(path)
+        assert ts.TrainerArguments.from_yaml(path).checkpointer_args.period == 2
+
+    def test_an_unknown_key_is_answered_with_the_one_that_was_meant(self) -> None:
+        with pytest.raises(ts.ConfigurationError, match="no argument 'epoch'. Did you mean 'epochs'?"):
+            ts.TrainerArguments.from_dict({"epoch": 1})
+        with pytest.raises(ts.ConfigurationError, match="checkpointer_args has no argument 'perod'"):
+            ts.TrainerArguments.from_dict({"checkpointer_args": {"perod": 1}})
+
+    def test_a_file_that_is_no_mapping(self, tmp_path: Path) -> None:
+        (tmp_path / "list.yaml").write_text("- 1\n")
+        with pytest.raises(ts.ConfigurationError, match="write a mapping"):
+            ts.TrainerArguments.from_yaml(tmp_path / "list.yaml")
+        with pytest.raises(ts.ConfigurationError, match="there is no file"):
+            ts.TrainerArguments.from_yaml(tmp_path / "absent.yaml")
+        (tmp_path / "bad.yaml").write_text("a: [1\n")
+        with pytest.raises(ts.ConfigurationError, match="not valid YAML"):
+            ts.TrainerArguments.from_yaml(tmp_path / "bad.yaml")
+
+    def test_two_arguments_share_nothing(self) -> None:
+        assert ts.TrainerArguments() == ts.TrainerArguments()
+        with pytest.raises(AttributeError):
+            ts.TrainerArguments().epochs = 3  # type: ignore[misc]

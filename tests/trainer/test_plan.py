@@ -1,0 +1,137 @@
+"""Step arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, arguments, numbers
+from trainstack.trainer.order import DataOrder
+
+sizes = st.fixed_dictionaries(
+    {
+        "dataset_length": st.integers(1, 300),
+        "world_size": st.integers(1, 5),
+        "per_process": st.integers(1, 40),
+        "gpu_batch_size_limit": st.integers(1, 50),
+        "drop_last": st.booleans(),
+        "max_steps_per_epoch": st.none() | st.integers(1, 20),
+    }
+)
+
+
+def make(per_process: int, world_size: int, **rest: object) -> ts.TrainingPlan:
+    return ts.TrainingPlan.make(train_batch_size=per_process * world_size, world_size=world_size, **rest)  # type: ignore[arg-type]
+
+
+@given(sizes)
+@pytest.mark.spec("PMT-18", "PMT-19", "F106")
+def test_the_micro_batch_is_the_largest_divisor_within_the_limit(size: dict[str, object]) -> None:
+    plan = make(**size)  # type: ignore[arg-type]
+    limit = size["gpu_batch_size_limit"]
+
+    assert plan.micro_batch <= limit  # type: ignore[operator]
+    assert plan.micro_batch * plan.accumulation == plan.process_batch == size["per_process"]
+    better = [d for d in range(plan.micro_batch + 1, min(limit, plan.process_batch) + 1) if plan.process_batch % d == 0]  # type: ignore[type-var, operator]
+    assert not better
+
+
+@given(sizes)
+@pytest.mark.spec("PMT-05", "FN-24", "F104")
+def test_the_plan_is_what_the_order_does(size: dict[str, object]) -> None:
+    plan = make(**size)  # type: ignore[arg-type]
+    orders = [
+        DataOrder(
+            length=size["dataset_length"],  # type: ignore[arg-type]
+            global_batch=plan.global_batch,
+            micro_batch=plan.micro_batch,
+            world_size=plan.world_size,
+            rank=rank,
+            drop_last=bool(size["drop_last"]),
+        )
+        for rank in range(plan.world_size)
+    ]
+    shares = [list(order.shares(epoch=0)) for order in orders]
+    steps = len(shares[0])
+    cap = size["max_steps_per_epoch"]
+
+    assert plan.steps_per_epoch == (steps if cap is None else min(steps, cap))  # type: ignore[type-var]
+    assert sum(share.samples for share in shares[0]) == plan.samples_per_epoch
+    if steps:
+        assert shares[0][-1].samples == plan.last_step_samples
+    seen = [i for rank in shares for share in rank for batch in share.micro_batches for i in batch.tolist()]
+    assert len(seen) == len(set(seen)) == plan.samples_per_epoch
+    for step in range(steps):
+        in_step = [sum(map(len, rank[step].micro_batches)) for rank in shares]
+        assert sum(in_step) == shares[0][step].samples
+        assert max(in_step) - min(in_step) <= 1, "the processes share evenly"
+        assert max(map(len, (rank[step].micro_batches for rank in shares))) <= plan.accumulation
+
+
+@given(sizes)
+@pytest.mark.spec("PMT-20", "F107")
+def test_the_estimate_is_an_upper_bound_on_the_exact_number(size: dict[str, object]) -> None:
+    plan = make(**size)  # type: ignore[arg-type]
+
+    assert plan.steps_per_epoch is not None
+    assert plan.steps_per_epoch <= plan.estimated_global_steps_per_epoch or plan.steps_per_epoch == 0
+
+
+@pytest.mark.spec("PMT-20", "T6")
+def test_the_documented_estimate() -> None:
+    plan = ts.TrainingPlan.make(train_batch_size=4, gpu_batch_size_limit=1, world_size=2, loader_length=100)
+
+    assert (plan.micro_batch, plan.accumulation) == (1, 2)
+    assert plan.estimated_global_steps_per_epoch == 26
+
+
+@pytest.mark.spec("PMT-05")
+def test_a_batch_that_cannot_be_shared_is_refused() -> None:
+    with pytest.raises(ts.ConfigurationError, match=r"train_batch_size=10 .* 4 processes.*train_batch_size=8 or 12"):
+        ts.TrainingPlan.make(train_batch_size=10, gpu_batch_size_limit=8, world_size=4)
+
+
+@pytest.mark.spec("PMT-18", "T2", "T3")
+@pytest.mark.parametrize(("limit", "micro", "accumulation"), [(1000, 6, 1), (3, 3, 2), (4, 3, 2), (1, 1, 6)])
+def test_properties_of_the_trainer(limit: int, micro: int, accumulation: int, tmp_path: object) -> None:
+    trainer = ts.Trainer(
+        Classifier(), arguments(tmp_path, train_batch_size=6, gpu_batch_size_limit=limit, val_batch_size=8)
+    )
+
+    assert trainer.train_step_batch_size == micro
+    assert trainer.gradient_accumulation == accumulation
+    assert trainer.val_step_batch_size == 8
+
+
+@pytest.mark.spec("PMT-21", "F103")
+def test_a_cap_counts_global_steps_and_no_further_batch_is_fetched(tmp_path: object) -> None:
+    module = Classifier(Counting(), num_workers=0)
+    trainer = ts.Trainer(
+        module, arguments(tmp_path, train_batch_size=8, gpu_batch_size_limit=4, max_train_steps_per_epoch=2, epochs=3)
+    )
+    trainer.train()
+
+    assert trainer.global_steps_finished == 6
+    assert module.dataset.fetched == 3 * 16
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.base, self.fetched = numbers(41), 0
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def __getitem__(self, index: int) -> object:
+        self.fetched += 1
+        return self.base[index]
+
+
+def test_the_plan_is_shown_when_training_starts(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+    ts.Trainer(Classifier(), arguments(tmp_path, writers=["stdout"], gpu_batch_size_limit=4)).train()
+
+    shown = capsys.readouterr().out
+    assert "8 = 1 process x 2 micro-batches x 4" in shown
+    assert "41 (last step: 1)" in shown

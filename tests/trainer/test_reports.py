@@ -1,0 +1,135 @@
+"""What one sees of a run."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, arguments, numbers, train
+
+
+def rows(directory: Path) -> list[dict[str, str]]:
+    with open(directory / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+class Logs(Classifier):
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        loss = super().train_step(global_step, batch, device)
+        self.log("mine", loss)
+        return loss
+
+    def on_end_val_epoch(self, global_step: int, loss: Any, predicted: Any, key: str = "default") -> None:
+        self.log("val/right", (predicted == self.dataset.tensors[1]).double().mean())
+
+
+@pytest.mark.spec("PA-37", "PA-39", "HZ-31")
+def test_history_and_csv_hold_every_value_with_its_step_and_epoch(tmp_path: Path) -> None:
+    trainer = train(Logs(validate=True, scheduler=True), tmp_path, epochs=2, log_every=4, writers=["csv"])
+
+    history = trainer.history
+    assert [r.step for r in history.records("train/loss")] == [4, 8, 12]
+    assert [(r.step, r.epoch) for r in history.records("val/right")] == [(6, 0), (12, 1)]
+    assert [(r.step, r.epoch) for r in history.records("mine")] == [(s, (s - 1) // 6) for s in range(1, 13)]
+    assert {"lr", "train/grad_norm", "val/loss", "train/loss_epoch"} <= history.get_metric_names()
+    written = {(r["name"], int(r["step"]), float(r["value"])) for r in rows(tmp_path)}
+    recorded = {(name, r.step, r.value) for name in history.get_metric_names() for r in history.records(name)}
+    assert written == recorded
+
+
+@pytest.mark.spec("F309", "HZ-31")
+def test_a_resumed_run_continues_the_file_and_ends_with_the_same_rows(tmp_path: Path) -> None:
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=4)
+    made: dict[str, Any] = {"epochs": 2, "log_every": 1, "writers": ["csv"], "checkpointer_args": saving}
+    train(Logs(validate=True), tmp_path / "unbroken", **made)
+    with pytest.raises(KeyboardInterrupt):
+        train(Breaks(validate=True), tmp_path / "cut", **made)
+    assert max(int(row["step"]) for row in rows(tmp_path / "cut")) > 8
+    train(Logs(validate=True), tmp_path / "cut", resume=True, **made)
+
+    assert sorted(map(str, rows(tmp_path / "cut"))) == sorted(map(str, rows(tmp_path / "unbroken")))
+
+
+class Breaks(Logs):
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        if global_step == 11:
+            raise KeyboardInterrupt
+        return super().train_step(global_step, batch, device)
+
+
+def test_the_epoch_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(Logs(validate=True), tmp_path, epochs=2, writers=["stdout"])
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
+    assert len(lines) == 2
+    for part in ("epoch 2/2", "step 12", "train/loss ", "val/loss ", "val/right "):
+        assert part in lines[1]
+
+
+@pytest.mark.spec("F306", "F202")
+@pytest.mark.parametrize("batch_size", [41, 8, 7, 1])
+def test_the_validation_loss_does_not_depend_on_the_batches(batch_size: int, tmp_path: Path) -> None:
+    module = Classifier(numbers(41, dtype=torch.float64), dtype=torch.float64, validate=True)
+    inputs, labels = module.dataset.tensors
+    expected = torch.nn.functional.cross_entropy(module.net(inputs), labels).item()
+    trainer = ts.Trainer(module, arguments(tmp_path, val_batch_size=batch_size))
+    trainer.validate()
+
+    assert trainer.history.get_latest_metric("val/loss") == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.spec("F201", "F412", "PA-32")
+def test_each_part_is_in_the_mode_it_was_in(tmp_path: Path) -> None:
+    module = Classifier(validate=True)
+    module.train()
+    module.net[2].eval()
+    trainer = ts.Trainer(module, arguments(tmp_path))
+    trainer.validate()
+    modes = [part.training for part in module.net]
+
+    class Boom(Exception):
+        pass
+
+    def val_step(**kwargs: Any) -> Any:
+        raise Boom
+
+    module.val_step = val_step  # type: ignore[method-assign]
+    with pytest.raises(Boom):
+        trainer.validate()
+
+    assert modes == [part.training for part in module.net] == [True, True, False, True]
+
+
+@pytest.mark.spec("PMT-06", "F120")
+def test_test_and_predict(tmp_path: Path) -> None:
+    module = Predicts(numbers(13))
+    trainer = ts.Trainer(module, arguments(tmp_path, val_batch_size=5))
+
+    tested = trainer.test()["default"]
+    predicted = trainer.predict(DataLoader(module.dataset, batch_size=4))
+
+    assert torch.equal(tested[1], module.net(module.dataset.tensors[0]).argmax(1))
+    assert torch.equal(predicted[0], module.dataset.tensors[0].sum(1))
+    assert set(trainer.predict({"a": DataLoader(module.dataset, batch_size=4)})) == {"a"}
+    assert trainer.history.get_metric_names() == {"test/loss"}
+    with pytest.raises(ts.ModuleContractError, match="has no test data. Define get_test_dataloaders"):
+        ts.Trainer(Classifier(), arguments(tmp_path)).test()
+    with pytest.raises(ts.ModuleContractError, match=r"Define predict_step\("):
+        ts.Trainer(Classifier(), arguments(tmp_path)).predict(DataLoader(module.dataset))
+
+
+class Predicts(Classifier):
+    def get_test_dataloaders(self, sampler: Any, batch_size: int) -> Any:
+        return DataLoader(self.dataset, batch_size=batch_size, shuffle=True)
+
+    def test_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        return self.val_step(global_step, batch, device)
+
+    def predict_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        return batch[0].sum(1)

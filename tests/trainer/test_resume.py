@@ -1,0 +1,166 @@
+"""A run that is killed at any step and resumed gives the bits of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, arguments, train, weights
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def in_a_fresh_process(*args: object) -> Any:
+    """Run tests/helpers/resume_run.py; what it prints as its last line, from JSON."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "tests.helpers.resume_run", *map(str, args)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.spec("FN-32", "F204", "F403", "F404", "HZ-06", "PMT-12", "PMT-14")
+@pytest.mark.parametrize("backend", ["sp", "sp-amp"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_at_every_step_boundary_in_a_fresh_process(backend: str, workers: int, tmp_path: Path) -> None:
+    """20 steps in 4 epochs with shuffling, dropout, augmentation, AdamW, a scheduler and validation."""
+    unbroken = in_a_fresh_process("unbroken", tmp_path, backend, workers)
+    resumed = in_a_fresh_process("resumed", tmp_path, backend, workers)
+
+    assert len(unbroken) == 1
+    assert len(resumed) >= 20
+    assert set(resumed.values()) == {*unbroken.values()}
+
+
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
+    one, other = Classifier(dropout=0.2), Classifier(dropout=0.2)
+    torch.manual_seed(1)
+    train(one, tmp_path / "one", epochs=2)
+    torch.manual_seed(1)
+    train(other, tmp_path / "other", epochs=2, checkpointer_args=saving)
+
+    assert torch.equal(weights(one), weights(other))
+
+
+@pytest.mark.spec("F403")
+def test_two_interruptions_within_one_epoch(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    unbroken = train(Classifier(dropout=0.2), tmp_path / "unbroken")
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
+    torch.manual_seed(1)
+    for stop_at in (2, 4):
+        with pytest.raises(KeyboardInterrupt):
+            train(Interrupted(stop_at), tmp_path / "cut", checkpointer_args=saving, resume="auto")
+        torch.manual_seed(stop_at)
+    resumed = train(Classifier(dropout=0.2), tmp_path / "cut", checkpointer_args=saving, resume=True)
+
+    assert torch.equal(weights(resumed.module), weights(unbroken.module))
+    assert resumed.global_steps_finished == unbroken.global_steps_finished == 6
+
+
+@pytest.mark.spec("T7", "PMT-10", "FN-34")
+def test_a_finished_run_goes_on_to_more_epochs(tmp_path: Path) -> None:
+    saving = ts.DefaultCheckpointerArguments()
+    first = train(Classifier(), tmp_path, epochs=3, checkpointer_args=saving)
+    checkpoints = tmp_path / "checkpoints"
+    assert len(ts.list_checkpoints(checkpoints)) == 3 + 1
+
+    longer = train(Classifier(), tmp_path, epochs=5, checkpointer_args=saving, resume=True)
+    assert longer.global_steps_finished - first.global_steps_finished == 2 * 6
+    assert sum(info.kind == "checkpoint" for info in ts.list_checkpoints(checkpoints)) == 5
+
+    fewer = train(Classifier(), tmp_path, epochs=2, checkpointer_args=saving, resume=True)
+    assert fewer.global_steps_finished == longer.global_steps_finished
+
+
+@pytest.mark.spec("F104", "HZ-09")
+def test_a_resumed_run_keeps_the_seed_it_began_with(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=3)
+    unbroken = train(Classifier(), tmp_path / "unbroken", seed=4)
+    with pytest.raises(KeyboardInterrupt):
+        train(Interrupted(3, dropout=0.0), tmp_path / "cut", seed=4, checkpointer_args=saving)
+    resumed = train(Classifier(), tmp_path / "cut", seed=9, checkpointer_args=saving, resume=True)
+
+    assert torch.equal(weights(resumed.module), weights(unbroken.module))
+    assert "goes on with it; seed=9 is not used" in caplog.text
+
+
+@pytest.mark.spec("PMT-16")
+def test_optimizers_and_schedulers_can_start_anew(tmp_path: Path) -> None:
+    saving = ts.DefaultCheckpointerArguments()
+    train(Classifier(scheduler=True), tmp_path, checkpointer_args=saving)
+    module = Classifier(scheduler=True, optimizer=torch.optim.AdamW)
+    trainer = ts.Trainer(
+        module,
+        arguments(tmp_path, epochs=2, checkpointer_args=saving, resume=True, reset_optimizers_schedulers=True),
+    )
+    state = trainer.plan and trainer.get_state()
+
+    assert state["optimizers"][0]["state"] == {}
+    assert state["schedulers"][0]["last_epoch"] == 0
+    assert trainer.global_steps_finished == 6
+
+
+class Interrupted(Classifier):
+    """Ctrl-C in the middle of the step after `step`."""
+
+    def __init__(self, step: int, **changes: Any) -> None:
+        super().__init__(**{"dropout": 0.2, **changes})
+        self.step = step
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        if global_step > self.step:
+            raise KeyboardInterrupt
+        return super().train_step(global_step, batch, device)
+
+
+class TestWhatDoesNotFit:
+    """Another model, backend, optimizer or data set than the checkpoint's: each its sentence."""
+
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=2)
+
+    def resume(self, module: Classifier, directory: Path, **changes: Any) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            train(Interrupted(3), directory, checkpointer_args=self.saving)
+        train(module, directory, checkpointer_args=self.saving, resume=True, **changes)
+
+    def test_another_model(self, tmp_path: Path) -> None:
+        module = Classifier()
+        module.net.append(torch.nn.Linear(3, 3))
+        with pytest.raises(ts.CheckpointMismatchError, match=r"does not fit Classifier: .*net\.4"):
+            self.resume(module, tmp_path)
+
+    @pytest.mark.spec("PMB-12")
+    def test_another_backend(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            ts.CheckpointMismatchError, match=r"backend 'sp-amp': it has none for \['amp'\].*written under"
+        ):
+            self.resume(Classifier(), tmp_path, backend="sp-amp")
+
+    def test_another_optimizer(self, tmp_path: Path) -> None:
+        class Two(Classifier):
+            def get_optimizers_schedulers(self, *_: Any) -> Any:
+                return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 3)], []
+
+        with pytest.raises(ts.CheckpointMismatchError, match=r"2 optimizers, the checkpoint has 1.*reset_optimizers"):
+            self.resume(Two(), tmp_path)
+
+    def test_other_data(self, tmp_path: Path) -> None:
+        from tests.helpers.modules import numbers
+
+        with pytest.raises(ts.CheckpointMismatchError, match="within epoch 0 of a data set of 41 samples.*now has 30"):
+            self.resume(Classifier(numbers(30)), tmp_path)

@@ -1,0 +1,70 @@
+"""`python -m tools.bench`: measure, print a table for each workload, and keep the figures if asked to."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tools.bench.contender import find_contenders
+from tools.bench.measure import measure
+from tools.bench.report import as_json, table, versions
+from tools.bench.workloads import WORKLOADS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 1 if two contenders that do the same arithmetic ended with different bits."""
+    options = _parser().parse_args(argv)
+    torch.set_num_threads(1)
+    contenders = [c for c in find_contenders() if not options.only or c.name in {"raw", "raw_clip", *options.only}]
+    rounds = options.rounds or (3 if options.quick else 7)
+    print(", ".join(f"{what} {value}" for what, value in versions().items()))
+    results = {}
+    for name in options.workload or WORKLOADS:
+        task = WORKLOADS[name]()
+        if options.quick:
+            task = task.cut(max(8, task.steps // 5))
+        outcomes = measure(task, contenders, rounds, _tell)
+        results[name] = (task, outcomes)
+        print(f"\n{table(task, outcomes)}", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(results), indent=2) + "\n", encoding="utf-8")
+    return 0 if all(o.same_bits for _, outcomes in results.values() for o in outcomes.values()) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    parser.add_argument(
+        "--workload", action="append", choices=WORKLOADS, help="measure only this one; may be given several times"
+    )
+    parser.add_argument(
+        "--only", action="append", metavar="CONTENDER", help="only this one beside raw and raw_clip; several times"
+    )
+    parser.add_argument("--rounds", type=_at_least_one, help="rounds that count (default: 7, with --quick 3)")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the steps; trust it to 10 %%")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures there")
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} rounds measure nothing; give at least 1")
+    return number
+
+
+def _tell(line: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{line}\033[K", end="\r", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

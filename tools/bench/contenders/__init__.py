@@ -1,0 +1,1 @@
+"""One contender a file; `find_contenders` imports them all."""

@@ -1,0 +1,53 @@
+"""The loops that people write by hand: nothing but torch, nothing that a tutorial would not show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tools.bench.contender import Run
+from tools.bench.task import Task
+
+
+def prepare_handwritten(task: Task, *, max_norm: float | None = None) -> Run:
+    """A plain loop over `task`; with `max_norm`, gradients are clipped by torch's own function."""
+    model, loader = task.make_model(), task.make_loader()
+
+    def train() -> Sequence[Tensor]:
+        optimizer = task.make_optimizer(model.parameters())
+        model.train()
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = task.loss(model(inputs), targets)
+            loss.backward()
+            if max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+        return list(model.state_dict().values())
+
+    def train_accumulating() -> Sequence[Tensor]:
+        optimizer, every = task.make_optimizer(model.parameters()), task.accumulation
+        model.train()
+        for number, (inputs, targets) in enumerate(loader, 1):
+            loss = task.loss(model(inputs), targets) / every
+            loss.backward()
+            if number % every == 0:
+                if max_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+        return list(model.state_dict().values())
+
+    def evaluate() -> Sequence[Tensor]:
+        model.eval()
+        outputs = []
+        with torch.no_grad():
+            for inputs, _ in loader:
+                outputs.append(model(inputs))
+        return [torch.cat(outputs)]
+
+    if task.kind == "evaluate":
+        return evaluate
+    return train if task.accumulation == 1 else train_accumulating

@@ -1,0 +1,91 @@
+"""A task carried out by trainstack: the module that a user would write, and the trainer around it."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tools.bench.contender import Run
+from tools.bench.task import Task
+from trainstack import DefaultCheckpointerArguments, ModuleInterface, Trainer, TrainerArguments
+
+# A NullHandler keeps the notice that a list has an order of its own off the screen.
+logging.getLogger("trainstack").addHandler(logging.NullHandler())
+
+
+class TaskModule(ModuleInterface):
+    """A task as a user would hand it to trainstack; no hooks."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.task = task
+        self.model = task.make_model()
+        self.loader = task.make_loader()
+
+    def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
+        return [self.task.make_optimizer(self.model.parameters())], []
+
+    def get_train_dataloader(self, sampler: type, batch_size: int) -> Any:
+        return self.loader
+
+    def get_val_dataloaders(self, sampler: type, batch_size: int) -> Any:
+        return self.loader if self.task.kind == "evaluate" else None
+
+    def train_step(self, global_step: int, batch: Any, device: torch.device) -> Tensor:
+        inputs, targets = batch
+        return self.task.loss(self.model(inputs), targets)
+
+    def val_step(self, global_step: int, batch: Any, device: torch.device) -> Tensor:
+        inputs, _ = batch
+        return self.model(inputs)  # type: ignore[no-any-return]
+
+
+class NullTerminal(io.TextIOWrapper):
+    """Says that it is a terminal; what is written goes to the null device, through a real system call."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__(open(os.devnull, "wb", buffering=0), encoding="utf-8", write_through=True)  # noqa: SIM115
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        """As was said when it was made."""
+        return self._is_terminal
+
+
+def prepare_library(
+    task: Task, folder: Path, *, module: TaskModule | None = None, on_terminal: bool = False, **options: Any
+) -> Run:
+    """`Trainer.train`, or `Trainer.validate` for a task that evaluates, with `options` as trainer arguments.
+
+    Checkpoints are off; what the library prints goes to the null device, which claims to be a terminal if
+    `on_terminal`.
+    """
+    args = TrainerArguments(
+        train_batch_size=task.micro_batch * task.accumulation,
+        gpu_batch_size_limit=task.micro_batch,
+        val_batch_size=task.micro_batch,
+        device="cpu",
+        output_dir=folder,
+        log_level="ERROR",
+        checkpointer_args=DefaultCheckpointerArguments(checkpoint=False),
+        **options,
+    )
+    module = module or TaskModule(task)
+
+    def run() -> Sequence[Tensor]:
+        with NullTerminal(on_terminal) as screen, redirect_stdout(screen), redirect_stderr(screen):
+            trainer = Trainer(module, args)
+            if task.kind == "evaluate":
+                return list(trainer.validate()["default"])
+            trainer.train()
+            return list(module.model.state_dict().values())
+
+    return run
