@@ -243,7 +243,7 @@ class TestFromDictAndYaml:
         assert ts.TrainerArguments.from_yaml(path).checkpointer_args.period == 2
 
     def test_an_unknown_key_is_answered_with_the_one_that_was_meant(self) -> None:
-        with pytest.raises(ts.ConfigurationError, match="no argument 'epoch'. Did you mean 'epochs'?"):
+        with pytest.raises(ts.ConfigurationError, match=r"no argument 'epoch'\. Did you mean 'epochs'\?"):
             ts.TrainerArguments.from_dict({"epoch": 1})
         with pytest.raises(ts.ConfigurationError, match="checkpointer_args has no argument 'perod'"):
             ts.TrainerArguments.from_dict({"checkpointer_args": {"perod": 1}})

@@ -75,7 +75,7 @@ class Pictures(ModuleInterface):
         self.called.append(("end epoch", global_step, tuple(collated[1].shape)))
 
     def on_end_val_epoch(self, global_step, *collated, key="default"):  # type: ignore[no-untyped-def]
-        loss, outputs, labels = collated
+        _, outputs, labels = collated
         self.called.append(("val", key, tuple(outputs.shape)))
         assert torch.equal(labels, self.val_ds.tensors[1]), "outputs come in data set order"
 

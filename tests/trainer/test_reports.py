@@ -118,7 +118,7 @@ def test_test_and_predict(tmp_path: Path) -> None:
     assert torch.equal(predicted[0], module.dataset.tensors[0].sum(1))
     assert set(trainer.predict({"a": DataLoader(module.dataset, batch_size=4)})) == {"a"}
     assert trainer.history.get_metric_names() == {"test/loss"}
-    with pytest.raises(ts.ModuleContractError, match="has no test data. Define get_test_dataloaders"):
+    with pytest.raises(ts.ModuleContractError, match=r"has no test data\. Define get_test_dataloaders"):
         ts.Trainer(Classifier(), arguments(tmp_path)).test()
     with pytest.raises(ts.ModuleContractError, match=r"Define predict_step\("):
         ts.Trainer(Classifier(), arguments(tmp_path)).predict(DataLoader(module.dataset))

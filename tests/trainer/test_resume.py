@@ -162,5 +162,5 @@ class TestWhatDoesNotFit:
     def test_other_data(self, tmp_path: Path) -> None:
         from tests.helpers.modules import numbers
 
-        with pytest.raises(ts.CheckpointMismatchError, match="within epoch 0 of a data set of 41 samples.*now has 30"):
+        with pytest.raises(ts.CheckpointMismatchError, match=r"within epoch 0 of a data set of 41 samples.*now has 30"):
             self.resume(Classifier(numbers(30)), tmp_path)

@@ -44,8 +44,9 @@ def restore_module(module: nn.Module, checkpoint: Checkpoint) -> None:
     try:
         module.update_state(checkpoint.module_interface_state)  # type: ignore[operator]
     except RuntimeError as error:
+        what = " ".join(str(error).split()).rstrip(". ")
         raise CheckpointMismatchError(
-            f"the checkpoint does not fit {type(module).__name__}: {' '.join(str(error).split()).rstrip('. ')}. Build the module as it was when the "
+            f"the checkpoint does not fit {type(module).__name__}: {what}. Build the module as it was when the "
             "checkpoint was written, or override update_state to take what fits."
         ) from error
 
