@@ -42,7 +42,7 @@ def draw_curves(folder, backends, killed_at):
     for axes in (loss, accuracy, both):
         axes.set_xlabel("global step")
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False)
+        axes.legend(edgecolor="none", framealpha=0.9)
     picture = folder / "curves.png"
     figure.savefig(picture, dpi=120)
     plt.close(figure)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainstack as ts
-from tests.helpers.modules import Classifier, arguments, numbers, train
+from tests.helpers.modules import Classifier, arguments, numbers, train, weights
 
 
 def broken(**methods: Any) -> Classifier:
@@ -37,9 +37,12 @@ def val_loader(result: Any) -> dict[str, Any]:
 
 
 MODULE_MISTAKES = {
-    "no loss returned": (steps(lambda s, b: None), "train_step returned NoneType.*Return the loss tensor"),
+    "no loss returned": (
+        steps(lambda s, b: None),
+        "train_step returned nothing, in which there is no loss.*Return the loss tensor",
+    ),
     "dict without loss": (steps(lambda s, b: {"l": 1}), r"a dict with the keys \['l'\].*the key 'loss'"),
-    "loss as a number": (steps(lambda s, b: 0.5), "train_step returned float, in which there is no loss"),
+    "loss as a number": (steps(lambda s, b: 0.5), r"returned the number 0.5 as the loss.*without \.item\(\)"),
     "loss detached": (steps(lambda s, b: s.net(b[0]).sum().detach()), r"no gradient flows through.*\.detach\(\)"),
     "loss not reduced": (steps(lambda s, b: s.net(b[0])[:, 0]), r"a loss of shape \(8,\).*loss\.mean\(\)"),
     "optimizer over other parameters": (
@@ -93,9 +96,45 @@ MODULE_MISTAKES = {
         },
         r"Broken has no val_step, but get_val_dataloaders returned data. Define val_step\(",
     ),
-    "a list of validation loaders": (
+    "no validation loader under a name": (
         val_loader(lambda s, b: {"a": None}),
         "get_val_dataloaders returned NoneType under 'a'. Return a DataLoader, a dict",
+    ),
+    "a list of validation loaders": (
+        val_loader(lambda s, b: [DataLoader(s.dataset, batch_size=b)]),
+        "get_val_dataloaders gave a list. Several DataLoaders go into a dict by name",
+    ),
+    "the sampler class not called": (
+        {
+            "get_train_dataloader": lambda self, sampler, batch_size: DataLoader(
+                self.dataset, batch_size, sampler=sampler
+            )
+        },
+        r"the sampler class itself. Call it with the data set: .*sampler=sampler\(dataset\)",
+    ),
+    "a loader that is used up": (
+        loader(lambda s, b: iter(())),
+        "gave no batch at all. Return a loader over data",
+    ),
+    "train_step with other arguments": (
+        {"train_step": lambda self, batch, batch_idx: None},
+        r"train_step\(batch, batch_idx\) cannot be .*Write def train_step\(self, global_step, batch, device\)",
+    ),
+    "a forward of one's own": (
+        {"forward": lambda self, x: x},
+        "Broken.forward.* It is what the backend calls; keep your network in an attribute",
+    ),
+    "a hook with too few arguments": (
+        {"on_begin_train_epoch": lambda self, epoch: None},
+        r"Write def on_begin_train_epoch\(self, global_step, epoch\)",
+    ),
+    "a hook without key": (
+        {"on_end_val_epoch": lambda self, global_step, loss: None},
+        r"Write def on_end_val_epoch\(self, global_step, \*outputs, key\)",
+    ),
+    "an optimizer with a closure": (
+        optimizers(lambda s: ([torch.optim.LBFGS(s.parameters())], [])),
+        "LBFGS evaluates a closure several times a step.*first-order optimizer",
     ),
 }
 
@@ -211,6 +250,101 @@ def test_steps_that_are_all_skipped_end_the_run(tmp_path: Path) -> None:
 
     with pytest.raises(ts.NonFiniteError, match="50 global steps in a row"):
         train(module, tmp_path, nonfinite="skip", epochs=40)
+
+
+@pytest.mark.parametrize("backend", ts.legal_specs())
+def test_a_loss_that_is_nan_is_hidden_by_no_layer(backend: str, tmp_path: Path) -> None:
+    module = broken(**steps(lambda s, b: s.net(b[0]).sum() * float("nan")))
+
+    with pytest.raises(ts.NonFiniteError, match="the loss is nan at global step 1"):
+        train(module, tmp_path, backend=backend)
+
+
+@pytest.mark.parametrize("changes", [{}, {"clip_grads": False}, {"clip_grad_value": 1.0}])
+def test_a_gradient_that_is_inf_is_hidden_by_no_clipping(changes: dict[str, Any], tmp_path: Path) -> None:
+    def on_end_backward(self: Any, global_step: int, loss: Any) -> None:
+        if global_step == 2:
+            self.net[0].weight.grad[0, 0] = float("inf")
+
+    with pytest.raises(ts.NonFiniteError, match="the norm of the gradients is inf at global step 2"):
+        train(broken(on_end_backward=on_end_backward), tmp_path, **changes)
+
+
+@pytest.mark.spec("FN-42")
+def test_an_exception_in_a_step_says_where(tmp_path: Path) -> None:
+    def train_step(self: Any, global_step: int, batch: Any, device: Any) -> Any:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine") as caught:
+        train(broken(train_step=train_step), tmp_path)
+
+    assert "in epoch 0, global step 1" in caught.value.__notes__
+
+
+def test_a_hook_with_a_slip_in_its_name_is_pointed_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(broken(on_end_validation_epoch=lambda self: None), tmp_path)
+
+    assert "Broken.on_end_validation_epoch is no hook" in caplog.text
+    assert "Did you mean 'on_end_val_epoch'?" in caplog.text
+
+
+def test_a_hook_may_leave_outputs_out(tmp_path: Path) -> None:
+    seen = []
+    module = broken(on_end_val_epoch=lambda self, global_step, key="default": seen.append((global_step, key)))
+    module.validates = True
+    train(module, tmp_path)
+
+    assert seen == [(2, "default")]
+
+
+def test_one_backend_object_serves_one_trainer(tmp_path: Path) -> None:
+    backend = ts.build_trainer_backend("sp-amp")
+    first = ts.Trainer(Classifier(), arguments(tmp_path), trainer_backend=backend)
+
+    with pytest.raises(ts.ConfigurationError, match=r"belongs to another Trainer already\. Build one for each"):
+        ts.Trainer(Classifier(), arguments(tmp_path), trainer_backend=backend)
+    assert first.trainer_backend is backend
+
+
+def test_two_trainers_log_at_their_own_levels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Partial(Classifier):
+        def get_optimizers_schedulers(self, *_: Any) -> Any:
+            return torch.optim.SGD(self.net[0].parameters(), lr=0.1)
+
+    loud, quiet = (ts.Trainer(Partial(), arguments(tmp_path, log_level=level)) for level in ("WARNING", "ERROR"))
+    quiet.train()
+    assert "in no optimizer" not in caplog.text
+    loud.train()
+    assert "2 trainable parameters are in no optimizer and will not change: net.3.weight, net.3.bias" in caplog.text
+
+
+def test_training_again_does_nothing_more(tmp_path: Path) -> None:
+    ended = []
+    module = broken(on_end_train=lambda self, global_step: ended.append(global_step))
+    trainer = train(module, tmp_path)
+    after = weights(module)
+    trainer.train()
+
+    assert ended == [2]
+    assert torch.equal(weights(module), after)
+
+
+def test_training_goes_on_after_an_interruption(tmp_path: Path) -> None:
+    def train_step(self: Any, global_step: int, batch: Any, device: Any) -> Any:
+        if global_step == 3 and not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return Classifier.train_step(self, global_step, batch, device)
+
+    interrupted: list[bool] = []
+    module, unbroken = broken(train_step=train_step), Classifier(numbers(16))
+    trainer = ts.Trainer(module, arguments(tmp_path, epochs=2))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    train(unbroken, tmp_path, epochs=2)
+
+    assert torch.equal(weights(module), weights(unbroken))
 
 
 def test_two_trainers_in_one_process_do_not_know_of_each_other(tmp_path: Path) -> None:

@@ -159,6 +159,16 @@ class TestWhatDoesNotFit:
         with pytest.raises(ts.CheckpointMismatchError, match=r"2 optimizers, the checkpoint has 1.*reset_optimizers"):
             self.resume(Two(), tmp_path)
 
+    def test_an_optimizer_of_another_kind(self, tmp_path: Path) -> None:
+        with pytest.raises(ts.CheckpointMismatchError, match=r"AdamW\) has the settings \['amsgrad'.*of another kind"):
+            self.resume(Classifier(optimizer=torch.optim.AdamW), tmp_path)
+
+    def test_other_settings_are_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        self.resume(Classifier(lr=0.5), tmp_path, train_batch_size=4)
+
+        assert "was made with lr=0.5; the run goes on with the checkpoint's 0.1" in caplog.text
+        assert "trained on 8 samples a step; train_batch_size=4" in caplog.text
+
     def test_other_data(self, tmp_path: Path) -> None:
         from tests.helpers.modules import numbers
 

@@ -6,6 +6,7 @@ its part and passes the call on to the next. `SingleProcess` is the innermost of
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -38,6 +39,7 @@ class TrainerBackend(ABC):
     summary: ClassVar[str] = ""
     excludes: ClassVar[Mapping[str, str]] = {}
     _driver: Driver | None = None
+    _owner: weakref.ref[Any] | None = None
 
     # --- the verbs -----------------------------------------------------------------------------------------
 
@@ -83,6 +85,20 @@ class TrainerBackend(ABC):
     def close(self) -> None:
         """Give back what `open` took. May be called twice."""
 
+    def claim(self, owner: object) -> None:
+        """Belong to `owner`, for layers keep what belongs to one run, such as a gradient scaler.
+
+        Raises:
+            ConfigurationError: the stack belongs to somebody else who is still there.
+        """
+        current = self._owner() if self._owner is not None else None
+        if current is not None and current is not owner:
+            raise ConfigurationError(
+                f"this {self.spec!r} backend object belongs to another Trainer already. Build one for each: "
+                f"build_trainer_backend({self.spec!r})."
+            )
+        self._owner = weakref.ref(owner)
+
     # --- structure -----------------------------------------------------------------------------------------
 
     def layers(self) -> Iterator[TrainerBackend]:
@@ -114,8 +130,17 @@ class TrainerBackend(ABC):
 
     def get_state(self) -> dict[str, Any]:
         """The state of all layers that have one, keyed by layer name."""
-        states = {layer.name: layer.get_layer_state() for layer in self.layers()}
-        return {name: state for name, state in states.items() if state is not None}
+        states: dict[str, Any] = {}
+        for layer in self.layers():
+            state = layer.get_layer_state()
+            if state is not None and (not layer.name or layer.name in states):
+                raise ConfigurationError(
+                    f"layer {type(layer).__name__} keeps state under the name {layer.name!r}, which is "
+                    f"{'taken' if layer.name else 'empty'}. Register it: @register_layer('its-own-token')."
+                )
+            if state is not None:
+                states[layer.name] = state
+        return states
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `get_state` returned.

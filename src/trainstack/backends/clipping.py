@@ -14,17 +14,15 @@ def clip_gradients(parameters: Iterable[nn.Parameter], clipping: Clipping) -> Te
     """Limit the gradients of `parameters` in place.
 
     Returns:
-        The joint L2 norm before clipping, a 0-dim tensor on the gradients' device that has not been read;
-        None where neither the kind of clipping nor `clipping.measure` asks for it, or nothing has a gradient.
+        The joint L2 norm before clipping, a 0-dim tensor on the gradients' device that has not been read: inf or nan
+        where a gradient is. It is computed whatever the kind of clipping, so that no such gradient goes unseen.
+        None if nothing has a gradient.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return None
-    norm = None
-    if clipping.kind == "norm" or clipping.measure:
-        norm = _joint_norm(gradients)
+    norm = _joint_norm(gradients)
     if clipping.kind == "norm":
-        assert norm is not None
         _scale(gradients, torch.clamp(clipping.limit / (norm + 1e-6), max=1.0))
     elif clipping.kind == "value":
         torch._foreach_clamp_min_(gradients, -clipping.limit)

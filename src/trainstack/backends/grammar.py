@@ -70,8 +70,14 @@ def _tokenize(spec: str) -> list[LayerRecord]:
     return records
 
 
+_OTHER_NAMES = {"fp16": "amp", "float16": "amp", "half": "amp", "mixed": "amp", "bfloat16": "bf16", "cpu": "sp"}
+
+
 def _suggest(word: str) -> str:
     known = sorted(known_layers())
+    alias = _OTHER_NAMES.get(word.lower(), word.lower())
+    if alias in known:
+        return f"Did you mean {alias!r}?"
     close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5) or [
         token for token in known if word and sorted(token) == sorted(word.lower())
     ]

@@ -20,12 +20,10 @@ class Clipping:
         kind: `"norm"` scales all gradients together so that their joint L2 norm is at most `limit`;
             `"value"` clamps each element to `[-limit, limit]`; `"none"` leaves them alone.
         limit: the bound, in the unit of the gradient of the mean loss (loss scaling is undone first).
-        measure: also compute the joint L2 norm where `kind` would not need it.
     """
 
     kind: Literal["norm", "value", "none"] = "none"
     limit: float = 0.0
-    measure: bool = False
 
     def __post_init__(self) -> None:
         if self.kind != "none" and not self.limit > 0:

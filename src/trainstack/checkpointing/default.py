@@ -126,12 +126,13 @@ class DefaultCheckpointer(AbstractCheckpointer):
             return found[1]
         others = other_names(directory, self.args.file_prefix)
         hint = f" There is {others[0]!r}: set file_prefix to match, or name it to load it." if others else ""
-        what = f"no checkpoint with the file_prefix {self.args.file_prefix!r} in {directory}"
+        usual = self.args.file_prefix == type(self.args)().file_prefix
+        what = f"no checkpoint{'' if usual else f' with the file_prefix {self.args.file_prefix!r}'} in {directory}"
         if required:
             absent = "" if directory.is_dir() else ", which does not exist"
             raise CheckpointNotFoundError(
-                f"{what}{absent}.{hint} To start afresh when there is none, write resume='auto' "
-                "and leave load_dir unset."
+                f"{what}{absent}.{hint} To start afresh when there is none, write resume='auto'"
+                f"{' and leave load_dir unset' if self.args.load_dir else ''}."
             )
         self._log(logging.WARNING if others else logging.INFO, f"{what}: starting afresh.{hint}")
         return Checkpoint()

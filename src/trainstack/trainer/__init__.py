@@ -2,11 +2,12 @@
 
 from trainstack.stage import Stage
 from trainstack.trainer.abstract_trainer import AbstractTrainer
-from trainstack.trainer.arguments import StatsArguments, TrainerArguments, WriterArguments
+from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.callback_interface import CallbackInterface
 from trainstack.trainer.collector import OutputCollector
 from trainstack.trainer.history import Record, RunHistory
 from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.seeding import seed_everything
 from trainstack.trainer.trainer import Trainer

@@ -7,10 +7,13 @@ import math
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trainstack.backends import TrainerBackend, parse_spec
 from trainstack.backends.registry import registered_backend
 from trainstack.checkpointing import AbstractCheckpointer, DefaultCheckpointerArguments
 from trainstack.errors import ConfigurationError
+from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
 
 if TYPE_CHECKING:
     from trainstack.trainer.arguments import TrainerArguments
@@ -109,7 +112,7 @@ def _check_choices(args: TrainerArguments) -> None:
         if not any(getattr(args, name) is choice or getattr(args, name) == choice for choice in choices):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write one of {', '.join(map(repr, choices))}.")
     if not isinstance(args.resume, bool | str | PathLike) or args.resume == "":
-        raise ConfigurationError(f"resume={args.resume!r}: write True, 'auto', or the path of a checkpoint.")
+        raise ConfigurationError(f"resume={args.resume!r}: write True, False, 'auto', or the path of a checkpoint.")
     if not isinstance(logging.getLevelName(args.log_level), int):
         raise ConfigurationError(f"log_level={args.log_level!r}: write 'DEBUG', 'INFO', 'WARNING' or 'ERROR'.")
 
@@ -120,6 +123,13 @@ def _check_nested(args: TrainerArguments) -> None:
             f"checkpointer_args={args.checkpointer_args!r}: write DefaultCheckpointerArguments(...), or give your own "
             "checkpointer to Trainer(..., checkpointer=...)."
         )
+    if not isinstance(args.output_dir, str | PathLike):
+        raise ConfigurationError(f"output_dir={args.output_dir!r}: write the path of a folder.")
+    if not isinstance(args.device, str | torch.device):
+        raise ConfigurationError(f"device={args.device!r}: write 'auto', 'cpu', or for example 'cuda:0'.")
+    for name, nested in (("stats_args", StatsArguments), ("writer_args", WriterArguments)):
+        if getattr(args, name) is not None and not isinstance(getattr(args, name), nested):
+            raise ConfigurationError(f"{name}={getattr(args, name)!r}: write {nested.__name__}(...) or None.")
     if isinstance(args.writers, str):
         raise ConfigurationError(f"writers={args.writers!r}: write a list: writers=[{args.writers!r}].")
     if args.clip_grad_value is not None and args.clip_grads and args.max_grad_norm != 1.0:

@@ -15,20 +15,7 @@ import torch
 from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.argument_checks import check_arguments
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatsArguments:
-    """PyMarlin's place for `log_steps`; the same as `TrainerArguments.log_every`, and wins over it."""
-
-    log_steps: int = 50
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriterArguments:
-    """PyMarlin's place for `tb_log_dir`: where writers write, instead of `TrainerArguments.output_dir`."""
-
-    tb_log_dir: str | None = None
+from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +96,7 @@ class TrainerArguments:
 
     def __post_init__(self) -> None:
         check_arguments(self)
+        object.__setattr__(self, "writers", tuple(self.writers))
 
     @property
     def log_interval(self) -> int:

@@ -122,7 +122,7 @@ class _Tensors(_Node):
             shapes = sorted({tuple(part.shape[1:]) for part in parts})
             raise ModuleContractError(
                 f"{self.path}: tensors of different shapes {shapes[:4]} (first dimension left out) cannot be joined. "
-                "Pad them to one shape, or return a list of strings or numbers instead of a tensor."
+                "Pad them to one shape."
             ) from error
 
 

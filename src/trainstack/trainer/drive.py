@@ -10,6 +10,7 @@ from trainstack.stage import Stage
 from trainstack.trainer.evaluation import Evaluation, eval_mode
 from trainstack.trainer.hooks import Hooks
 from trainstack.trainer.loop import TrainLoop, train_windows
+from trainstack.trainer.progress import NoProgress
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.sources import ForeignSource, samples_in
 
@@ -58,6 +59,6 @@ class LoopDriver:
         """One pass over `dataloader`; returns the collected outputs."""
         evaluation = Evaluation(self._stack, self._work, Stage.VAL, self._state.global_step)
         with eval_mode(self._work.module):
-            evaluation.run(iter(dataloader), self._args.max_val_steps_per_epoch)
+            evaluation.run(iter(dataloader), self._args.max_val_steps_per_epoch, NoProgress())
         assert evaluation.outputs is not None
         return evaluation.outputs.all_outputs

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from trainstack.backends import TrainerBackend, Workload
 from trainstack.errors import ModuleContractError
@@ -18,6 +19,7 @@ from trainstack.trainer.collector import OutputCollector
 from trainstack.trainer.fetching import Fetcher
 from trainstack.trainer.meter import read_scalars
 from trainstack.trainer.order import DataOrder
+from trainstack.trainer.progress import ProgressDisplay
 from trainstack.trainer.sources import samples_in, why_foreign
 
 EVALUATION_EPOCH = (1 << 32) - 1
@@ -32,6 +34,13 @@ def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
     """
     if loaders is None:
         return {}
+    if isinstance(loaders, Tensor) or (
+        isinstance(loaders, list | tuple) and any(isinstance(loader, DataLoader) for loader in loaders)
+    ):
+        raise ModuleContractError(
+            f"{where} gave a {type(loaders).__name__}. Several DataLoaders go into a dict by name, and a tensor into a "
+            "DataLoader: DataLoader(TensorDataset(tensor), batch_size=...)."
+        )
     named = loaders if isinstance(loaders, dict) else {"default": loaders}
     for key, loader in named.items():
         if not isinstance(key, str) or loader is None or not hasattr(loader, "__iter__"):
@@ -74,6 +83,10 @@ class Evaluation:
         stage: which step method runs.
         step: handed to it as `global_step`.
         keep_outputs: collect what the step returns.
+
+    Attributes:
+        outputs: what was collected; None where nothing was to be.
+        batches: how many were evaluated.
     """
 
     def __init__(
@@ -81,15 +94,16 @@ class Evaluation:
     ) -> None:
         self.stack, self.work, self.stage, self.step = stack, work, stage, step
         self.outputs = OutputCollector() if keep_outputs else None
+        self.batches = 0
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
 
-    def run(self, batches: Iterator[Any], limit: int | None = None) -> None:
-        """Evaluate `batches`, at most `limit` of them."""
+    def run(self, batches: Iterator[Any], limit: int | None, progress: ProgressDisplay) -> None:
+        """Evaluate `batches`, at most `limit` of them, and let `progress` look."""
         forward, work, stage, step = self.stack.forward, self.work, self.stage, self.step
         collect = None if self.outputs is None else self.outputs.collect
         with torch.no_grad():
-            for batch in islice(batches, limit):
+            for done, batch in enumerate(islice(batches, limit), start=1):
                 outputs = forward(work, stage, batch, step)
                 if collect is not None:
                     collect(outputs)
@@ -97,6 +111,9 @@ class Evaluation:
                 if loss is not None:
                     self._losses.append(loss)
                     self._weights.append(self._weigh(batch))
+                if done >= progress.next_look:
+                    progress.look(done, lambda: None)
+                self.batches = done
 
     def _weigh(self, batch: Any) -> float:
         weigh = getattr(self.work.module, "batch_weight", samples_in)

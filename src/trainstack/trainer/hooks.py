@@ -32,14 +32,15 @@ def overridden(subscriber: Any, name: str) -> Hook | None:
 
 
 def wants_outputs(hook: Hook | None) -> bool:
-    """Whether `hook` takes more positional arguments than the global step."""
+    """Whether `hook` takes more positional arguments than the global step; `key` is none of them."""
     if hook is None:
         return False
     try:
         parameters = inspect.signature(hook).parameters.values()
     except (TypeError, ValueError):
         return True
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [p for p in named if p.name != "key"]
     return any(p.kind is p.VAR_POSITIONAL for p in parameters) or len(positional) > 1
 
 

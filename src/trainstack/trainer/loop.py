@@ -57,7 +57,7 @@ class TrainLoop:
         self.stack, self.work, self.hooks, self.schedulers = stack, work, hooks, tuple(schedulers)
         self.state = state or RunState()
         self.skip_nonfinite = skip_nonfinite
-        self.meter = LossMeter()
+        self.meter = LossMeter(tolerant=skip_nonfinite)
         self.step_outputs = OutputCollector(device=None) if hooks.step_outputs else None
         self.epoch_outputs = OutputCollector() if keep_epoch_outputs else None
         self.attend: Callable[[], int] = lambda: NEVER
@@ -71,7 +71,7 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
         ModuleContractError: `train_step` did not return a loss to train on.
     """
     stack, work, state, schedulers = loop.stack, loop.work, loop.state, loop.schedulers
-    clip, step, parameters, entries = stack.clip, stack.step, loop.work.parameters, loop.meter
+    clip, step, parameters, meter = stack.clip, stack.step, loop.work.parameters, loop.meter
     run_micro_batches, after_step = _bind_micro_batches(loop), _bind_end_train_step(loop)
     _drop_gradients(parameters)
     for window in windows:
@@ -86,11 +86,12 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
             for scheduler in schedulers:
                 scheduler.step()
         _advance(state, window, moved)
-        entries.entries.append(
+        meter.entries.append(
             StepEntry(
                 state.global_step,
                 state.epoch,
                 state.steps_in_epoch,
+                losses,
                 window.weights,
                 window.items,
                 moved,
@@ -105,7 +106,7 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
 
 def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
     """Forward and backward of a step's micro-batches, with every verb and hook looked up once."""
-    stack, work, state, meter = loop.stack, loop.work, loop.state, loop.meter
+    stack, work, state = loop.stack, loop.work, loop.state
     accumulate, forward, backward = stack.accumulate, stack.forward, stack.backward
     end_backward, train = loop.hooks.end_backward, Stage.TRAIN
     collectors = [c.collect for c in (loop.step_outputs, loop.epoch_outputs) if c is not None]
@@ -126,7 +127,6 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
                 collect(outputs)
             if end_backward is not None:
                 end_backward(number, loss)
-        meter.losses += losses
         return losses
 
     return run_micro_batches
@@ -188,10 +188,15 @@ def loss_of(outputs: Any) -> Tensor:
 
 def _what_is_wrong(loss: Any, outputs: Any) -> str:
     if not isinstance(loss, Tensor):
-        has = f"a dict with the keys {list(outputs)}" if isinstance(outputs, dict) else f"{type(outputs).__name__}"
+        if isinstance(outputs, float | int) or isinstance(loss, float | int):
+            return (
+                f"train_step returned the number {outputs if loss is None else loss!r} as the loss, through which no "
+                "gradient flows. Return the tensor itself, without .item() or float()."
+            )
+        has = f"a dict with the keys {list(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
         return (
-            f"train_step returned {has}, in which there is no loss. Return the loss tensor, a tuple whose first item "
-            "is the loss, or a dict with the key 'loss'."
+            f"train_step returned {'nothing' if outputs is None else has}, in which there is no loss. Return the loss "
+            "tensor, a tuple whose first item is the loss, or a dict with the key 'loss'."
         )
     if loss.dim() != 0:
         return (

@@ -20,7 +20,8 @@ class StepEntry(NamedTuple):
 
     Attributes:
         step, epoch, step_in_epoch: its place in the run; steps are counted from 1.
-        weights: the share of each of its micro-batches.
+        losses: of its micro-batches; 0-dim, detached, on the device.
+        weights: the share of each of them.
         items: what its loss is a mean over.
         moved: whether it moved the weights.
         norm: joint L2 norm of the gradients before clipping, if one was computed.
@@ -29,6 +30,7 @@ class StepEntry(NamedTuple):
     step: int
     epoch: int
     step_in_epoch: int
+    losses: Sequence[Tensor]
     weights: Sequence[float]
     items: float
     moved: bool
@@ -40,10 +42,13 @@ class LossMeter:
 
     Means are weighted by items and leave out steps that moved nothing; those are counted by `RunState`. All sums are
     float64 and are formed in the order of the steps, so that they do not depend on when the device is read.
+
+    Args:
+        tolerant: a non-finite loss is no error where its step moved nothing.
     """
 
-    def __init__(self) -> None:
-        self.losses: list[Tensor] = []
+    def __init__(self, *, tolerant: bool = False) -> None:
+        self._tolerant = tolerant
         self.entries: list[StepEntry] = []
         self.interval = _Sum()
         self.epoch = _Sum()
@@ -54,17 +59,16 @@ class LossMeter:
         """Read what is pending from the device.
 
         Raises:
-            NonFiniteError: a loss or gradient of a step that moved the weights is inf or nan, or too many steps in
-                a row moved nothing.
+            NonFiniteError: a loss is inf or nan, or the gradients of a step that moved the weights are, or too many
+                steps in a row moved nothing.
         """
         if not self.entries:
             return
-        losses = iter(read_scalars(self.losses))
+        losses = iter(read_scalars([loss for entry in self.entries for loss in entry.losses]))
         norms = iter(read_scalars([entry.norm for entry in self.entries if entry.norm is not None]))
-        entries = self.entries
-        self.losses, self.entries = [], []
+        entries, self.entries = self.entries, []
         for entry in entries:
-            values = [next(losses) for _ in entry.weights]
+            values = [next(losses) for _ in entry.losses]
             norm = next(norms) if entry.norm is not None else None
             self._count(entry, values, norm)
 
@@ -85,15 +89,16 @@ class LossMeter:
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `get_state` returned."""
-        self.losses, self.entries = [], []
+        self.entries = []
         self.interval, self.epoch = _Sum(*state["interval"]), _Sum(*state["epoch"])
         self.last_norm = state["last_norm"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
 
     def _count(self, entry: StepEntry, values: list[float], norm: float | None) -> None:
+        if entry.moved or not self._tolerant:
+            self._refuse_nonfinite_loss(entry, values)
         if not entry.moved:
-            if entry.items:
-                self.skipped_in_a_row += 1
+            self.skipped_in_a_row += entry.items > 0
             if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
                 raise NonFiniteError(
                     f"{self.skipped_in_a_row} global steps in a row, the last of them {_place(entry)}, had gradients "
@@ -103,14 +108,16 @@ class LossMeter:
             return
         self.skipped_in_a_row = 0
         self.last_norm = norm
-        for position, (value, weight) in enumerate(zip(values, entry.weights, strict=True)):
-            if weight and not math.isfinite(value):
-                raise NonFiniteError(f"the loss is {value} at {_place(entry)}, micro-batch {position}. {_ADVICE}")
         if norm is not None and not math.isfinite(norm):
             raise NonFiniteError(f"the norm of the gradients is {norm} at {_place(entry)}. {_ADVICE}")
         loss = sum(value * weight for value, weight in zip(values, entry.weights, strict=True) if weight)
         self.interval.add(loss, entry.items)
         self.epoch.add(loss, entry.items)
+
+    def _refuse_nonfinite_loss(self, entry: StepEntry, values: list[float]) -> None:
+        for position, (value, weight) in enumerate(zip(values, entry.weights, strict=True)):
+            if weight and not math.isfinite(value):
+                raise NonFiniteError(f"the loss is {value} at {_place(entry)}, micro-batch {position}. {_ADVICE}")
 
 
 _ADVICE = (

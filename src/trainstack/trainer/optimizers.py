@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +11,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainstack.errors import ModuleContractError
+from trainstack.trainer.logs import RunLogger
 
-logger = logging.getLogger("trainstack")
 _HOW = "Return ([optimizer], [scheduler]), or ([optimizer], []) without a scheduler."
 
 
-def checked_optimizers_schedulers(returned: Any, module: nn.Module) -> tuple[tuple[Optimizer, ...], tuple[Any, ...]]:
+def checked_optimizers_schedulers(
+    returned: Any, module: nn.Module, log: RunLogger
+) -> tuple[tuple[Optimizer, ...], tuple[Any, ...]]:
     """Optimizers and schedulers as tuples, checked against `module`.
 
     Raises:
@@ -25,7 +27,8 @@ def checked_optimizers_schedulers(returned: Any, module: nn.Module) -> tuple[tup
     if isinstance(returned, Optimizer):
         returned = (returned, ())
     if not isinstance(returned, tuple | list) or len(returned) != 2:
-        what = "nothing" if returned is None else repr(returned)[:80]
+        what = "nothing" if returned is None else f"a {type(returned).__name__}"
+        what += f" of {len(returned)} items" if isinstance(returned, tuple | list) else ""
         raise ModuleContractError(f"get_optimizers_schedulers returned {what}. {_HOW}")
     optimizers, schedulers = _as_tuple(returned[0]), _as_tuple(returned[1])
     if not optimizers:
@@ -35,7 +38,12 @@ def checked_optimizers_schedulers(returned: Any, module: nn.Module) -> tuple[tup
             raise ModuleContractError(
                 f"get_optimizers_schedulers returned a {type(optimizer).__name__} among the optimizers. {_HOW}"
             )
-    _check_parameters(optimizers, module)
+        if _needs_closure(optimizer):
+            raise ModuleContractError(
+                f"{type(optimizer).__name__} evaluates a closure several times a step, which the loop does not offer. "
+                "Use a first-order optimizer such as torch.optim.AdamW."
+            )
+    _check_parameters(optimizers, module, log)
     for scheduler in schedulers:
         _check_scheduler(scheduler, optimizers)
     return optimizers, schedulers
@@ -47,7 +55,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module, log: RunLogger) -> None:
     mine = {id(p) for p in module.parameters()}
     held: set[int] = set()
     for position, optimizer in enumerate(optimizers):
@@ -62,12 +70,13 @@ def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> Non
         held |= {id(p) for p in parameters}
     left_out = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
     if left_out:
-        logger.warning(
-            "%d trainable parameters are in no optimizer and will not change: %s%s",
-            len(left_out),
-            ", ".join(left_out[:3]),
-            ", ..." if len(left_out) > 3 else "",
-        )
+        names = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
+        log.warning(f"{len(left_out)} trainable parameters are in no optimizer and will not change: {names}")
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _check_scheduler(scheduler: Any, optimizers: Sequence[Optimizer]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
@@ -10,21 +9,23 @@ from typing import Any
 from torch.utils.data import SequentialSampler
 
 from trainstack.backends import Clipping, TrainerBackend, Workload, World
+from trainstack.errors import ModuleContractError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_batches, named_loaders
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.hooks import Hooks
+from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.loop import TrainLoop, train_windows
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.optimizers import checked_optimizers_schedulers
 from trainstack.trainer.order import mix
+from trainstack.trainer.progress import NoProgress
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.seeding import isolated_rng, restore_rng
+from trainstack.trainer.signatures import check_signatures
 from trainstack.trainer.training_data import TrainingData
-
-logger = logging.getLogger("trainstack")
 
 MOST_PENDING_STEPS = 1000
 """The losses of at most so many steps wait on the device, however far apart log points are."""
@@ -58,9 +59,11 @@ class Run:
     ) -> None:
         self.module, self.args, self.stack, self.world = module, args, stack, world
         self.state, self.history = state, history
+        self.log = RunLogger(args.log_level)
+        check_signatures(module, self.log)
         self.pending_rng: Mapping[str, Any] | None = None
         with isolated_rng(mix(state.seed), world.device):
-            self.data = TrainingData(module, args, world, state.seed)
+            self.data = TrainingData(module, args, world, state.seed, self.log)
         module.plan, module._history, module._run_state = self.data.plan, history, state
         self.hooks = Hooks(module)
         self.loop = self._make_loop()
@@ -69,7 +72,7 @@ class Run:
         args, plan = self.args, self.data.plan
         epochs = args.epochs - self.state.epoch if args.reset_optimizers_schedulers else args.epochs
         made = self.module.get_optimizers_schedulers(plan.estimated_global_steps_per_epoch, max(epochs, 1))
-        optimizers, schedulers = checked_optimizers_schedulers(made, self.module)
+        optimizers, schedulers = checked_optimizers_schedulers(made, self.module, self.log)
         work = self.stack.prepare(Workload.of(self.module, optimizers, self.world, _clipping(args)))
         keep = args.collect_train_outputs
         return TrainLoop(
@@ -104,7 +107,16 @@ class Run:
         loop.attend = lambda: self._attend(reporter, save, save_every)
         loop.attend_at = self._next_attention(reporter, save_every)
         cap = self.args.max_train_steps_per_epoch
-        train_windows(loop, islice(windows, None if cap is None else max(0, cap - state.steps_in_epoch)))
+        try:
+            train_windows(loop, islice(windows, None if cap is None else max(0, cap - state.steps_in_epoch)))
+        except Exception as error:
+            annotate(error, f"in epoch {state.epoch}, global step {state.current_step}")
+            raise
+        if not state.steps_in_epoch:
+            raise ModuleContractError(
+                f"the loader that get_train_dataloader returned for epoch {state.epoch} gave no batch at all. Return a "
+                "loader over data; an iterator that is used up has to be made anew in each call."
+            )
         reporter.end_training_epoch(state, loop.meter)
         self._end_train_epoch()
         self._validate(reporter)
@@ -130,11 +142,12 @@ class Run:
             for key, loader in loaders.items():
                 evaluation = Evaluation(self.stack, self.loop.work, stage, state.global_step, keep_outputs=keep)
                 batches = evaluation_batches(loader, batch_size=self.args.val_batch_size, seed=state.seed)
-                if reporter is not None:
-                    reporter.progress.start_validation(key, None)
-                evaluation.run(batches, self.args.max_val_steps_per_epoch)
-                if reporter is not None:
-                    reporter.progress.end_validation()
+                progress = NoProgress() if reporter is None else reporter.progress
+                progress.start_validation(key, None)
+                evaluation.run(batches, self.args.max_val_steps_per_epoch, progress)
+                progress.end_validation()
+                if not evaluation.batches:
+                    self.log.warning(f"the {stage.name.lower()} loader {key!r} gave no batch at all.")
                 self._record_loss(stage, key, evaluation.mean_loss())
                 outputs = () if evaluation.outputs is None else evaluation.outputs.as_arguments
                 if evaluation.outputs is not None:
@@ -196,17 +209,15 @@ class Run:
 
     def _warn_of_lost_outputs(self) -> None:
         if self.loop.epoch_outputs is not None:
-            logger.warning(
-                "resumed within epoch %d: on_end_train_epoch gets the outputs of the steps from here on, those "
-                "before the interruption are gone.",
-                self.state.epoch,
+            self.log.warning(
+                f"resumed within epoch {self.state.epoch}: on_end_train_epoch gets the outputs of the steps from here "
+                "on, those before the interruption are gone."
             )
 
 
 def _clipping(args: TrainerArguments) -> Clipping:
-    measure = args.nonfinite == "skip"
     if args.clip_grad_value is not None:
-        return Clipping(kind="value", limit=args.clip_grad_value, measure=measure)
+        return Clipping(kind="value", limit=args.clip_grad_value)
     if args.clip_grads:
         return Clipping(kind="norm", limit=args.max_grad_norm)
-    return Clipping(kind="none", measure=measure)
+    return Clipping()

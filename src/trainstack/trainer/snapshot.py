@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from trainstack.checkpointing import Checkpoint
 from trainstack.errors import CheckpointMismatchError, NonFiniteError
+from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.loop import TrainLoop
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run_state import RunState
@@ -51,12 +53,18 @@ def restore_module(module: nn.Module, checkpoint: Checkpoint) -> None:
         ) from error
 
 
-def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState) -> None:
-    """Refuse to go on in the middle of an epoch over other data.
+def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log: RunLogger) -> None:
+    """Refuse to go on in the middle of an epoch over other data, and say what else is not as it was.
 
     Raises:
         CheckpointMismatchError: the data set has another length than when the checkpoint was written.
     """
+    batch = (checkpoint.plan or {}).get("global_batch", plan.global_batch)
+    if batch != plan.global_batch:
+        log.warning(
+            f"the checkpoint's run trained on {batch} samples a step; train_batch_size={plan.global_batch} makes this "
+            "another training from here on. The order of the samples is kept."
+        )
     before = (checkpoint.plan or {}).get("samples_per_epoch")
     now = plan.samples_per_epoch
     if state.steps_in_epoch and before is not None and now is not None and before != now:
@@ -90,7 +98,7 @@ def get_loop_state(loop: TrainLoop) -> dict[str, Any]:
     }
 
 
-def update_loop_state(loop: TrainLoop, state: Mapping[str, Any], *, fresh_optimizers: bool) -> None:
+def update_loop_state(loop: TrainLoop, state: Mapping[str, Any], *, fresh_optimizers: bool, log: RunLogger) -> None:
     """Take back what `get_loop_state` returned, optimizers and schedulers only if they are not to be fresh.
 
     Raises:
@@ -99,20 +107,43 @@ def update_loop_state(loop: TrainLoop, state: Mapping[str, Any], *, fresh_optimi
     loop.state.update_state(state)
     loop.meter.update_state(state["meter"])
     if not fresh_optimizers:
-        _load("optimizer", loop.work.optimizers, state["optimizers"])
-        _load("scheduler", loop.schedulers, state["schedulers"])
+        _load("optimizer", loop.work.optimizers, state["optimizers"], log)
+        _load("scheduler", loop.schedulers, state["schedulers"], log)
 
 
-def _load(kind: str, owners: Sequence[Any], states: Sequence[Any]) -> None:
+def _load(kind: str, owners: Sequence[Any], states: Sequence[Any], log: RunLogger) -> None:
     how = "Make the same ones, or write reset_optimizers_schedulers=True to start them anew."
     if len(owners) != len(states):
         raise CheckpointMismatchError(
             f"get_optimizers_schedulers returned {len(owners)} {kind}s, the checkpoint has {len(states)}. {how}"
         )
     for position, (owner, state) in enumerate(zip(owners, states, strict=True)):
+        if kind == "optimizer":
+            _check_hyperparameters(position, owner, state, how, log)
         try:
             owner.load_state_dict(state)
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise CheckpointMismatchError(
                 f"{kind} {position} ({type(owner).__name__}) does not fit the checkpoint's: {error}. {how}"
             ) from error
+
+
+def _check_hyperparameters(
+    position: int, optimizer: Optimizer, state: Mapping[str, Any], how: str, log: RunLogger
+) -> None:
+    """Refuse the state of another kind of optimizer, and say which new settings the checkpoint's will replace."""
+    name = f"optimizer {position} ({type(optimizer).__name__})"
+    for mine, theirs in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        missing = sorted(set(mine) - set(theirs) - {"initial_lr"})
+        if missing:
+            raise CheckpointMismatchError(
+                f"{name} has the settings {missing}, which the checkpoint's optimizer lacks: it was of another kind. "
+                f"{how}"
+            )
+        scheduled = "initial_lr" in mine and "initial_lr" in theirs
+        for key in sorted(set(mine) & set(theirs) - {"params", "lr" if scheduled else "initial_lr"}):
+            if mine[key] != theirs[key]:
+                log.warning(
+                    f"{name} was made with {key.removeprefix('initial_')}={mine[key]!r}; the run goes on with the checkpoint's {theirs[key]!r}. "
+                    "To use the new one, write reset_optimizers_schedulers=True."
+                )

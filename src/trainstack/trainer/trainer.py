@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,8 +30,6 @@ from trainstack.trainer.snapshot import (
     take_checkpoint,
     update_loop_state,
 )
-
-logger = logging.getLogger("trainstack")
 
 
 class Trainer(AbstractTrainer):
@@ -64,24 +61,26 @@ class Trainer(AbstractTrainer):
         run_history: RunHistory | None = None,
     ) -> None:
         check_trainer_parts(module, args, trainer_backend, checkpointer)
-        logger.setLevel(args.log_level)
         self.module = module
         self.args = args
-        if isinstance(trainer_backend, TrainerBackend):
-            self.trainer_backend = trainer_backend
-        else:
-            self.trainer_backend = build_trainer_backend(trainer_backend or args.backend, **args.backend_options)
+        if not isinstance(trainer_backend, TrainerBackend):
+            trainer_backend = build_trainer_backend(trainer_backend or args.backend, **args.backend_options)
+        self.trainer_backend = trainer_backend
+        self.trainer_backend.claim(self)
         self.checkpointer = checkpointer or DefaultCheckpointer(args.placed_checkpointer_args)
         self.history = run_history or RunHistory()
         self.state = RunState(seed=args.seed)
         self._opened: World | None = None
         self._run: Run | None = None
         self._saved_at: tuple[int, int] | None = None
+        self._finished = False
 
     # --- running -------------------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Train the epochs that are left, validate after each, save, and export the model at the end.
+
+        Does nothing once it is through. Call it again after an interruption to go on from where it stopped.
 
         Raises:
             ModuleContractError: the module broke its contract; the message says how.
@@ -89,6 +88,8 @@ class Trainer(AbstractTrainer):
             CheckpointError: a checkpoint that was asked for cannot be read, or one cannot be written.
         """
         run, state = self._ready(), self.state
+        if self._finished:
+            return
         reporter = Reporter(self.args, self.history, is_main=self.is_main_process)
         try:
             resumed = state.global_step or None
@@ -104,6 +105,7 @@ class Trainer(AbstractTrainer):
             if run.hooks.end_train is not None:
                 run.hooks.end_train(state.global_step)
             reporter.write()
+            self._finished = True
         finally:
             reporter.close()
 
@@ -153,12 +155,10 @@ class Trainer(AbstractTrainer):
         return self._run
 
     def _resume(self, run: Run, checkpoint: Checkpoint) -> None:
-        check_plan(checkpoint, run.data.plan, self.state)
+        check_plan(checkpoint, run.data.plan, self.state, run.log)
         if self.state.seed != self.args.seed:
-            logger.warning(
-                "the run began with seed=%d and goes on with it; seed=%d is not used.",
-                self.state.seed,
-                self.args.seed,
+            run.log.warning(
+                f"the run began with seed={self.state.seed} and goes on with it; seed={self.args.seed} is not used."
             )
         self.update_state(checkpoint.trainer_state)
         self.trainer_backend.update_state(checkpoint.trainer_backend_state or {})
@@ -204,7 +204,8 @@ class Trainer(AbstractTrainer):
             CheckpointMismatchError: optimizers or schedulers are not those of the checkpoint.
         """
         if state:
-            update_loop_state(self._ready().loop, state, fresh_optimizers=self.args.reset_optimizers_schedulers)
+            run, fresh = self._ready(), self.args.reset_optimizers_schedulers
+            update_loop_state(run.loop, state, fresh_optimizers=fresh, log=run.log)
 
     # --- read-only -----------------------------------------------------------------------------------------
 

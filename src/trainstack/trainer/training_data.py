@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from trainstack.backends import World
-from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.fetching import Fetcher
+from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.order import DataOrder
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.sources import ForeignSource, OrderedSource, Window, why_foreign
-
-logger = logging.getLogger("trainstack")
 
 
 class TrainingData:
@@ -29,17 +27,27 @@ class TrainingData:
         args: batch sizes and caps.
         world: how many processes share the data.
         seed: of the order.
+        log: is told what cannot be promised.
 
     Attributes:
         plan: the run's step arithmetic.
     """
 
-    def __init__(self, module: ModuleInterface, args: TrainerArguments, world: World, seed: int) -> None:
-        self._module, self._args, self._world, self._seed = module, args, world, seed
+    def __init__(
+        self, module: ModuleInterface, args: TrainerArguments, world: World, seed: int, log: RunLogger
+    ) -> None:
+        self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
         self._fetcher: Fetcher | None = None
         self._said = False
         self.plan = self._make_plan(None)
-        self.plan = self._make_plan(self._ask())
+        loader = self._ask()
+        self.plan = self._make_plan(loader)
+        if loader is not None and self.plan.steps_per_epoch is None:
+            log.warning(
+                "the training loader has no length, so the steps of an epoch are unknown: get_optimizers_schedulers "
+                f"gets {self.plan.estimated_global_steps_per_epoch}. Set max_train_steps_per_epoch to plan with a "
+                "number."
+            )
 
     def windows(self, state: RunState) -> Iterator[Window]:
         """The global steps of `state.epoch` that are still to be made.
@@ -62,7 +70,16 @@ class TrainingData:
         return source.windows(state.epoch, state.samples_in_epoch, state.batches_in_epoch)
 
     def _ask(self) -> Any:
-        loader = self._module.get_train_dataloader(sampler=RandomSampler, batch_size=self.plan.micro_batch)
+        try:
+            loader = self._module.get_train_dataloader(sampler=RandomSampler, batch_size=self.plan.micro_batch)
+        except Exception as error:
+            annotate(error, f"raised in {type(self._module).__name__}.get_train_dataloader")
+            raise
+        if isinstance(getattr(loader, "sampler", None), type):
+            raise ModuleContractError(
+                "get_train_dataloader gave the DataLoader the sampler class itself. Call it with the data set: "
+                "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))."
+            )
         if loader is not None and not hasattr(loader, "__iter__"):
             raise ModuleContractError(
                 f"get_train_dataloader returned a {type(loader).__name__}, which cannot be iterated over. "
@@ -134,15 +151,17 @@ class TrainingData:
         if self._said:
             return
         self._said = True
-        logger.warning(
-            "the training data comes in the loader's own order, since %s. Its batches are used as they come: a global "
-            "step takes %d of them, and the library cannot promise that each sample is seen once.%s",
-            reason,
-            self.plan.accumulation,
-            f" The first {state.batches_in_epoch} batches of this epoch are read and put aside; whether the rest is "
-            "what an unbroken run would have seen depends on the loader."
-            if state.batches_in_epoch
-            else " A resume within an epoch reads and puts aside the batches seen before.",
+        done = state.batches_in_epoch
+        resume = (
+            f"The first {done} batches of this epoch are read and put aside; whether the rest is what an unbroken run "
+            "would have seen depends on the loader."
+            if done
+            else "A resume within an epoch reads and puts aside the batches seen before."
+        )
+        self._log.warning(
+            f"the training data comes in the loader's own order, since {reason}. Its batches are used as they come: a "
+            f"global step takes {self.plan.accumulation} of them, and the library cannot promise that each sample is "
+            f"seen once. {resume}"
         )
 
 

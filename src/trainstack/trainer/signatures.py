@@ -1,0 +1,74 @@
+"""Do the module's methods take what they will be called with? Asked once, before anything runs."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+from trainstack.errors import ModuleContractError
+from trainstack.trainer.callback_interface import CallbackInterface
+from trainstack.trainer.logs import RunLogger
+
+_STEP = ((), ("global_step", "batch", "device"))
+_LOADER = ((), ("sampler", "batch_size"))
+_CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "forward": ((), ("stage", "global_step", "batch", "device")),
+    "train_step": _STEP,
+    "val_step": _STEP,
+    "test_step": _STEP,
+    "predict_step": _STEP,
+    "get_train_dataloader": _LOADER,
+    "get_val_dataloaders": _LOADER,
+    "get_test_dataloaders": _LOADER,
+    "get_optimizers_schedulers": (("estimated_global_steps_per_epoch", "epochs"), ()),
+    "batch_weight": (("batch",), ()),
+    "on_begin_train_epoch": (("global_step", "epoch"), ()),
+    "on_end_backward": (("global_step", "loss_tensor"), ()),
+    "on_end_val_epoch": (("global_step",), ("key",)),
+    "on_end_train": (("global_step",), ()),
+}
+"""By method: what it is given by position, and what by name. Outputs of steps come on top."""
+
+
+def check_signatures(module: Any, log: RunLogger) -> None:
+    """Refuse methods that cannot be called as they will be, and point at hooks whose name is a slip.
+
+    Raises:
+        ModuleContractError: naming the method and the signature it needs.
+    """
+    for name, (positional, named) in _CALLS.items():
+        method = getattr(module, name)
+        try:
+            signature = inspect.signature(method)
+        except (TypeError, ValueError):
+            continue
+        # A hook may ask for outputs, as many as its step returns: offer as many as it has room for.
+        extra = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in named]
+        offered = max(len(positional), len(extra)) if name == "on_end_val_epoch" else len(positional)
+        try:
+            signature.bind(*range(offered), **dict.fromkeys(named))
+        except TypeError as error:
+            wanted = ", ".join(["self", *positional, *(["*outputs"] if name == "on_end_val_epoch" else []), *named])
+            hint = (
+                " It is what the backend calls; keep your network in an attribute such as self.model."
+                if name == "forward"
+                else ""
+            )
+            raise ModuleContractError(
+                f"{type(module).__name__}.{name}{signature} cannot be called as it will be ({error}). "
+                f"Write def {name}({wanted}).{hint}"
+            ) from error
+    _point_at_slips(module, log)
+
+
+def _point_at_slips(module: Any, log: RunLogger) -> None:
+    known = [name for name in dir(CallbackInterface) if name.startswith("on_")]
+    for name in dir(type(module)):
+        if name.startswith("on_") and name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+            if close:
+                log.warning(
+                    f"{type(module).__name__}.{name} is no hook and is never called by the trainer. "
+                    f"Did you mean {close[0]!r}?"
+                )

@@ -1,0 +1,64 @@
+"""The short version of the benchmark that stands guard: ratios of CPU time, never times."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+
+from tools.bench.__main__ import main
+from tools.bench.contender import Contender, find_contenders
+from tools.bench.measure import Outcome, measure, same_bits
+from tools.bench.workloads import WORKLOADS
+
+BOUND = 1.15
+"""Over the goal of 1.05, so that a busy machine does not fail it; a step that got 15 % dearer does."""
+
+
+def contenders(*names: str) -> list[Contender]:
+    return [contender for contender in find_contenders() if contender.name in names]
+
+
+def short(workload: str, steps: int, rounds: int, *names: str) -> dict[str, Outcome]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # tensorboard's own
+        return measure(WORKLOADS[workload]().cut(steps), contenders("raw", *names), rounds)
+
+
+@pytest.mark.parametrize("workload", ["W1", "W1-ready"])
+def test_the_default_loop_costs_no_more_than_the_handwritten_one_that_clips(workload: str) -> None:
+    outcomes = short(workload, 400, 7, "raw_clip", "trainstack_default")
+    default, by_hand = outcomes["trainstack_default"], outcomes["raw_clip"]
+    assert default.same_bits
+    assert not same_bits(by_hand.result, outcomes["raw"].result) or workload != "W1"
+    assert median(default.ratios(by_hand)) <= BOUND
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_contender_ends_with_the_bits_of_its_handwritten_counterpart(workload: str) -> None:
+    names = ["raw_clip", "trainstack_lean", "trainstack_default", "trainstack_full"]
+    outcomes = short(workload, 8, 1, *names)
+    assert {"raw", "trainstack_lean", "trainstack_default", "trainstack_full"} <= set(outcomes)
+    assert [outcome.name for outcome in outcomes.values() if not outcome.same_bits] == []
+
+
+def test_bits_differ_where_a_sign_does() -> None:
+    assert same_bits([torch.tensor([float("nan"), 0.0])], [torch.tensor([float("nan"), 0.0])])
+    assert not same_bits([torch.tensor([0.0])], [torch.tensor([-0.0])])
+    assert not same_bits([torch.zeros(1)], [torch.zeros(1), torch.zeros(1)])
+
+
+def test_the_command_prints_a_table_and_keeps_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "bench.json"
+    options = ["--workload", "W5-ready", "--only", "trainstack_lean", "--rounds", "2", "--quick", "--json", str(kept)]
+    assert main(options) == 0
+    printed = capsys.readouterr().out
+    assert "| trainstack_lean |" in printed
+    assert "same bits" in printed
+    figures = json.loads(kept.read_text(encoding="utf-8"))["workloads"]["W5-ready"]["contenders"]
+    assert len(figures["trainstack_lean"]["cpu_seconds"]) == 2
+    assert "trainstack_default" not in figures
