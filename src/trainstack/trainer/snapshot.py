@@ -144,6 +144,6 @@ def _check_hyperparameters(
         for key in sorted(set(mine) & set(theirs) - {"params", "lr" if scheduled else "initial_lr"}):
             if mine[key] != theirs[key]:
                 log.warning(
-                    f"{name} was made with {key.removeprefix('initial_')}={mine[key]!r}; the run goes on with the checkpoint's {theirs[key]!r}. "
-                    "To use the new one, write reset_optimizers_schedulers=True."
+                    f"{name} was made with {key.removeprefix('initial_')}={mine[key]!r}; the run goes on with the "
+                    f"checkpoint's {theirs[key]!r}. To use the new one, write reset_optimizers_schedulers=True."
                 )
