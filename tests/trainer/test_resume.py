@@ -72,6 +72,36 @@ def test_two_interruptions_within_one_epoch(tmp_path: Path) -> None:
     assert resumed.global_steps_finished == unbroken.global_steps_finished == 6
 
 
+def test_a_run_never_goes_on_from_another_run_in_the_same_folder(tmp_path: Path) -> None:
+    saving = ts.DefaultCheckpointerArguments()
+    earlier = train(Classifier(seed=1), tmp_path, checkpointer_args=saving)
+    with pytest.raises(KeyboardInterrupt):
+        train(Interrupted(3, seed=2), tmp_path, checkpointer_args=saving)
+
+    with pytest.raises(ts.CheckpointNotFoundError, match=r"began afresh and was interrupted before its first.*resume='"):
+        train(Classifier(seed=2), tmp_path, checkpointer_args=saving, resume=True)
+    named = train(
+        Classifier(seed=2),
+        tmp_path / "other",
+        checkpointer_args=saving,
+        resume=str(tmp_path / "checkpoints" / "checkpoint-000000006"),
+    )
+    assert torch.equal(weights(named.module), weights(earlier.module))
+    fresh = train(Classifier(seed=2), tmp_path, checkpointer_args=saving, resume="auto")
+    assert not torch.equal(weights(fresh.module), weights(earlier.module))
+    again = train(Classifier(), tmp_path, checkpointer_args=saving, resume=True)
+    assert torch.equal(weights(again.module), weights(fresh.module))
+
+
+def test_looking_at_a_run_does_not_begin_a_new_one(tmp_path: Path) -> None:
+    saving = ts.DefaultCheckpointerArguments()
+    trained = train(Classifier(), tmp_path, checkpointer_args=saving)
+    ts.Trainer(Classifier(validate=True), arguments(tmp_path, checkpointer_args=saving)).validate()
+    resumed = train(Classifier(seed=5), tmp_path, checkpointer_args=saving, resume=True)
+
+    assert torch.equal(weights(resumed.module), weights(trained.module))
+
+
 @pytest.mark.spec("T7", "PMT-10", "FN-34")
 def test_a_finished_run_goes_on_to_more_epochs(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments()

@@ -41,6 +41,9 @@ class AbstractCheckpointer(ABC):
             CheckpointDamagedError: what was asked for exists and cannot be used.
         """
 
+    def begin_run(self, *, resumed: bool) -> None:  # noqa: B027 - most checkpointers need not know
+        """Training begins: from what `load` returned if `resumed`, else afresh."""
+
     def save_model(self, model_state: dict[str, Any], index: int) -> str | None:
         """Export the model alone, for use rather than for resuming. Does nothing by default."""
         return None

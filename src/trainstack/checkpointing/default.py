@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trainstack.checkpointing import leftovers
+from trainstack.checkpointing import began, leftovers
 from trainstack.checkpointing.abstract import AbstractCheckpointer
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
 from trainstack.checkpointing.checkpoint import Checkpoint
 from trainstack.checkpointing.directory import has_prefix, is_checkpoint_directory, name_of, scan
-from trainstack.checkpointing.newest import other_names, read_newest
+from trainstack.checkpointing.newest import of_prefix, other_names, read_newest
 from trainstack.checkpointing.reading import read_checkpoint
 from trainstack.checkpointing.writing import write_checkpoint, write_model
 from trainstack.errors import CheckpointDamagedError, CheckpointNotFoundError, ConfigurationError
@@ -55,6 +55,16 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """
         if self._clear(self.save_dir) and self.args.delete_existing_checkpoints:
             self._delete_existing()
+
+    def begin_run(self, *, resumed: bool) -> None:
+        """Remember, when a run begins afresh, which checkpoints are an earlier run's.
+
+        They stay where they are and can be named, but are not "the newest" of this run: it may be interrupted
+        before its first checkpoint, and must not go on from another run's.
+        """
+        earlier = of_prefix(self.save_dir, self.args.file_prefix) if self.args.checkpoint and not resumed else []
+        if earlier:
+            began.mark(self.save_dir, self.args.file_prefix, earlier[0].sequence)
 
     def save(self, checkpoint_state: Checkpoint, index: int, force: bool = False) -> str | None:
         """Write `checkpoint_state` if it is its turn, replacing one of the same name.
@@ -120,12 +130,19 @@ class DefaultCheckpointer(AbstractCheckpointer):
 
     def _load_newest(self, directory: Path, required: bool) -> Checkpoint:
         self._refuse_deleting(directory)
-        found = read_newest(directory, self.args.file_prefix, self._warn_of_damage)
+        after = began.read(directory, self.args.file_prefix)
+        found = read_newest(directory, self.args.file_prefix, self._warn_of_damage, after)
         if found is not None:
             self._log(logging.INFO, f"loaded {found[0]}")
             return found[1]
         others = other_names(directory, self.args.file_prefix)
         hint = f" There is {others[0]!r}: set file_prefix to match, or name it to load it." if others else ""
+        earlier = of_prefix(directory, self.args.file_prefix)
+        if earlier:
+            hint = (
+                " The last run there began afresh and was interrupted before its first checkpoint. To go on from an "
+                f"earlier run, name its checkpoint: resume={str(earlier[0].path)!r}."
+            )
         usual = self.args.file_prefix == type(self.args)().file_prefix
         what = f"no checkpoint{'' if usual else f' with the file_prefix {self.args.file_prefix!r}'} in {directory}"
         if required:

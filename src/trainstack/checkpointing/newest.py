@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainstack.checkpointing.checkpoint import Checkpoint
-from trainstack.checkpointing.directory import has_prefix, name_of, scan
+from trainstack.checkpointing.directory import CheckpointInfo, has_prefix, name_of, scan
 from trainstack.checkpointing.reading import read_checkpoint
 from trainstack.errors import CheckpointDamagedError
 
 
 def read_newest(
-    directory: Path, prefix: str, skipped: Callable[[CheckpointDamagedError], None]
+    directory: Path, prefix: str, skipped: Callable[[CheckpointDamagedError], None], after: int = -1
 ) -> tuple[Path, Checkpoint] | None:
     """Return the intact checkpoint that was written last, whatever its step, or None if there is none.
 
@@ -20,6 +20,7 @@ def read_newest(
         directory: where to look; it may be absent.
         prefix: only checkpoints that a checkpointer with this `file_prefix` names.
         skipped: called with the error of each damaged checkpoint, before an older one is tried.
+        after: leave out those whose sequence number is not above this.
 
     Raises:
         CheckpointDamagedError: there are checkpoints, and all are damaged.
@@ -30,7 +31,7 @@ def read_newest(
         if has_prefix(name_of(path), prefix):
             raise mismatch
     broken = [error for path, error in contents.broken.items() if has_prefix(name_of(path), prefix)]
-    candidates = [info for info in contents.intact if info.kind == "checkpoint" and has_prefix(info.name, prefix)]
+    candidates = [info for info in of_prefix(directory, prefix) if info.sequence > after]
     if not candidates and not broken:
         return None
     for error in broken:
@@ -46,6 +47,12 @@ def read_newest(
         f"every checkpoint in {directory} is damaged:\n{details}\n"
         "Restore one from a backup, or set another save_dir to start afresh."
     )
+
+
+def of_prefix(directory: Path, prefix: str) -> list[CheckpointInfo]:
+    """Return the checkpoints in `directory` with this prefix whose manifest is intact, newest first."""
+    intact = scan(directory).intact
+    return [info for info in intact if info.kind == "checkpoint" and has_prefix(info.name, prefix)]
 
 
 def other_names(directory: Path, prefix: str) -> list[str]:

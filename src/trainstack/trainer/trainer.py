@@ -93,6 +93,8 @@ class Trainer(AbstractTrainer):
         reporter = Reporter(self.args, self.history, is_main=self.is_main_process)
         try:
             resumed = state.global_step or None
+            if self.is_main_process:
+                self.checkpointer.begin_run(resumed=resumed is not None)
             reporter.open(self.plan, self.trainer_backend.spec, str(self.device), resumed)
             if state.epoch >= self.args.epochs:
                 reporter.text(f"all {self.args.epochs} epochs are trained already; nothing is left to do")
