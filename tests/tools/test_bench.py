@@ -34,7 +34,6 @@ def test_the_default_loop_costs_no_more_than_the_handwritten_one_that_clips(work
     outcomes = short(workload, 400, 7, "raw_clip", "trainstack_default")
     default, by_hand = outcomes["trainstack_default"], outcomes["raw_clip"]
     assert default.same_bits
-    assert not same_bits(by_hand.result, outcomes["raw"].result) or workload != "W1"
     assert median(default.ratios(by_hand)) <= BOUND
 
 
@@ -44,6 +43,13 @@ def test_every_contender_ends_with_the_bits_of_its_handwritten_counterpart(workl
     outcomes = short(workload, 8, 1, *names)
     assert {"raw", "trainstack_lean", "trainstack_default", "trainstack_full"} <= set(outcomes)
     assert [outcome.name for outcome in outcomes.values() if not outcome.same_bits] == []
+
+
+@pytest.mark.parametrize("workload", [name for name, make in WORKLOADS.items() if make().kind == "train"])
+def test_clipping_has_something_to_do_wherever_equal_bits_are_to_speak_for_it(workload: str) -> None:
+    outcomes = short(workload, 8, 1, "raw_clip")
+    idle = same_bits(outcomes["raw"].result, outcomes["raw_clip"].result)
+    assert idle is (workload == "W1-calm")
 
 
 def test_bits_differ_where_a_sign_does() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import trainstack
-from tools.bench.measure import Outcome
+from tools.bench.measure import Outcome, same_bits
 from tools.bench.task import Task
 
 HEAD = ("contender", "us/step", "of raw", "compared with", "ratio", "lowest - highest", "result")
@@ -26,8 +26,16 @@ def table(task: Task, outcomes: Mapping[str, Outcome]) -> str:
     ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     rounds = len(outcomes["raw"].seconds)
-    head = f"{task.name}: {task.title}; {task.steps} forward passes, {rounds} rounds"
+    head = f"{task.name}: {task.title}; {task.steps} forward passes, {rounds} rounds{_clipping(outcomes)}"
     return "\n".join([head, "", *lines])
+
+
+def _clipping(outcomes: Mapping[str, Outcome]) -> str:
+    """Whether clipping had anything to do: where it had not, equal bits say nothing about it."""
+    if "raw_clip" not in outcomes:
+        return ""
+    idle = same_bits(outcomes["raw"].result, outcomes["raw_clip"].result)
+    return "; clipping changed nothing" if idle else "; clipping changed the weights"
 
 
 def _row(outcome: Outcome, outcomes: Mapping[str, Outcome]) -> tuple[str, ...]:

@@ -22,7 +22,8 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def _tiny(feed: Feed, title: str, name: str, steps: int = 2000) -> Task:
+def _tiny(feed: Feed, title: str, name: str, spread: float = 2.0, steps: int = 2000) -> Task:
+    """`spread` is the standard deviation of the inputs: at 2 every step's gradient is clipped at norm 1, at 1 none."""
     inputs, targets = _rows((32 * steps, 64), 10)
     return Task(
         name=name,
@@ -30,7 +31,7 @@ def _tiny(feed: Feed, title: str, name: str, steps: int = 2000) -> Task:
         kind="train",
         make_model=_mlp,
         make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-        inputs=inputs,
+        inputs=spread * inputs,
         targets=targets,
         micro_batch=32,
         feed=feed,
@@ -50,6 +51,11 @@ def mlp_ready() -> Task:
 def mlp_list() -> Task:
     """W1 without any loader."""
     return _tiny("list", "list of ready-made batches", "W1-list")
+
+
+def mlp_calm() -> Task:
+    """W1 with gradients so small that clipping changes none: shows what is gained by leaving them alone."""
+    return _tiny("loader", "DataLoader over ready-made batches, no gradient above norm 1", "W1-calm", spread=1.0)
 
 
 def cnn() -> Task:
@@ -108,12 +114,12 @@ def transformer() -> Task:
 
 def accumulation() -> Task:
     """W4: W1 with four micro-batches an update."""
-    return replace(_tiny("tensors", "4 micro-batches an update", "W4"), accumulation=4)
+    return replace(_tiny("tensors", "4 micro-batches an update", "W4", spread=4.0), accumulation=4)
 
 
 def accumulation_ready() -> Task:
     """W4 with batches that only pass through a loader."""
-    task = _tiny("loader", "4 micro-batches an update, ready-made batches", "W4-ready")
+    task = _tiny("loader", "4 micro-batches an update, ready-made batches", "W4-ready", spread=4.0)
     return replace(task, accumulation=4)
 
 
@@ -133,6 +139,7 @@ WORKLOADS: dict[str, Callable[[], Task]] = {
     "W1": mlp,
     "W1-ready": mlp_ready,
     "W1-list": mlp_list,
+    "W1-calm": mlp_calm,
     "W2": cnn,
     "W3": transformer,
     "W4": accumulation,
