@@ -66,8 +66,12 @@ class OutputCollector:
     @property
     def as_arguments(self) -> tuple[Any, ...]:
         """`all_outputs` as positional arguments of a hook: one an output, a dict as a single one."""
-        outputs = self.all_outputs
-        return (outputs,) if isinstance(outputs, dict) else tuple(outputs)
+        return as_arguments(self.all_outputs)
+
+
+def as_arguments(outputs: Any) -> tuple[Any, ...]:
+    """Collected outputs as positional arguments of a hook: one an output, a dict as a single one."""
+    return (outputs,) if isinstance(outputs, dict) else tuple(outputs)
 
 
 class _Node:

@@ -59,6 +59,6 @@ class LoopDriver:
         """One pass over `dataloader`; returns the collected outputs."""
         evaluation = Evaluation(self._stack, self._work, Stage.VAL, self._state.global_step)
         with eval_mode(self._work.module):
-            evaluation.run(iter(dataloader), self._args.max_val_steps_per_epoch, NoProgress())
+            evaluation.run(islice(iter(dataloader), self._args.max_val_steps_per_epoch), NoProgress())
         assert evaluation.outputs is not None
         return evaluation.outputs.all_outputs

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstack.backends import TrainerBackend, Workload
+from trainstack.backends import EMPTY, TrainerBackend, Workload
 from trainstack.errors import ModuleContractError
 from trainstack.stage import Stage
 from trainstack.trainer.collector import OutputCollector
@@ -57,7 +57,7 @@ class TrainLoop:
         self.stack, self.work, self.hooks, self.schedulers = stack, work, hooks, tuple(schedulers)
         self.state = state or RunState()
         self.skip_nonfinite = skip_nonfinite
-        self.meter = LossMeter(tolerant=skip_nonfinite)
+        self.meter = LossMeter(tolerant=skip_nonfinite, comm=work.world.comm)
         self.step_outputs = OutputCollector(device=None) if hooks.step_outputs else None
         self.epoch_outputs = OutputCollector() if keep_epoch_outputs else None
         self.attend: Callable[[], int] = lambda: NEVER
@@ -77,7 +77,7 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
     for window in windows:
         losses = run_micro_batches(window)
         norm = clip(work)
-        left_out = loop.skip_nonfinite and not _all_finite(losses, norm)
+        left_out = loop.skip_nonfinite and norm is not None and not bool(torch.isfinite(norm))
         if left_out:
             _drop_gradients(parameters)
         moved = step(work) and not left_out and window.items > 0
@@ -110,7 +110,7 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
     accumulate, forward, backward = stack.accumulate, stack.forward, stack.backward
     end_backward, train = loop.hooks.end_backward, Stage.TRAIN
     collectors = [c.collect for c in (loop.step_outputs, loop.epoch_outputs) if c is not None]
-    must_join = work.gradients_reduced_by is not None
+    must_join, skip = work.gradients_reduced_by is not None, loop.skip_nonfinite
 
     def run_micro_batches(window: Window) -> list[Tensor]:
         number, last, losses = state.global_step + 1, len(window.batches) - 1, []
@@ -121,8 +121,10 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
                 outputs = forward(work, train, batch, number)
                 loss = loss_of(outputs)
                 if weight or must_join:
-                    backward(work, loss, weight)
+                    backward(work, as_seen_by_all(loss) if skip else loss, weight)
             losses.append(loss.detach())
+            if batch is EMPTY:
+                continue
             for collect in collectors:
                 collect(outputs)
             if end_backward is not None:
@@ -164,9 +166,12 @@ def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def _all_finite(losses: Sequence[Tensor], norm: Tensor | None) -> bool:
-    values = [*losses, norm] if norm is not None else list(losses)
-    return not values or bool(torch.isfinite(torch.stack([v.float() for v in values])).all())
+def as_seen_by_all(loss: Tensor) -> Tensor:
+    """`loss` with a gradient that is nan if `loss` is inf or nan.
+
+    So the norm of the gradients alone, which is the same on every process, tells whether a step is to be skipped.
+    """
+    return loss * (1.0 + 0.0 * loss.detach())
 
 
 def loss_of(outputs: Any) -> Tensor:

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch.utils.data import SequentialSampler
 
-from trainstack.backends import Clipping, TrainerBackend, Workload, World
+from trainstack.backends import Clipping, Communicator, TrainerBackend, Workload, World
 from trainstack.errors import ModuleContractError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.collector import as_arguments
 from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_batches, named_loaders
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.hooks import Hooks
@@ -20,7 +21,7 @@ from trainstack.trainer.loop import TrainLoop, train_windows
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.optimizers import checked_optimizers_schedulers
 from trainstack.trainer.order import mix
-from trainstack.trainer.progress import NoProgress
+from trainstack.trainer.progress import NoProgress, ProgressDisplay
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.seeding import isolated_rng, restore_rng
@@ -131,30 +132,40 @@ class Run:
 
         Modes and random state are afterwards what they were before.
         """
-        module, state, hook = (
-            self.module,
-            self.state,
-            self.hooks.end_val_epoch if stage is Stage.VAL else None,
-        )
-        collected = {}
-        seed = mix(state.seed, stage.value, state.global_step)
-        with isolated_rng(seed, self.world.device), eval_mode(module):
+        hook = self.hooks.end_val_epoch if stage is Stage.VAL else None
+        step, collected = self.state.global_step, {}
+        seed = mix(self.state.seed, stage.value, step, self.world.rank)
+        with isolated_rng(seed, self.world.device), eval_mode(self.module):
             for key, loader in loaders.items():
-                evaluation = Evaluation(self.stack, self.loop.work, stage, state.global_step, keep_outputs=keep)
-                batches = evaluation_batches(loader, batch_size=self.args.val_batch_size, seed=state.seed)
-                progress = NoProgress() if reporter is None else reporter.progress
-                progress.start_validation(key, None)
-                evaluation.run(batches, self.args.max_val_steps_per_epoch, progress)
-                progress.end_validation()
-                if not evaluation.batches:
-                    self.log.warning(f"the {stage.name.lower()} loader {key!r} gave no batch at all.")
-                self._record_loss(stage, key, evaluation.mean_loss())
-                outputs = () if evaluation.outputs is None else evaluation.outputs.as_arguments
-                if evaluation.outputs is not None:
-                    collected[key] = self.stack.gather(evaluation.outputs.all_outputs)
+                outputs = self._evaluate(stage, key, loader, keep, NoProgress() if reporter is None else reporter.progress)
+                if keep:
+                    collected[key] = outputs
                 if hook is not None:
-                    hook(state.global_step, *(outputs if self.hooks.val_outputs else ()), key=key)
+                    hook(step, *(as_arguments(outputs) if keep and self.hooks.val_outputs else ()), key=key)
         return collected
+
+    def _evaluate(self, stage: Stage, key: str, loader: Any, keep: bool, progress: ProgressDisplay) -> Any:
+        """Evaluate one loader on all processes; what they collected, joined, if it is to be kept."""
+        args, world = self.args, self.world
+        evaluation = Evaluation(self.stack, self.loop.work, stage, self.state.global_step, keep_outputs=keep)
+        batches, in_parts = evaluation_batches(
+            loader,
+            batch_size=args.val_batch_size,
+            seed=self.state.seed,
+            world=world,
+            limit=args.max_val_steps_per_epoch,
+        )
+        progress.start_validation(key, None)
+        evaluation.run(batches, progress)
+        progress.end_validation()
+        comm = world.comm if in_parts else Communicator()
+        if not sum(comm.gather(evaluation.batches)):
+            self.log.warning(f"the {stage.name.lower()} loader {key!r} gave no batch at all.")
+        self._record_loss(stage, key, evaluation.mean_loss(comm))
+        if evaluation.outputs is None:
+            return None
+        outputs = evaluation.outputs.all_outputs
+        return self.stack.gather(outputs) if in_parts else outputs
 
     def val_loaders(self) -> dict[str, Any]:
         """The module's validation loaders by name; empty if it has none."""
@@ -170,7 +181,8 @@ class Run:
     def _end_train_epoch(self) -> None:
         hook, collector = self.hooks.end_train_epoch, self.loop.epoch_outputs
         if hook is not None:
-            hook(self.state.global_step, *(collector.as_arguments if collector is not None else ()))
+            outputs = self.stack.gather(collector.all_outputs) if collector is not None else []
+            hook(self.state.global_step, *as_arguments(outputs))
         if collector is not None:
             collector.reset()
 
@@ -185,7 +197,7 @@ class Run:
         state, step = self.state, self.state.global_step
         if step % self.args.log_interval == 0:
             reporter.log_point(state, self.loop.meter, self.loop.work.optimizers)
-        elif len(self.loop.meter.entries) >= MOST_PENDING_STEPS:
+        elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
             self.loop.meter.drain()
         if save_every is not None and step % save_every == 0:
             save(True)
@@ -196,7 +208,7 @@ class Run:
     def _next_attention(self, reporter: Reporter, save_every: int | None) -> int:
         step, interval = self.state.global_step, self.args.log_interval
         look = reporter.progress.next_look - self.state.steps_in_epoch
-        due = [interval - step % interval, MOST_PENDING_STEPS, max(1, look)]
+        due = [interval - step % interval, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
         if save_every is not None:
             due.append(save_every - step % save_every)
         return step + min(due)

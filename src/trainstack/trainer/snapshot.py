@@ -9,13 +9,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainstack.backends import World
 from trainstack.checkpointing import Checkpoint
 from trainstack.errors import CheckpointMismatchError, NonFiniteError
 from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.loop import TrainLoop
+from trainstack.trainer.order import mix
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run_state import RunState
-from trainstack.trainer.seeding import capture_rng
+from trainstack.trainer.seeding import capture_rng, isolated_rng
 
 if TYPE_CHECKING:
     from trainstack.trainer.trainer import Trainer
@@ -80,12 +82,24 @@ def take_checkpoint(trainer: Trainer) -> Checkpoint:
         module_interface_state=trainer.module.get_state(),
         trainer_state=trainer.get_state(),
         trainer_backend_state=trainer.trainer_backend.get_state(),
-        rng_state=capture_rng(trainer.device),
+        rng_state={"ranks": trainer.world.comm.gather(capture_rng(trainer.device))},
         history_state=trainer.history.get_state(),
         plan=trainer.plan.to_dict(),
         global_step=trainer.state.global_step,
         metadata={"backend": trainer.trainer_backend.spec, "epoch": trainer.state.epoch},
     )
+
+
+def rng_of_rank(rng_state: Mapping[str, Any] | None, world: World, state: RunState) -> Mapping[str, Any] | None:
+    """The random state that this process goes on with; None if it is to seed itself.
+
+    Where the number of processes has changed there is none to go back to: each then gets one of its own, made of
+    the run's seed, the step and the rank.
+    """
+    if rng_state is None or len(rng_state["ranks"]) == world.size:
+        return None if rng_state is None else rng_state["ranks"][world.rank]  # type: ignore[no-any-return]
+    with isolated_rng(mix(state.seed, state.global_step, world.size, world.rank), world.device):
+        return capture_rng(world.device)
 
 
 def get_loop_state(loop: TrainLoop) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
@@ -27,9 +27,12 @@ from trainstack.trainer.snapshot import (
     get_loop_state,
     refuse_poisoned,
     restore_module,
+    rng_of_rank,
     take_checkpoint,
     update_loop_state,
 )
+
+Result = TypeVar("Result")
 
 
 class Trainer(AbstractTrainer):
@@ -93,8 +96,7 @@ class Trainer(AbstractTrainer):
         reporter = Reporter(self.args, self.history, is_main=self.is_main_process)
         try:
             resumed = state.global_step or None
-            if self.is_main_process:
-                self.checkpointer.begin_run(resumed=resumed is not None)
+            self._on_main(lambda: self.checkpointer.begin_run(resumed=resumed is not None), "beginning the run")
             reporter.open(self.plan, self.trainer_backend.spec, str(self.device), resumed)
             if state.epoch >= self.args.epochs:
                 reporter.text(f"all {self.args.epochs} epochs are trained already; nothing is left to do")
@@ -166,7 +168,7 @@ class Trainer(AbstractTrainer):
         self.trainer_backend.update_state(checkpoint.trainer_backend_state or {})
         if checkpoint.history_state is not None:
             self.history.update_state(checkpoint.history_state)
-        run.pending_rng = checkpoint.rng_state
+        run.pending_rng = rng_of_rank(checkpoint.rng_state, self.world, self.state)
         self._saved_at = (self.state.global_step, self.state.epoch)
 
     # --- checkpoints ---------------------------------------------------------------------------------------
@@ -179,21 +181,37 @@ class Trainer(AbstractTrainer):
             CheckpointError: the checkpoint could not be written; older ones are intact.
         """
         run, place = self._ready(), (self.state.global_step, self.state.epoch)
-        if not self.is_main_process or place == self._saved_at:
+        if place == self._saved_at:
             return
         run.loop.meter.drain()
         refuse_poisoned(self.module, self.state.global_step)
-        if self.checkpointer.save(take_checkpoint(self), self.state.last_epoch, force) is not None:
+        checkpoint = take_checkpoint(self)
+        saved = self._on_main(
+            lambda: self.checkpointer.save(checkpoint, self.state.last_epoch, force), "saving a checkpoint"
+        )
+        if saved is not None:
             self._saved_at = place
 
     def save_model_checkpoint(self) -> None:
         """Export the module's state alone; an export is never taken for a point to resume from."""
-        if self.is_main_process:
-            self.checkpointer.save_model(self.module.get_state(), self.state.last_epoch)
+        state = self.module.get_state()
+        self._on_main(lambda: self.checkpointer.save_model(state, self.state.last_epoch), "exporting the model")
 
     def load_checkpoints(self) -> Checkpoint:
         """What the checkpointer finds to continue from, as `args.resume` says; an empty one if nothing."""
-        return self.checkpointer.load(*(() if self.args.resume is False else (self.args.resume,)))
+        asked = () if self.args.resume is False else (self.args.resume,)
+        return self._on_main(lambda: self.checkpointer.load(*asked), "loading a checkpoint")
+
+    def _on_main(self, do: Callable[[], Result], what: str) -> Result:
+        """Let the main process do something and tell the others what came of it, failures included."""
+        result, failure = None, None
+        if self.is_main_process:
+            try:
+                result = do()
+            except Exception as error:
+                failure = error
+        self.world.comm.agree(failure, what)
+        return cast(Result, self.world.comm.share(result))
 
     def get_state(self) -> dict[str, Any]:
         """Counters, optimizers, schedulers and running means. Override to add to it."""

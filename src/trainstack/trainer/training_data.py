@@ -66,7 +66,9 @@ class TrainingData:
             source: OrderedSource | ForeignSource = self._ordered(loader)
         else:
             self._say_foreign(reason, state)
-            source = ForeignSource(loader, self.plan.accumulation, self._module.batch_weight)
+            source = ForeignSource(
+                loader, self.plan.accumulation, self._module.batch_weight, self._world.rank, self._world.size
+            )
         return source.windows(state.epoch, state.samples_in_epoch, state.batches_in_epoch)
 
     def _ask(self) -> Any:
@@ -140,7 +142,7 @@ class TrainingData:
         )
         weigh = self._module.batch_weight
         own = getattr(weigh, "__func__", None) is not ModuleInterface.batch_weight
-        return OrderedSource(self._fetcher, order, weigh if own else None)
+        return OrderedSource(self._fetcher, order, weigh if own else None, world.comm)
 
     def _planned_length(self, loader: Any) -> int:
         length, planned = len(loader.dataset), self.plan.samples_per_epoch
