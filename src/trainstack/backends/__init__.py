@@ -9,6 +9,7 @@ from trainstack.backends.ddp import DDP
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.driving import TrainerBackendArguments
 from trainstack.backends.empty import EMPTY
+from trainstack.backends.environment import DistributedTrainingArguments, Place, find_place
 from trainstack.backends.explain import explain
 from trainstack.backends.grammar import legal_specs, parse_spec
 from trainstack.backends.registry import Slot, register_layer, register_trainer_backend, unregister
@@ -25,6 +26,8 @@ __all__ = [
     "BFloat16",
     "Clipping",
     "Communicator",
+    "DistributedTrainingArguments",
+    "Place",
     "SingleProcess",
     "Slot",
     "TrainerBackend",
@@ -33,6 +36,7 @@ __all__ = [
     "World",
     "build_trainer_backend",
     "explain",
+    "find_place",
     "legal_specs",
     "move_to_device",
     "parse_spec",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from trainstack.errors import PeerError
 
@@ -79,7 +81,7 @@ class GroupCommunicator(Communicator):
         store: where word of failures is left.
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: dist.Store) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: Store) -> None:
         self._group, self._store = group, store
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -100,18 +102,17 @@ class GroupCommunicator(Communicator):
             part = whole[begin : begin + count]
             if rank == self.rank:
                 part.copy_(rows)
-            for piece in part.split(chunk or count) if count else ():
-                dist.broadcast(piece.view(torch.uint8) if piece.dtype is torch.bool else piece, group=self._group, group_src=rank)
+            for piece in torch.split(part, chunk or count) if count else ():
+                dist.broadcast(
+                    piece.view(torch.uint8) if piece.dtype is torch.bool else piece, group=self._group, group_src=rank
+                )
             begin += count
         return whole
 
     def post_failure(self, error: BaseException) -> None:
-        text = "".join(traceback.format_exception(error))
-        try:
-            if self._store.compare_set(_FAILURE, "", f"{self.rank}\n{text}").decode().split("\n")[0] != str(self.rank):
-                return
-        except RuntimeError:
-            return  # the store is gone, and with it everybody who could read it
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        with suppress(RuntimeError):  # where the store is gone, there is nobody left to tell
+            self._store.compare_set(_FAILURE, "", f"{self.rank}\n{text}")
 
     def origin_of(self, error: BaseException) -> BaseException:
         try:

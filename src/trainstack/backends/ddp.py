@@ -60,7 +60,8 @@ class DDP(AbstractTrainerBackendDecorator):
         super().__init__(inner)
         self._explicit, self._environ = place, os.environ if environ is None else environ
         self._gather_frequency = gather_frequency or (place.gather_frequency if place is not None else None)
-        self._timeout, self._options = timedelta(seconds=timeout_s), options
+        self._timeout = timedelta(seconds=timeout_s if place is None else place.timeout_s)
+        self._options = options
         self._owns_group = False
         self._side_group: dist.ProcessGroup | None = None
         self._world: World | None = None
@@ -86,7 +87,7 @@ class DDP(AbstractTrainerBackendDecorator):
 
     def _join(self, place: Place, device: torch.device) -> None:
         dist.init_process_group(
-            backend=dist.get_default_backend_for_device(device.type),
+            backend=(self._explicit and self._explicit.backend) or dist.get_default_backend_for_device(device.type),
             init_method=f"tcp://{place.master_addr}:{place.master_port}" if place.launcher != "torchrun" else "env://",
             rank=place.rank,
             world_size=place.size,

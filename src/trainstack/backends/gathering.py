@@ -44,12 +44,23 @@ def _flatten(value: Any, leaves: list[Any]) -> Any:
     """The structure of `value`, its leaves appended to `leaves`."""
     if isinstance(value, dict):
         return {key: _flatten(item, leaves) for key, item in value.items()}
-    if isinstance(value, list | tuple) and any(isinstance(item, Tensor | dict | list | tuple) for item in value):
+    if _is_structure(value):
         return type(value)([_flatten(item, leaves) for item in value])
-    if isinstance(value, list) and not value:
+    if isinstance(value, list) and not value and not isinstance(value, Column):
         return value
     leaves.append(value)
     return _Leaf()
+
+
+def _is_structure(value: Any) -> bool:
+    """Whether `value` holds things to be joined one by one; a list of plain objects is one thing, to be lengthened."""
+    if isinstance(value, Column) or not isinstance(value, list | tuple):
+        return False
+    return any(isinstance(item, Tensor | dict | Column) or _is_structure(item) for item in value)
+
+
+class Column(list[Any]):
+    """A list that has one item a step, whatever the items are: processes' columns are put one below the other."""
 
 
 class _Leaf:
@@ -66,7 +77,7 @@ def _describe(leaf: Any) -> Any:
 
 def _join(comm: Communicator, leaf: Any, told: list[Any], like: Any, chunk: int | None) -> Any:
     if like[0] == "objects":
-        return [item for facts in told if facts is not None for item in facts[1]]
+        return Column(item for facts in told if facts is not None for item in facts[1])
     _, _, row, dtype, device = like
     counts = [0 if facts is None else facts[1] for facts in told]
     if leaf is None:

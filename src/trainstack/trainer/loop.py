@@ -17,7 +17,7 @@ from trainstack.errors import ModuleContractError
 from trainstack.stage import Stage
 from trainstack.trainer.collector import OutputCollector
 from trainstack.trainer.hooks import Hooks
-from trainstack.trainer.meter import LossMeter, StepEntry
+from trainstack.trainer.meter import LossMeter
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.sources import Window
 
@@ -70,11 +70,17 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
     Raises:
         ModuleContractError: `train_step` did not return a loss to train on.
     """
-    stack, work, state, schedulers = loop.stack, loop.work, loop.state, loop.schedulers
-    clip, step, parameters, meter = stack.clip, stack.step, loop.work.parameters, loop.meter
+    stack, state, schedulers = loop.stack, loop.state, loop.schedulers
+    work = loop.work = loop.work.refreshed()
+    if loop.step_outputs is not None:
+        loop.step_outputs.reset()
+    buffers = Buffers(work.module) if loop.skip_nonfinite else None
+    clip, step, parameters, meter = stack.clip, stack.step, work.parameters, loop.meter
     run_micro_batches, after_step = _bind_micro_batches(loop), _bind_end_train_step(loop)
     _drop_gradients(parameters)
     for window in windows:
+        if buffers is not None:
+            buffers.keep()
         losses = run_micro_batches(window)
         norm = clip(work)
         left_out = loop.skip_nonfinite and norm is not None and not bool(torch.isfinite(norm))
@@ -82,22 +88,13 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
             _drop_gradients(parameters)
         moved = step(work) and not left_out and window.items > 0
         _drop_gradients(parameters)
+        if not moved and buffers is not None:
+            buffers.put_back()
         if moved:
             for scheduler in schedulers:
                 scheduler.step()
         _advance(state, window, moved)
-        meter.entries.append(
-            StepEntry(
-                state.global_step,
-                state.epoch,
-                state.steps_in_epoch,
-                losses,
-                window.weights,
-                window.items,
-                moved,
-                norm,
-            )
-        )
+        meter.add_step(state, window, losses, moved, norm)
         if after_step is not None:
             after_step()
         if state.global_step >= loop.attend_at:
@@ -122,7 +119,7 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
                 loss = loss_of(outputs)
                 if weight or must_join:
                     backward(work, as_seen_by_all(loss) if skip else loss, weight)
-            losses.append(loss.detach())
+            losses.append(loss.detach().clone() if loss.is_leaf else loss.detach())
             if batch is EMPTY:
                 continue
             for collect in collectors:
@@ -148,6 +145,24 @@ def _bind_end_train_step(loop: TrainLoop) -> Callable[[], None] | None:
             hook(state.global_step, *outputs)
 
     return end_train_step
+
+
+class Buffers:
+    """The buffers of a module as they were before a step that may have to be left out, such as running statistics."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(self) -> None:
+        """Remember them."""
+        self._kept = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
+
+    def put_back(self) -> None:
+        """Make them what they were."""
+        with torch.no_grad():
+            for buffer, before in self._kept:
+                buffer.copy_(before)
 
 
 def _advance(state: RunState, window: Window, moved: bool) -> None:

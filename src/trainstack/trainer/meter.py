@@ -11,6 +11,8 @@ from torch import Tensor
 
 from trainstack.backends import Communicator
 from trainstack.errors import NonFiniteError
+from trainstack.trainer.run_state import RunState
+from trainstack.trainer.sources import Window
 
 MAX_SKIPPED_IN_A_ROW = 50
 """So many steps may be skipped one after the other before the run is stopped."""
@@ -57,6 +59,13 @@ class LossMeter:
         self.epoch = WeightedMean()
         self.last_norm: float | None = None
         self.skipped_in_a_row = 0
+
+    def add_step(
+        self, state: RunState, window: Window, losses: Sequence[Tensor], moved: bool, norm: Tensor | None
+    ) -> None:
+        """Remember a global step that `state` counts already; nothing is read."""
+        place = (state.global_step, state.epoch, state.steps_in_epoch)
+        self.entries.append(StepEntry(*place, losses, window.weights, window.items, moved, norm))
 
     def drain(self) -> None:
         """Read what is pending from the device, and settle the means over all processes; all call it at the same step.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -24,8 +24,10 @@ from trainstack.trainer.order import mix
 from trainstack.trainer.progress import NoProgress, ProgressDisplay
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.run_state import RunState
-from trainstack.trainer.seeding import isolated_rng, restore_rng
+from trainstack.trainer.seeding import capture_rng, isolated_rng, restore_rng
 from trainstack.trainer.signatures import check_signatures
+from trainstack.trainer.snapshot import finite_tensors
+from trainstack.trainer.sources import Window
 from trainstack.trainer.training_data import TrainingData
 
 MOST_PENDING_STEPS = 1000
@@ -47,6 +49,10 @@ class Run:
         data: the training data and the plan.
         loop: what the loop works with.
         pending_rng: the random state to go on with; used up when training goes on.
+        epoch_rng: the random state that the epoch under way began with.
+        busy: whether a step, a hook or a validation is under way, so that a checkpoint has to wait.
+        save_asked: whether one waits.
+        watched: names of the parameters and buffers that must stay finite.
     """
 
     def __init__(
@@ -63,11 +69,14 @@ class Run:
         self.log = RunLogger(args.log_level)
         check_signatures(module, self.log)
         self.pending_rng: Mapping[str, Any] | None = None
+        self.epoch_rng: Mapping[str, Any] | None = None
+        self.busy = self.save_asked = False
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log)
         module.plan, module._history, module._run_state = self.data.plan, history, state
         self.hooks = Hooks(module)
         self.loop = self._make_loop()
+        self.watched = finite_tensors(module, self.loop.work)
 
     def _make_loop(self) -> TrainLoop:
         args, plan = self.args, self.data.plan
@@ -94,16 +103,9 @@ class Run:
             save: writes a checkpoint; called with True at steps that are multiples of `save_every`.
             save_every: global steps, or None.
         """
-        state, loop, hooks = self.state, self.loop, self.hooks
-        resumed_within = state.steps_in_epoch > 0
-        if not resumed_within:
-            self.restore_rng_once()
-        if hooks.begin_train_epoch is not None:
-            hooks.begin_train_epoch(state.global_step, state.epoch)
-        windows = self.data.windows(state)
-        if resumed_within:
-            self.restore_rng_once()
-            self._warn_of_lost_outputs()
+        state, loop = self.state, self.loop
+        self.busy = True
+        windows = self._begin_epoch()
         reporter.start_epoch(state, self.data.plan)
         loop.attend = lambda: self._attend(reporter, save, save_every)
         loop.attend_at = self._next_attention(reporter, save_every)
@@ -123,7 +125,36 @@ class Run:
         self._validate(reporter)
         state.finish_epoch()
         reporter.end_epoch(state, self.data.plan)
-        save(False)
+        self._save(save, self.save_asked)
+
+    def _begin_epoch(self) -> Iterator[Window]:
+        """Call the hook and ask for data; within an epoch both see the random state that the epoch began with."""
+        state, hook, device = self.state, self.hooks.begin_train_epoch, self.world.device
+        within = state.steps_in_epoch > 0
+        now = self.pending_rng or capture_rng(device)
+        if within and self.epoch_rng is not None:
+            restore_rng(self.epoch_rng, device)
+        else:
+            self.restore_rng_once()
+            self.epoch_rng = capture_rng(device)
+        if hook is not None:
+            hook(state.global_step, state.epoch)
+        windows = self.data.windows(state)
+        if within:
+            restore_rng(now, device)
+            self.pending_rng = None
+            if self.loop.epoch_outputs is not None:
+                self.log.warning(
+                    f"resumed within epoch {state.epoch}: on_end_train_epoch gets the outputs of the steps from here "
+                    "on, those before the interruption are gone."
+                )
+        return windows
+
+    def _save(self, save: Callable[[bool], None], force: bool) -> None:
+        """Save at a step boundary, where everything that goes into a checkpoint fits together."""
+        self.busy = self.save_asked = False
+        save(force)
+        self.busy = True
 
     def evaluate(
         self, stage: Stage, loaders: Mapping[str, Any], *, keep: bool, reporter: Reporter | None = None
@@ -133,27 +164,30 @@ class Run:
         Modes and random state are afterwards what they were before.
         """
         hook = self.hooks.end_val_epoch if stage is Stage.VAL else None
-        step, collected = self.state.global_step, {}
+        step, collected, was_busy = self.state.global_step, dict[str, Any](), self.busy
+        self.busy = True
         seed = mix(self.state.seed, stage.value, step, self.world.rank)
         with isolated_rng(seed, self.world.device), eval_mode(self.module):
             for key, loader in loaders.items():
-                outputs = self._evaluate(stage, key, loader, keep, NoProgress() if reporter is None else reporter.progress)
+                outputs = self._evaluate(
+                    stage, key, loader, keep, NoProgress() if reporter is None else reporter.progress
+                )
                 if keep:
                     collected[key] = outputs
                 if hook is not None:
                     hook(step, *(as_arguments(outputs) if keep and self.hooks.val_outputs else ()), key=key)
+        self.busy = was_busy
         return collected
 
     def _evaluate(self, stage: Stage, key: str, loader: Any, keep: bool, progress: ProgressDisplay) -> Any:
         """Evaluate one loader on all processes; what they collected, joined, if it is to be kept."""
-        args, world = self.args, self.world
+        world = self.world
         evaluation = Evaluation(self.stack, self.loop.work, stage, self.state.global_step, keep_outputs=keep)
         batches, in_parts = evaluation_batches(
             loader,
-            batch_size=args.val_batch_size,
             seed=self.state.seed,
             world=world,
-            limit=args.max_val_steps_per_epoch,
+            limit=self.args.max_val_steps_per_epoch,
         )
         progress.start_validation(key, None)
         evaluation.run(batches, progress)
@@ -180,9 +214,11 @@ class Run:
 
     def _end_train_epoch(self) -> None:
         hook, collector = self.hooks.end_train_epoch, self.loop.epoch_outputs
-        if hook is not None:
+        if hook is not None and collector is not None and self.hooks.epoch_outputs and collector.is_empty:
+            self.log.warning("on_end_train_epoch is left out: the outputs it takes were lost in the interruption.")
+        elif hook is not None:
             outputs = self.stack.gather(collector.all_outputs) if collector is not None else []
-            hook(self.state.global_step, *as_arguments(outputs))
+            hook(self.state.global_step, *(as_arguments(outputs) if self.hooks.epoch_outputs else ()))
         if collector is not None:
             collector.reset()
 
@@ -199,8 +235,9 @@ class Run:
             reporter.log_point(state, self.loop.meter, self.loop.work.optimizers)
         elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
             self.loop.meter.drain()
-        if save_every is not None and step % save_every == 0:
-            save(True)
+            reporter.write()
+        if self.save_asked or (save_every is not None and step % save_every == 0):
+            self._save(save, True)
         if state.steps_in_epoch >= reporter.progress.next_look:
             reporter.look(state)
         return self._next_attention(reporter, save_every)
@@ -218,13 +255,6 @@ class Run:
         if self.pending_rng is not None:
             restore_rng(self.pending_rng, self.world.device)
             self.pending_rng = None
-
-    def _warn_of_lost_outputs(self) -> None:
-        if self.loop.epoch_outputs is not None:
-            self.log.warning(
-                f"resumed within epoch {self.state.epoch}: on_end_train_epoch gets the outputs of the steps from here "
-                "on, those before the interruption are gone."
-            )
 
 
 def _clipping(args: TrainerArguments) -> Clipping:

@@ -44,13 +44,14 @@ def why_foreign(loader: Any) -> str | None:
         return f"{type(loader).__name__} iterates in its own way"
     if isinstance(loader.dataset, IterableDataset):
         return "its data set is iterable and has no indices"
-    if type(loader.batch_sampler) is not BatchSampler:
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         return "it has its own batch sampler, or no automatic batching"
-    sampler, length = loader.sampler, len(loader.dataset)  # type: ignore[arg-type]
+    sampler: Any = loader.sampler
     if type(sampler) not in ORDERED:
         return f"its sampler is a {type(sampler).__name__}"
-    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != length):
-        return "its sampler draws with replacement, or not every sample once"
+    dataset: Any = loader.dataset
+    if len(sampler) != len(dataset) or getattr(sampler, "replacement", False):
+        return "its sampler does not draw every sample once"
     return None
 
 
@@ -141,6 +142,12 @@ def _shares_of(counts: Sequence[float], total: float) -> Sequence[float]:
 _WHOLE = (1.0,)
 
 
+def own_weigher(module: Any) -> Weigher | None:
+    """The module's `batch_weight` if it has one of its own; None where a batch counts as its samples."""
+    weigh = getattr(module, "batch_weight", None)
+    return None if getattr(weigh, "counts_samples", False) else weigh
+
+
 def samples_in(batch: Any) -> int:
     """How many samples a collated batch holds.
 
@@ -154,7 +161,7 @@ def samples_in(batch: Any) -> int:
     shape = getattr(batch, "shape", None)
     if shape is not None and len(shape) > 0:
         return int(shape[0])
-    if isinstance(batch, list | tuple) and batch:
+    if isinstance(batch, list | tuple) and batch and not _is_ragged(batch[0]):
         first = batch[0]
         if isinstance(first, str | bytes | int | float) or (isinstance(batch, list) and isinstance(first, dict)):
             return len(batch)
@@ -165,3 +172,8 @@ def samples_in(batch: Any) -> int:
         f"cannot tell how many samples a batch of type {type(batch).__name__} holds. Override "
         "ModuleInterface.batch_weight(batch) and return the number that the loss is a mean over."
     )
+
+
+def _is_ragged(item: Any) -> bool:
+    """A list or tuple of tensors inside a batch: one tensor a sample, or several inputs? That cannot be told."""
+    return isinstance(item, list | tuple) and bool(item) and bool(getattr(item[0], "shape", ()))

@@ -16,7 +16,7 @@ from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.order import DataOrder
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run_state import RunState
-from trainstack.trainer.sources import ForeignSource, OrderedSource, Window, why_foreign
+from trainstack.trainer.sources import ForeignSource, OrderedSource, Window, own_weigher, why_foreign
 
 
 class TrainingData:
@@ -140,9 +140,7 @@ class TrainingData:
             shuffle=not isinstance(loader.sampler, SequentialSampler),
             drop_last=loader.drop_last,
         )
-        weigh = self._module.batch_weight
-        own = getattr(weigh, "__func__", None) is not ModuleInterface.batch_weight
-        return OrderedSource(self._fetcher, order, weigh if own else None, world.comm)
+        return OrderedSource(self._fetcher, order, own_weigher(self._module), world.comm)
 
     def _planned_length(self, loader: Any) -> int:
         length, planned = len(loader.dataset), self.plan.samples_per_epoch
