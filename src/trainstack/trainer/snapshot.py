@@ -75,8 +75,8 @@ def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log:
         if state.steps_in_epoch and plan.samples_per_epoch is None and planned.get(size) != getattr(plan, size):
             raise CheckpointMismatchError(
                 f"the checkpoint lies within epoch {state.epoch} of a loader with an order of its own, whose batches "
-                f"can only be counted; {size} was {planned.get(size)} and is now {getattr(plan, size)}. Resume with the "
-                "same train_batch_size, gpu_batch_size_limit and processes."
+                f"can only be counted; {size} was {planned.get(size)} and is now {getattr(plan, size)}. Resume with "
+                "the same train_batch_size, gpu_batch_size_limit and processes."
             )
     batch = (checkpoint.plan or {}).get("global_batch", plan.global_batch)
     if batch != plan.global_batch:
