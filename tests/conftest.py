@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 
 torch.set_num_threads(1)
 
@@ -37,6 +38,19 @@ def _torch_globals() -> dict[str, object]:
         "default dtype": torch.get_default_dtype(),
         "grad mode": torch.is_grad_enabled(),
     }
+
+
+@pytest.fixture(autouse=True)
+def world_of_one(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A process group of this one process around each test of a stack that joins processes; the layer adopts it."""
+    parameters = getattr(request.node, "callspec", None)
+    specs = [value for value in parameters.params.values() if isinstance(value, str)] if parameters else []
+    if not any(spec.split("-")[0] == "ddp" for spec in specs):
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

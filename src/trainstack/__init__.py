@@ -13,6 +13,7 @@ from trainstack.errors import (
     MissingExtraError,
     ModuleContractError,
     NonFiniteError,
+    PeerError,
     TrainstackError,
     UnsupportedStateError,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "MissingExtraError",
     "ModuleContractError",
     "NonFiniteError",
+    "PeerError",
     "TrainstackError",
     "UnsupportedStateError",
     "__version__",

@@ -6,6 +6,7 @@ TrainstackError
 │   └── MissingExtraError (ImportError)  an optional package is needed and not installed
 ├── ModuleContractError (TypeError)      the user's module, optimizer or loader broke its contract
 ├── NonFiniteError (ArithmeticError)     a loss or gradient became inf or nan
+├── PeerError (RuntimeError)             another process failed
 └── CheckpointError                      a checkpoint cannot be written or read
     ├── CheckpointNotFoundError (FileNotFoundError)
     ├── CheckpointDamagedError           a file is missing, truncated or altered
@@ -46,6 +47,10 @@ class ModuleContractError(TrainstackError, TypeError):
 
 class NonFiniteError(TrainstackError, ArithmeticError):
     """A loss or a gradient is inf or nan; the message names epoch, step and batch."""
+
+
+class PeerError(TrainstackError, RuntimeError):
+    """Another process of the run failed; the message names its rank and carries its error."""
 
 
 class CheckpointError(TrainstackError):

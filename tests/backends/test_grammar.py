@@ -58,7 +58,7 @@ def test_one_spelling_a_stack() -> None:
         ("sp-apm", "backend 'sp-apm': no layer is called 'apm'. Did you mean 'amp'?"),
         ("amp", "backend 'amp': a stack starts with a process layer. Write 'sp-amp'."),
         ("sp-amp-amp", "backend 'sp-amp-amp': 'amp' stands twice. Write 'sp-amp'."),
-        ("sp-quantum", "backend 'sp-quantum': no layer is called 'quantum'. There are amp, bf16, sp."),
+        ("sp-fp16", "backend 'sp-fp16': no layer is called 'fp16'. Did you mean 'amp'?"),
     ],
 )
 def test_the_sentences(spec: str, message: str) -> None:

@@ -60,6 +60,13 @@ def test_dtypes_are_kept(dtype: torch.dtype) -> None:
     assert collected(torch.ones(2, dtype=dtype), torch.ones(1, dtype=dtype))[0].dtype == dtype
 
 
+def test_inference_tensors_are_collected() -> None:
+    with torch.inference_mode():
+        outputs = [torch.ones(2) * i for i in range(2)]
+
+    assert collected(*outputs)[0].tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
 def test_what_is_collected_has_no_graph() -> None:
     assert not collected(torch.ones(2, requires_grad=True) * 2)[0].requires_grad
 

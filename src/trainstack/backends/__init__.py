@@ -4,8 +4,12 @@ from trainstack.backends.amp import Amp
 from trainstack.backends.base import VERBS, TrainerBackend
 from trainstack.backends.bf16 import BFloat16
 from trainstack.backends.build import build_trainer_backend
+from trainstack.backends.communicator import Communicator
+from trainstack.backends.ddp import DDP
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.driving import TrainerBackendArguments
+from trainstack.backends.empty import EMPTY
+from trainstack.backends.environment import DistributedTrainingArguments, Place, find_place
 from trainstack.backends.explain import explain
 from trainstack.backends.grammar import legal_specs, parse_spec
 from trainstack.backends.registry import Slot, register_layer, register_trainer_backend, unregister
@@ -17,8 +21,13 @@ __all__ = [
     "VERBS",
     "AbstractTrainerBackendDecorator",
     "Amp",
+    "DDP",
+    "EMPTY",
     "BFloat16",
     "Clipping",
+    "Communicator",
+    "DistributedTrainingArguments",
+    "Place",
     "SingleProcess",
     "Slot",
     "TrainerBackend",
@@ -27,6 +36,7 @@ __all__ = [
     "World",
     "build_trainer_backend",
     "explain",
+    "find_place",
     "legal_specs",
     "move_to_device",
     "parse_spec",

@@ -12,6 +12,7 @@ from trainstack.backends.base import TrainerBackend
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.registry import Slot, register_layer
 from trainstack.backends.workload import Workload
+from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 
 
@@ -26,7 +27,7 @@ class _JointScaler(GradScaler):
         return bool(torch.stack([flag.cpu() for flag in found]).any()) if found else None
 
     def forget(self) -> None:
-        """End a step in which no optimizer had a gradient: there is nothing to judge the scale by."""
+        """Drop what was recorded of a step that does not come to an end."""
         self._per_optimizer_states.clear()
 
 
@@ -49,6 +50,11 @@ class Amp(AbstractTrainerBackendDecorator):
         self.scaler = _JointScaler("cpu", **scaler_options)
 
     def prepare(self, work: Workload) -> Workload:
+        if any(p.dtype is torch.float16 for p in work.trained):
+            raise ConfigurationError(
+                "'amp' with a module in float16: its gradients cannot be unscaled without loss. Leave the module in "
+                "float32; the layer runs the forward pass in float16 by itself."
+            )
         self.scaler = _JointScaler(work.world.device.type, **self._scaler_options)
         return self.inner.prepare(work)
 
@@ -60,6 +66,7 @@ class Amp(AbstractTrainerBackendDecorator):
         self.inner.backward(work, self.scaler.scale(loss), weight)
 
     def clip(self, work: Workload) -> Tensor | None:
+        self.scaler.forget()  # a step that was interrupted half-way
         for optimizer in work.optimizers:
             self.scaler.unscale_(optimizer)
         return self.inner.clip(work)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +19,7 @@ from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 
 _NOTHING = nullcontext()
+_MOST_SEEDS = 256
 
 
 @register_layer("sp", slot=Slot.PROCESS)
@@ -36,6 +36,7 @@ class SingleProcess(TrainerBackend):
     def __init__(self, *, environ: Mapping[str, str] | None = None, standalone: bool = True) -> None:
         self._environ = os.environ if environ is None else environ
         self._standalone = standalone
+        self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
     def open(self, device: str | torch.device = "auto") -> World:
         size = int(self._environ.get("WORLD_SIZE") or 1)
@@ -60,10 +61,25 @@ class SingleProcess(TrainerBackend):
         return work.model(stage=stage, global_step=step, batch=batch, device=device)
 
     def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
-        loss.backward(_constant(weight, loss.dtype, loss.device))  # type: ignore[no-untyped-call]
+        loss.backward(self._seed(weight, loss))  # type: ignore[no-untyped-call]
+
+    def _seed(self, weight: float, loss: Tensor) -> Tensor:
+        """The gradient to begin with. Made once: that costs less than multiplying the loss, for the same bits.
+
+        A hook may change it in place; then it is made anew.
+        """
+        key = (weight, loss.dtype, loss.device)
+        seed = self._seeds.get(key)
+        if seed is None or seed._version:
+            if len(self._seeds) >= _MOST_SEEDS:
+                self._seeds.clear()
+            seed = self._seeds[key] = torch.full((), weight, dtype=loss.dtype, device=loss.device)
+            if seed._version:
+                seed = self._seeds[key] = seed.clone()
+        return seed
 
     def clip(self, work: Workload) -> Tensor | None:
-        return clip_gradients(work.parameters, work.clipping)
+        return clip_gradients(work.trained, work.clipping)
 
     def step(self, work: Workload) -> bool:
         for optimizer in work.optimizers:
@@ -75,12 +91,6 @@ class SingleProcess(TrainerBackend):
 
     def close(self) -> None:
         """Nothing was taken."""
-
-
-@lru_cache(maxsize=256)
-def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A 0-dim tensor made once: a gradient seed costs less than multiplying the loss, for the same bits."""
-    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:

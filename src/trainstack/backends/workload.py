@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -39,6 +39,7 @@ class Workload:
         model: what `forward` calls: `module`, or a layer's wrapper around it.
         optimizers: in the order in which the user returned them.
         parameters: all parameters of `module`, each once, frozen ones included.
+        trained: the parameters that the optimizers hold, each once: what is clipped.
         world: this process's place and device.
         clipping: what `clip` does.
         gradients_reduced_by: the name of the layer that sums gradients over processes, if one does.
@@ -48,6 +49,7 @@ class Workload:
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
     parameters: tuple[nn.Parameter, ...]
+    trained: tuple[nn.Parameter, ...]
     world: World
     clipping: Clipping = Clipping()
     gradients_reduced_by: str | None = None
@@ -55,11 +57,22 @@ class Workload:
     @classmethod
     def of(cls, module: nn.Module, optimizers: Any, world: World, clipping: Clipping | None = None) -> Workload:
         """A workload as `prepare` first gets it: nothing wrapped, nothing placed."""
+        optimizers = tuple(optimizers)
         return cls(
             module=module,
             model=module,
-            optimizers=tuple(optimizers),
+            optimizers=optimizers,
             parameters=tuple(module.parameters()),
+            trained=_held_by(optimizers),
             world=world,
             clipping=clipping or Clipping(),
         )
+
+    def refreshed(self) -> Workload:
+        """The same, with parameters that the module or an optimizer has been given since."""
+        return replace(self, parameters=tuple(self.module.parameters()), trained=_held_by(self.optimizers))
+
+
+def _held_by(optimizers: tuple[Optimizer, ...]) -> tuple[nn.Parameter, ...]:
+    held = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return tuple(held.values())

@@ -6,17 +6,26 @@ from dataclasses import dataclass, field
 
 import torch
 
+from trainstack.backends.communicator import Communicator
 from trainstack.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What `open()` finds out: this process's rank among `size`, and its device."""
+    """What `open()` finds out: this process's rank among `size`, its device, and how to talk to the others.
+
+    Attributes:
+        rank, size: among all processes.
+        local_rank: among those of this machine.
+        device: what this process trains on.
+        comm: sums, objects and failures, from and to all processes.
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    comm: Communicator = field(default_factory=Communicator)
 
     @property
     def is_main(self) -> bool:

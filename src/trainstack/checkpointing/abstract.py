@@ -41,6 +41,10 @@ class AbstractCheckpointer(ABC):
             CheckpointDamagedError: what was asked for exists and cannot be used.
         """
 
+    def is_due(self, index: int, force: bool) -> bool:
+        """Whether `save` would keep anything if it were called with these; spares collecting states in vain."""
+        return True
+
     def begin_run(self, *, resumed: bool) -> None:  # noqa: B027 - most checkpointers need not know
         """Training begins: from what `load` returned if `resumed`, else afresh."""
 

@@ -66,13 +66,17 @@ class DefaultCheckpointer(AbstractCheckpointer):
         if earlier:
             began.mark(self.save_dir, self.args.file_prefix, earlier[0].sequence)
 
+    def is_due(self, index: int, force: bool) -> bool:
+        """Whether it is the turn of `index`, or out of turn but asked for, and saving is on at all."""
+        return self.args.checkpoint and (force or index % self.args.period == 0)
+
     def save(self, checkpoint_state: Checkpoint, index: int, force: bool = False) -> str | None:
         """Write `checkpoint_state` if it is its turn, replacing one of the same name.
 
         The name is made of the prefix and the global step, or the index if the step is not known.
         Returns once everything is on the disk.
         """
-        if not self.args.checkpoint or not (force or index % self.args.period == 0):
+        if not self.is_due(index, force):
             return None
         self.prepare()
         step = checkpoint_state.global_step

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from trainstack.backends import DistributedTrainingArguments
 from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.argument_checks import check_arguments
@@ -88,7 +89,7 @@ class TrainerArguments:
     log_level: str = "INFO"
     stats_args: StatsArguments | None = None
     writer_args: WriterArguments | None = None
-    distributed_training_args: Any = None
+    distributed_training_args: DistributedTrainingArguments | None = None
     differential_privacy_args: Any = None
     amp_backend_native: bool = False
     amp_backend_apex: bool = False
@@ -113,6 +114,14 @@ class TrainerArguments:
     def chosen_device(self) -> str | torch.device:
         """`device`, or the CPU if `use_gpu` is False."""
         return self.device if self.use_gpu else "cpu"
+
+    @property
+    def layer_options(self) -> dict[str, dict[str, Any]]:
+        """`backend_options`, with what other arguments say about a layer."""
+        options = {layer: dict(chosen) for layer, chosen in self.backend_options.items()}
+        if self.distributed_training_args is not None:
+            options.setdefault("ddp", {}).setdefault("place", self.distributed_training_args)
+        return options
 
     @property
     def placed_checkpointer_args(self) -> DefaultCheckpointerArguments:
@@ -159,6 +168,7 @@ class TrainerArguments:
 
 
 _NESTED: dict[str, type] = {
+    "distributed_training_args": DistributedTrainingArguments,
     "checkpointer_args": DefaultCheckpointerArguments,
     "stats_args": StatsArguments,
     "writer_args": WriterArguments,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from trainstack.backends.gathering import Column
 from trainstack.errors import ModuleContractError
 
 
@@ -66,8 +68,12 @@ class OutputCollector:
     @property
     def as_arguments(self) -> tuple[Any, ...]:
         """`all_outputs` as positional arguments of a hook: one an output, a dict as a single one."""
-        outputs = self.all_outputs
-        return (outputs,) if isinstance(outputs, dict) else tuple(outputs)
+        return as_arguments(self.all_outputs)
+
+
+def as_arguments(outputs: Any) -> tuple[Any, ...]:
+    """Collected outputs as positional arguments of a hook: one an output, a dict as a single one."""
+    return (outputs,) if isinstance(outputs, dict) else tuple(outputs)
 
 
 class _Node:
@@ -103,6 +109,8 @@ class _Tensors(_Node):
         if not isinstance(value, Tensor):
             raise self._refuse(value, "a tensor")
         value = value.detach()
+        if value.untyped_storage().nbytes() > value.nbytes:
+            value = value.clone()  # a small view would keep all of a large tensor alive
         if device is not None and value.device != device:
             value = value.to(device, non_blocking=False)
         self.kept.append(value)
@@ -110,7 +118,7 @@ class _Tensors(_Node):
 
     def join(self) -> Tensor:
         for step, (tensor, version) in enumerate(zip(self.kept, self.versions, strict=True)):
-            if version not in (-1, tensor._version):
+            if version != -1 and version != tensor._version:
                 raise ModuleContractError(
                     f"{self.path}: the tensor that step {step} returned was changed in place afterwards. "
                     "Return a copy: tensor.clone()."
@@ -134,12 +142,13 @@ class _Objects(_Node):
         self.kept: list[Any] = []
 
     def add(self, value: Any, device: torch.device | None) -> None:
-        if isinstance(value, Tensor | dict | tuple):
+        holds_tensors = isinstance(value, list) and any(isinstance(item, Tensor | dict | tuple) for item in value)
+        if holds_tensors or isinstance(value, Tensor | dict | tuple):
             raise self._refuse(value, f"a {type(self.kept[0]).__name__}" if self.kept else "a plain object")
-        self.kept.append(value)
+        self.kept.append(value.copy() if isinstance(value, np.ndarray) else value)
 
-    def join(self) -> list[Any]:
-        return self.kept
+    def join(self) -> Column:
+        return Column(self.kept)
 
 
 class _Items(_Node):

@@ -10,9 +10,13 @@ from trainstack.stage import Stage
 from trainstack.trainer.evaluation import Evaluation, eval_mode
 from trainstack.trainer.hooks import Hooks
 from trainstack.trainer.loop import TrainLoop, train_windows
+from trainstack.trainer.order import mix
 from trainstack.trainer.progress import NoProgress
 from trainstack.trainer.run_state import RunState
+from trainstack.trainer.seeding import isolated_rng
 from trainstack.trainer.sources import ForeignSource, samples_in
+
+_DRAIN_EVERY = 1000
 
 
 class LoopDriver:
@@ -48,6 +52,7 @@ class LoopDriver:
             state=self._state,
             keep_epoch_outputs=True,
         )
+        loop.attend, loop.attend_at = (lambda: self._drain(loop)), self._state.global_step + _DRAIN_EVERY
         windows = source.windows(self._state.epoch, 0, 0)
         train_windows(loop, islice(windows, self._args.max_train_steps_per_epoch))
         loop.meter.drain()
@@ -55,10 +60,17 @@ class LoopDriver:
         assert loop.epoch_outputs is not None
         return loop.epoch_outputs.all_outputs
 
+    def _drain(self, loop: TrainLoop) -> int:
+        loop.meter.drain()
+        return self._state.global_step + _DRAIN_EVERY
+
     def validate(self, dataloader: Any) -> Any:
         """One pass over `dataloader`; returns the collected outputs."""
         evaluation = Evaluation(self._stack, self._work, Stage.VAL, self._state.global_step)
-        with eval_mode(self._work.module):
-            evaluation.run(iter(dataloader), self._args.max_val_steps_per_epoch, NoProgress())
+        seed = mix(0, Stage.VAL.value, self._state.global_step)
+        with isolated_rng(seed, self._work.world.device), eval_mode(self._work.module):
+            evaluation.run(
+                ((batch, None) for batch in islice(iter(dataloader), self._args.max_val_steps_per_epoch)), NoProgress()
+            )
         assert evaluation.outputs is not None
         return evaluation.outputs.all_outputs

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from trainstack.backends import TrainerBackend, Workload
+from trainstack.backends import Communicator, TrainerBackend, Workload, World
 from trainstack.errors import ModuleContractError
 from trainstack.stage import Stage
 from trainstack.trainer.collector import OutputCollector
 from trainstack.trainer.fetching import Fetcher
 from trainstack.trainer.meter import read_scalars
-from trainstack.trainer.order import DataOrder
 from trainstack.trainer.progress import ProgressDisplay
-from trainstack.trainer.sources import samples_in, why_foreign
+from trainstack.trainer.sources import own_weigher, samples_in, why_foreign
 
 EVALUATION_EPOCH = (1 << 32) - 1
 """Stands for the epoch in the seeds of evaluated samples: their augmentation is the same every time."""
@@ -51,24 +50,53 @@ def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
     return named
 
 
-def evaluation_batches(loader: Any, *, batch_size: int, seed: int) -> Iterator[Any]:
-    """The batches of `loader` in data set order, whatever its sampler; as they come if it has an order of its own."""
+class Batches(NamedTuple):
+    """What one process evaluates.
+
+    Attributes:
+        pairs: each batch with its number of samples, None where that is not known.
+        in_parts: whether the other processes evaluate the rest; else each evaluates everything.
+    """
+
+    pairs: Iterator[tuple[Any, int | None]]
+    in_parts: bool
+
+
+def evaluation_batches(loader: Any, *, seed: int, world: World, limit: int | None = None) -> Batches:
+    """The batches of `loader` that this process evaluates.
+
+    A map-style data set is cut into one run of neighbours a process, in data set order whatever the sampler, so that
+    outputs joined in the order of the ranks are in data set order. A loader with an order of its own is read and
+    evaluated as it comes, and wholly on each process.
+
+    Args:
+        loader: what the module returned.
+        seed: of the samples' own random numbers.
+        world: this process's place.
+        limit: batches on each process, at most.
+    """
     if why_foreign(loader) is not None:
-        return iter(loader)
+        return Batches(((batch, None) for batch in islice(iter(loader), limit)), False)
     length = len(loader.dataset)
-    order = DataOrder(length=length, global_batch=batch_size, micro_batch=batch_size, shuffle=False)
-    indices = (index for share in order.shares(0) for index in share.micro_batches)
-    return Fetcher(loader, seed).batches(EVALUATION_EPOCH, indices)
+    if limit is not None:
+        length = min(length, limit * loader.batch_size * world.size)
+    low, extra = divmod(length, world.size)
+    begin = world.rank * low + min(world.rank, extra)
+    mine = torch.arange(begin, begin + low + (world.rank < extra))
+    indices = torch.split(mine, loader.batch_size) if len(mine) else ()
+    batches = Fetcher(loader, seed).batches(EVALUATION_EPOCH, indices)
+    return Batches(zip(batches, map(len, indices), strict=True), True)
 
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
     """All submodules in eval mode inside; each in the mode it had before, after."""
-    modes = [(part, part.training) for part in module.modules()]
+    mode, modes = module.training, [(part, part.training) for part in module.modules()]
     module.eval()
     try:
         yield
     finally:
+        module.train(mode)  # a module may do more in train() than set a flag
         for part, training in modes:
             if part.training is not training:
                 part.training = training
@@ -98,34 +126,39 @@ class Evaluation:
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
 
-    def run(self, batches: Iterator[Any], limit: int | None, progress: ProgressDisplay) -> None:
-        """Evaluate `batches`, at most `limit` of them, and let `progress` look."""
+    def run(self, pairs: Iterable[tuple[Any, int | None]], progress: ProgressDisplay) -> None:
+        """Evaluate batches, each with its number of samples if that is known, and let `progress` look."""
         forward, work, stage, step = self.stack.forward, self.work, self.stage, self.step
         collect = None if self.outputs is None else self.outputs.collect
         with torch.no_grad():
-            for done, batch in enumerate(islice(batches, limit), start=1):
+            for done, (batch, samples) in enumerate(pairs, start=1):
                 outputs = forward(work, stage, batch, step)
                 if collect is not None:
                     collect(outputs)
                 loss = _loss_in(outputs)
                 if loss is not None:
                     self._losses.append(loss)
-                    self._weights.append(self._weigh(batch))
+                    self._weights.append(self._weigh(batch, samples))
                 if done >= progress.next_look:
                     progress.look(done, lambda: None)
                 self.batches = done
 
-    def _weigh(self, batch: Any) -> float:
-        weigh = getattr(self.work.module, "batch_weight", samples_in)
-        return float(weigh(batch))
+    def _weigh(self, batch: Any, samples: int | None) -> float:
+        weigh = own_weigher(self.work.module)
+        if weigh is not None:
+            return float(weigh(batch))
+        return float(samples_in(batch) if samples is None else samples)
 
-    def mean_loss(self) -> float | None:
-        """The mean of the losses that the step returned, weighted by `batch_weight`; None if it returned none."""
+    def mean_loss(self, comm: Communicator) -> float | None:
+        """The mean of the losses that the step returned, weighted by `batch_weight`; None if it returned none.
+
+        Over what all processes of `comm` have evaluated, as one sum and one weight.
+        """
         values = read_scalars(self._losses)
-        total = math.fsum(self._weights)
-        if not total:
-            return None
-        return math.fsum(v * w for v, w in zip(values, self._weights, strict=True) if w) / total
+        mine = [v * w for v, w in zip(values, self._weights, strict=True) if w]
+        everyone = comm.gather((mine, self._weights))
+        total = math.fsum(weight for _, weights in everyone for weight in weights)
+        return math.fsum(value for parts, _ in everyone for value in parts) / total if total else None
 
 
 def _loss_in(outputs: Any) -> Tensor | None:

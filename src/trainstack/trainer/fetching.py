@@ -21,11 +21,11 @@ class SeededDataset(Dataset[Any]):
         self.seed = seed
         self.fetches_batches = _fetches_batches(dataset)
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
         """The samples of one micro-batch; a key is (epoch, index)."""
         if self.fetches_batches:
             seed_sample(self.seed, *keys[0])
-            return list(self.dataset.__getitems__([index for _, index in keys]))
+            return self.dataset.__getitems__([index for _, index in keys])
         samples = []
         for epoch, index in keys:
             seed_sample(self.seed, epoch, index)
@@ -52,7 +52,6 @@ class Fetcher:
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
         self.loader = loader
         self.seed = seed
-        self._tensors = _plain_tensors(loader)
         self._seeded = SeededDataset(loader.dataset, seed)
         self._keys = _KeyBatches()
         self._workers: DataLoader[Any] | None = None
@@ -61,7 +60,8 @@ class Fetcher:
         """Whether `loader` describes the same data, so that this fetcher and its workers can be kept."""
         mine = self.loader
         return mine is loader or (
-            mine.dataset is loader.dataset
+            not mine.persistent_workers  # the workers hold the data set as it was
+            and mine.dataset is loader.dataset
             and mine.collate_fn is loader.collate_fn
             and mine.num_workers == loader.num_workers
             and mine.pin_memory == loader.pin_memory
@@ -69,17 +69,14 @@ class Fetcher:
 
     def batches(self, epoch: int, indices: Iterable[Tensor]) -> Iterator[Any]:
         """One collated batch for each index tensor, in order. The process's own generators are left alone."""
-        if self._tensors is not None:
-            return (self._gather(index) for index in indices)
+        plain = _plain_tensors(self.loader)
+        if plain is not None:
+            tensors, chosen = plain
+            rows = indices if chosen is None else (chosen[index] for index in indices)
+            return ([tensor[row] for tensor in tensors] for row in rows)
         if self.loader.num_workers > 0 or (self.loader.pin_memory and torch.accelerator.is_available()):
             return self._from_workers(epoch, indices)
         return (self._load(epoch, index) for index in indices)
-
-    def _gather(self, index: Tensor) -> Any:
-        assert self._tensors is not None
-        tensors, chosen = self._tensors
-        rows = index if chosen is None else chosen[index]
-        return [tensor[rows] for tensor in tensors]
 
     def _load(self, epoch: int, index: Tensor) -> Any:
         with host_rng_kept():

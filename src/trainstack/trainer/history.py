@@ -122,6 +122,15 @@ class RunHistory:
         """The last value of `name`; ConfigurationError (a ValueError) when there is none."""
         return self._column(name).values[-1]
 
+    def latest_record(self, name: str) -> Record:
+        """The last record of the metric `name`.
+
+        Raises:
+            ConfigurationError: nothing was recorded under that name.
+        """
+        column = self._column(name)
+        return column.record(len(column.values) - 1)
+
     def records(self, name: str) -> list[Record]:
         """All records of `name` in order of arrival; ConfigurationError (a ValueError) when there is none."""
         column = self._column(name)

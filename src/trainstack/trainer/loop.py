@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstack.backends import TrainerBackend, Workload
+from trainstack.backends import EMPTY, TrainerBackend, Workload
 from trainstack.errors import ModuleContractError
 from trainstack.stage import Stage
 from trainstack.trainer.collector import OutputCollector
 from trainstack.trainer.hooks import Hooks
-from trainstack.trainer.meter import LossMeter, StepEntry
+from trainstack.trainer.meter import LossMeter
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.sources import Window
 
@@ -57,7 +57,7 @@ class TrainLoop:
         self.stack, self.work, self.hooks, self.schedulers = stack, work, hooks, tuple(schedulers)
         self.state = state or RunState()
         self.skip_nonfinite = skip_nonfinite
-        self.meter = LossMeter(tolerant=skip_nonfinite)
+        self.meter = LossMeter(tolerant=skip_nonfinite, comm=work.world.comm)
         self.step_outputs = OutputCollector(device=None) if hooks.step_outputs else None
         self.epoch_outputs = OutputCollector() if keep_epoch_outputs else None
         self.attend: Callable[[], int] = lambda: NEVER
@@ -70,34 +70,31 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
     Raises:
         ModuleContractError: `train_step` did not return a loss to train on.
     """
-    stack, work, state, schedulers = loop.stack, loop.work, loop.state, loop.schedulers
-    clip, step, parameters, meter = stack.clip, stack.step, loop.work.parameters, loop.meter
+    stack, state, schedulers = loop.stack, loop.state, loop.schedulers
+    work = loop.work = loop.work.refreshed()
+    if loop.step_outputs is not None:
+        loop.step_outputs.reset()
+    buffers = Buffers(work.module) if loop.skip_nonfinite else None
+    clip, step, parameters, meter = stack.clip, stack.step, work.parameters, loop.meter
     run_micro_batches, after_step = _bind_micro_batches(loop), _bind_end_train_step(loop)
     _drop_gradients(parameters)
     for window in windows:
+        if buffers is not None:
+            buffers.keep()
         losses = run_micro_batches(window)
         norm = clip(work)
-        left_out = loop.skip_nonfinite and not _all_finite(losses, norm)
+        left_out = loop.skip_nonfinite and norm is not None and not bool(torch.isfinite(norm))
         if left_out:
             _drop_gradients(parameters)
         moved = step(work) and not left_out and window.items > 0
         _drop_gradients(parameters)
+        if not moved and buffers is not None:
+            buffers.put_back()
         if moved:
             for scheduler in schedulers:
                 scheduler.step()
         _advance(state, window, moved)
-        meter.entries.append(
-            StepEntry(
-                state.global_step,
-                state.epoch,
-                state.steps_in_epoch,
-                losses,
-                window.weights,
-                window.items,
-                moved,
-                norm,
-            )
-        )
+        meter.add_step(state, window, losses, moved, norm)
         if after_step is not None:
             after_step()
         if state.global_step >= loop.attend_at:
@@ -110,7 +107,7 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
     accumulate, forward, backward = stack.accumulate, stack.forward, stack.backward
     end_backward, train = loop.hooks.end_backward, Stage.TRAIN
     collectors = [c.collect for c in (loop.step_outputs, loop.epoch_outputs) if c is not None]
-    must_join = work.gradients_reduced_by is not None
+    must_join, skip = work.gradients_reduced_by is not None, loop.skip_nonfinite
 
     def run_micro_batches(window: Window) -> list[Tensor]:
         number, last, losses = state.global_step + 1, len(window.batches) - 1, []
@@ -121,8 +118,10 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
                 outputs = forward(work, train, batch, number)
                 loss = loss_of(outputs)
                 if weight or must_join:
-                    backward(work, loss, weight)
-            losses.append(loss.detach())
+                    backward(work, as_seen_by_all(loss) if skip else loss, weight)
+            losses.append(loss.detach().clone() if loss.is_leaf else loss.detach())
+            if batch is EMPTY:
+                continue
             for collect in collectors:
                 collect(outputs)
             if end_backward is not None:
@@ -148,6 +147,24 @@ def _bind_end_train_step(loop: TrainLoop) -> Callable[[], None] | None:
     return end_train_step
 
 
+class Buffers:
+    """The buffers of a module as they were before a step that may have to be left out, such as running statistics."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(self) -> None:
+        """Remember them."""
+        self._kept = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
+
+    def put_back(self) -> None:
+        """Make them what they were."""
+        with torch.no_grad():
+            for buffer, before in self._kept:
+                buffer.copy_(before)
+
+
 def _advance(state: RunState, window: Window, moved: bool) -> None:
     micro_batches = len(window.batches)
     state.global_step += 1
@@ -164,9 +181,12 @@ def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def _all_finite(losses: Sequence[Tensor], norm: Tensor | None) -> bool:
-    values = [*losses, norm] if norm is not None else list(losses)
-    return not values or bool(torch.isfinite(torch.stack([v.float() for v in values])).all())
+def as_seen_by_all(loss: Tensor) -> Tensor:
+    """`loss` with a gradient that is nan if `loss` is inf or nan.
+
+    So the norm of the gradients alone, which is the same on every process, tells whether a step is to be skipped.
+    """
+    return loss * (1.0 + 0.0 * loss.detach())
 
 
 def loss_of(outputs: Any) -> Tensor:

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainstack.backends import Communicator
 from trainstack.errors import NonFiniteError
+from trainstack.trainer.run_state import RunState
+from trainstack.trainer.sources import Window
 
 MAX_SKIPPED_IN_A_ROW = 50
 """So many steps may be skipped one after the other before the run is stopped."""
@@ -40,30 +43,52 @@ class StepEntry(NamedTuple):
 class LossMeter:
     """Means over the steps since the last log point, and over the epoch.
 
-    Means are weighted by items and leave out steps that moved nothing; those are counted by `RunState`. All sums are
-    float64 and are formed in the order of the steps, so that they do not depend on when the device is read.
+    Means are weighted by items and leave out steps that moved nothing; those are counted by `RunState`. Sums are exact,
+    so that they depend neither on when the device is read nor on how many processes there are.
 
     Args:
         tolerant: a non-finite loss is no error where its step moved nothing.
+        comm: how the processes of the run talk.
     """
 
-    def __init__(self, *, tolerant: bool = False) -> None:
+    def __init__(self, *, tolerant: bool = False, comm: Communicator | None = None) -> None:
         self._tolerant = tolerant
+        self._comm = comm or Communicator()
         self.entries: list[StepEntry] = []
-        self.interval = _Sum()
-        self.epoch = _Sum()
+        self.interval = WeightedMean()
+        self.epoch = WeightedMean()
         self.last_norm: float | None = None
         self.skipped_in_a_row = 0
 
+    def add_step(
+        self, state: RunState, window: Window, losses: Sequence[Tensor], moved: bool, norm: Tensor | None
+    ) -> None:
+        """Remember a global step that `state` counts already; nothing is read."""
+        place = (state.global_step, state.epoch, state.steps_in_epoch)
+        self.entries.append(StepEntry(*place, losses, window.weights, window.items, moved, norm))
+
     def drain(self) -> None:
-        """Read what is pending from the device.
+        """Read what is pending from the device, and settle the means over all processes; all call it at the same step.
 
         Raises:
             NonFiniteError: a loss is inf or nan, or the gradients of a step that moved the weights are, or too many
-                steps in a row moved nothing.
+                steps in a row moved nothing; on every process, whichever saw it.
         """
-        if not self.entries:
-            return
+        error: NonFiniteError | None = None
+        try:
+            self._read()
+        except NonFiniteError as raised:
+            error = raised
+        told = self._comm.gather((str(error) if error else None, self.interval.mine.parts, self.epoch.mine.parts))
+        if error is not None:
+            raise error
+        for message, _, _ in told:
+            if message is not None:
+                raise NonFiniteError(message)
+        self.interval.settle([interval for _, interval, _ in told])
+        self.epoch.settle([epoch for _, _, epoch in told])
+
+    def _read(self) -> None:
         losses = iter(read_scalars([loss for entry in self.entries for loss in entry.losses]))
         norms = iter(read_scalars([entry.norm for entry in self.entries if entry.norm is not None]))
         entries, self.entries = self.entries, []
@@ -72,17 +97,11 @@ class LossMeter:
             norm = next(norms) if entry.norm is not None else None
             self._count(entry, values, norm)
 
-    def latest(self) -> float | None:
-        """Mean loss since the last log point, pending steps included; reads the device."""
-        self.drain()
-        return self.interval.mean()
-
     def get_state(self) -> dict[str, Any]:
-        """Sums since the last log point and over the epoch; reads what is pending first."""
-        self.drain()
+        """What was settled by the last `drain` since the last log point and over the epoch."""
         return {
-            "interval": self.interval.pair(),
-            "epoch": self.epoch.pair(),
+            "interval": self.interval.get_state(),
+            "epoch": self.epoch.get_state(),
             "last_norm": self.last_norm,
             "skipped_in_a_row": self.skipped_in_a_row,
         }
@@ -90,7 +109,7 @@ class LossMeter:
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `get_state` returned."""
         self.entries = []
-        self.interval, self.epoch = _Sum(*state["interval"]), _Sum(*state["epoch"])
+        self.interval, self.epoch = WeightedMean(*state["interval"]), WeightedMean(*state["epoch"])
         self.last_norm = state["last_norm"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
 
@@ -130,26 +149,70 @@ def _place(entry: StepEntry) -> str:
     return f"global step {entry.step} (epoch {entry.epoch}, step {entry.step_in_epoch} of the epoch)"
 
 
-class _Sum:
-    __slots__ = ("total", "weight")
+class ExactSum:
+    """A sum of floats without rounding, so that neither the order of adding nor the number of processes matters.
 
-    def __init__(self, total: float = 0.0, weight: float = 0.0) -> None:
-        self.total, self.weight = total, weight
+    Shewchuk: Adaptive Precision Floating-Point Arithmetic (1997), as in `math.fsum`, but open to more.
+    """
 
-    def add(self, value: float, weight: float) -> None:
-        self.total += value * weight
-        self.weight += weight
+    __slots__ = ("parts",)
 
-    def mean(self) -> float | None:
-        return self.total / self.weight if self.weight else None
+    def __init__(self, parts: Sequence[float] = ()) -> None:
+        self.parts = list(parts)
+
+    def add(self, value: float) -> None:
+        """Add one value."""
+        kept = []
+        for part in self.parts:
+            if abs(value) < abs(part):
+                value, part = part, value
+            high = value + part
+            low = part - (high - value)
+            if low:
+                kept.append(low)
+            value = high
+        self.parts = [*kept, value]
+
+    def value(self) -> float:
+        """The sum, rounded once."""
+        return math.fsum(self.parts)
+
+
+class WeightedMean:
+    """A mean of values over all processes: what they add up to, each with its share, and the items it is a mean over.
+
+    Attributes:
+        settled: what all processes have added, up to the last `settle`.
+        mine: what this process has added since.
+        items: on all processes together, every item once; the same number everywhere.
+    """
+
+    __slots__ = ("items", "mine", "settled")
+
+    def __init__(self, settled: Sequence[float] = (), items: float = 0.0) -> None:
+        self.settled, self.mine, self.items = ExactSum(settled), ExactSum(), items
+
+    def add(self, part: float, items: float) -> None:
+        """Add this process's part of a mean over `items` items."""
+        self.mine.add(part * items)
+        self.items += items
+
+    def settle(self, everyone: Sequence[Sequence[float]]) -> None:
+        """Add up what all processes had in `mine`."""
+        for parts in everyone:
+            for part in parts:
+                self.settled.add(part)
+        self.mine = ExactSum()
 
     def take(self) -> float | None:
-        mean = self.mean()
-        self.total = self.weight = 0.0
+        """The mean of what is settled, and start anew; None if nothing was added."""
+        mean = self.settled.value() / self.items if self.items else None
+        self.settled, self.items = ExactSum(), 0.0
         return mean
 
-    def pair(self) -> list[float]:
-        return [self.total, self.weight]
+    def get_state(self) -> list[Any]:
+        """What is settled."""
+        return [self.settled.parts, self.items]
 
 
 def read_scalars(tensors: Sequence[Tensor]) -> list[float]:

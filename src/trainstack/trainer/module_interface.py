@@ -122,6 +122,8 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
         """
         return samples_in(batch)
 
+    batch_weight.counts_samples = True  # type: ignore[attr-defined]
+
     def log(self, name: str, value: Any) -> None:
         """Record a number under `name` at the step under way; a tensor is read at the next log point, not now.
 

@@ -67,6 +67,12 @@ def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module, log: R
                 f"{type(module).__name__}'s, the first of shape {foreign[0]}. Make it over self.parameters(), and "
                 "make the model an attribute of the module before that."
             )
+        twice = sum(id(p) in held for p in parameters)
+        if twice:
+            raise ModuleContractError(
+                f"optimizer {position} ({type(optimizer).__name__}) holds {twice} parameters that an optimizer before "
+                "it holds as well, so they would move twice a step. Give each parameter to one optimizer."
+            )
         held |= {id(p) for p in parameters}
     left_out = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
     if left_out:

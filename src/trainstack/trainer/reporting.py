@@ -86,7 +86,7 @@ class Reporter:
         epoch = state.last_epoch
         self.progress.end_epoch()
         self.write()
-        latest = (self.history.records(name)[-1] for name in sorted(self.history.get_metric_names()))
+        latest = (self.history.latest_record(name) for name in sorted(self.history.get_metric_names()))
         shown = [
             f"{record.name.removesuffix('_epoch')} {record.value:.4g}"
             for record in latest

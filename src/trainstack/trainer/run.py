@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import SequentialSampler
 
-from trainstack.backends import Clipping, TrainerBackend, Workload, World
+from trainstack.backends import Clipping, Communicator, TrainerBackend, Workload, World
 from trainstack.errors import ModuleContractError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.collector import as_arguments
 from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_batches, named_loaders
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.hooks import Hooks
@@ -20,11 +21,13 @@ from trainstack.trainer.loop import TrainLoop, train_windows
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.optimizers import checked_optimizers_schedulers
 from trainstack.trainer.order import mix
-from trainstack.trainer.progress import NoProgress
+from trainstack.trainer.progress import NoProgress, ProgressDisplay
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.run_state import RunState
-from trainstack.trainer.seeding import isolated_rng, restore_rng
+from trainstack.trainer.seeding import capture_rng, isolated_rng, restore_rng
 from trainstack.trainer.signatures import check_signatures
+from trainstack.trainer.snapshot import finite_tensors
+from trainstack.trainer.sources import Window
 from trainstack.trainer.training_data import TrainingData
 
 MOST_PENDING_STEPS = 1000
@@ -46,6 +49,10 @@ class Run:
         data: the training data and the plan.
         loop: what the loop works with.
         pending_rng: the random state to go on with; used up when training goes on.
+        epoch_rng: the random state that the epoch under way began with.
+        busy: whether a step, a hook or a validation is under way, so that a checkpoint has to wait.
+        save_asked: whether one waits.
+        watched: names of the parameters and buffers that must stay finite.
     """
 
     def __init__(
@@ -62,11 +69,14 @@ class Run:
         self.log = RunLogger(args.log_level)
         check_signatures(module, self.log)
         self.pending_rng: Mapping[str, Any] | None = None
+        self.epoch_rng: Mapping[str, Any] | None = None
+        self.busy = self.save_asked = False
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log)
         module.plan, module._history, module._run_state = self.data.plan, history, state
         self.hooks = Hooks(module)
         self.loop = self._make_loop()
+        self.watched = finite_tensors(module, self.loop.work)
 
     def _make_loop(self) -> TrainLoop:
         args, plan = self.args, self.data.plan
@@ -93,16 +103,9 @@ class Run:
             save: writes a checkpoint; called with True at steps that are multiples of `save_every`.
             save_every: global steps, or None.
         """
-        state, loop, hooks = self.state, self.loop, self.hooks
-        resumed_within = state.steps_in_epoch > 0
-        if not resumed_within:
-            self.restore_rng_once()
-        if hooks.begin_train_epoch is not None:
-            hooks.begin_train_epoch(state.global_step, state.epoch)
-        windows = self.data.windows(state)
-        if resumed_within:
-            self.restore_rng_once()
-            self._warn_of_lost_outputs()
+        state, loop = self.state, self.loop
+        self.busy = True
+        windows = self._begin_epoch()
         reporter.start_epoch(state, self.data.plan)
         loop.attend = lambda: self._attend(reporter, save, save_every)
         loop.attend_at = self._next_attention(reporter, save_every)
@@ -122,7 +125,36 @@ class Run:
         self._validate(reporter)
         state.finish_epoch()
         reporter.end_epoch(state, self.data.plan)
-        save(False)
+        self._save(save, self.save_asked)
+
+    def _begin_epoch(self) -> Iterator[Window]:
+        """Call the hook and ask for data; within an epoch both see the random state that the epoch began with."""
+        state, hook, device = self.state, self.hooks.begin_train_epoch, self.world.device
+        within = state.steps_in_epoch > 0
+        now = self.pending_rng or capture_rng(device)
+        if within and self.epoch_rng is not None:
+            restore_rng(self.epoch_rng, device)
+        else:
+            self.restore_rng_once()
+            self.epoch_rng = capture_rng(device)
+        if hook is not None:
+            hook(state.global_step, state.epoch)
+        windows = self.data.windows(state)
+        if within:
+            restore_rng(now, device)
+            self.pending_rng = None
+            if self.loop.epoch_outputs is not None:
+                self.log.warning(
+                    f"resumed within epoch {state.epoch}: on_end_train_epoch gets the outputs of the steps from here "
+                    "on, those before the interruption are gone."
+                )
+        return windows
+
+    def _save(self, save: Callable[[bool], None], force: bool) -> None:
+        """Save at a step boundary, where everything that goes into a checkpoint fits together."""
+        self.busy = self.save_asked = False
+        save(force)
+        self.busy = True
 
     def evaluate(
         self, stage: Stage, loaders: Mapping[str, Any], *, keep: bool, reporter: Reporter | None = None
@@ -131,30 +163,43 @@ class Run:
 
         Modes and random state are afterwards what they were before.
         """
-        module, state, hook = (
-            self.module,
-            self.state,
-            self.hooks.end_val_epoch if stage is Stage.VAL else None,
-        )
-        collected = {}
-        seed = mix(state.seed, stage.value, state.global_step)
-        with isolated_rng(seed, self.world.device), eval_mode(module):
+        hook = self.hooks.end_val_epoch if stage is Stage.VAL else None
+        step, collected, was_busy = self.state.global_step, dict[str, Any](), self.busy
+        self.busy = True
+        seed = mix(self.state.seed, stage.value, step, self.world.rank)
+        with isolated_rng(seed, self.world.device), eval_mode(self.module):
             for key, loader in loaders.items():
-                evaluation = Evaluation(self.stack, self.loop.work, stage, state.global_step, keep_outputs=keep)
-                batches = evaluation_batches(loader, batch_size=self.args.val_batch_size, seed=state.seed)
-                progress = NoProgress() if reporter is None else reporter.progress
-                progress.start_validation(key, None)
-                evaluation.run(batches, self.args.max_val_steps_per_epoch, progress)
-                progress.end_validation()
-                if not evaluation.batches:
-                    self.log.warning(f"the {stage.name.lower()} loader {key!r} gave no batch at all.")
-                self._record_loss(stage, key, evaluation.mean_loss())
-                outputs = () if evaluation.outputs is None else evaluation.outputs.as_arguments
-                if evaluation.outputs is not None:
-                    collected[key] = self.stack.gather(evaluation.outputs.all_outputs)
+                outputs = self._evaluate(
+                    stage, key, loader, keep, NoProgress() if reporter is None else reporter.progress
+                )
+                if keep:
+                    collected[key] = outputs
                 if hook is not None:
-                    hook(state.global_step, *(outputs if self.hooks.val_outputs else ()), key=key)
+                    hook(step, *(as_arguments(outputs) if keep and self.hooks.val_outputs else ()), key=key)
+        self.busy = was_busy
         return collected
+
+    def _evaluate(self, stage: Stage, key: str, loader: Any, keep: bool, progress: ProgressDisplay) -> Any:
+        """Evaluate one loader on all processes; what they collected, joined, if it is to be kept."""
+        world = self.world
+        evaluation = Evaluation(self.stack, self.loop.work, stage, self.state.global_step, keep_outputs=keep)
+        batches, in_parts = evaluation_batches(
+            loader,
+            seed=self.state.seed,
+            world=world,
+            limit=self.args.max_val_steps_per_epoch,
+        )
+        progress.start_validation(key, None)
+        evaluation.run(batches, progress)
+        progress.end_validation()
+        comm = world.comm if in_parts else Communicator()
+        if not sum(comm.gather(evaluation.batches)):
+            self.log.warning(f"the {stage.name.lower()} loader {key!r} gave no batch at all.")
+        self._record_loss(stage, key, evaluation.mean_loss(comm))
+        if evaluation.outputs is None:
+            return None
+        outputs = evaluation.outputs.all_outputs
+        return self.stack.gather(outputs) if in_parts else outputs
 
     def val_loaders(self) -> dict[str, Any]:
         """The module's validation loaders by name; empty if it has none."""
@@ -169,8 +214,11 @@ class Run:
 
     def _end_train_epoch(self) -> None:
         hook, collector = self.hooks.end_train_epoch, self.loop.epoch_outputs
-        if hook is not None:
-            hook(self.state.global_step, *(collector.as_arguments if collector is not None else ()))
+        if hook is not None and collector is not None and self.hooks.epoch_outputs and collector.is_empty:
+            self.log.warning("on_end_train_epoch is left out: the outputs it takes were lost in the interruption.")
+        elif hook is not None:
+            outputs = self.stack.gather(collector.all_outputs) if collector is not None else []
+            hook(self.state.global_step, *(as_arguments(outputs) if self.hooks.epoch_outputs else ()))
         if collector is not None:
             collector.reset()
 
@@ -185,10 +233,11 @@ class Run:
         state, step = self.state, self.state.global_step
         if step % self.args.log_interval == 0:
             reporter.log_point(state, self.loop.meter, self.loop.work.optimizers)
-        elif len(self.loop.meter.entries) >= MOST_PENDING_STEPS:
+        elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
             self.loop.meter.drain()
-        if save_every is not None and step % save_every == 0:
-            save(True)
+            reporter.write()
+        if self.save_asked or (save_every is not None and step % save_every == 0):
+            self._save(save, True)
         if state.steps_in_epoch >= reporter.progress.next_look:
             reporter.look(state)
         return self._next_attention(reporter, save_every)
@@ -196,7 +245,7 @@ class Run:
     def _next_attention(self, reporter: Reporter, save_every: int | None) -> int:
         step, interval = self.state.global_step, self.args.log_interval
         look = reporter.progress.next_look - self.state.steps_in_epoch
-        due = [interval - step % interval, MOST_PENDING_STEPS, max(1, look)]
+        due = [interval - step % interval, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
         if save_every is not None:
             due.append(save_every - step % save_every)
         return step + min(due)
@@ -206,13 +255,6 @@ class Run:
         if self.pending_rng is not None:
             restore_rng(self.pending_rng, self.world.device)
             self.pending_rng = None
-
-    def _warn_of_lost_outputs(self) -> None:
-        if self.loop.epoch_outputs is not None:
-            self.log.warning(
-                f"resumed within epoch {self.state.epoch}: on_end_train_epoch gets the outputs of the steps from here "
-                "on, those before the interruption are gone."
-            )
 
 
 def _clipping(args: TrainerArguments) -> Clipping:

@@ -6,34 +6,45 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainstack.backends import Workload, World
 from trainstack.checkpointing import Checkpoint
 from trainstack.errors import CheckpointMismatchError, NonFiniteError
 from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.loop import TrainLoop
+from trainstack.trainer.order import mix
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run_state import RunState
-from trainstack.trainer.seeding import capture_rng
+from trainstack.trainer.seeding import capture_rng, isolated_rng
 
 if TYPE_CHECKING:
     from trainstack.trainer.trainer import Trainer
 
 
-def refuse_poisoned(module: nn.Module, step: int) -> None:
-    """Refuse to keep weights that are inf or nan.
+def finite_tensors(module: nn.Module, work: Workload) -> frozenset[str]:
+    """The names of what must stay finite: the parameters that are trained, and the buffers that are finite now."""
+    trained = {id(p) for p in work.trained}
+    names = {name for name, p in module.named_parameters() if id(p) in trained}
+    return frozenset(names | {name for name, buffer in module.named_buffers() if bool(torch.isfinite(buffer).all())})
+
+
+def refuse_poisoned(module: nn.Module, watched: frozenset[str], step: int) -> None:
+    """Refuse to keep weights or buffers that became inf or nan.
 
     Raises:
-        NonFiniteError: naming the first such parameter.
+        NonFiniteError: naming the first of them.
     """
-    named = [(name, p.detach()) for name, p in module.named_parameters() if p.is_floating_point()]
-    finite = [torch.isfinite(p).all() for _, p in named]
+    everything = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    named = [(name, tensor.detach()) for name, tensor in everything.items() if name in watched]
+    finite = [torch.isfinite(tensor).all() for _, tensor in named]
     if finite and not bool(torch.stack([f.cpu() for f in finite]).all()):
         first = next(name for (name, _), good in zip(named, finite, strict=True) if not bool(good))
         raise NonFiniteError(
-            f"parameter {first!r} holds inf or nan after global step {step}. No checkpoint was written. "
-            "Write nonfinite='skip' to leave such steps out, or clip_grads=True to see them at the next log point."
+            f"{first!r} holds inf or nan after global step {step}. No checkpoint was written. Look for division by "
+            "zero or log(0) in the forward pass, or write nonfinite='skip' to leave out steps whose gradients are not "
+            "finite."
         )
 
 
@@ -59,6 +70,14 @@ def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log:
     Raises:
         CheckpointMismatchError: the data set has another length than when the checkpoint was written.
     """
+    planned = checkpoint.plan or {}
+    for size in ("micro_batch", "accumulation"):
+        if state.steps_in_epoch and plan.samples_per_epoch is None and planned.get(size) != getattr(plan, size):
+            raise CheckpointMismatchError(
+                f"the checkpoint lies within epoch {state.epoch} of a loader with an order of its own, whose batches "
+                f"can only be counted; {size} was {planned.get(size)} and is now {getattr(plan, size)}. Resume with "
+                "the same train_batch_size, gpu_batch_size_limit and processes."
+            )
     batch = (checkpoint.plan or {}).get("global_batch", plan.global_batch)
     if batch != plan.global_batch:
         log.warning(
@@ -74,18 +93,31 @@ def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log:
         )
 
 
-def take_checkpoint(trainer: Trainer) -> Checkpoint:
+def take_checkpoint(trainer: Trainer, epoch_rng: Mapping[str, Any] | None) -> Checkpoint:
     """Everything that `trainer` needs to go on from here; tensors are the live ones."""
+    rng = {"now": capture_rng(trainer.device), "epoch": epoch_rng}
     return Checkpoint(
         module_interface_state=trainer.module.get_state(),
         trainer_state=trainer.get_state(),
         trainer_backend_state=trainer.trainer_backend.get_state(),
-        rng_state=capture_rng(trainer.device),
+        rng_state={"ranks": trainer.world.comm.gather(rng)},
         history_state=trainer.history.get_state(),
         plan=trainer.plan.to_dict(),
         global_step=trainer.state.global_step,
         metadata={"backend": trainer.trainer_backend.spec, "epoch": trainer.state.epoch},
     )
+
+
+def rng_of_rank(rng_state: Mapping[str, Any] | None, world: World, state: RunState) -> Mapping[str, Any] | None:
+    """The random state that this process goes on with; None if it is to seed itself.
+
+    Where the number of processes has changed there is none to go back to: each then gets one of its own, made of
+    the run's seed, the step and the rank.
+    """
+    if rng_state is None or len(rng_state["ranks"]) == world.size:
+        return None if rng_state is None else rng_state["ranks"][world.rank]
+    with isolated_rng(mix(state.seed, state.global_step, world.size, world.rank), world.device):
+        return {"now": capture_rng(world.device), "epoch": None}
 
 
 def get_loop_state(loop: TrainLoop) -> dict[str, Any]:
@@ -94,6 +126,10 @@ def get_loop_state(loop: TrainLoop) -> dict[str, Any]:
         **loop.state.get_state(),
         "optimizers": [optimizer.state_dict() for optimizer in loop.work.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in loop.schedulers],
+        "kinds": {
+            "optimizers": [type(optimizer).__name__ for optimizer in loop.work.optimizers],
+            "schedulers": [type(scheduler).__name__ for scheduler in loop.schedulers],
+        },
         "meter": loop.meter.get_state(),
     }
 
@@ -107,19 +143,23 @@ def update_loop_state(loop: TrainLoop, state: Mapping[str, Any], *, fresh_optimi
     loop.state.update_state(state)
     loop.meter.update_state(state["meter"])
     if not fresh_optimizers:
-        _load("optimizer", loop.work.optimizers, state["optimizers"], log)
-        _load("scheduler", loop.schedulers, state["schedulers"], log)
+        _load("optimizer", loop.work.optimizers, state["optimizers"], state["kinds"]["optimizers"], log)
+        _load("scheduler", loop.schedulers, state["schedulers"], state["kinds"]["schedulers"], log)
 
 
-def _load(kind: str, owners: Sequence[Any], states: Sequence[Any], log: RunLogger) -> None:
+def _load(kind: str, owners: Sequence[Any], states: Sequence[Any], kinds: Sequence[str], log: RunLogger) -> None:
     how = "Make the same ones, or write reset_optimizers_schedulers=True to start them anew."
     if len(owners) != len(states):
         raise CheckpointMismatchError(
             f"get_optimizers_schedulers returned {len(owners)} {kind}s, the checkpoint has {len(states)}. {how}"
         )
     for position, (owner, state) in enumerate(zip(owners, states, strict=True)):
+        if type(owner).__name__ != kinds[position]:
+            raise CheckpointMismatchError(
+                f"{kind} {position} is a {type(owner).__name__}; the checkpoint's is a {kinds[position]}. {how}"
+            )
         if kind == "optimizer":
-            _check_hyperparameters(position, owner, state, how, log)
+            _say_other_settings(position, owner, state, log)
         try:
             owner.load_state_dict(state)
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
@@ -128,22 +168,20 @@ def _load(kind: str, owners: Sequence[Any], states: Sequence[Any], log: RunLogge
             ) from error
 
 
-def _check_hyperparameters(
-    position: int, optimizer: Optimizer, state: Mapping[str, Any], how: str, log: RunLogger
-) -> None:
-    """Refuse the state of another kind of optimizer, and say which new settings the checkpoint's will replace."""
+def _say_other_settings(position: int, optimizer: Optimizer, state: Mapping[str, Any], log: RunLogger) -> None:
+    """Say which settings of a new optimizer the checkpoint's will replace."""
     name = f"optimizer {position} ({type(optimizer).__name__})"
     for mine, theirs in zip(optimizer.param_groups, state["param_groups"], strict=False):
-        missing = sorted(set(mine) - set(theirs) - {"initial_lr"})
-        if missing:
-            raise CheckpointMismatchError(
-                f"{name} has the settings {missing}, which the checkpoint's optimizer lacks: it was of another kind. "
-                f"{how}"
-            )
         scheduled = "initial_lr" in mine and "initial_lr" in theirs
         for key in sorted(set(mine) & set(theirs) - {"params", "lr" if scheduled else "initial_lr"}):
-            if mine[key] != theirs[key]:
+            if not _same(mine[key], theirs[key]):
                 log.warning(
                     f"{name} was made with {key.removeprefix('initial_')}={mine[key]!r}; the run goes on with the "
                     f"checkpoint's {theirs[key]!r}. To use the new one, write reset_optimizers_schedulers=True."
                 )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return torch.equal(torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu())
+    return bool(one == other)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, tee
 from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from trainstack.backends import EMPTY, Communicator
 from trainstack.errors import ModuleContractError
 from trainstack.trainer.fetching import Fetcher
 from trainstack.trainer.order import DataOrder
@@ -42,13 +44,14 @@ def why_foreign(loader: Any) -> str | None:
         return f"{type(loader).__name__} iterates in its own way"
     if isinstance(loader.dataset, IterableDataset):
         return "its data set is iterable and has no indices"
-    if type(loader.batch_sampler) is not BatchSampler:
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         return "it has its own batch sampler, or no automatic batching"
-    sampler, length = loader.sampler, len(loader.dataset)  # type: ignore[arg-type]
+    sampler: Any = loader.sampler
     if type(sampler) not in ORDERED:
         return f"its sampler is a {type(sampler).__name__}"
-    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != length):
-        return "its sampler draws with replacement, or not every sample once"
+    dataset: Any = loader.dataset
+    if len(sampler) != len(dataset) or getattr(sampler, "replacement", False):
+        return "its sampler does not draw every sample once"
     return None
 
 
@@ -60,11 +63,13 @@ class OrderedSource:
         fetcher: loads samples by index.
         order: which samples, when.
         weigh: the user's `batch_weight`, or None where a batch counts as its samples.
+        comm: tells what the other processes' batches weigh, where `weigh` has to be asked.
     """
 
     fetcher: Fetcher
     order: DataOrder
     weigh: Weigher | None = None
+    comm: Communicator = field(default_factory=Communicator)
 
     def windows(self, epoch: int, samples_done: int, batches_done: int) -> Iterator[Window]:
         """The windows of `epoch` that follow the first `samples_done` samples."""
@@ -77,33 +82,50 @@ class OrderedSource:
                 total = float(share.samples)
             else:
                 counts = [float(self.weigh(batch)) for batch in own]  # type: ignore[misc]
-                total = float(sum(counts))
-            yield Window(own, _shares_of(counts, total), total, share.samples)
+                total = self.comm.sum([math.fsum(counts)])[0]
+            yield _window(own, counts, total, share.samples)
 
 
 @dataclass(slots=True)
 class ForeignSource:
-    """Any iterable of ready-made batches, taken in the order in which it gives them."""
+    """Any iterable of ready-made batches, taken in the order in which it gives them.
+
+    Every process reads all of them and trains on each `world_size`-th.
+    """
 
     batches: Iterable[Any]
     accumulation: int
     weigh: Weigher
+    rank: int = 0
+    world_size: int = 1
 
     def windows(self, epoch: int, samples_done: int, batches_done: int) -> Iterator[Window]:
         """The windows that follow the first `batches_done` batches; those are read, now, and put aside."""
         stream = iter(self.batches)
-        for _ in islice(stream, batches_done):
+        for _ in islice(stream, batches_done * self.world_size):
             pass
         return self._cut(stream)
 
     def _cut(self, stream: Iterator[Any]) -> Iterator[Window]:
-        while own := list(islice(stream, self.accumulation)):
-            counts = [float(self.weigh(batch)) for batch in own]
-            total = sum(counts)
-            yield Window(own, _shares_of(counts, total), total, 0)
+        while window := list(islice(stream, self.accumulation * self.world_size)):
+            counts = [float(self.weigh(batch)) for batch in window]
+            mine = slice(self.rank, None, self.world_size)
+            yield _window(window[mine], counts[mine], math.fsum(counts), 0)
 
 
 Source = OrderedSource | ForeignSource
+
+
+def _window(batches: list[Any], counts: Sequence[float], total: float, samples: int) -> Window:
+    """What one process does in a step of `total` items; micro-batches that count nothing come first, so that the last
+    one, which sums gradients over the processes, has something to add."""
+    shares = _shares_of(counts, total)
+    if not batches:
+        return Window([EMPTY], [0.0], total, samples)
+    if not shares[-1]:
+        order = sorted(range(len(batches)), key=lambda position: shares[position] > 0)
+        batches, shares = [batches[i] for i in order], [shares[i] for i in order]
+    return Window(batches, shares, total, samples)
 
 
 def _shares_of(counts: Sequence[float], total: float) -> Sequence[float]:
@@ -120,6 +142,12 @@ def _shares_of(counts: Sequence[float], total: float) -> Sequence[float]:
 _WHOLE = (1.0,)
 
 
+def own_weigher(module: Any) -> Weigher | None:
+    """The module's `batch_weight` if it has one of its own; None where a batch counts as its samples."""
+    weigh = getattr(module, "batch_weight", None)
+    return None if getattr(weigh, "counts_samples", False) else weigh
+
+
 def samples_in(batch: Any) -> int:
     """How many samples a collated batch holds.
 
@@ -133,7 +161,7 @@ def samples_in(batch: Any) -> int:
     shape = getattr(batch, "shape", None)
     if shape is not None and len(shape) > 0:
         return int(shape[0])
-    if isinstance(batch, list | tuple) and batch:
+    if isinstance(batch, list | tuple) and batch and not _is_ragged(batch[0]):
         first = batch[0]
         if isinstance(first, str | bytes | int | float) or (isinstance(batch, list) and isinstance(first, dict)):
             return len(batch)
@@ -144,3 +172,8 @@ def samples_in(batch: Any) -> int:
         f"cannot tell how many samples a batch of type {type(batch).__name__} holds. Override "
         "ModuleInterface.batch_weight(batch) and return the number that the loss is a mean over."
     )
+
+
+def _is_ragged(item: Any) -> bool:
+    """A list or tuple of tensors inside a batch: one tensor a sample, or several inputs? That cannot be told."""
+    return isinstance(item, list | tuple) and bool(item) and bool(getattr(item[0], "shape", ()))

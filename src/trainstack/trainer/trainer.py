@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
-import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import SequentialSampler
 
 from trainstack.backends import TrainerBackend, World, build_trainer_backend
 from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer
-from trainstack.errors import ModuleContractError
+from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.stage import Stage
-from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.argument_checks import check_trainer_parts
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.evaluation import named_loaders
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.plan import TrainingPlan
+from trainstack.trainer.properties import TrainerProperties
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.run import Run
 from trainstack.trainer.run_state import RunState
+from trainstack.trainer.saving import Saver
 from trainstack.trainer.snapshot import (
     check_plan,
     get_loop_state,
-    refuse_poisoned,
     restore_module,
-    take_checkpoint,
+    rng_of_rank,
     update_loop_state,
 )
 
 
-class Trainer(AbstractTrainer):
+class Trainer(TrainerProperties):
     """Trains a module as its arguments say.
 
     Args:
@@ -64,7 +63,7 @@ class Trainer(AbstractTrainer):
         self.module = module
         self.args = args
         if not isinstance(trainer_backend, TrainerBackend):
-            trainer_backend = build_trainer_backend(trainer_backend or args.backend, **args.backend_options)
+            trainer_backend = build_trainer_backend(trainer_backend or args.backend, **args.layer_options)
         self.trainer_backend = trainer_backend
         self.trainer_backend.claim(self)
         self.checkpointer = checkpointer or DefaultCheckpointer(args.placed_checkpointer_args)
@@ -72,8 +71,8 @@ class Trainer(AbstractTrainer):
         self.state = RunState(seed=args.seed)
         self._opened: World | None = None
         self._run: Run | None = None
-        self._saved_at: tuple[int, int] | None = None
-        self._finished = False
+        self._saver = Saver(self)
+        self._finished = self._making_ready = False
 
     # --- running -------------------------------------------------------------------------------------------
 
@@ -93,8 +92,7 @@ class Trainer(AbstractTrainer):
         reporter = Reporter(self.args, self.history, is_main=self.is_main_process)
         try:
             resumed = state.global_step or None
-            if self.is_main_process:
-                self.checkpointer.begin_run(resumed=resumed is not None)
+            self._saver.begin_run(resumed=resumed is not None)
             reporter.open(self.plan, self.trainer_backend.spec, str(self.device), resumed)
             if state.epoch >= self.args.epochs:
                 reporter.text(f"all {self.args.epochs} epochs are trained already; nothing is left to do")
@@ -102,19 +100,30 @@ class Trainer(AbstractTrainer):
             while state.epoch < self.args.epochs:
                 run.train_epoch(reporter, self.save_checkpoint, self.checkpointer.every_n_steps)
             run.restore_rng_once()
-            self.save_checkpoint(force=True)
+            self._saver.save(run, force=True, unless_saved=True)
             self.save_model_checkpoint()
             if run.hooks.end_train is not None:
                 run.hooks.end_train(state.global_step)
             reporter.write()
             self._finished = True
+        except BaseException as error:
+            origin = self.world.comm.origin_of(error)
+            if origin is not error:
+                raise origin from error
+            self.world.comm.post_failure(error)
+            raise
         finally:
+            run.busy = run.save_asked = False
             reporter.close()
 
     def validate(self) -> dict[str, Any]:
         """Run `val_step` over all validation data and call `on_end_val_epoch`; returns the outputs by loader."""
         run = self._ready()
-        return run.evaluate(Stage.VAL, run.val_loaders(), keep=True)
+        outputs = run.evaluate(Stage.VAL, run.val_loaders(), keep=True)
+        if run.save_asked and not run.busy:
+            run.save_asked = False
+            self._saver.save(run, force=True)
+        return outputs
 
     def test(self) -> dict[str, Any]:
         """Run `test_step` over all test data; returns the outputs by loader.
@@ -147,14 +156,28 @@ class Trainer(AbstractTrainer):
     def _ready(self) -> Run:
         """Open the backend, restore what is to be resumed, and prepare the module; once."""
         if self._run is None:
-            checkpoint = self.load_checkpoints()
-            restore_module(self.module, checkpoint)
-            self.state.update_state(checkpoint.trainer_state or {})
-            run = Run(self.module, self.args, self.trainer_backend, self.world, self.state, self.history)
-            self._run = run
-            if not checkpoint.is_empty:
-                self._resume(run, checkpoint)
-        return self._run
+            if self._making_ready:
+                raise ConfigurationError(
+                    "the trainer was asked for its plan or state while it makes the module ready. In "
+                    "get_optimizers_schedulers and get_train_dataloader use self.plan."
+                )
+            self._making_ready = True
+            try:
+                self._make_ready()
+            except BaseException:
+                self._run, self.state = None, RunState(seed=self.args.seed)
+                raise
+            finally:
+                self._making_ready = False
+        return cast(Run, self._run)
+
+    def _make_ready(self) -> None:
+        checkpoint = self.load_checkpoints()
+        restore_module(self.module, checkpoint)
+        self.state.update_state(checkpoint.trainer_state or {})
+        self._run = Run(self.module, self.args, self.trainer_backend, self.world, self.state, self.history)
+        if not checkpoint.is_empty:
+            self._resume(self._run, checkpoint)
 
     def _resume(self, run: Run, checkpoint: Checkpoint) -> None:
         check_plan(checkpoint, run.data.plan, self.state, run.log)
@@ -166,34 +189,36 @@ class Trainer(AbstractTrainer):
         self.trainer_backend.update_state(checkpoint.trainer_backend_state or {})
         if checkpoint.history_state is not None:
             self.history.update_state(checkpoint.history_state)
-        run.pending_rng = checkpoint.rng_state
-        self._saved_at = (self.state.global_step, self.state.epoch)
+        rng = rng_of_rank(checkpoint.rng_state, self.world, self.state)
+        if rng is not None:
+            run.pending_rng, run.epoch_rng = rng["now"], rng["epoch"]
+        self._saver.saved_at = (self.state.global_step, self.state.epoch)
 
     # --- checkpoints ---------------------------------------------------------------------------------------
 
     def save_checkpoint(self, force: bool = False) -> None:
         """Hand the states of trainer, backend and module to the checkpointer; `force` saves out of turn as well.
 
+        Called in the middle of something, from a hook or a step, it is done at the end of the step, or of the epoch
+        when training has ended: a checkpoint holds a state from which a run can go on exactly.
+
         Raises:
             NonFiniteError: a loss, a gradient or the weights are inf or nan; nothing was written.
             CheckpointError: the checkpoint could not be written; older ones are intact.
         """
-        run, place = self._ready(), (self.state.global_step, self.state.epoch)
-        if not self.is_main_process or place == self._saved_at:
-            return
-        run.loop.meter.drain()
-        refuse_poisoned(self.module, self.state.global_step)
-        if self.checkpointer.save(take_checkpoint(self), self.state.last_epoch, force) is not None:
-            self._saved_at = place
+        run = self._ready()
+        if run.busy:
+            run.save_asked, run.loop.attend_at = True, 0
+        else:
+            self._saver.save(run, force)
 
     def save_model_checkpoint(self) -> None:
         """Export the module's state alone; an export is never taken for a point to resume from."""
-        if self.is_main_process:
-            self.checkpointer.save_model(self.module.get_state(), self.state.last_epoch)
+        self._saver.save_model()
 
     def load_checkpoints(self) -> Checkpoint:
         """What the checkpointer finds to continue from, as `args.resume` says; an empty one if nothing."""
-        return self.checkpointer.load(*(() if self.args.resume is False else (self.args.resume,)))
+        return self._saver.load()
 
     def get_state(self) -> dict[str, Any]:
         """Counters, optimizers, schedulers and running means. Override to add to it."""
@@ -222,77 +247,3 @@ class Trainer(AbstractTrainer):
         if self._opened is None:
             self._opened = self.trainer_backend.open(self.args.chosen_device)
         return self._opened
-
-    @property
-    def device(self) -> torch.device:
-        """The device that this process trains on."""
-        return self.world.device
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether several processes train together."""
-        return self.world.size > 1
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this process writes checkpoints and logs."""
-        return self.world.is_main
-
-    @property
-    def _sizes(self) -> TrainingPlan:
-        args = self.args
-        return TrainingPlan.make(
-            train_batch_size=args.train_batch_size,
-            gpu_batch_size_limit=args.gpu_batch_size_limit,
-            world_size=self.world.size,
-        )
-
-    @property
-    def pergpu_global_batch_size(self) -> int:
-        """Samples a global step on one process."""
-        return self._sizes.process_batch
-
-    @property
-    def train_step_batch_size(self) -> int:
-        """Samples a micro-batch: the largest divisor of the process's batch within `gpu_batch_size_limit`."""
-        return self._sizes.micro_batch
-
-    @property
-    def gradient_accumulation(self) -> int:
-        """Micro-batches a global step on one process."""
-        return self._sizes.accumulation
-
-    @property
-    def val_step_batch_size(self) -> int:
-        """Samples a validation batch on one process."""
-        return self.args.val_batch_size
-
-    @property
-    def estimated_global_steps_per_epoch(self) -> int:
-        """An upper bound on the global steps of an epoch; `plan.steps_per_epoch` is exact."""
-        return self.plan.estimated_global_steps_per_epoch
-
-    @property
-    def train_sampler(self) -> type:
-        """What `get_train_dataloader` is given as `sampler`."""
-        return RandomSampler
-
-    @property
-    def val_sampler(self) -> type:
-        """What `get_val_dataloaders` is given as `sampler`."""
-        return SequentialSampler
-
-    @property
-    def last_epoch(self) -> int:
-        """The last epoch that is wholly finished, from 0; -1 before."""
-        return self.state.last_epoch
-
-    @property
-    def global_steps_finished(self) -> int:
-        """Global steps finished since the run began."""
-        return self.state.global_step
-
-    @property
-    def total_steps_finished(self) -> int:
-        """Micro-batches finished on this process since the run began."""
-        return self.state.batches

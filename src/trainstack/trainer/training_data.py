@@ -16,7 +16,7 @@ from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.order import DataOrder
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run_state import RunState
-from trainstack.trainer.sources import ForeignSource, OrderedSource, Window, why_foreign
+from trainstack.trainer.sources import ForeignSource, OrderedSource, Window, own_weigher, why_foreign
 
 
 class TrainingData:
@@ -66,7 +66,9 @@ class TrainingData:
             source: OrderedSource | ForeignSource = self._ordered(loader)
         else:
             self._say_foreign(reason, state)
-            source = ForeignSource(loader, self.plan.accumulation, self._module.batch_weight)
+            source = ForeignSource(
+                loader, self.plan.accumulation, self._module.batch_weight, self._world.rank, self._world.size
+            )
         return source.windows(state.epoch, state.samples_in_epoch, state.batches_in_epoch)
 
     def _ask(self) -> Any:
@@ -138,9 +140,7 @@ class TrainingData:
             shuffle=not isinstance(loader.sampler, SequentialSampler),
             drop_last=loader.drop_last,
         )
-        weigh = self._module.batch_weight
-        own = getattr(weigh, "__func__", None) is not ModuleInterface.batch_weight
-        return OrderedSource(self._fetcher, order, weigh if own else None)
+        return OrderedSource(self._fetcher, order, own_weigher(self._module), world.comm)
 
     def _planned_length(self, loader: Any) -> int:
         length, planned = len(loader.dataset), self.plan.samples_per_epoch

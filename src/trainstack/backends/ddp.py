@@ -1,0 +1,175 @@
+"""`ddp`: one process a device, each with a share of every global batch; gradients are summed over all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainstack.backends.base import TrainerBackend
+from trainstack.backends.communicator import GroupCommunicator
+from trainstack.backends.decorator import AbstractTrainerBackendDecorator
+from trainstack.backends.empty import EMPTY, zero_loss
+from trainstack.backends.environment import DistributedTrainingArguments, Place, find_place, how_to_launch
+from trainstack.backends.gathering import gather_outputs
+from trainstack.backends.registry import Slot, register_layer
+from trainstack.backends.workload import Workload
+from trainstack.backends.world import World, pick_device
+from trainstack.errors import ConfigurationError
+from trainstack.stage import Stage
+
+_NOTHING = nullcontext()
+
+
+@register_layer("ddp", slot=Slot.PROCESS)
+class DDP(AbstractTrainerBackendDecorator):
+    """Joins the processes that a launcher started and wraps the module in `DistributedDataParallel`.
+
+    A process group that exists already is adopted and never destroyed. Gradients are summed with the weights of the
+    loop, so that the result is that of one process on the whole batch; a process without samples takes part with zeros.
+
+    Args:
+        inner: the layer inside this one.
+        place: an explicit place in the world; by default the launcher's environment tells.
+        gather_frequency: send at most so many rows at once when outputs are gathered.
+        timeout_s: seconds after which a collective that not everybody joins fails.
+        environ: where to look for the launcher's variables.
+        **options: passed on to `DistributedDataParallel`, e.g. `find_unused_parameters`, `bucket_cap_mb`.
+    """
+
+    summary: ClassVar[str] = "joins the launcher's processes and sums gradients over them, once a global step"
+
+    def __init__(
+        self,
+        inner: TrainerBackend,
+        *,
+        place: DistributedTrainingArguments | None = None,
+        gather_frequency: int | None = None,
+        timeout_s: float = 1800.0,
+        environ: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(inner)
+        self._explicit, self._environ = place, os.environ if environ is None else environ
+        self._gather_frequency = gather_frequency or (place.gather_frequency if place is not None else None)
+        self._timeout = timedelta(seconds=timeout_s if place is None else place.timeout_s)
+        self._options = options
+        self._owns_group = False
+        self._side_group: dist.ProcessGroup | None = None
+        self._world: World | None = None
+
+    def open(self, device: str | torch.device = "auto") -> World:
+        place = None if dist.is_initialized() else find_place(self._environ, self._explicit)
+        if place is None and not dist.is_initialized():
+            raise ConfigurationError(how_to_launch(self.spec))
+        local_rank = int(self._environ.get("LOCAL_RANK", 0)) if place is None else place.local_rank
+        mine = pick_device(device, local_rank)
+        if mine.type != "cpu":
+            torch.accelerator.set_device_index(mine.index or 0)
+        if place is not None:
+            self._join(place, mine)
+        self._world = World(
+            rank=dist.get_rank(),
+            size=dist.get_world_size(),
+            local_rank=local_rank,
+            device=mine,
+            comm=GroupCommunicator(self._talking_group(), dist.distributed_c10d._get_default_store()),
+        )
+        return self._world
+
+    def _join(self, place: Place, device: torch.device) -> None:
+        dist.init_process_group(
+            backend=(self._explicit and self._explicit.backend) or dist.get_default_backend_for_device(device.type),
+            init_method=f"tcp://{place.master_addr}:{place.master_port}" if place.launcher != "torchrun" else "env://",
+            rank=place.rank,
+            world_size=place.size,
+            timeout=self._timeout,
+        )
+        self._owns_group = True
+
+    def _talking_group(self) -> dist.ProcessGroup:
+        """A group that carries CPU tensors: the default one if it does, else one beside it."""
+        if dist.get_backend() == "gloo":
+            return cast(dist.ProcessGroup, dist.group.WORLD)
+        self._side_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        return self._side_group
+
+    def prepare(self, work: Workload) -> Workload:
+        work = self.inner.prepare(work)
+        if work.gradients_reduced_by is not None:
+            return work
+        if isinstance(work.module, DistributedDataParallel):
+            raise ConfigurationError(
+                "the module is wrapped in DistributedDataParallel already. Give the Trainer your own module: "
+                "the 'ddp' layer wraps it."
+            )
+        if not any(p.requires_grad for p in work.parameters):
+            return replace(work, gradients_reduced_by=self.name)
+        wrapped = DistributedDataParallel(_Entry(work.model), **self._options)
+        return replace(work, model=wrapped, gradients_reduced_by=self.name)
+
+    def accumulate(self, work: Workload, last: bool) -> AbstractContextManager[Any]:
+        if last or not isinstance(work.model, DistributedDataParallel):
+            return self.inner.accumulate(work, last)
+        return _Both(work.model.no_sync(), self.inner.accumulate(work, last))
+
+    def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
+        if stage is not Stage.TRAIN and isinstance(work.model, DistributedDataParallel):
+            work = replace(work, model=work.model.module.module)
+        return self.inner.forward(work, stage, batch, step)
+
+    def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
+        """DistributedDataParallel averages; weights that sum to one over all processes need the sum."""
+        if weight == 0:
+            loss = zero_loss(work.parameters)  # whatever the loss was: 0 * nan would be nan
+        self.inner.backward(work, loss, weight * work.world.size)
+
+    def gather(self, outputs: Any) -> Any:
+        assert self._world is not None
+        return gather_outputs(self._world.comm, self.inner.gather(outputs), self._gather_frequency)
+
+    def close(self) -> None:
+        self.inner.close()
+        if self._side_group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._side_group)
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._side_group, self._owns_group = None, False
+
+
+class _Entry(nn.Module):
+    """What DistributedDataParallel wraps: the module, or nothing at all for a process without samples."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *, batch: Any, **rest: Any) -> Any:
+        if batch is EMPTY:
+            return zero_loss(self.module.parameters())
+        return self.module(batch=batch, **rest)
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts as one."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            self._inner.__exit__(*raised)
+        finally:
+            self._outer.__exit__(*raised)

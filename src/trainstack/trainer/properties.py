@@ -1,0 +1,105 @@
+"""What a trainer can be asked about its run; all of it read-only and derived from arguments, world and state."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from trainstack.backends import World
+from trainstack.trainer.abstract_trainer import AbstractTrainer
+from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.plan import TrainingPlan
+from trainstack.trainer.run_state import RunState
+
+
+class TrainerProperties(AbstractTrainer):
+    """The facts of a run, under PyMarlin's names."""
+
+    args: TrainerArguments
+    state: RunState
+
+    @property
+    @abstractmethod
+    def plan(self) -> TrainingPlan:
+        """All step arithmetic of the run."""
+
+    @property
+    @abstractmethod
+    def world(self) -> World:
+        """This process's place among all, and its device."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this process trains on."""
+        return self.world.device
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether several processes train together."""
+        return self.world.size > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process writes checkpoints and logs."""
+        return self.world.is_main
+
+    @property
+    def _sizes(self) -> TrainingPlan:
+        args = self.args
+        return TrainingPlan.make(
+            train_batch_size=args.train_batch_size,
+            gpu_batch_size_limit=args.gpu_batch_size_limit,
+            world_size=self.world.size,
+        )
+
+    @property
+    def pergpu_global_batch_size(self) -> int:
+        """Samples a global step on one process."""
+        return self._sizes.process_batch
+
+    @property
+    def train_step_batch_size(self) -> int:
+        """Samples a micro-batch: the largest divisor of the process's batch within `gpu_batch_size_limit`."""
+        return self._sizes.micro_batch
+
+    @property
+    def gradient_accumulation(self) -> int:
+        """Micro-batches a global step on one process."""
+        return self._sizes.accumulation
+
+    @property
+    def val_step_batch_size(self) -> int:
+        """Samples a validation batch on one process."""
+        return self.args.val_batch_size
+
+    @property
+    def estimated_global_steps_per_epoch(self) -> int:
+        """An upper bound on the global steps of an epoch; `plan.steps_per_epoch` is exact."""
+        return self.plan.estimated_global_steps_per_epoch
+
+    @property
+    def train_sampler(self) -> type:
+        """What `get_train_dataloader` is given as `sampler`."""
+        return RandomSampler
+
+    @property
+    def val_sampler(self) -> type:
+        """What `get_val_dataloaders` is given as `sampler`."""
+        return SequentialSampler
+
+    @property
+    def last_epoch(self) -> int:
+        """The last epoch that is wholly finished, from 0; -1 before."""
+        return self.state.last_epoch
+
+    @property
+    def global_steps_finished(self) -> int:
+        """Global steps finished since the run began."""
+        return self.state.global_step
+
+    @property
+    def total_steps_finished(self) -> int:
+        """Micro-batches finished on this process since the run began."""
+        return self.state.batches

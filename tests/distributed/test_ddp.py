@@ -1,0 +1,138 @@
+"""`ddp`: results do not depend on how many processes there are."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainstack as ts
+from tests.helpers.modules import arguments, weights
+from tests.helpers.processes import run_world
+from tests.helpers.workers import Uneven, equality
+
+pytestmark = pytest.mark.distributed
+
+
+@cache
+def alone(limit: int = 512) -> dict[str, Any]:
+    """The same run in one process under `sp`."""
+    return equality("unused", backend="sp", limit=limit)
+
+
+def close(one: Any, other: Any, tolerance: float = 1e-10) -> bool:
+    return bool(
+        (torch.tensor(one, dtype=torch.float64) - torch.tensor(other, dtype=torch.float64)).abs().max() <= tolerance
+    )
+
+
+@pytest.mark.spec("PMB-17", "PMB-21", "F111", "F112", "PA-21", "PMT-05")
+@pytest.mark.parametrize("limit", [512, 2])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_weights_order_and_evaluation_are_those_of_one_process(size: int, limit: int) -> None:
+    """101 samples, global batch 12, in float64, without and with accumulation."""
+    ranks = run_world(size, "equality", directory="unused", limit=limit)
+
+    expected = alone()
+    for rank in ranks:
+        assert close(rank["weights"], expected["weights"])
+        assert rank["outputs"]["text"] == expected["outputs"]["text"]
+        assert close(rank["outputs"]["outputs"], expected["outputs"]["outputs"])
+        assert rank["steps"] == expected["steps"] == 18
+    for step, values in enumerate(expected["seen"]):
+        parts = [value for rank in ranks for value in (rank["seen"][step] if step < len(rank["seen"]) else [])]
+        assert sorted(parts) == sorted(values)
+    for name in ("train/loss", "val/loss"):
+        assert close(ranks[0]["history"][name], expected["history"][name], 1e-12)
+
+
+@pytest.mark.spec("F111", "PA-26")
+@pytest.mark.parametrize(("size", "count"), [(2, 5), (3, 1), (3, 2)])
+def test_few_samples_on_many_processes(size: int, count: int) -> None:
+    for rank in run_world(size, "few", count=count):
+        assert rank["loss"] == rank["metric"] == (count - 1) / 2
+        assert rank["collected"] == list(range(count))
+
+
+@pytest.mark.spec("PA-31")
+def test_a_loss_over_tokens_counts_by_tokens_over_processes() -> None:
+    from tests.trainer.test_weighting import Tokens
+
+    reference = Tokens()
+    ts.Trainer(reference, arguments("unused", train_batch_size=6, clip_grads=False)).train()
+    for size in (2, 3):
+        for rank in run_world(size, "tokens"):
+            assert close(rank, weights(reference).tolist())
+
+
+@pytest.mark.spec("FN-52", "F105")
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_gradients_travel_once_a_step_and_nothing_else_does(accumulation: int) -> None:
+    for spent in run_world(2, "all_reduces", accumulation=accumulation):
+        assert spent["steps"] == 40
+        assert spent["buckets"] == 40
+        assert spent.get("all_reduce", 0) == 40, "those of the hook that counts"
+        others = sum(spent.get(name, 0) for name in ("all_gather_object", "all_gather", "broadcast", "barrier"))
+        assert others <= 12, f"setting up, one epoch's end and saving, not steps: {spent}"
+
+
+@pytest.mark.spec("FN-46", "HZ-28")
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
+def test_a_run_goes_on_over_another_number_of_processes(before: int, after: int, tmp_path: Path) -> None:
+    cut = run_world(before, "equality", directory=str(tmp_path), every_n_steps=1, module={"stop_at": 6})
+    resumed = run_world(after, "equality", directory=str(tmp_path), every_n_steps=1, resume=True)
+
+    expected = alone()
+    assert [rank["steps"] for rank in cut] == [5] * before
+    for rank in resumed:
+        assert close(rank["weights"], expected["weights"])
+    for step in range(5, 18):
+        parts = [value for rank in resumed for value in (rank["seen"][step] if step < len(rank["seen"]) else [])]
+        assert sorted(parts) == sorted(expected["seen"][step])
+
+
+@pytest.mark.parametrize("backend", ["ddp", "ddp-amp"])
+def test_a_run_over_the_same_processes_goes_on_with_the_same_bits(backend: str, tmp_path: Path) -> None:
+    unbroken = run_world(2, "noisy", directory=str(tmp_path / "unbroken"), backend=backend)
+    run_world(2, "noisy", directory=str(tmp_path / "cut"), backend=backend, stop_at=8)
+    resumed = run_world(2, "noisy", directory=str(tmp_path / "cut"), backend=backend, resume=True, seed=50)
+
+    assert unbroken[0] == unbroken[1] == resumed[0] == resumed[1]
+
+
+@pytest.mark.spec("PMB-21", "F111", "F112")
+def test_gathering_uneven_empty_and_nested_things() -> None:
+    for rank in run_world(3, "gathered"):
+        assert rank["rows"] == [[10.0, 11.0, 12.0], [20.0, 21.0, 22.0], [23.0, 24.0, 25.0]]
+        assert rank["flags"] == [False, False, True]
+        assert rank["scalar"] == [0, 1, 2]
+        assert rank["text"] == [0, 1, 2]
+        assert rank["nothing"] == [[1.0, 1.0], ["a"]]
+
+
+@pytest.mark.spec("FN-35", "F209")
+@pytest.mark.parametrize("how", ["raise", "hook", "kill", "validation"])
+def test_when_one_rank_fails_all_end_and_say_why(how: str, tmp_path: Path) -> None:
+    results = run_world(2, "failure", timeout=60, may_fail=True, directory=str(tmp_path), how=how)
+
+    survivor = results[0]
+    assert survivor.get("seconds", 0.0) < 20
+    if how == "kill":
+        assert results[1]["exit"] == -9
+        assert "error" in survivor
+        return
+    reason = "divides by zero" if how == "raise" else "looks in vain"
+    assert reason in results[1]["error"]
+    assert survivor["error"].startswith("PeerError: rank 1 failed")
+    assert reason in survivor["error"]
+
+
+def test_without_a_launcher_ddp_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+    with pytest.raises(ts.ConfigurationError, match="torchrun"):
+        ts.Trainer(Uneven(), arguments(tmp_path, backend="ddp")).train()

@@ -1,0 +1,62 @@
+"""Starting several processes of a test, each with its place in the world, and reading what each has to say."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def run_world(size: int, what: str, *, timeout: float = 90.0, may_fail: bool = False, **options: Any) -> list[Any]:
+    """Run `tests.helpers.workers.<what>(**options)` in `size` processes; what each returned, by rank.
+
+    With `may_fail`, a process that raised or died gives a dict with its exit code and the end of its stderr.
+    Results go through files: gloo may abort a process at exit, after all work is done.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        processes = []
+        for rank in range(size):
+            command = [sys.executable, "-W", "error", "-m", "tests.helpers.workers", what, json.dumps(options), folder]
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(
+                subprocess.Popen(
+                    command, cwd=ROOT, env={**environment, **place}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+                )
+            )
+        try:
+            errors = [process.communicate(timeout=timeout)[1].decode() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        results = []
+        for rank, (process, error) in enumerate(zip(processes, errors, strict=True)):
+            answer = Path(folder) / f"{rank}.json"
+            if answer.exists():
+                results.append(json.loads(answer.read_text()))
+            elif may_fail:
+                results.append({"exit": process.returncode, "stderr": error[-6000:]})
+            else:
+                raise AssertionError(f"rank {rank} ended with {process.returncode}:\n{error[-4000:]}")
+        return results

@@ -1,0 +1,229 @@
+"""What the processes of distributed tests do. Run as `python -m tests.helpers.workers WHAT OPTIONS FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, Noisy, arguments, numbers, weights
+
+RANK = int(os.environ.get("RANK", 0))
+
+
+class Uneven(Classifier):
+    """101 samples in float64, with everything recorded that must not depend on the number of processes."""
+
+    def __init__(self, count: int = 101, stop_at: int | None = None, **changes: Any) -> None:
+        super().__init__(numbers(count, dtype=torch.float64), dtype=torch.float64, validate=True, **changes)
+        self.seen: list[list[float]] = []
+        self.outputs: Any = None
+        self.stop_at = stop_at
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        if global_step == self.stop_at:
+            raise KeyboardInterrupt
+        while len(self.seen) < global_step:
+            self.seen.append([])
+        self.seen[global_step - 1] += batch[0][:, 0].tolist()
+        return super().train_step(global_step, batch, device)
+
+    def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        outputs = self.net(batch[0])
+        loss = torch.nn.functional.cross_entropy(outputs, batch[1])
+        return {"loss": loss, "outputs": outputs, "text": [f"{x:.6f}" for x in batch[0][:, 0].tolist()]}
+
+    def on_end_val_epoch(self, global_step: int, outputs: Any, key: str = "default") -> None:
+        self.outputs = {
+            "outputs": outputs["outputs"].tolist(),
+            "text": [text for part in outputs["text"] for text in (part if isinstance(part, list) else [part])],
+        }
+
+
+def equality(directory: str, backend: str = "ddp", limit: int = 512, **changes: Any) -> dict[str, Any]:
+    module = Uneven(**changes.pop("module", {}))
+    saving = ts.DefaultCheckpointerArguments(checkpoint=False)
+    if "every_n_steps" in changes:
+        saving = ts.DefaultCheckpointerArguments(every_n_steps=changes.pop("every_n_steps"))
+    values = {"train_batch_size": 12, "epochs": 2, "log_every": 4, "val_batch_size": 7, **changes}
+    trainer = ts.Trainer(
+        module, arguments(directory, backend=backend, gpu_batch_size_limit=limit, checkpointer_args=saving, **values)
+    )
+    stopped = False
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        stopped = True
+    history = {} if stopped else {name: trainer.history.get_metric_values(name) for name in ("train/loss", "val/loss")}
+    return {
+        "weights": weights(module).tolist(),
+        "seen": module.seen,
+        "outputs": module.outputs,
+        "history": history,
+        "steps": trainer.global_steps_finished,
+    }
+
+
+def few(count: int) -> dict[str, Any]:
+    """So few samples that some processes have none."""
+
+    class Mean(Classifier):
+        def __init__(self) -> None:
+            values = torch.arange(count, dtype=torch.float64)
+            super().__init__(torch.utils.data.TensorDataset(values), dtype=torch.float64, validate=True)
+            self.collected: list[float] = []
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return (sum(p.sum() for p in self.parameters()) * 0 + batch[0]).mean()
+
+        def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return batch[0].mean(), batch[0]
+
+        def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
+            self.collected = outputs[1].tolist() if outputs else []
+
+    module = Mean()
+    trainer = ts.Trainer(module, arguments("unused", backend="ddp", train_batch_size=12, val_batch_size=3))
+    trainer.train()
+    return {
+        "loss": trainer.history.get_latest_metric("train/loss_epoch"),
+        "metric": trainer.history.get_latest_metric("val/loss"),
+        "collected": module.collected,
+    }
+
+
+def tokens() -> list[float]:
+    """A loss over tokens; the processes' batches hold very different numbers of them, one none at all."""
+    from tests.trainer.test_weighting import Tokens
+
+    module = Tokens()
+    ts.Trainer(module, arguments("unused", backend="ddp", train_batch_size=6, clip_grads=False)).train()
+    return weights(module).tolist()
+
+
+def all_reduces(accumulation: int) -> dict[str, int]:
+    """How many all-reduces and other collectives a run needs."""
+    counts: dict[str, int] = {}
+    for name in ("all_reduce", "all_gather_object", "all_gather", "broadcast", "barrier", "broadcast_object_list"):
+        original = getattr(dist, name)
+
+        def counted(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+            counts[_name] = counts.get(_name, 0) + 1
+            return _original(*args, **kwargs)
+
+        setattr(dist, name, counted)
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    reduced = 0
+
+    class Counted(Classifier):
+        def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
+            def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations and wants its own
+                nonlocal reduced
+                reduced += 1
+                return default_hooks.allreduce_hook(state, bucket)
+
+            trainer._ready().loop.work.model.register_comm_hook(None, hook)
+
+    module = Counted(numbers(8 * 40))
+    made: dict[str, Any] = {"log_every": 100, "gpu_batch_size_limit": 4 // accumulation}
+    trainer = ts.Trainer(module, arguments("unused", backend="ddp", **made))
+    before = dict(counts)
+    trainer.train()
+    spent = {name: counts[name] - before.get(name, 0) for name in counts}
+    return {"buckets": reduced, "steps": trainer.global_steps_finished, **spent}
+
+
+def failure(directory: str, how: str) -> Any:
+    """One rank fails in some way, in the third step."""
+
+    class Fails(Classifier):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if RANK == 1 and global_step == 3:
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if how == "raise":
+                    raise ZeroDivisionError("rank one divides by zero")
+            return super().train_step(global_step, batch, device)
+
+        def on_end_train_step(self, global_step: int) -> None:
+            if RANK == 1 and global_step == 3 and how == "hook":
+                raise LookupError("rank one looks in vain")
+
+        def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
+            if RANK == 1 and how == "validation":
+                raise LookupError("rank one looks in vain")
+
+    trainer = ts.Trainer(Fails(numbers(64), validate=True), arguments(directory, backend="ddp"))
+    start = time.monotonic()
+    try:
+        trainer.train()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - start}
+    return {"error": None}
+
+
+def gathered() -> Any:
+    """What `gather` makes of uneven and nested things."""
+    stack = ts.build_trainer_backend("ddp", ddp={"gather_frequency": 2})
+    world = stack.open("cpu")
+    mine = torch.arange(world.rank * 3, dtype=torch.float64).reshape(-1, 3)
+    joined = stack.gather(
+        {
+            "rows": mine + 10 * world.rank,
+            "flags": mine[:, 0] > 0,
+            "scalar": torch.tensor(world.rank),
+            "text": [world.rank],
+        }
+    )
+    nothing = stack.gather([] if world.rank != 1 else [torch.ones(2), ["a"]])
+    stack.close()
+    return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in joined.items()} | {
+        "nothing": [nothing[0].tolist(), nothing[1]]
+    }
+
+
+def noisy(directory: str, **changes: Any) -> list[float]:
+    """Dropout and augmentation, to be resumed exactly under the same number of processes."""
+    stop_at = changes.pop("stop_at", None)
+    module = Classifier(Noisy(37), dropout=0.3, optimizer=torch.optim.AdamW, lr=0.01, scheduler=True, validate=True)
+    if stop_at is not None:
+        step = module.train_step
+
+        def train_step(global_step: int, batch: Any, device: Any) -> Any:
+            if global_step == stop_at:
+                raise KeyboardInterrupt
+            return step(global_step, batch, device)
+
+        module.train_step = train_step  # type: ignore[method-assign]
+    torch.manual_seed(RANK + changes.pop("seed", 0))
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
+    try:
+        ts.Trainer(module, arguments(directory, epochs=3, checkpointer_args=saving, **changes)).train()
+    except KeyboardInterrupt:
+        return []
+    return weights(module).tolist()
+
+
+def main() -> None:
+    what, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
+    result = globals()[what](**options)
+    aside = folder / f"{RANK}.tmp"
+    aside.write_text(json.dumps(result))
+    os.replace(aside, folder / f"{RANK}.json")
+    sys.stderr.flush()
+    if dist.is_initialized() and not (isinstance(result, dict) and result.get("error")):
+        dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
