@@ -115,6 +115,8 @@ class GroupCommunicator(Communicator):
             self._store.compare_set(_FAILURE, "", f"{self.rank}\n{text}")
 
     def origin_of(self, error: BaseException) -> BaseException:
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            return error  # not what a lost peer looks like from here
         try:
             if not self._store.check([_FAILURE]):
                 return error
