@@ -130,6 +130,28 @@ def test_when_one_rank_fails_all_end_and_say_why(how: str, tmp_path: Path) -> No
     assert reason in survivor["error"]
 
 
+def test_weights_that_differ_are_never_saved(tmp_path: Path) -> None:
+    for rank in run_world(2, "diverged", directory=str(tmp_path)):
+        assert "weights are not the same on all processes" in rank["error"]
+    assert not (tmp_path / "checkpoints").exists() or not ts.list_checkpoints(tmp_path / "checkpoints")
+
+
+@pytest.mark.spec("PA-25", "PA-26")
+def test_gathering_and_printing_by_the_trainer() -> None:
+    ranks = run_world(2, "together")
+
+    assert [rank["rows"] for rank in ranks] == [[0.0, 1.0, 1.0]] * 2
+    assert [rank["printed"] for rank in ranks] == ["said 1\nnode\n", ""]
+
+
+def test_explain_names_the_collectives() -> None:
+    told = ts.explain("ddp-amp")
+
+    assert "forward      ddp > amp > sp" in told
+    assert "ddp   one all-reduce a gradient bucket each global step" in told
+    assert "what all processes do together" not in ts.explain("sp-amp")
+
+
 def test_without_a_launcher_ddp_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

@@ -191,6 +191,37 @@ def gathered() -> Any:
     }
 
 
+def diverged(directory: str) -> Any:
+    """A hook changes the weights of one process."""
+
+    class Drifts(Classifier):
+        def on_end_train_step(self, global_step: int) -> None:
+            if RANK == 1:
+                with torch.no_grad():
+                    self.net[0].weight += 1.0
+
+    saving = ts.DefaultCheckpointerArguments()
+    trainer = ts.Trainer(Drifts(numbers(16)), arguments(directory, backend="ddp", checkpointer_args=saving))
+    try:
+        trainer.train()
+    except ts.PeerError as error:
+        return {"error": str(error)}
+    return {"error": None}
+
+
+def together() -> Any:
+    """`trainer.gather` and `trainer.print`."""
+    import contextlib
+    import io
+
+    trainer = ts.Trainer(Classifier(), arguments("unused", backend="ddp"))
+    joined = trainer.gather({"rows": torch.full((trainer.world.rank + 1,), float(trainer.world.rank))})
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        trainer.print("said", 1)
+        trainer.print("node", once="node")
+    return {"rows": joined["rows"].tolist(), "printed": out.getvalue()}
+
+
 def noisy(directory: str, **changes: Any) -> list[float]:
     """Dropout and augmentation, to be resumed exactly under the same number of processes."""
     stop_at = changes.pop("stop_at", None)

@@ -32,11 +32,13 @@ class TrainerBackend(ABC):
     Attributes:
         name: the token of the layer in a backend string; also the key of its state in a checkpoint.
         summary: what the layer does, in one sentence, for `explain`.
+        collectives: what the layer makes all processes do together, and how often; for `explain`.
         excludes: tokens that may not stand in the same stack, each with the reason.
     """
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
+    collectives: ClassVar[str] = ""
     excludes: ClassVar[Mapping[str, str]] = {}
     _driver: Driver | None = None
     _owner: weakref.ref[Any] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, cast
@@ -23,10 +23,13 @@ from trainstack.backends.gathering import gather_outputs
 from trainstack.backends.registry import Slot, register_layer
 from trainstack.backends.workload import Workload
 from trainstack.backends.world import World, pick_device
-from trainstack.errors import ConfigurationError
+from trainstack.errors import ConfigurationError, annotate
 from trainstack.stage import Stage
 
-_NOTHING = nullcontext()
+_UNUSED = (
+    "some parameters took no part in the loss of a step. If that is meant, write "
+    "backend_options={'ddp': {'find_unused_parameters': True}}; else freeze them with requires_grad_(False)."
+)
 
 
 @register_layer("ddp", slot=Slot.PROCESS)
@@ -46,6 +49,10 @@ class DDP(AbstractTrainerBackendDecorator):
     """
 
     summary: ClassVar[str] = "joins the launcher's processes and sums gradients over them, once a global step"
+    collectives: ClassVar[str] = (
+        "one all-reduce a gradient bucket each global step; none for logs, metrics or decisions "
+        "(a batch_weight of the module's own: one small exchange more)"
+    )
 
     def __init__(
         self,
@@ -124,7 +131,12 @@ class DDP(AbstractTrainerBackendDecorator):
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
         if stage is not Stage.TRAIN and isinstance(work.model, DistributedDataParallel):
             work = replace(work, model=work.model.module.module)
-        return self.inner.forward(work, stage, batch, step)
+        try:
+            return self.inner.forward(work, stage, batch, step)
+        except RuntimeError as error:
+            if "find_unused_parameters" in str(error):
+                annotate(error, _UNUSED)
+            raise
 
     def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
         """DistributedDataParallel averages; weights that sum to one over all processes need the sum."""

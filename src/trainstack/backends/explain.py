@@ -25,6 +25,8 @@ def explain_stack(stack: TrainerBackend) -> str:
     lines += ["", "each verb's way:", ""]
     verb_width = max(map(len, VERBS))
     lines += [f"  {verb:<{verb_width}}   {way_of(stack, verb)}" for verb in VERBS]
+    together = [f"  {layer.name:<{width}}   {layer.collectives}" for layer in layers if layer.collectives]
+    lines += ["", "what all processes do together:", "", *together] if together else []
     kept = sorted(stack.get_state())
     lines += ["", f"state in a checkpoint: {', '.join(kept) if kept else 'none'}"]
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from trainstack.checkpointing import Checkpoint
 from trainstack.trainer.run import Run
-from trainstack.trainer.snapshot import refuse_poisoned, take_checkpoint
+from trainstack.trainer.snapshot import refuse_diverged, refuse_poisoned, take_checkpoint
 
 if TYPE_CHECKING:
     from trainstack.trainer.trainer import Trainer
@@ -40,6 +40,7 @@ class Saver:
             return
         run.loop.meter.drain()
         refuse_poisoned(trainer.module, run.watched, state.global_step)
+        refuse_diverged(trainer.module, trainer.world.comm, state.global_step)
         checkpoint = take_checkpoint(trainer, run.epoch_rng)
         self._on_main(lambda: trainer.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint")
         self.saved_at = place

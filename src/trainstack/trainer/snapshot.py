@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainstack.backends import Workload, World
+from trainstack.backends import Communicator, Workload, World
 from trainstack.checkpointing import Checkpoint
-from trainstack.errors import CheckpointMismatchError, NonFiniteError
+from trainstack.errors import CheckpointMismatchError, NonFiniteError, PeerError
 from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.loop import TrainLoop
 from trainstack.trainer.order import mix
@@ -45,6 +45,25 @@ def refuse_poisoned(module: nn.Module, watched: frozenset[str], step: int) -> No
             f"{first!r} holds inf or nan after global step {step}. No checkpoint was written. Look for division by "
             "zero or log(0) in the forward pass, or write nonfinite='skip' to leave out steps whose gradients are not "
             "finite."
+        )
+
+
+def refuse_diverged(module: nn.Module, comm: Communicator, step: int) -> None:
+    """Refuse to keep the main process's weights for everybody's where they are not everybody's.
+
+    Raises:
+        PeerError: the weights differ between processes, on all of them.
+    """
+    if comm.size == 1:
+        return
+    sums = [p.detach().double().sum() for p in module.parameters()]
+    told = comm.gather(torch.stack(sums).sum().item() if sums else 0.0)
+    scale = max(map(abs, told)) or 1.0
+    if max(told) - min(told) > 1e-6 * scale:
+        raise PeerError(
+            f"after global step {step} the weights are not the same on all processes: their sums by rank are {told}. "
+            "No checkpoint was written. A step may leave parameters out of the loss on some processes (write "
+            "backend_options={'ddp': {'find_unused_parameters': True}}), or a hook changes weights on one process only."
         )
 
 

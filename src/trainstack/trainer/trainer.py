@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch.utils.data import SequentialSampler
 
@@ -148,6 +149,20 @@ class Trainer(TrainerProperties):
         run = self._ready()
         outputs = run.evaluate(Stage.PREDICT, named_loaders(dataloader, "the caller of predict"), keep=True)
         return outputs if isinstance(dataloader, dict) else outputs["default"]
+
+    def gather(self, outputs: Any) -> Any:
+        """What every process gives, joined along dimension 0 in the order of the ranks, on every process.
+
+        Tensors may differ in their first dimension; lists are put one after the other; dicts and tuples are joined
+        item by item. All processes must call it together.
+        """
+        self._ready()
+        return self.trainer_backend.gather(outputs)
+
+    def print(self, *values: Any, once: Literal["world", "node"] = "world") -> None:
+        """Print on the main process only, or on the first process of each machine."""
+        if self.is_main_process if once == "world" else self.world.local_rank == 0:
+            sys.stdout.write(" ".join(map(str, values)) + "\n")
 
     def close(self) -> None:
         """Give back what the backend took from the outside, such as a process group."""
