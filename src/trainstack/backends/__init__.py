@@ -1,6 +1,7 @@
 """How a step is carried out: the layers, the string that names a stack of them, and what builds it."""
 
 from trainstack.backends.amp import Amp
+from trainstack.backends.apex import AmpApex
 from trainstack.backends.base import VERBS, TrainerBackend
 from trainstack.backends.bf16 import BFloat16
 from trainstack.backends.build import build_trainer_backend
@@ -17,6 +18,7 @@ __all__ = [
     "VERBS",
     "AbstractTrainerBackendDecorator",
     "Amp",
+    "AmpApex",
     "BFloat16",
     "Clipping",
     "SingleProcess",

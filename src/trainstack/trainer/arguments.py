@@ -56,6 +56,7 @@ class TrainerArguments:
         distributed_training_args: for backends that join processes.
         differential_privacy_args: for backends with a privacy layer.
         amp_backend_native, amp_backend_apex, amp_level_apex: PyMarlin's flags; they must agree with `backend`.
+            `amp_level_apex` is the layer's `opt_level`.
 
     Raises:
         ConfigurationError: a value is out of range, or two contradict each other.
@@ -113,6 +114,14 @@ class TrainerArguments:
     def chosen_device(self) -> str | torch.device:
         """`device`, or the CPU if `use_gpu` is False."""
         return self.device if self.use_gpu else "cpu"
+
+    @property
+    def layer_options(self) -> Mapping[str, Mapping[str, Any]]:
+        """`backend_options`, with what other arguments say about layers."""
+        if self.amp_level_apex == "O1":
+            return self.backend_options
+        of_apex = {**self.backend_options.get("amp_apex", {}), "opt_level": self.amp_level_apex}
+        return {**self.backend_options, "amp_apex": of_apex}
 
     @property
     def placed_checkpointer_args(self) -> DefaultCheckpointerArguments:

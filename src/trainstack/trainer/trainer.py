@@ -64,7 +64,7 @@ class Trainer(AbstractTrainer):
         self.module = module
         self.args = args
         if not isinstance(trainer_backend, TrainerBackend):
-            trainer_backend = build_trainer_backend(trainer_backend or args.backend, **args.backend_options)
+            trainer_backend = build_trainer_backend(trainer_backend or args.backend, **args.layer_options)
         self.trainer_backend = trainer_backend
         self.trainer_backend.claim(self)
         self.checkpointer = checkpointer or DefaultCheckpointer(args.placed_checkpointer_args)
