@@ -20,8 +20,8 @@ _MARKS_OF_NVIDIA = ("multi_tensor_apply", "normalization")
 
 _ADVICE = (
     "apex.amp was taken out of NVIDIA's apex on 2025-05-08; the last commit with it is e13873d of 2025-04-11 (tag "
-    "25.05). Install that one, or write 'amp' in place of 'amp-apex' (backend='sp-amp', or 'ddp-amp' over processes): float16 "
-    "by torch itself, which needs no other package."
+    "25.05). Install that one, or write 'amp' in place of 'amp-apex' (backend='sp-amp', or 'ddp-amp' over processes): "
+    "float16 by torch itself, which needs no other package."
 )
 
 
@@ -67,7 +67,7 @@ def require_amp() -> Any:
     Raises:
         ApexUnavailableError: there is none that works; says what was found, where, and what to write instead.
     """
-    if "apex.amp" in sys.modules:  # imported once, by the probe or by the user
+    if {"apex", "apex.amp"} <= set(sys.modules):  # imported once, by the probe or by the user
         return sys.modules["apex.amp"]
     info = probe()
     if info.kind != "amp":
