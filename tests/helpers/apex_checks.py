@@ -13,7 +13,7 @@ from torch import nn
 import trainstack as ts
 from tests.helpers.apex_plugin import OPTIONS, refuse_second_initialize
 from tests.helpers.apex_shim import forget
-from tests.helpers.modules import Classifier, numbers, train, weights
+from tests.helpers.modules import Classifier, arguments, numbers, train, weights
 from trainstack.backends import apex as layer
 
 LEVEL = OPTIONS["opt_level"]
@@ -94,9 +94,14 @@ def by_hand(module: Classifier, kind: str, steps: int) -> None:
 @only_scaled
 def test_an_overflow_halves_the_scale_and_everything_waits(tmp_path: Path) -> None:
     """Only one of two optimizers has a gradient that is inf; neither moves, nor does the schedule."""
-    module = Overflows()
-    trainer = run(module, tmp_path)
+    module, norms = Overflows(), []
+    stack = ts.build_trainer_backend("sp-amp-apex")
+    clip = stack.clip
+    stack.clip = lambda work: norms.append(clip(work)) or norms[-1]  # type: ignore[func-returns-value,method-assign]
+    trainer = ts.Trainer(module, arguments(tmp_path), trainer_backend=stack)
+    trainer.train()
 
+    assert [bool(norm.isfinite()) for norm in norms] == [True, False, True, True]
     scale = min(2.0**16, OPTIONS.get("max_loss_scale", 2.0**16))
     assert scaler_of(trainer) == {"loss_scale": scale / 2, "unskipped": 2}
     assert torch.equal(module.after[1], module.after[2])
