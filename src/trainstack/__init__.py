@@ -4,6 +4,7 @@ from trainstack import backends, checkpointing, errors, trainer
 from trainstack.backends import *  # noqa: F403
 from trainstack.checkpointing import *  # noqa: F403
 from trainstack.errors import (
+    ApexUnavailableError,
     BackendSpecError,
     CheckpointDamagedError,
     CheckpointError,
@@ -22,6 +23,7 @@ from trainstack.trainer import *  # noqa: F403
 __version__ = "0.1.0"
 
 __all__ = [
+    "ApexUnavailableError",
     "BackendSpecError",
     "CheckpointDamagedError",
     "CheckpointError",

@@ -3,7 +3,8 @@
 TrainstackError
 ├── ConfigurationError (ValueError)      an argument, or a combination of arguments, is wrong
 │   ├── BackendSpecError                 the backend string is wrong
-│   └── MissingExtraError (ImportError)  an optional package is needed and not installed
+│   ├── MissingExtraError (ImportError)  an optional package is needed and not installed
+│   └── ApexUnavailableError             the apex that is installed, if any, has no amp that works here
 ├── ModuleContractError (TypeError)      the user's module, optimizer or loader broke its contract
 ├── NonFiniteError (ArithmeticError)     a loss or gradient became inf or nan
 ├── PeerError (RuntimeError)             another process failed
@@ -39,6 +40,10 @@ class MissingExtraError(ConfigurationError, ImportError):
             f"{feature} needs the package {package!r}, which is not installed. "
             f"Install it with: pip install 'trainstack[{extra}]'"
         )
+
+
+class ApexUnavailableError(ConfigurationError):
+    """A backend needs `apex.amp`; the message says which apex was found and what to write instead."""
 
 
 class ModuleContractError(TrainstackError, TypeError):

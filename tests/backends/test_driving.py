@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import trainstack as ts
+from tests.helpers.specs import every_stack
 
 
 class Square(ts.ModuleInterface):
@@ -47,7 +48,7 @@ def driven(spec: str, **changes: Any) -> tuple[Any, Square, Any]:
 BATCHES = [torch.zeros(4, 3), torch.zeros(3, 3), torch.zeros(4, 3), torch.zeros(3, 3)]
 
 
-@pytest.mark.parametrize("spec", ts.legal_specs())
+@every_stack
 class TestEveryStack:
     @pytest.mark.spec("B1", "PMT-25", "PMB-04")
     def test_one_global_step(self, spec: str) -> None:

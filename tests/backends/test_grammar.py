@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainstack as ts
+from trainstack.backends.registry import known_layers
 
-TOKENS = ["sp", "amp", "bf16"]
+TOKENS = ["sp", "amp", "bf16", "amp-apex"]
 
 
 @pytest.mark.spec("PMB-01", "PMB-02", "PMT-07")
@@ -59,6 +60,10 @@ def test_one_spelling_a_stack() -> None:
         ("amp", "backend 'amp': a stack starts with a process layer. Write 'sp-amp'."),
         ("sp-amp-amp", "backend 'sp-amp-amp': 'amp' stands twice. Write 'sp-amp'."),
         ("sp-fp16", "backend 'sp-fp16': no layer is called 'fp16'. Did you mean 'amp'?"),
+        (
+            "sp-quantum",
+            f"backend 'sp-quantum': no layer is called 'quantum'. There are {', '.join(sorted(known_layers()))}.",
+        ),
     ],
 )
 def test_the_sentences(spec: str, message: str) -> None:

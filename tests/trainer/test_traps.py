@@ -21,8 +21,9 @@ from torch.utils.data import (
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, train, weights
+from tests.helpers.specs import stacks_that_run_here
 
-every_stack = pytest.mark.parametrize("backend", ts.legal_specs())
+every_stack = pytest.mark.parametrize("backend", stacks_that_run_here())
 
 
 @every_stack

@@ -1,6 +1,7 @@
 """How a step is carried out: the layers, the string that names a stack of them, and what builds it."""
 
 from trainstack.backends.amp import Amp
+from trainstack.backends.apex import AmpApex
 from trainstack.backends.base import VERBS, TrainerBackend
 from trainstack.backends.bf16 import BFloat16
 from trainstack.backends.build import build_trainer_backend
@@ -23,6 +24,7 @@ __all__ = [
     "Amp",
     "DDP",
     "EMPTY",
+    "AmpApex",
     "BFloat16",
     "Clipping",
     "Communicator",

@@ -157,6 +157,12 @@ def _check_backend(args: TrainerArguments) -> None:
             f"amp_level_apex={args.amp_level_apex!r} with backend={args.backend!r}, which has no apex layer. "
             "Leave it out."
         )
+    chosen = args.backend_options.get("amp_apex", {}).get("opt_level", args.amp_level_apex)
+    if args.amp_level_apex not in ("O1", chosen):
+        raise ConfigurationError(
+            f"amp_level_apex={args.amp_level_apex!r} and backend_options={{'amp_apex': {{'opt_level': {chosen!r}}}}} "
+            "contradict each other. Leave one of them out."
+        )
     if args.differential_privacy_args is not None and "dp" not in tokens:
         raise ConfigurationError(
             f"differential_privacy_args with backend={args.backend!r}, which has no privacy layer: the run would not "

@@ -57,6 +57,7 @@ class TrainerArguments:
         distributed_training_args: for backends that join processes.
         differential_privacy_args: for backends with a privacy layer.
         amp_backend_native, amp_backend_apex, amp_level_apex: PyMarlin's flags; they must agree with `backend`.
+            `amp_level_apex` is the layer's `opt_level`.
 
     Raises:
         ConfigurationError: a value is out of range, or two contradict each other.
@@ -121,6 +122,8 @@ class TrainerArguments:
         options = {layer: dict(chosen) for layer, chosen in self.backend_options.items()}
         if self.distributed_training_args is not None:
             options.setdefault("ddp", {}).setdefault("place", self.distributed_training_args)
+        if self.amp_level_apex != "O1":
+            options.setdefault("amp_apex", {})["opt_level"] = self.amp_level_apex
         return options
 
     @property

@@ -1,0 +1,236 @@
+"""`amp-apex`: mixed precision by `apex.amp`, which NVIDIA has taken out of newer versions of apex.
+
+apex keeps its state for the whole process: one `amp.initialize` a process, and opt level O1 replaces functions of
+torch for all code in it. Nothing of apex is imported before a stack with this layer is opened.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainstack.backends.apex_probe import require_amp
+from trainstack.backends.base import TrainerBackend
+from trainstack.backends.decorator import AbstractTrainerBackendDecorator
+from trainstack.backends.registry import Slot, register_layer
+from trainstack.backends.workload import Workload
+from trainstack.backends.world import World
+from trainstack.errors import CheckpointMismatchError, ConfigurationError
+
+LEVELS = ("O0", "O1", "O2", "O3")
+OPTIONS = (
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+    "cast_model_outputs",
+    "verbosity",
+    "min_loss_scale",
+    "max_loss_scale",
+)
+"""What `amp.initialize` takes besides the opt level and what is this layer's business."""
+
+_NOT_OPTIONS = {
+    "models": "the module is the trainer's.",
+    "optimizers": "they are what get_optimizers_schedulers returns.",
+    "enabled": "write a backend without 'amp-apex' to train without it.",
+    "num_losses": "a step has one loss.",
+}
+
+
+@register_layer("amp-apex", slot=Slot.PRECISION)
+class AmpApex(AbstractTrainerBackendDecorator):
+    """Mixed precision by NVIDIA's `apex.amp`; needs a CUDA device and an apex that still has amp.
+
+    Args:
+        inner: the layer inside this one.
+        opt_level: `"O0"` float32; `"O1"` torch's functions cast; `"O2"` a float16 model with float32 master weights;
+            `"O3"` a float16 model.
+        **options: passed on to `amp.initialize`: `loss_scale`, `keep_batchnorm_fp32`, `max_loss_scale`, ...
+
+    Raises:
+        ConfigurationError: an option is none of `amp.initialize`'s, or is not the user's to choose.
+    """
+
+    summary: ClassVar[str] = (
+        "has apex.amp cast the model, scale the loss, keep master weights and skip a step that overflowed"
+    )
+    excludes: ClassVar[Mapping[str, str]] = {
+        "dp": "privacy needs the gradient of each sample in true units, apex scales and sums them first.",
+        "fsdp": "apex replaces parameters by masters of its own, which sharding does not see.",
+    }
+
+    def __init__(self, inner: TrainerBackend, *, opt_level: str = "O1", **options: Any) -> None:
+        super().__init__(inner)
+        _check_options(opt_level, options)
+        self.opt_level = opt_level
+        self._options = {"verbosity": 0, **options}
+        self._amp: Any = None
+        self._optimizers: tuple[Optimizer, ...] = ()
+        self._own: frozenset[int] = frozenset()
+
+    def open(self, device: str | torch.device = "auto") -> World:
+        self._amp = require_amp()
+        world = self.inner.open(device)
+        _refuse_device(world.device)
+        return world
+
+    def prepare(self, work: Workload) -> Workload:
+        amp = self._amp = require_amp()
+        work = self.inner.prepare(work)
+        _refuse_device(work.world.device)
+        _refuse_second_initialize(amp)
+        _refuse_model(work)
+        counted = [hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in work.optimizers]
+        model, optimizers = amp.initialize(work.model, list(work.optimizers), opt_level=self.opt_level, **self._options)
+        for optimizer, by_scheduler in zip(optimizers, counted, strict=True):
+            # The masters are made now, not in the first step: then the state of an optimizer is restored in float32.
+            optimizer._amp_lazy_init()
+            if by_scheduler:  # apex's step calls the one that the scheduler watches; else it would warn
+                getattr(optimizer.step, "__func__", optimizer.step)._wrapped_by_lr_sched = True
+        _cast_anew(amp)
+        self._optimizers = tuple(optimizers)
+        self._own = frozenset(map(id, work.parameters))
+        return replace(work, model=model, optimizers=self._optimizers)
+
+    def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
+        # Gradients stay scaled until `clip`: one verdict and one change of the scale a global step, whatever its
+        # micro-batches, and after other processes' gradients were added.
+        with self._amp.scale_loss(loss, list(work.optimizers), delay_unscale=True) as scaled:
+            self.inner.backward(work, scaled, weight)
+
+    def clip(self, work: Workload) -> Tensor | None:
+        optimizers: list[Any] = list(work.optimizers)
+        if any(optimizer._amp_stash.params_have_scaled_gradients for optimizer in optimizers):
+            # Leaving the context brings the gradients to the masters, in true units, and judges them.
+            with self._amp.scale_loss(torch.zeros((), device=work.world.device), optimizers):
+                pass
+        if _skips(work):  # apex stops at the first overflow; the rest of the masters' gradients was never written
+            return torch.full((), float("inf"), device=work.world.device)
+        masters = {id(p): p for optimizer in optimizers for p in self._amp.master_params(optimizer)}
+        return self.inner.clip(replace(work, trained=tuple(masters.values())))
+
+    def step(self, work: Workload) -> bool:
+        if _skips(work):
+            self.inner.step(work)  # apex has put steps in place that move nothing and then take themselves away
+            return False
+        if all(parameter.grad is None for parameter in work.parameters):
+            for masters in self._masters():  # the step is left out: what lies here would count in the next one
+                for master in masters:
+                    master.grad = None
+            return False
+        return self.inner.step(work)
+
+    def get_layer_state(self) -> dict[str, Any]:
+        if not self._optimizers:
+            return {"opt_level": self.opt_level}
+        return {
+            "opt_level": self.opt_level,
+            "scalers": {name: dict(scaler) for name, scaler in self._amp.state_dict().items()},
+            "masters": [[master.detach() for master in masters] for masters in self._masters()],
+        }
+
+    def update_layer_state(self, state: dict[str, Any]) -> None:
+        if not self._optimizers:
+            raise ConfigurationError("layer 'amp-apex' takes its state back once a module was prepared, not before.")
+        mine = self._masters()
+        if state["opt_level"] != self.opt_level or _shapes(state["masters"]) != _shapes(mine):
+            raise CheckpointMismatchError(
+                f"the checkpoint was written under apex opt_level={state['opt_level']!r} with "
+                f"{sum(map(len, state['masters']))} master weights; this run has opt_level={self.opt_level!r} and "
+                f"{sum(map(len, mine))} of them. Resume with the options it was written under."
+            )
+        self._amp.load_state_dict(state["scalers"])
+        with torch.no_grad():
+            for masters, values in zip(mine, state["masters"], strict=True):
+                for master, value in zip(masters, values, strict=True):
+                    master.copy_(value)
+
+    def _masters(self) -> list[list[Tensor]]:
+        """The float32 copies of float16 weights that apex made, by optimizer."""
+        return [[p for p in self._amp.master_params(o) if id(p) not in self._own] for o in self._optimizers]
+
+
+def _cast_anew(amp: Any) -> None:
+    """Have O1 cast a weight each time that it is used.
+
+    Its cache of casts asks autograd for the cast's parent in a way that no torch since 1.10 understands, so that a
+    weight used twice in a step is an IndexError; and what a validation has cast outlives a change of the weights.
+    """
+    handle = getattr(amp._amp_state, "handle", None)
+    if handle is not None:
+        handle._enable_caching = False
+
+
+def _skips(work: Workload) -> bool:
+    """Whether apex has put a step in place that moves nothing, in all optimizers alike, for they share one scale."""
+    optimizers: tuple[Any, ...] = work.optimizers
+    return any(optimizer._amp_stash.already_patched for optimizer in optimizers)
+
+
+def _shapes(masters: list[list[Tensor]]) -> list[list[torch.Size]]:
+    return [[master.shape for master in of_one] for of_one in masters]
+
+
+def _check_options(opt_level: str, options: Mapping[str, Any]) -> None:
+    if opt_level not in LEVELS:
+        raise ConfigurationError(f"amp-apex: opt_level={opt_level!r}: write one of {', '.join(map(repr, LEVELS))}.")
+    for name, value in options.items():
+        if name in _NOT_OPTIONS:
+            raise ConfigurationError(f"amp-apex: {name} is not yours to choose: {_NOT_OPTIONS[name]} Leave it out.")
+        if name not in OPTIONS:
+            close = difflib.get_close_matches(name, OPTIONS, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"There are opt_level, {', '.join(OPTIONS)}."
+            raise ConfigurationError(f"amp-apex: amp.initialize has no option {name!r}. {hint}")
+        if value is torch.bfloat16:
+            raise ConfigurationError(
+                f"amp-apex: {name}=torch.bfloat16: apex.amp knows float16 only. Write 'bf16' in place of 'amp-apex': "
+                "backend='sp-bf16'."
+            )
+
+
+def _refuse_device(device: torch.device) -> None:
+    """By what apex itself looks at: a tensor made there says that it is CUDA's."""
+    if not torch.empty(0, device=device).is_cuda:
+        raise ConfigurationError(
+            f"backend 'amp-apex' on device {str(device)!r}: apex.amp trains on CUDA devices only. Write "
+            "device='cuda', or 'amp' in place of 'amp-apex', which runs anywhere: backend='sp-amp'."
+        )
+
+
+def _refuse_second_initialize(amp: Any) -> None:
+    if hasattr(amp._amp_state, "opt_properties"):
+        raise ConfigurationError(
+            "backend 'amp-apex': amp.initialize was called in this process before, and apex keeps one state a process: "
+            "a second call would take the first one's loss scale away. Start a new process for each training, or write "
+            "'amp' in place of 'amp-apex': backend='sp-amp'."
+        )
+
+
+def _refuse_model(work: Workload) -> None:
+    for name, part in work.module.named_modules():
+        if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:
+            raise ConfigurationError(
+                f"backend 'amp-apex': {name or 'the module'!r} is compiled, and apex cannot change what is compiled "
+                "already. Leave torch.compile out, or write 'amp' in place of 'amp-apex': backend='sp-amp'."
+            )
+    for name, parameter in work.module.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype is not torch.float32:
+            raise ConfigurationError(
+                f"backend 'amp-apex': parameter {name!r} is {parameter.dtype}. Hand over a float32 module; apex makes "
+                "of it what the opt level says."
+            )
+    held = Counter(id(p) for optimizer in work.optimizers for group in optimizer.param_groups for p in group["params"])
+    if any(count > 1 for count in held.values()):
+        raise ConfigurationError(
+            "backend 'amp-apex': two optimizers hold the same parameter, and apex would unscale its gradient twice. "
+            "Give each parameter to one optimizer."
+        )

@@ -1,0 +1,25 @@
+"""The backend strings that a test runs through: every legal one, those marked that cannot run in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import trainstack as ts
+
+NEEDS_APEX = "needs NVIDIA apex and a GPU (tests/backends/test_apex.py runs this with apex's own code, under a shim)"
+
+
+def stacks_that_run_here() -> list[Any]:
+    """Every legal string; those with apex are skipped, unless apex's shim makes CPU tensors answer as CUDA's."""
+    under_shim = torch.empty(0).is_cuda
+    skip = pytest.mark.skip(reason=NEEDS_APEX)
+    return [
+        spec if under_shim or not spec.endswith("amp-apex") else pytest.param(spec, marks=skip)
+        for spec in ts.legal_specs()
+    ]
+
+
+every_stack = pytest.mark.parametrize("spec", stacks_that_run_here())
