@@ -184,15 +184,11 @@ def test_a_checkpoint_of_another_opt_level_is_refused(tmp_path: Path) -> None:
     [
         (lambda m: m.net[0].compile(), r"'net\.0' is compiled"),
         (lambda m: m.net[0].half(), r"parameter 'net\.0\.weight' is torch\.float16\. Hand over a float32 module"),
-        (lambda m: setattr(m, "doubled", True), "two optimizers hold the same parameter"),
     ],
 )
 def test_what_apex_cannot_do_is_refused_before_it_tries(spoil: Any, message: str, tmp_path: Path) -> None:
     module = Classifier(numbers(16))
     spoil(module)
-    if hasattr(module, "doubled"):
-        make = module.get_optimizers_schedulers
-        module.get_optimizers_schedulers = lambda *a: (make(*a)[0] * 2, [])  # type: ignore[method-assign]
 
     with pytest.raises(ts.ConfigurationError, match=message):
         run(module, tmp_path)

@@ -7,7 +7,6 @@ torch for all code in it. Nothing of apex is imported before a stack with this l
 from __future__ import annotations
 
 import difflib
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -228,9 +227,3 @@ def _refuse_model(work: Workload) -> None:
                 f"backend 'amp-apex': parameter {name!r} is {parameter.dtype}. Hand over a float32 module; apex makes "
                 "of it what the opt level says."
             )
-    held = Counter(id(p) for optimizer in work.optimizers for group in optimizer.param_groups for p in group["params"])
-    if any(count > 1 for count in held.values()):
-        raise ConfigurationError(
-            "backend 'amp-apex': two optimizers hold the same parameter, and apex would unscale its gradient twice. "
-            "Give each parameter to one optimizer."
-        )
