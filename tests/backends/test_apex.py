@@ -245,15 +245,15 @@ def with_apex(wheel: Path, level: str, *command: str) -> subprocess.CompletedPro
 @pytest.mark.spec("PMB-15", "PMB-12", "F110", "F410")
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_layer_on_apex_itself(level: str, wheel: Path) -> None:
-    """The contract of every stack, and `apex_checks`. O3 is left to the latter: AdamW fails in pure float16."""
+    """The contract of every stack of one process, and `apex_checks`. O3 is left to the latter: AdamW fails in pure float16."""
     contract = ["tests/contract", "tests/backends/test_driving.py", "tests/trainer"]
     suites = {"O0": contract, "O1": contract, "O2": contract[:1], "O3": []}[level]
-    command = ["pytest", "-p", "tests.helpers.apex_plugin", "-p", "no:cacheprovider", "-q", "-k", "apex"]
+    command = ["pytest", "-p", "tests.helpers.apex_plugin", "-p", "no:cacheprovider", "-q", "-k", "apex and not ddp"]
     done = with_apex(wheel, level, *command, "tests/helpers/apex_checks.py", *suites)
 
     assert done.returncode == 0, done.stdout + done.stderr
     passed = int(done.stdout.rsplit(" passed", 1)[0].split()[-1])
-    assert passed >= (27 if suites else 14), done.stdout
+    assert passed >= (27 if suites else 13), done.stdout
 
 
 @pytest.mark.spec("F109", "FN-32")
