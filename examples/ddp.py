@@ -1,10 +1,10 @@
-"""Train the digits of digits.py in two processes: the same class, the same global batch, another backend string.
+"""Train the digits of digits.py in several processes: the same class, the same global batch, another backend string.
 
     torchrun --nproc-per-node=2 examples/ddp.py
     torchrun --nproc-per-node=4 examples/ddp.py --resume
 
-The second command goes on from the newest checkpoint, with another number of processes if you like; one that does not
-divide the global batch of 64 is refused. On a machine with GPUs each process takes one of them; --device cpu does not.
+If the first was interrupted, the second goes on from the newest checkpoint, here in four processes. A number that does
+not divide the global batch of 64 is refused. With GPUs each process takes one, unless you say --device cpu.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from digits import train
 
 
 def main():
-    """Train as the command line says, in every process; the main one tells how well."""
+    """Train as the command line says, in every process; the main one says how well."""
     parser = argparse.ArgumentParser(description="Train a small network on handwritten digits, in several processes.")
     parser.add_argument("--backend", default="ddp", help="ddp, ddp-bf16 or ddp-amp (default: ddp)")
     parser.add_argument("--epochs", type=int, default=8)
@@ -23,9 +23,8 @@ def main():
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the output folder")
     given = parser.parse_args()
     trainer = train(given.backend, given.epochs, given.output_dir, given.resume, device=given.device)
-    if trainer.is_main_process:  # every process knows the accuracy of the whole; one tells it
-        accuracy = trainer.history.get_latest_metric("val/accuracy")
-        print(f"validation accuracy {accuracy:.1%}, trained in {trainer.world.size} processes", flush=True)
+    accuracy = trainer.history.get_latest_metric("val/accuracy")  # over all the data, and the same in every process
+    trainer.print(f"validation accuracy {accuracy:.1%} over {trainer.world.size} processes")
     trainer.close()
 
 

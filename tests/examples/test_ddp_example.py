@@ -1,4 +1,4 @@
-"""The example of many processes trains under torchrun, and goes on in another number of them."""
+"""The example of many processes trains under torchrun, and one of them speaks."""
 
 from __future__ import annotations
 
@@ -14,43 +14,29 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "ddp.py"
 
 
-def accuracies_said(directory: Path, processes: int, *arguments: str) -> list[str]:
-    """What a run under torchrun prints as its accuracy.
-
-    Its exit status tells nothing: gloo sometimes aborts a process at its exit, after all work is done.
-    """
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.spec("PMT-23", "PMB-17", "PMB-19", "PMB-20", "FN-03")
+def test_torchrun_trains_the_example_and_one_process_speaks(tmp_path: Path) -> None:
+    """The exit status tells nothing: gloo sometimes aborts a process at its exit, after all work is done."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), "--device", "cpu", *arguments],
-        cwd=directory,
+        [sys.executable, *launcher, str(SCRIPT), "--device", "cpu", "--epochs", "2"],
+        cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=120,
     )
-    said = re.findall(rf"validation accuracy (\S+)% over {processes} processes", done.stdout)
-    assert said, done.stdout + done.stderr
-    return said
+    said = re.findall(r"validation accuracy (\S+) over 2 processes", done.stdout)
+    assert len(said) == 1, done.stdout + done.stderr
+    assert done.stdout.count("backend                ddp on cpu") == 1
 
-
-def recorded(directory: Path, name: str) -> list[tuple[int, float]]:
-    """The steps and values of one metric."""
-    with open(directory / "runs" / "ddp" / "metrics.csv", encoding="utf-8") as file:
-        return [(int(row["step"]), float(row["value"])) for row in csv.DictReader(file) if row["name"] == name]
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.spec("PMT-23", "PMB-17", "PMB-19", "FN-03")
-def test_torchrun_trains_and_resumes_the_example_and_one_process_speaks(tmp_path: Path) -> None:
-    said = accuracies_said(tmp_path, 2, "--epochs", "2")
-    assert len(said) == 1
-    assert float(said[0]) > 50
-
-    resumed = accuracies_said(tmp_path, 4, "--epochs", "3", "--resume")
-    assert len(resumed) == 1
-    accuracy = recorded(tmp_path, "val/accuracy")
-    assert [step for step, _ in accuracy] == [23, 46, 69]
-    assert [f"{value:.1%}" for _, value in accuracy[1:]] == [f"{said[0]}%", f"{resumed[0]}%"]
-    assert all(round(value * 360) == pytest.approx(value * 360) for _, value in accuracy), "of all 360 samples"
+    with open(tmp_path / "runs" / "ddp" / "metrics.csv", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["name"] == "val/accuracy"]
+    assert [int(row["step"]) for row in rows] == [23, 46]
+    accuracy = float(rows[-1]["value"])
+    assert said[0] == f"{accuracy:.1%}"
+    assert accuracy * 360 == pytest.approx(round(accuracy * 360), abs=1e-3), "a share of all 360 samples"
+    assert accuracy > 0.5
