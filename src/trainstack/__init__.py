@@ -10,12 +10,14 @@ from trainstack.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     ConfigurationError,
+    LaunchError,
     MissingExtraError,
     ModuleContractError,
     NonFiniteError,
     TrainstackError,
     UnsupportedStateError,
 )
+from trainstack.ranks import main_process_first, print_once, rank_zero_only
 from trainstack.trainer import *  # noqa: F403
 
 __version__ = "0.1.0"
@@ -27,6 +29,7 @@ __all__ = [
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "ConfigurationError",
+    "LaunchError",
     "MissingExtraError",
     "ModuleContractError",
     "NonFiniteError",
@@ -34,5 +37,8 @@ __all__ = [
     "UnsupportedStateError",
     "__version__",
     "errors",
+    "main_process_first",
+    "print_once",
+    "rank_zero_only",
 ]
 __all__ += [*backends.__all__, *checkpointing.__all__, *trainer.__all__]

@@ -6,8 +6,16 @@ from trainstack.backends.bf16 import BFloat16
 from trainstack.backends.build import build_trainer_backend
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.driving import TrainerBackendArguments
+from trainstack.backends.environment import (
+    DistributedTrainingArguments,
+    Place,
+    find_place,
+    how_to_launch,
+    place_of_group,
+)
 from trainstack.backends.explain import explain
 from trainstack.backends.grammar import legal_specs, parse_spec
+from trainstack.backends.meeting import open_store
 from trainstack.backends.registry import Slot, register_layer, register_trainer_backend, unregister
 from trainstack.backends.single_process import SingleProcess, move_to_device
 from trainstack.backends.workload import Clipping, Workload
@@ -19,6 +27,8 @@ __all__ = [
     "Amp",
     "BFloat16",
     "Clipping",
+    "DistributedTrainingArguments",
+    "Place",
     "SingleProcess",
     "Slot",
     "TrainerBackend",
@@ -27,9 +37,13 @@ __all__ = [
     "World",
     "build_trainer_backend",
     "explain",
+    "find_place",
+    "how_to_launch",
     "legal_specs",
     "move_to_device",
+    "open_store",
     "parse_spec",
+    "place_of_group",
     "register_layer",
     "register_trainer_backend",
     "unregister",
