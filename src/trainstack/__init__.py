@@ -17,6 +17,7 @@ from trainstack.errors import (
     TrainstackError,
     UnsupportedStateError,
 )
+from trainstack.launching import launch
 from trainstack.ranks import main_process_first, print_once, rank_zero_only
 from trainstack.trainer import *  # noqa: F403
 
@@ -37,6 +38,7 @@ __all__ = [
     "UnsupportedStateError",
     "__version__",
     "errors",
+    "launch",
     "main_process_first",
     "print_once",
     "rank_zero_only",
