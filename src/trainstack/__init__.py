@@ -11,6 +11,7 @@ from trainstack.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     ConfigurationError,
+    LaunchError,
     MissingExtraError,
     ModuleContractError,
     NonFiniteError,
@@ -18,6 +19,8 @@ from trainstack.errors import (
     TrainstackError,
     UnsupportedStateError,
 )
+from trainstack.launching import launch
+from trainstack.ranks import main_process_first, print_once, rank_zero_only
 from trainstack.trainer import *  # noqa: F403
 
 __version__ = "0.1.0"
@@ -30,6 +33,7 @@ __all__ = [
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "ConfigurationError",
+    "LaunchError",
     "MissingExtraError",
     "ModuleContractError",
     "NonFiniteError",
@@ -38,5 +42,9 @@ __all__ = [
     "UnsupportedStateError",
     "__version__",
     "errors",
+    "launch",
+    "main_process_first",
+    "print_once",
+    "rank_zero_only",
 ]
 __all__ += [*backends.__all__, *checkpointing.__all__, *trainer.__all__]

@@ -8,6 +8,7 @@ TrainstackError
 ├── ModuleContractError (TypeError)      the user's module, optimizer or loader broke its contract
 ├── NonFiniteError (ArithmeticError)     a loss or gradient became inf or nan
 ├── PeerError (RuntimeError)             another process failed
+├── LaunchError (RuntimeError)           a process that launch() started failed
 └── CheckpointError                      a checkpoint cannot be written or read
     ├── CheckpointNotFoundError (FileNotFoundError)
     ├── CheckpointDamagedError           a file is missing, truncated or altered
@@ -56,6 +57,25 @@ class NonFiniteError(TrainstackError, ArithmeticError):
 
 class PeerError(TrainstackError, RuntimeError):
     """Another process of the run failed; the message names its rank and carries its error."""
+
+
+class LaunchError(TrainstackError, RuntimeError):
+    """A process that `launch` started failed, or could not be started.
+
+    Args:
+        message: what happened, with the traceback of the process where there is one.
+        rank: the global rank of the process; None where no single one is to blame.
+        exitcode: as `multiprocessing` counts: -9 for SIGKILL; None where there was none.
+        child_traceback: the traceback's text; "" where the process left none.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, exitcode: int | None = None, child_traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exitcode = exitcode
+        self.child_traceback = child_traceback
 
 
 class CheckpointError(TrainstackError):

@@ -245,7 +245,7 @@ def with_apex(wheel: Path, level: str, *command: str) -> subprocess.CompletedPro
 @pytest.mark.spec("PMB-15", "PMB-12", "F110", "F410")
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_layer_on_apex_itself(level: str, wheel: Path) -> None:
-    """The contract of every stack of one process, and `apex_checks`. O3 is left to the latter: AdamW fails in pure float16."""
+    """The contract of every stack of one process, and `apex_checks`. O3 has only these: AdamW fails in float16."""
     contract = ["tests/contract", "tests/backends/test_driving.py", "tests/trainer"]
     suites = {"O0": contract, "O1": contract, "O2": contract[:1], "O3": []}[level]
     command = ["pytest", "-p", "tests.helpers.apex_plugin", "-p", "no:cacheprovider", "-q", "-k", "apex and not ddp"]

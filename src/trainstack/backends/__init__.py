@@ -10,9 +10,16 @@ from trainstack.backends.ddp import DDP
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.driving import TrainerBackendArguments
 from trainstack.backends.empty import EMPTY
-from trainstack.backends.environment import DistributedTrainingArguments, Place, find_place
+from trainstack.backends.environment import (
+    DistributedTrainingArguments,
+    Place,
+    find_place,
+    how_to_launch,
+    place_of_group,
+)
 from trainstack.backends.explain import explain
 from trainstack.backends.grammar import legal_specs, parse_spec
+from trainstack.backends.meeting import open_store
 from trainstack.backends.registry import Slot, register_layer, register_trainer_backend, unregister
 from trainstack.backends.single_process import SingleProcess, move_to_device
 from trainstack.backends.workload import Clipping, Workload
@@ -39,9 +46,12 @@ __all__ = [
     "build_trainer_backend",
     "explain",
     "find_place",
+    "how_to_launch",
     "legal_specs",
     "move_to_device",
+    "open_store",
     "parse_spec",
+    "place_of_group",
     "register_layer",
     "register_trainer_backend",
     "unregister",

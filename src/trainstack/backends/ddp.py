@@ -18,8 +18,15 @@ from trainstack.backends.base import TrainerBackend
 from trainstack.backends.communicator import GroupCommunicator
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.empty import EMPTY, zero_loss
-from trainstack.backends.environment import DistributedTrainingArguments, Place, find_place, how_to_launch
+from trainstack.backends.environment import (
+    DistributedTrainingArguments,
+    Place,
+    find_place,
+    how_to_launch,
+    place_of_group,
+)
 from trainstack.backends.gathering import gather_outputs
+from trainstack.backends.meeting import open_store
 from trainstack.backends.registry import Slot, register_layer
 from trainstack.backends.workload import Workload
 from trainstack.backends.world import World, pick_device
@@ -77,7 +84,7 @@ class DDP(AbstractTrainerBackendDecorator):
         place = None if dist.is_initialized() else find_place(self._environ, self._explicit)
         if place is None and not dist.is_initialized():
             raise ConfigurationError(how_to_launch(self.spec))
-        local_rank = int(self._environ.get("LOCAL_RANK", 0)) if place is None else place.local_rank
+        local_rank = (place or place_of_group()).local_rank
         mine = pick_device(device, local_rank)
         if mine.type != "cpu":
             torch.accelerator.set_device_index(mine.index or 0)
@@ -95,7 +102,7 @@ class DDP(AbstractTrainerBackendDecorator):
     def _join(self, place: Place, device: torch.device) -> None:
         dist.init_process_group(
             backend=(self._explicit and self._explicit.backend) or dist.get_default_backend_for_device(device.type),
-            init_method=f"tcp://{place.master_addr}:{place.master_port}" if place.launcher != "torchrun" else "env://",
+            store=open_store(place, self._timeout.total_seconds(), self._environ),
             rank=place.rank,
             world_size=place.size,
             timeout=self._timeout,

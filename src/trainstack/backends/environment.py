@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch.distributed as dist
+
 from trainstack.backends import slurm
 from trainstack.backends.variables import Variables
 from trainstack.errors import ConfigurationError
+from trainstack.ranks import exchange, here
 
 Launcher = Literal["torchrun", "slurm", "openmpi", "explicit", "group"]
 LOOPBACK = "127.0.0.1"
@@ -126,12 +129,38 @@ def find_place(
     return None
 
 
+def place_of_group() -> Place:
+    """The place in a process group that already exists, whoever made it.
+
+    Every process of the group has to call this: they tell each other through the group's store where they run.
+    LOCAL_RANK is believed where every process of this machine has one of its own.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    said = [text.rpartition("|") for text in exchange("place", f"{here()}|{os.environ.get('LOCAL_RANK', '')}")]
+    machines = [machine for machine, _, _ in said]
+    mates = [other for other in range(size) if machines[other] == machines[rank]]
+    numbers = [said[mate][2] for mate in mates]
+    trusted = sorted(numbers) == sorted(map(str, range(len(mates))))
+    return Place(
+        rank=rank,
+        size=size,
+        local_rank=int(said[rank][2]) if trusted else mates.index(rank),
+        local_size=len(mates),
+        node_rank=list(dict.fromkeys(machines)).index(machines[rank]),
+        master_addr="",
+        master_port=0,
+        launcher="group",
+        restarts=Variables(os.environ, "torchrun").number("TORCHELASTIC_RESTART_COUNT", default=0),
+    )
+
+
 def how_to_launch(backend: str) -> str:
     """The answer to a backend of several processes that nobody has launched."""
     return (
         f"backend {backend!r} joins several processes, and no launcher has started this one: neither torchrun's "
         "variables (RANK, WORLD_SIZE, ...) nor those of srun or mpirun are set. Start it in one of these ways:\n"
         "  torchrun --nproc-per-node=4 train.py                 on this machine\n"
+        "  trainstack.launch(train, nproc=4)                    from a script or a notebook\n"
         "  srun --ntasks-per-node=4 python train.py             in a SLURM job\n"
         "  mpirun -np 4 python train.py                         with Open MPI\n"
         f"Or train in this one process with backend {_alone(backend)!r}."
@@ -150,8 +179,8 @@ def _explicit_place(said: DistributedTrainingArguments, variables: Variables) ->
                 "Leave DistributedTrainingArguments out under a launcher, or unset its variables."
             )
     alone = said.world_size == 1
-    local_size: int | None = said.local_world_size or variables.number("LOCAL_WORLD_SIZE", default=0)
-    local_size = 1 if alone else local_size or None
+    told = said.local_world_size or variables.number("LOCAL_WORLD_SIZE", default=0)
+    local_size = 1 if alone else told or None
     # Ranks are placed machine by machine; without the number on each machine only the first can be told.
     node_rank = said.global_rank // local_size if local_size else None
     return Place(
@@ -195,7 +224,7 @@ def _openmpi_place(variables: Variables) -> Place:
     rank, size = variables.rank("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     local_rank, local_size = variables.rank("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     variables.check_same("WORLD_SIZE", size, "OMPI_COMM_WORLD_SIZE")
-    here = LOOPBACK if local_size == size else None
+    alone = LOOPBACK if local_size == size else None
     azure, _, _ = variables.text("AZ_BATCH_MASTER_NODE", default="").partition(":")  # "10.0.0.4:6000"
     # All processes of one mpirun share its name: two runs on one machine meet at two ports.
     name = variables.text("PMIX_NAMESPACE", default=variables.text("OMPI_MCA_ess_base_jobid", default=""))
@@ -208,7 +237,7 @@ def _openmpi_place(variables: Variables) -> Place:
         node_rank=rank // local_size,
         master_addr=variables.text(
             "MASTER_ADDR",
-            default=azure or here,
+            default=azure or alone,
             remedy="Say where rank 0 runs: mpirun -x MASTER_ADDR=$(hostname) when rank 0 is on this machine.",
         ),
         master_port=variables.port("MASTER_PORT", default=port),

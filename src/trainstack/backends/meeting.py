@@ -1,0 +1,79 @@
+"""The store that the processes of one round meet in, free of what an earlier round has left there."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from trainstack.backends.environment import Place
+from trainstack.errors import TrainstackError
+
+_POLL_S = 0.02
+
+
+def open_store(place: Place, timeout_s: float, environ: Mapping[str, str] | None = None) -> Store:
+    """The store to hand to `torch.distributed.init_process_group(store=...)`.
+
+    Under torchrun the agent hosts the store, and keeps it, with all that was written, when it starts the workers
+    again: gloo then finds the addresses of processes that are gone, and waits for them for ever (seen with torch
+    2.13 at the second restart). So the processes of a round first agree on a name that no other round has, and use
+    only keys below it. Everywhere else rank 0 hosts a store of its own, which is empty.
+
+    Raises:
+        TrainstackError: a process has not come within `timeout_s`.
+    """
+    environ = os.environ if environ is None else environ
+    hosted = place.launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store: Store = TCPStore(
+        place.master_addr,
+        place.master_port,
+        place.size,
+        is_master=place.rank == 0 and not hosted,
+        timeout=timedelta(seconds=timeout_s),
+        multi_tenant=not hosted,
+    )
+    return PrefixStore(f"trainstack/{agree(store, place.rank, place.size, timeout_s)}", store) if hosted else store
+
+
+def agree(store: Store, rank: int, size: int, timeout_s: float) -> str:
+    """A name that all of this round have, and no other round: rank 0 invents it, the others answer to it.
+
+    An answer to the name of an earlier round does no harm: rank 0 counts only answers to its own, and a process
+    believes a name only when rank 0 has confirmed its own answer, which is new each time, too.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    if rank == 0:
+        store.set("trainstack/round", mine)
+        answers = [mine]
+        for other in range(1, size):
+            answers.append(_read(store, f"trainstack/{mine}/{other}", deadline, f"rank {other}"))
+        store.set(f"trainstack/{mine}/confirmed", json.dumps(answers))
+        return mine
+    while True:
+        name = _read(store, "trainstack/round", deadline, "rank 0")
+        store.set(f"trainstack/{name}/{rank}", mine)
+        confirmed = f"trainstack/{name}/confirmed"
+        if store.check([confirmed]) and json.loads(store.get(confirmed))[rank : rank + 1] == [mine]:
+            return name
+        _wait(deadline, "rank 0")
+
+
+def _read(store: Store, key: str, deadline: float, who: str) -> str:
+    while not store.check([key]):
+        _wait(deadline, who)
+    return str(store.get(key).decode())
+
+
+def _wait(deadline: float, who: str) -> None:
+    if time.monotonic() > deadline:
+        raise TrainstackError(
+            f"{who} has not come to the meeting in time. Look at its output: it may have failed before, "
+            "or wait longer with DistributedTrainingArguments(timeout_s=...)."
+        )
+    time.sleep(_POLL_S)

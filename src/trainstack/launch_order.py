@@ -1,0 +1,125 @@
+"""What a `launch` was asked for, checked before anything is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainstack.errors import ConfigurationError
+
+_LOOPBACK = "127.0.0.1"
+_OUTPUTS = ("only_error", "all", "ignore")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The arguments of one launch, checked; see `launch` for what they mean."""
+
+    nproc: int
+    min_nodes: int
+    max_nodes: int
+    endpoint: str
+    local_addr: str
+    is_host: bool | None
+    max_restarts: int
+    output: str
+    timeout_s: float | None
+    grace_s: float
+    env: Mapping[str, str]
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether workers may be started a second time."""
+        return self.max_restarts > 0 or self.min_nodes != self.max_nodes
+
+
+def checked_order(
+    nproc: int | None,
+    nnodes: str | int,
+    node_rank: int | None,
+    endpoint: str | None,
+    max_restarts: int,
+    output: str | os.PathLike[str],
+    timeout_s: float | None,
+    grace_s: float,
+    env: Mapping[str, str] | None,
+) -> Order:
+    """Check the arguments of `launch`, which documents them, and fill in what one machine needs.
+
+    Raises:
+        ConfigurationError: one of them is wrong.
+    """
+    least, _, most = str(nnodes).partition(":")
+    if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
+        raise ConfigurationError(f"nnodes={nnodes!r}: write a number of machines, '2', or a range, '1:4'.")
+    several = int(most or least) > 1
+    if several and (endpoint is None or not endpoint.rpartition(":")[2].isdecimal()):
+        raise ConfigurationError(
+            f"nnodes={nnodes!r}, rdzv_endpoint={endpoint!r}: several machines need a place to meet, the same on all of "
+            "them. Write rdzv_endpoint='host:port' with the host of one machine and a port free there."
+        )
+    for name, value, least_value in (("max_restarts", max_restarts, 0), ("grace_s", grace_s, 0)):
+        if value < least_value:
+            raise ConfigurationError(f"{name}={value}: write a number from {least_value} up.")
+    if timeout_s is not None and timeout_s <= 0:
+        raise ConfigurationError(f"timeout_s={timeout_s}: write seconds above 0, or None to wait for ever.")
+    return Order(
+        nproc=_count(nproc),
+        min_nodes=int(least),
+        max_nodes=int(most or least),
+        endpoint=endpoint if several and endpoint else f"{_LOOPBACK}:0",
+        local_addr=_address_towards(endpoint) if several and endpoint else _LOOPBACK,
+        is_host=None if several and node_rank is None else not node_rank,
+        max_restarts=max_restarts,
+        output=_output(output),
+        timeout_s=timeout_s,
+        grace_s=grace_s,
+        env=dict(env or {}),
+    )
+
+
+def _count(nproc: int | None) -> int:
+    if nproc is None:
+        nproc = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+        if nproc == 0:
+            raise ConfigurationError(
+                "launch(): torch finds no accelerator on this machine, so the number of processes is yours to say. "
+                "Write launch(fn, nproc=2)."
+            )
+    if nproc < 1:
+        raise ConfigurationError(f"nproc={nproc}: write a number of processes from 1 up.")
+    return nproc
+
+
+def _output(output: str | os.PathLike[str]) -> str:
+    if output in _OUTPUTS:
+        return str(output)
+    folder = Path(output).absolute()
+    if isinstance(output, str) and os.sep not in output and not folder.is_dir():
+        raise ConfigurationError(
+            f"rank_output={output!r}: write one of {', '.join(map(repr, _OUTPUTS))}, or a folder: './{output}'."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)
+
+
+def _address_towards(endpoint: str) -> str:
+    """The address of this machine on the way to the meeting point: unlike the host's name, it can be reached.
+
+    No packet is sent. A host that its own name leads back to itself is called by the name the others use.
+    """
+    host, _, port = endpoint.rpartition(":")
+    host = host.strip("[]")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            found = str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigurationError(f"rdzv_endpoint={endpoint!r}: this machine finds no way there ({error}).") from error
+    return host if found.startswith("127.") or found == "::1" else found

@@ -1,0 +1,207 @@
+"""What runs in a process that `launch` has started, and the folder in which it leaves what came of it.
+
+Every start of a process has a folder of its own, made by torch's agent: `<run>/attempt_<restart>/<local rank>/`. In it:
+
+    pid      written first
+    result   the pickled return value: once it is there, the process has done its work, however it ends
+    report   JSON: the exception and its traceback
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from multiprocessing import util
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from trainstack.errors import TrainstackError
+
+# The agent looks this often whether a process has ended; a process that fails because of another one leaves room
+# for it to be seen first.
+MONITOR_S = 0.1
+_YIELD_S = 5 * MONITOR_S
+_EXIT_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Why a process failed."""
+
+    rank: int
+    kind: str
+    message: str
+    text: str
+    when: float
+
+
+class Box:
+    """The folder of one start of one process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    @property
+    def pid(self) -> int | None:
+        """The process, once it has come as far as to say so."""
+        text = self._read("pid")
+        return int(text) if text else None
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the process has done its work."""
+        return (self.path / "result").exists()
+
+    def result(self) -> Any:
+        """What the process returned; it was pickled by that process, which we started."""
+        return pickle.loads((self.path / "result").read_bytes())
+
+    def report(self) -> Report | None:
+        """Why it failed, if it could still say so."""
+        text = self._read("report")
+        return Report(**json.loads(text)) if text else None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write so that a reader sees all of it or nothing."""
+        made = self.path / f"{name}.new"
+        made.write_bytes(content)
+        made.replace(self.path / name)
+
+    def _read(self, name: str) -> str:
+        try:
+            return (self.path / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return ""
+
+
+def attempts(run: Path) -> list[list[Box]]:
+    """The folders of all starts so far, oldest first, each by local rank."""
+    starts = sorted(run.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    return [
+        [Box(path) for path in sorted(start.iterdir(), key=lambda path: int(path.name)) if path.is_dir()]
+        for start in starts
+    ]
+
+
+def finished(run: Path, nproc: int) -> list[Box] | None:
+    """The folders of the newest start that all `nproc` processes have brought to its end."""
+    return next((a for a in reversed(attempts(run)) if len(a) == nproc and all(box.has_result for box in a)), None)
+
+
+def work(call: bytes, output: str) -> None:
+    """Call the user's function in a process of torch's agent, and leave its result or its traceback in the folder."""
+    box = Box(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent)
+    box.write("pid", str(os.getpid()).encode())
+    run = box.path.parents[2]
+    if (run / "expired").exists():
+        os._exit(1)
+    if finished(run, int(os.environ["LOCAL_WORLD_SIZE"])) is not None:
+        return  # a process died after all had delivered: there is nothing to do again
+    _choose_output(output)
+    try:
+        fn, args = pickle.loads(call)
+        box.write("result", _pickled(_result(fn, args)))
+    except BaseException as error:
+        _fail(box, error, shown=output not in ("all", "only_error", "ignore"))
+    # torch waits until all processes have returned; then Python's exit runs this, after the data loaders' workers.
+    util.Finalize(None, _leave, args=(0,), exitpriority=-1000)
+
+
+def _result(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return fn(*args)
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            raise
+        return None
+
+
+def _pickled(result: Any) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"the function given to launch() returned a {type(result).__name__}, which cannot be pickled ({error}). "
+            "Return numbers, strings, tensors on the CPU, or containers of them; save models to files."
+        ) from error
+
+
+def _fail(box: Box, error: BaseException, shown: bool) -> None:
+    """Leave the traceback and end the process, soon and for certain."""
+    said = Report(
+        rank=int(os.environ["RANK"]),
+        kind=type(error).__name__,
+        message=str(error),
+        text="".join(traceback.format_exception(type(error), error, _users_part(error))),
+        when=time.time(),
+    )
+    box.write("report", json.dumps(asdict(said)).encode())
+    if shown:
+        sys.stderr.write(said.text)
+    if isinstance(error, RuntimeError | TrainstackError) and int(os.environ["WORLD_SIZE"]) > 1:
+        time.sleep(_YIELD_S)  # "connection closed by peer": the peer is what went wrong
+    code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    _leave(code if isinstance(code, int) and 0 < code < 256 else 1, within_s=_EXIT_WITHIN_S)
+
+
+def _users_part(error: BaseException) -> TracebackType | None:
+    """The traceback from the user's function on."""
+    part = error.__traceback__
+    while part is not None and part.tb_next is not None and part.tb_frame.f_code.co_filename == __file__:
+        part = part.tb_next
+    return part
+
+
+def _leave(code: int, within_s: float | None = None) -> None:
+    """End the process as Python does, but for taking modules apart.
+
+    While Python does that, gloo's thread may drop a finished collective, ask for the interpreter's lock, and abort the
+    process: "terminate called without an active exception". So: threads, exit handlers, buffers, and out.
+    """
+    if within_s is not None:
+        timer = threading.Timer(within_s, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
+    with suppress(Exception):
+        getattr(threading, "_shutdown")()  # noqa: B009 - what Python calls itself; typeshed does not know it
+    with suppress(BaseException):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def _choose_output(output: str) -> None:
+    rank, first = os.environ["RANK"], os.environ["LOCAL_RANK"] == "0"
+    if output == "all" or (first and output in ("only_error", "ignore")):
+        return
+    if output in ("only_error", "ignore"):
+        _redirect(sys.stdout, Path(os.devnull))
+        if output == "ignore":
+            _redirect(sys.stderr, Path(os.devnull))
+        return
+    _redirect(sys.stdout, Path(output) / f"{rank}_std.log")
+    _redirect(sys.stderr, Path(output) / f"{rank}_err.log")
+
+
+def _redirect(stream: TextIO, path: Path) -> None:
+    """Send a stream, and what C code writes to its descriptor, to a file; a restart goes on writing in it."""
+    stream.flush()
+    with path.open("wb" if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else "ab") as file:
+        os.dup2(file.fileno(), stream.fileno())
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(line_buffering=True)  # so that lines outlive a process that is killed
