@@ -163,6 +163,7 @@ class Trainer(TrainerProperties):
         """Print on the main process only, or on the first process of each machine."""
         if self.is_main_process if once == "world" else self.world.local_rank == 0:
             sys.stdout.write(" ".join(map(str, values)) + "\n")
+            sys.stdout.flush()
 
     def close(self) -> None:
         """Give back what the backend took from the outside, such as a process group."""
