@@ -243,6 +243,23 @@ def apex(wheel: str, level: str, backend: str) -> dict[str, Any]:
     return {"weights": weights(module).tolist(), "skipped": trainer.state.skipped_steps}
 
 
+def killed_once(directory: str) -> dict[str, Any]:
+    """Rank 1 is killed in the sixth step of the first round; the launcher starts the group again."""
+
+    class Dies(Uneven):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if RANK == 1 and global_step == 6 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().train_step(global_step, batch, device)
+
+    module, saving = Dies(), ts.DefaultCheckpointerArguments(every_n_steps=1)
+    made: dict[str, Any] = {"train_batch_size": 12, "epochs": 2, "log_every": 4, "val_batch_size": 7}
+    trainer = ts.Trainer(module, arguments(directory, backend="ddp", checkpointer_args=saving, resume="auto", **made))
+    trainer.train()
+    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    return {"weights": weights(module).tolist(), "steps": trainer.global_steps_finished, "restarts": restarts}
+
+
 def noisy(directory: str, **changes: Any) -> list[float]:
     """Dropout and augmentation, to be resumed exactly under the same number of processes."""
     stop_at = changes.pop("stop_at", None)

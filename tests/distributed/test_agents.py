@@ -1,0 +1,31 @@
+"""Under torch's own launcher: several nodes, and a group that is started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.test_ddp import alone, close
+from tests.helpers.processes import run_agents
+
+pytestmark = pytest.mark.distributed
+
+
+def test_two_nodes_with_two_processes_each_end_where_one_process_does() -> None:
+    """Two agents on the loopback interface, which meet over c10d."""
+    ranks = run_agents(2, 2, "equality", directory="unused")
+
+    assert len(ranks) == 4
+    for rank in ranks:
+        assert close(rank["weights"], alone()["weights"])
+        assert rank["outputs"]["text"] == alone()["outputs"]["text"]
+
+
+def test_a_group_that_is_started_again_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    ranks = run_agents(1, 2, "killed_once", "--max-restarts=1", "--monitor-interval=0.2", directory=str(tmp_path))
+
+    for rank in ranks:
+        assert rank["restarts"] == 1
+        assert rank["steps"] == 18
+        assert close(rank["weights"], alone()["weights"])
