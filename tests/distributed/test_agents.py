@@ -29,3 +29,13 @@ def test_a_group_that_is_started_again_goes_on_from_its_newest_checkpoint(tmp_pa
         assert rank["restarts"] == 1
         assert rank["steps"] == 18
         assert close(rank["weights"], alone()["weights"])
+
+
+def test_when_a_node_dies_the_rest_goes_on_with_the_same_global_batches(tmp_path: Path) -> None:
+    """`--nnodes=1:2`: one of two nodes is killed with its agent; the other goes on alone and ends where it should."""
+    options = {"directory": str(tmp_path), "node_dies": True}
+    ranks = run_agents(2, 1, "killed_once", "--max-restarts=3", "--monitor-interval=0.2", elastic=True, **options)
+
+    assert ranks[0]["size"] == 1
+    assert ranks[0]["steps"] == 18
+    assert close(ranks[0]["weights"], alone()["weights"])

@@ -21,23 +21,40 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def run_agents(nodes: int, per_node: int, what: str, *extra: str, timeout: float = 120.0, **options: Any) -> list[Any]:
-    """The same through `torch.distributed.run`: one agent a node, which meet over c10d on the loopback interface."""
+def run_agents(
+    nodes: int, per_node: int, what: str, *extra: str, timeout: float = 120.0, elastic: bool = False, **options: Any
+) -> list[Any]:
+    """The same through `torch.distributed.run`: one agent a node, which meet over c10d on the loopback interface.
+
+    With `elastic` the run may go on with fewer nodes, the last node is told to die, and only rank 0 has to answer.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={per_node}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={1 if elastic else nodes}:{nodes}",
+            f"--nproc-per-node={per_node}",
+        ]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test", *extra]
         command += ["-m", "tests.helpers.workers", what, json.dumps(options), folder]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        agents = [
-            subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            for _ in range(nodes)
-        ]
+        agents = []
+        for node in range(nodes):
+            conf = f"--rdzv-conf=is_host={int(node == 0)},last_call_timeout=3,keep_alive_interval=1"
+            dies = {"TRAINSTACK_TEST_DIES": "1"} if elastic and node == nodes - 1 else {}
+            mine = [*command[:5], conf, *command[5:]]
+            agents.append(
+                subprocess.Popen(
+                    mine, cwd=ROOT, env={**environment, **dies}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+                )
+            )
         try:
             errors = [agent.communicate(timeout=timeout)[1].decode() for agent in agents]
         finally:
             for agent in agents:
                 agent.kill()
-        answers = [Path(folder) / f"{rank}.json" for rank in range(nodes * per_node)]
+        answers = [Path(folder) / f"{rank}.json" for rank in range(1 if elastic else nodes * per_node)]
         missing = [answer.name for answer in answers if not answer.exists()]
         assert not missing, f"no {missing}:\n" + "\n".join(error[-3000:] for error in errors)
         return [json.loads(answer.read_text()) for answer in answers]

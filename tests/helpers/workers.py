@@ -243,12 +243,15 @@ def apex(wheel: str, level: str, backend: str) -> dict[str, Any]:
     return {"weights": weights(module).tolist(), "skipped": trainer.state.skipped_steps}
 
 
-def killed_once(directory: str) -> dict[str, Any]:
-    """Rank 1 is killed in the sixth step of the first round; the launcher starts the group again."""
+def killed_once(directory: str, node_dies: bool = False) -> dict[str, Any]:
+    """In the sixth step of the first round rank 1 is killed, or a whole node; the launcher starts the group again."""
 
     class Dies(Uneven):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
-            if RANK == 1 and global_step == 6 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            if RANK == 1 and global_step == 6 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and not node_dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if global_step == 6 and os.environ.get("TRAINSTACK_TEST_DIES"):
+                os.kill(os.getppid(), signal.SIGKILL)  # the agent, and with it the whole node
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().train_step(global_step, batch, device)
 
@@ -257,7 +260,12 @@ def killed_once(directory: str) -> dict[str, Any]:
     trainer = ts.Trainer(module, arguments(directory, backend="ddp", checkpointer_args=saving, resume="auto", **made))
     trainer.train()
     restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    return {"weights": weights(module).tolist(), "steps": trainer.global_steps_finished, "restarts": restarts}
+    return {
+        "weights": weights(module).tolist(),
+        "steps": trainer.global_steps_finished,
+        "restarts": restarts,
+        "size": trainer.world.size,
+    }
 
 
 def noisy(directory: str, **changes: Any) -> list[float]:
