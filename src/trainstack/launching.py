@@ -94,7 +94,7 @@ def _run(call: bytes, name: str, order: Order, run: Path) -> int | None:
     from torch.distributed.launcher.api import elastic_launch
 
     others = set(multiprocessing.active_children())
-    watch = Watch(run, order.grace_s, order.timeout_s)
+    watch = Watch(name, run, order.grace_s, order.timeout_s)
     watch.start()
     failed: Exception | None = None
     try:
@@ -159,8 +159,8 @@ def _surroundings(order: Order) -> Iterator[Path]:
     handlers, drawn = _handlers(), random.getstate()
     run = Path(tempfile.mkdtemp(prefix="trainstack-launch-"))
     os.environ.update(made)
-    quiet = [] if order.may_restart else [logging.getLogger(name) for name in _LOGS_OF_FAILURE]
-    for logger in quiet:  # LaunchError says it all, and says it once
+    quiet = [logging.getLogger(name) for name in _LOGS_OF_FAILURE]
+    for logger in quiet:  # LaunchError says it all; and torch's formatter imports its compiler first, for seconds
         logger.addFilter(_nothing)
     try:
         yield run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -15,22 +16,26 @@ from trainstack.launched import Box, Report, attempts
 
 _LOOK_S = 0.1
 
+_logger = logging.getLogger("trainstack")
+
 
 class Watch(threading.Thread):
-    """Kills what still runs some time after one process has failed, and ends all when the time is over.
+    """Kills what still runs some time after one process has failed, ends all when the time is over, tells of restarts.
 
     torch's agent asks the others to stop and waits half a minute for those that cannot hear it, stuck in a collective.
 
     Args:
+        name: of the function, for the log.
         run: the folder of the run.
         grace_s: from the first loss until the rest are killed.
         timeout_s: for the whole run.
     """
 
-    def __init__(self, run: Path, grace_s: float, timeout_s: float | None) -> None:
+    def __init__(self, name: str, run: Path, grace_s: float, timeout_s: float | None) -> None:
         super().__init__(name="trainstack-launch-watch", daemon=True)
         self.expired = False
-        self._run, self._grace_s = run, grace_s
+        self._name, self._run, self._grace_s = name, run, grace_s
+        self._starts = 1
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._lost: dict[Path, float] = {}
         self._done = threading.Event()
@@ -50,7 +55,12 @@ class Watch(threading.Thread):
             _send(pid, signal.SIGKILL)
 
     def _look(self) -> None:
-        now, boxes = time.monotonic(), self._newest()
+        starts = self._attempts()
+        now, boxes = time.monotonic(), starts[-1] if starts else []
+        if len(starts) > self._starts:
+            self._starts = len(starts)
+            said = _others(_reports(starts[-2])) or " A process ended without a word."
+            _logger.warning("launch(%s): restart %d.%s", self._name, len(starts) - 1, said)
         if self._deadline is not None and now > self._deadline and not self.expired:
             self.expired = True
             (self._run / "expired").touch()
@@ -61,14 +71,14 @@ class Watch(threading.Thread):
             if now - since > self._grace_s:
                 self.kill()
 
-    def _newest(self) -> list[Box]:
+    def _attempts(self) -> list[list[Box]]:
         try:
-            return (attempts(self._run) or [[]])[-1]
-        except OSError:  # the agent is just making or clearing it
+            return attempts(self._run)
+        except OSError:  # the agent is just making or clearing one
             return []
 
     def _pids(self) -> list[int]:
-        return [pid for box in self._newest() if (pid := box.pid) is not None]
+        return [pid for boxes in self._attempts()[-1:] for box in boxes if (pid := box.pid) is not None]
 
 
 def launch_error(name: str, run: Path, failed: Exception | None, timeout_s: float | None) -> LaunchError:
@@ -77,7 +87,7 @@ def launch_error(name: str, run: Path, failed: Exception | None, timeout_s: floa
     A process that died without a word is the cause of what the others report. Else the earliest report is.
     """
     boxes = (attempts(run) or [[]])[-1]
-    reports = sorted((said for box in boxes if (said := box.report()) is not None), key=lambda said: said.when)
+    reports = _reports(boxes)
     if timeout_s is not None:
         return LaunchError(
             f"launch({name}) was still running after timeout_s={timeout_s:g}; its processes are ended."
@@ -117,6 +127,10 @@ def _how_it_ended(exitcode: int, reached_fn: bool) -> str:
         f"left with exit code {exitcode} before it came to the function; its output shows the error. Most often the "
         "script that calls launch() cannot be imported, or calls it outside of `if __name__ == '__main__':`."
     )
+
+
+def _reports(boxes: list[Box]) -> list[Report]:
+    return sorted((said for box in boxes if (said := box.report()) is not None), key=lambda said: said.when)
 
 
 def _others(reports: list[Report]) -> str:

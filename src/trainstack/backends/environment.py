@@ -120,8 +120,8 @@ def find_place(
         return _openmpi_place(Variables(found, "Open MPI"))
     if slurm.started_by_srun(found):
         return _slurm_place(Variables(found, "srun"))
-    for name in ("WORLD_SIZE", "LOCAL_RANK"):
-        if found.get(name, "1" if name == "WORLD_SIZE" else "0") not in ("0", "1"):
+    for name, alone in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        if (found.get(name) or alone) != alone:
             raise ConfigurationError(
                 f"{name}={found[name]!r} is set and RANK is not: this looks like a launcher of which only a part is "
                 f"here. Export RANK too, or unset {name} to run one process."

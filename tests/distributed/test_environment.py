@@ -1,0 +1,330 @@
+"""Reading the place of a process off the variables of launchers. Nothing is started here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import trainstack as ts
+from trainstack.backends.environment import DistributedTrainingArguments, Place, find_place, how_to_launch
+from trainstack.backends.slurm import expand_counts, expand_hosts
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node01",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+SLURM = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "7",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
+    "SLURM_JOB_NODELIST": "gpu[07-12]",
+    "SLURM_TASKS_PER_NODE": "4(x6)",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-host-4711@1",
+}
+# What a shell of an interactive job sees, as a real one printed it (Slurm's interactive step).
+INTERACTIVE = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NODELIST": "gpu08",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_PTY_PORT": "34889",
+}
+BATCH = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "4",
+    "SLURM_JOB_NODELIST": "gpu08",
+}
+
+
+def place(environ: dict[str, str], **changes: str | None) -> Place | None:
+    merged: dict[str, str | None] = {**environ, **changes}
+    return find_place({name: value for name, value in merged.items() if value is not None})
+
+
+def found(environ: dict[str, str], **changes: str | None) -> Place:
+    where = place(environ, **changes)
+    assert where is not None
+    return where
+
+
+# --- torchrun
+
+
+@pytest.mark.spec("PMT-23")
+def test_torchrun() -> None:
+    assert place(TORCHRUN) == Place(
+        rank=3,
+        size=4,
+        local_rank=1,
+        local_size=2,
+        node_rank=1,
+        master_addr="node01",
+        master_port=29400,
+        launcher="torchrun",
+        restarts=2,
+    )
+
+
+def test_nothing_is_no_world() -> None:
+    assert find_place({}) is None
+    assert find_place({"MASTER_ADDR": "node01", "MASTER_PORT": "1234", "OMP_NUM_THREADS": "1"}) is None
+    assert find_place({"WORLD_SIZE": "1"}) is None
+
+
+def test_env_variables_exported_by_hand() -> None:
+    one_each = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "2900"}
+    assert (found(one_each).local_size, found(one_each).node_rank) == (1, 1)
+    together = {**one_each, "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    assert (found(together).local_size, found(together).node_rank) == (2, 0)
+    alone = found({"RANK": "0", "WORLD_SIZE": "1"})
+    assert (alone.size, alone.local_rank, alone.master_addr) == (1, 0, "127.0.0.1")
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_missing_variable_is_named(name: str) -> None:
+    with pytest.raises(ts.ConfigurationError, match=f"{name} is missing.*Export {name}"):
+        place(TORCHRUN, **{name: None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4"),
+        ({"RANK": "-1"}, "RANK='-1' is no whole number"),
+        ({"WORLD_SIZE": "four"}, "WORLD_SIZE='four' is no whole number"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE is 2"),
+        ({"LOCAL_WORLD_SIZE": "5", "LOCAL_RANK": "1"}, "LOCAL_WORLD_SIZE"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
+        ({"RANK": None}, "WORLD_SIZE='4' is set and RANK is not"),
+        ({"RANK": None, "WORLD_SIZE": None}, "LOCAL_RANK='1' is set and RANK is not"),
+    ],
+)
+def test_contradictions_of_torchrun(changes: dict[str, str | None], sentence: str) -> None:
+    with pytest.raises(ts.ConfigurationError, match=sentence):
+        place(TORCHRUN, **changes)
+
+
+def test_torchrun_goes_before_the_others() -> None:
+    assert found({**SLURM, **OPENMPI, **TORCHRUN}).launcher == "torchrun"
+
+
+# --- SLURM
+
+
+def test_slurm() -> None:
+    assert place(SLURM) == Place(
+        rank=5,
+        size=7,
+        local_rank=1,
+        local_size=3,
+        node_rank=1,
+        master_addr="gpu08",
+        master_port=15000 + 123456 % 16000,
+        launcher="slurm",
+    )
+
+
+def test_variables_of_slurm_in_older_and_odd_forms() -> None:
+    whole = {"SLURM_STEP_TASKS_PER_NODE": None, "SLURM_STEP_NUM_TASKS": None, "SLURM_NTASKS": "8"}
+    assert found(SLURM, **whole, SLURM_TASKS_PER_NODE="4(x2)").local_size == 4
+    assert found(SLURM, **whole, SLURM_TASKS_PER_NODE=None, SLURM_NTASKS_PER_NODE="4").local_size == 4
+    assert found(SLURM, **whole, SLURM_TASKS_PER_NODE=None, SLURM_NTASKS_PER_NODE="4(x2)").local_size == 4
+    assert found(SLURM, SLURM_STEP_NODELIST=None, SLURM_JOB_NODELIST="a[1,3]").master_addr == "a1"
+    assert found(SLURM, MASTER_ADDR="other", MASTER_PORT="1234").master_port == 1234
+    assert found(SLURM, SLURM_RESTART_COUNT="3").restarts == 3
+
+
+def test_one_machine_of_slurm_meets_on_the_loopback_device() -> None:
+    one = found(SLURM, SLURM_STEP_TASKS_PER_NODE="7", SLURM_NODEID="0", SLURM_STEP_NODELIST="gpu08")
+    assert (one.master_addr, one.local_size) == ("127.0.0.1", 7)
+
+
+def test_two_steps_of_a_job_meet_at_two_ports() -> None:
+    ports = {found(SLURM, SLURM_STEP_ID=step).master_port for step in ("0", "1", "2")}
+    assert len(ports) == 3
+    assert all(15000 <= port < 31000 for port in ports)
+
+
+@pytest.mark.parametrize("environ", [BATCH, INTERACTIVE, {**BATCH, "SLURM_STEP_ID": "4294967291"}])
+def test_a_slurm_shell_is_no_world(environ: dict[str, str]) -> None:
+    assert find_place(environ) is None
+
+
+def test_srun_with_a_terminal_is_no_world() -> None:
+    assert place(SLURM, SLURM_PTY_PORT="3333") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"SLURM_LOCALID": None}, "SLURM_LOCALID is missing"),
+        ({"SLURM_PROCID": "7"}, "SLURM_PROCID is 7 and SLURM_STEP_NUM_TASKS is 7"),
+        ({"SLURM_LOCALID": "3"}, "SLURM_LOCALID is 3 and the tasks of this machine is 3"),
+        ({"SLURM_NODEID": "2"}, "SLURM_NODEID is 2"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 and SLURM_STEP_NUM_TASKS=7 contradict"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4,4"}, "STEP_TASKS_PER_NODE=4,4 .*does not add up"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "four"}, "'four' is neither '4' nor"),
+        ({"SLURM_STEP_NODELIST": "gpu[8-"}, "Export MASTER_ADDR"),
+        ({"SLURM_STEP_NODELIST": None, "SLURM_JOB_NODELIST": None}, "SLURM_STEP_NODELIST is missing"),
+    ],
+)
+def test_contradictions_of_slurm(changes: dict[str, str | None], sentence: str) -> None:
+    with pytest.raises(ts.ConfigurationError, match=sentence):
+        place(SLURM, **changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("localhost", ["localhost"]),
+        ("node[01-03,7],gpu5", ["node01", "node02", "node03", "node7", "gpu5"]),
+        ("a1,b[08-10]-ib", ["a1", "b08-ib", "b09-ib", "b10-ib"]),
+        ("r[1-2]n[1,3]", ["r1n1", "r1n3", "r2n1", "r2n3"]),
+        ("x[099-101]", ["x099", "x100", "x101"]),
+    ],
+)
+def test_lists_of_hosts(text: str, hosts: list[str]) -> None:
+    assert expand_hosts(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "a[1-", "a[x]", "a,,b", "a]"])
+def test_broken_lists_of_hosts(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - each has a text of its own
+        expand_hosts(text)
+
+
+def test_counts_of_tasks() -> None:
+    assert expand_counts("4") == [4]
+    assert expand_counts("4(x2),3") == [4, 4, 3]
+
+
+# --- Open MPI
+
+
+def test_openmpi_on_one_machine() -> None:
+    where = found(OPENMPI)
+    assert (where.rank, where.size, where.local_rank, where.local_size) == (1, 2, 1, 2)
+    assert (where.master_addr, where.launcher, where.node_rank) == ("127.0.0.1", "openmpi", 0)
+    other = found(OPENMPI, PMIX_NAMESPACE="prterun-host-4712@1")
+    assert where.master_port != other.master_port
+    assert found(OPENMPI, PMIX_NAMESPACE=None).master_port == 29500
+
+
+def test_openmpi_on_two_machines() -> None:
+    two = {**OPENMPI, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+    with pytest.raises(ts.ConfigurationError, match=r"MASTER_ADDR is missing.*mpirun -x MASTER_ADDR"):
+        find_place(two)
+    assert found(two, MASTER_ADDR="node01").master_addr == "node01"
+    assert found(two, AZ_BATCH_MASTER_NODE="10.0.0.4:6000").master_addr == "10.0.0.4"
+    assert found(two, MASTER_ADDR="node01").node_rank == 1
+
+
+def test_mpirun_in_a_slurm_job() -> None:
+    """mpirun starts its daemons with srun: SLURM then counts machines where Open MPI counts processes."""
+    where = found({**SLURM, **OPENMPI})
+    assert (where.launcher, where.rank, where.size) == ("openmpi", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": None}, "OMPI_COMM_WORLD_SIZE is missing"),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "OMPI_COMM_WORLD_LOCAL_RANK is 2"),
+        ({"WORLD_SIZE": "3"}, "WORLD_SIZE=3 and OMPI_COMM_WORLD_SIZE=2 contradict"),
+    ],
+)
+def test_contradictions_of_openmpi(changes: dict[str, str | None], sentence: str) -> None:
+    with pytest.raises(ts.ConfigurationError, match=sentence):
+        place(OPENMPI, **changes)
+
+
+# --- said by hand
+
+
+def said(**changes: Any) -> DistributedTrainingArguments:
+    return DistributedTrainingArguments(**{"local_rank": 1, "global_rank": 3, "world_size": 4, **changes})
+
+
+@pytest.mark.spec("PMT-23", "F119")
+def test_explicit_arguments_go_first() -> None:
+    where = find_place(SLURM, said(master_addr="host", master_port=1234, local_world_size=2))
+    assert where == Place(
+        rank=3,
+        size=4,
+        local_rank=1,
+        local_size=2,
+        node_rank=1,
+        master_addr="host",
+        master_port=1234,
+        launcher="explicit",
+    )
+
+
+def test_explicit_arguments_take_the_meeting_point_from_the_environment() -> None:
+    where = find_place({"MASTER_ADDR": "host", "MASTER_PORT": "2900"}, said())
+    assert where is not None
+    assert (where.master_addr, where.master_port) == ("host", 2900)
+    assert (where.local_size, where.node_rank) == (None, None)
+    with pytest.raises(ts.ConfigurationError, match="MASTER_ADDR is missing"):
+        find_place({}, said())
+    alone = find_place({}, said(local_rank=0, global_rank=0, world_size=1))
+    assert alone is not None
+    assert (alone.master_addr, alone.local_size) == ("127.0.0.1", 1)
+
+
+def test_explicit_arguments_against_a_launcher() -> None:
+    with pytest.raises(ts.ConfigurationError, match="the arguments say 3 where the launcher's RANK=0"):
+        find_place({**TORCHRUN, "RANK": "0"}, said())
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"world_size": 0}, "world_size=0"),
+        ({"global_rank": 4}, "global_rank=4: write a number from 0 to world_size - 1 = 3"),
+        ({"global_rank": -1}, "global_rank=-1"),
+        ({"local_rank": 4}, "local_rank=4"),
+        ({"local_rank": 1, "local_world_size": 1}, "local_rank=1: .*local_world_size - 1 = 0"),
+        ({"gather_frequency": 0}, "gather_frequency=0"),
+        ({"master_port": 0}, "master_port=0"),
+        ({"master_addr": ""}, "master_addr=''"),
+        ({"timeout_s": 0}, "timeout_s=0"),
+    ],
+)
+def test_wrong_arguments(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ts.ConfigurationError, match=sentence):
+        said(**changes)
+
+
+def test_how_to_launch_names_every_way() -> None:
+    text = how_to_launch("ddp-amp")
+    for part in ("backend 'ddp-amp'", "torchrun --nproc-per-node", "trainstack.launch(", "srun", "mpirun", "'sp-amp'"):
+        assert part in text
