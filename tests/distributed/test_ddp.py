@@ -130,6 +130,17 @@ def test_when_one_rank_fails_all_end_and_say_why(how: str, tmp_path: Path) -> No
     assert reason in survivor["error"]
 
 
+@pytest.mark.spec("F209")
+def test_a_checkpoint_that_fails_in_the_background_ends_all_processes(tmp_path: Path) -> None:
+    main, other = run_world(2, "background_failure", timeout=60, may_fail=True, directory=str(tmp_path))
+
+    assert main["error"].startswith("CheckpointError: ")
+    assert "the disk is gone" in main["error"]
+    assert main["steps"] == 4, "the next step boundary"
+    assert other["error"].startswith("PeerError: rank 0 failed")
+    assert "the disk is gone" in other["error"]
+
+
 def test_weights_that_differ_are_never_saved(tmp_path: Path) -> None:
     for rank in run_world(2, "diverged", directory=str(tmp_path)):
         assert "weights are not the same on all processes" in rank["error"]

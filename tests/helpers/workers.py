@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,35 @@ def failure(directory: str, how: str) -> Any:
         trainer.train()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - start}
+    return {"error": None}
+
+
+def background_failure(directory: str) -> Any:
+    """The disk of rank 0 fails under a checkpoint that is written in the background; nothing else asks for it."""
+    from trainstack.checkpointing import filesystem
+
+    in_step_4 = threading.Event()
+
+    def fail(handle: Any) -> None:
+        in_step_4.wait(20)
+        raise OSError("the disk is gone")
+
+    class Waits(Classifier):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if RANK == 0 and global_step == 4:
+                in_step_4.set()
+                deadline = time.monotonic() + 20
+                while trainer._ready().loop.attend_at and time.monotonic() < deadline:
+                    time.sleep(0.001)
+            return super().train_step(global_step, batch, device)
+
+    filesystem.sync_file = fail
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=3, async_save=True)
+    trainer = ts.Trainer(Waits(numbers(400)), arguments(directory, backend="ddp", checkpointer_args=saving))
+    try:
+        trainer.train()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "steps": trainer.global_steps_finished}
     return {"error": None}
 
 

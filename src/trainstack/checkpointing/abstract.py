@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from trainstack.checkpointing.checkpoint import Checkpoint
 
 
 class AbstractCheckpointer(ABC):
-    """Decides when, where and how states are kept. Subclass it to keep them elsewhere."""
+    """Decides when, where and how states are kept. Subclass it to keep them elsewhere.
+
+    A checkpointer may return from `save` before the state is safe, if it has its own copy. It then overrides `watch`,
+    `poll`, `finish` and `abandon`, by which the trainer learns of failures and waits at the end. One that has saved
+    when `save` returns needs none of them.
+    """
 
     @abstractmethod
     def save(self, checkpoint_state: Checkpoint, index: int, force: bool = False) -> str | None:
@@ -22,10 +28,10 @@ class AbstractCheckpointer(ABC):
             force: keep it even if it would not be its turn.
 
         Returns:
-            Where it was kept, or None if it was not.
+            Where it is kept, or will be once it is safe; None if it is not.
 
         Raises:
-            CheckpointError: it should have been kept and could not be.
+            CheckpointError: it should have been kept and could not be, or an earlier one could not in the background.
         """
 
     @abstractmethod
@@ -47,6 +53,30 @@ class AbstractCheckpointer(ABC):
 
     def begin_run(self, *, resumed: bool) -> None:  # noqa: B027 - most checkpointers need not know
         """Training begins: from what `load` returned if `resumed`, else afresh."""
+
+    def watch(self, wake: Callable[[], None]) -> None:  # noqa: B027 - nothing to report by default
+        """`wake` is to be called, from any thread, as soon as `poll` has something to raise."""
+
+    def poll(self) -> None:  # noqa: B027
+        """Raise what has failed in the background since it was last raised, without waiting.
+
+        Called at the next step boundary after `wake`, on the main process alone.
+
+        Raises:
+            CheckpointError: a checkpoint that `save` was given could not be kept.
+        """
+
+    def finish(self) -> None:  # noqa: B027
+        """Wait until all that was saved is safe; raises as `poll`, and gives back what was held for saving.
+
+        Called before `train` returns or raises, an interrupt included. An interrupt while it waits ends the waiting.
+        """
+
+    def abandon(self) -> None:  # noqa: B027
+        """Give up what is still being written; called when `finish` is interrupted after an exception.
+
+        What was safe before stays so, and no half of a checkpoint may be left that `load` would take.
+        """
 
     def save_model(self, model_state: dict[str, Any], index: int) -> str | None:
         """Export the model alone, for use rather than for resuming. Does nothing by default."""

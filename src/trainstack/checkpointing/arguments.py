@@ -30,6 +30,8 @@ class DefaultCheckpointerArguments:
         file_ext: what they end with, without a dot; by default nothing, as they are directories.
         log_level: the least level of what the checkpointer logs, to the logger "trainstack".
         every_n_steps: also save inside an epoch, whenever the global step is a multiple of this.
+        async_save: write in the background. Training waits only while the state is copied into memory of the host,
+            which takes once more the size of a checkpoint.
 
     Raises:
         ConfigurationError: a value is wrong, or two contradict each other.
@@ -46,9 +48,10 @@ class DefaultCheckpointerArguments:
     file_ext: str = ""
     log_level: str = "INFO"
     every_n_steps: int | None = None
+    async_save: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint", "delete_existing_checkpoints"):
+        for name in ("checkpoint", "delete_existing_checkpoints", "async_save"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "it is not a bool", "True or False")
         _check_count("period", self.period)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import BinaryIO
 import xxhash
 
 from trainstack.checkpointing import filesystem
-from trainstack.errors import CheckpointDamagedError
+from trainstack.errors import CheckpointDamagedError, CheckpointError
 
 CHUNK_BYTES = 4 << 20
 """Pieces small enough to be still in the processor's cache when they are hashed."""
@@ -32,16 +33,22 @@ def digest(data: bytes | memoryview) -> str:
 
 
 class HashingWriter:
-    """Writes to a new file and knows the record of what it wrote."""
+    """Writes to a new file and knows the record of what it wrote.
 
-    def __init__(self, handle: BinaryIO) -> None:
+    Once `abandoned` is set, writing raises CheckpointError.
+    """
+
+    def __init__(self, handle: BinaryIO, abandoned: threading.Event | None = None) -> None:
         self._handle = handle
+        self._abandoned = abandoned or threading.Event()
         self._hash = xxhash.xxh3_128()
         self._size = 0
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         for start in range(0, len(view), CHUNK_BYTES):
+            if self._abandoned.is_set():
+                raise CheckpointError("the checkpoint being written was abandoned. Earlier checkpoints are intact.")
             piece = view[start : start + CHUNK_BYTES]
             self._hash.update(piece)
             filesystem.write(self._handle, piece)

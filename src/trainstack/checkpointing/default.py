@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from trainstack.checkpointing import began, leftovers
 from trainstack.checkpointing.abstract import AbstractCheckpointer
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
+from trainstack.checkpointing.background import BackgroundWriter
+from trainstack.checkpointing.buffers import HostBuffers
 from trainstack.checkpointing.checkpoint import Checkpoint
+from trainstack.checkpointing.committing import Payload, commit
 from trainstack.checkpointing.directory import has_prefix, is_checkpoint_directory, name_of, scan
 from trainstack.checkpointing.newest import of_prefix, other_names, read_newest
 from trainstack.checkpointing.reading import read_checkpoint
-from trainstack.checkpointing.writing import write_checkpoint, write_model
+from trainstack.checkpointing.writing import pack, write_model
 from trainstack.errors import CheckpointDamagedError, CheckpointNotFoundError, ConfigurationError
 
 _DEFAULT_DIRECTORY = "checkpoints"
@@ -31,6 +37,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self.args = args or DefaultCheckpointerArguments()
         self._directories: dict[str, Path] = {}
         self._prepared: set[Path] = set()
+        self._background, self._buffers = BackgroundWriter(), HostBuffers()
 
     @property
     def every_n_steps(self) -> int | None:
@@ -74,21 +81,64 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """Write `checkpoint_state` if it is its turn, replacing one of the same name.
 
         The name is made of the prefix and the global step, or the index if the step is not known.
-        Returns once everything is on the disk.
+        Returns once everything is on the disk; with `async_save` once the state is copied, after waiting for the
+        save before. A failure in the background is raised by `poll`, `finish`, or the next save or load.
         """
         if not self.is_due(index, force):
             return None
+        self._wait_for_last()
         self.prepare()
         step = checkpoint_state.global_step
         number = f"{index:06d}" if step is None else f"{step:09d}"
-        path = write_checkpoint(checkpoint_state, self.save_dir, self._name(number))
-        self._log(logging.INFO, f"saved {path}")
-        return str(path)
+        name, payload = self._name(number), pack(checkpoint_state)
+        if self.args.async_save:
+            copy = payload.copied_into(self._buffers)
+            self._background.start(f"saving {name}", lambda abandoned: self._commit(copy, name, abandoned))
+        else:
+            self._commit(payload, name)
+        return str(self.save_dir / name)
+
+    def _commit(self, payload: Payload, name: str, abandoned: threading.Event | None = None) -> None:
+        """Write a checkpoint, and do what is to be done after each; in the background with `async_save`."""
+        try:
+            path = commit(payload, self.save_dir, name, abandoned)
+            self._log(logging.INFO, f"saved {path}")
+        except BaseException as error:
+            if abandoned is not None:  # perhaps nobody asks any more
+                self._log(logging.ERROR, f"saving {name} in the background failed: {error}")
+            raise
+
+    def _wait_for_last(self) -> None:
+        """Wait for a save in the background, and say how long that took."""
+        began, busy = time.perf_counter(), self._background.is_busy
+        self._background.wait()
+        if busy:
+            self._log(logging.INFO, f"waited {time.perf_counter() - began:.2f} s for the save before")
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Call `wake` from the writing thread when a save in the background has failed."""
+        self._background.wake = wake
+
+    def poll(self) -> None:
+        """Raise what a save in the background has failed with."""
+        self._background.poll()
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk, and give the memory for copies back."""
+        try:
+            self._background.wait()
+        finally:
+            self._buffers.release()
+
+    def abandon(self) -> None:
+        """Stop writing; the unfinished directory is deleted, or never read."""
+        self._background.abandon()
 
     def save_model(self, model_state: dict[str, Any], index: int) -> str | None:
         """Write an export of `model_state`; `load` never takes it for a point to resume from."""
         if not self.args.checkpoint:
             return None
+        self._wait_for_last()
         directory = self.model_state_save_dir
         self._clear(directory) if directory != self.save_dir else self.prepare()
         path = write_model(model_state, directory, self._name(f"model-{index:06d}"), {"index": index})
@@ -108,6 +158,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
             ConfigurationError: `resume` is none of these, or `delete_existing_checkpoints` would
                 delete what is to be loaded.
         """
+        self._background.wait()
         if resume is None or resume is False:
             configured = self.args.load_dir or self.args.load_filename
             return self._load_configured(required=True) if configured else Checkpoint()

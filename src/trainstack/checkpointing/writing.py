@@ -39,12 +39,21 @@ def write_checkpoint(checkpoint: Checkpoint, directory: str | os.PathLike[str], 
         UnsupportedStateError: a state holds a value that the format does not.
         CheckpointError: the file system refused; nothing new is left behind.
     """
+    return commit(pack(checkpoint), Path(directory).absolute(), name)
+
+
+def pack(checkpoint: Checkpoint) -> Payload:
+    """Return what is to be written: plain values are encoded, tensors are still those of their owners.
+
+    Raises:
+        UnsupportedStateError: a state holds a value that the format does not.
+    """
     encoder = StateEncoder()
     first, *others = STATES
     trees = {first: encoder.encode(getattr(checkpoint, first), first)}
     model = encoder.take_tensors()
     trees |= {state: encoder.encode(getattr(checkpoint, state), state, state) for state in others}
-    payload = Payload(
+    return Payload(
         kind="checkpoint",
         model=model,
         rest=encoder.take_tensors(),
@@ -53,7 +62,6 @@ def write_checkpoint(checkpoint: Checkpoint, directory: str | os.PathLike[str], 
         plan=_plain(checkpoint.plan, "plan"),
         metadata=_plain(checkpoint.metadata, "metadata"),
     )
-    return commit(payload, Path(directory).absolute(), name)
 
 
 def write_model(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from trainstack.checkpointing import Checkpoint
+from trainstack.errors import annotate
 from trainstack.trainer.run import Run
 from trainstack.trainer.snapshot import refuse_diverged, refuse_poisoned, take_checkpoint
 
@@ -16,15 +17,16 @@ Result = TypeVar("Result")
 
 
 class Saver:
-    """Saves and loads for one trainer; every method is called by all processes together.
+    """Saves and loads for one trainer; methods are called by all processes together, unless they say otherwise.
 
     Attributes:
-        saved_at: global step and epoch of the newest checkpoint, written or loaded.
+        saved_at: global step and epoch of the newest checkpoint, loaded, written or under way; None once one failed.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.saved_at: tuple[int, int] | None = None
+        self._training = False
 
     def save(self, run: Run, force: bool, *, unless_saved: bool = False) -> None:
         """Write a checkpoint of where `run` stands, if it is due.
@@ -44,6 +46,8 @@ class Saver:
         checkpoint = take_checkpoint(trainer, run.epoch_rng)
         self._on_main(lambda: trainer.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint")
         self.saved_at = place
+        if not self._training:
+            self.finish()
 
     def save_model(self) -> None:
         """Export the module's state alone."""
@@ -59,9 +63,47 @@ class Saver:
         asked = () if trainer.args.resume is False else (trainer.args.resume,)
         return self._on_main(lambda: trainer.checkpointer.load(*asked), "loading a checkpoint")
 
-    def begin_run(self, *, resumed: bool) -> None:
-        """Tell the checkpointer that training begins."""
+    def begin_run(self, run: Run, *, resumed: bool) -> None:
+        """Tell the checkpointer that training begins; from now on saves may go on in the background."""
+
+        def wake() -> None:
+            run.loop.attend_at = 0
+
+        self._training = True
+        if self._trainer.world.is_main:
+            run.poll = self._poll
+            self._trainer.checkpointer.watch(wake)
         self._on_main(lambda: self._trainer.checkpointer.begin_run(resumed=resumed), "beginning the run")
+
+    def finish(self) -> None:
+        """Wait until all checkpoints are safe, and raise what has failed."""
+        self._on_main(self._trainer.checkpointer.finish, "finishing the checkpoints")
+        self._training = False
+
+    def finish_after(self, error: BaseException) -> None:
+        """Wait for what the main process still writes when training ends by `error`; each process by itself.
+
+        A failure is noted at `error`. An interrupt while it waits gives up what is being written.
+        """
+        self._training = False
+        if not self._trainer.world.is_main:
+            return
+        try:
+            self._trainer.checkpointer.finish()
+        except BaseException as failure:
+            self.saved_at = None
+            if not isinstance(failure, Exception):
+                self._trainer.checkpointer.abandon()
+                raise
+            annotate(error, f"also, a checkpoint is missing: {failure}")
+
+    def _poll(self) -> None:
+        """Raise what has failed in the background; the main process alone, at no step that others know of."""
+        try:
+            self._trainer.checkpointer.poll()
+        except Exception:
+            self.saved_at = None
+            raise
 
     def _on_main(self, do: Callable[[], Result], what: str) -> Result:
         """Let the main process do something; the others get its result, or learn of its failure."""
@@ -72,5 +114,9 @@ class Saver:
                 result = do()
             except Exception as error:
                 failure = error
-        world.comm.agree(failure, what)
+        try:
+            world.comm.agree(failure, what)
+        except Exception:
+            self.saved_at = None  # the failure may be that of an earlier save in the background
+            raise
         return cast(Result, world.comm.share(result))

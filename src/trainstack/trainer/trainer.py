@@ -93,7 +93,7 @@ class Trainer(TrainerProperties):
         reporter = Reporter(self.args, self.history, is_main=self.is_main_process)
         try:
             resumed = state.global_step or None
-            self._saver.begin_run(resumed=resumed is not None)
+            self._saver.begin_run(run, resumed=resumed is not None)
             reporter.open(self.plan, self.trainer_backend.spec, str(self.device), resumed)
             if state.epoch >= self.args.epochs:
                 reporter.text(f"all {self.args.epochs} epochs are trained already; nothing is left to do")
@@ -103,15 +103,18 @@ class Trainer(TrainerProperties):
             run.restore_rng_once()
             self._saver.save(run, force=True, unless_saved=True)
             self.save_model_checkpoint()
+            self._saver.finish()
             if run.hooks.end_train is not None:
                 run.hooks.end_train(state.global_step)
             reporter.write()
             self._finished = True
         except BaseException as error:
             origin = self.world.comm.origin_of(error)
+            if origin is error:
+                self.world.comm.post_failure(error)
+            self._saver.finish_after(origin)
             if origin is not error:
                 raise origin from error
-            self.world.comm.post_failure(error)
             raise
         finally:
             run.busy = run.save_asked = False
