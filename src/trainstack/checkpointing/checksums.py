@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -17,6 +19,9 @@ from trainstack.errors import CheckpointDamagedError, CheckpointError
 
 CHUNK_BYTES = 4 << 20
 """Pieces small enough to be still in the processor's cache when they are hashed."""
+
+READERS = min(4, os.cpu_count() or 1) if hasattr(os, "preadv") else 1
+"""Threads that read one file. Most of the time goes into fresh memory, which the system clears page by page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +82,30 @@ class HashingReader:
             self._hash.update(piece[:count])
             done += count
 
+    def read_into_all(self, targets: Iterable[memoryview]) -> None:
+        """Fill `targets` one after the other; several threads read while the pieces are hashed in order."""
+        if READERS == 1:
+            for target in targets:
+                self.read_into(target)
+            return
+        start = self._handle.tell()
+        with ThreadPoolExecutor(READERS) as pool:
+            for pieces in pool.map(self._read_at, _batches(targets, start)):
+                for _, piece in pieces:
+                    self._hash.update(piece)
+                start = pieces[-1][0] + len(pieces[-1][1])
+        self._handle.seek(start)
+
+    def _read_at(self, pieces: list[tuple[int, memoryview]]) -> list[tuple[int, memoryview]]:
+        for position, piece in pieces:
+            done = 0
+            while done < len(piece):
+                count = os.preadv(self._handle.fileno(), [piece[done:]], position + done)
+                if not count:
+                    raise CheckpointDamagedError(f"{self._path} ends too early; it was cut off.")
+                done += count
+        return pieces
+
     def read(self, count: int) -> bytes:
         """Return the next `count` bytes."""
         buffer = bytearray(count)
@@ -95,6 +124,22 @@ class HashingReader:
                 f"{self._path} is damaged: its hash is {found}, the manifest says {record.xxh3_128}. "
                 "Load another checkpoint."
             )
+
+
+def _batches(targets: Iterable[memoryview], start: int) -> Iterator[list[tuple[int, memoryview]]]:
+    """Pieces of `targets` with their positions in a file, in order: large ones cut, small ones put together."""
+    batch: list[tuple[int, memoryview]] = []
+    held = 0
+    for target in targets:
+        for begin in range(0, len(target), CHUNK_BYTES):
+            piece = target[begin : begin + CHUNK_BYTES]
+            batch.append((start, piece))
+            start, held = start + len(piece), held + len(piece)
+            if held >= CHUNK_BYTES:
+                yield batch
+                batch, held = [], 0
+    if batch:
+        yield batch
 
 
 @contextmanager

@@ -49,12 +49,8 @@ def read_tensors(path: Path, record: FileRecord) -> dict[str, torch.Tensor]:
     """
     with open_recorded(path, record) as reader:
         header = _read_header(reader, record.size, path)
-        tensors = {}
-        for name, dtype, shape in header:
-            tensor = torch.empty(shape, dtype=dtype)
-            if tensor.numel():
-                reader.read_into(_bytes_of(tensor))
-            tensors[name] = tensor
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in header}
+        reader.read_into_all(_bytes_of(tensor) for tensor in tensors.values() if tensor.numel())
         reader.finish(record)
         return tensors
 
