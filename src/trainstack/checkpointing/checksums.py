@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -111,6 +112,12 @@ class HashingReader:
         buffer = bytearray(count)
         self.read_into(memoryview(buffer))
         return bytes(buffer)
+
+    def map(self) -> mmap.mmap:
+        """Return the whole file, hashed, as memory whose changes stay with this process."""
+        mapping = mmap.mmap(self._handle.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._hash.update(mapping)
+        return mapping
 
     def finish(self, record: FileRecord) -> None:
         """Compare what was read with the manifest.

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainstack.checkpointing.checksums import FileRecord, HashingReader, HashingWriter, open_recorded
+from trainstack.checkpointing.checksums import FileRecord, HashingWriter, open_recorded
 from trainstack.checkpointing.dtypes import BY_NATIVE_NAME, NATIVE
 from trainstack.checkpointing.places import RESERVED
 from trainstack.errors import CheckpointDamagedError, CheckpointError
@@ -48,10 +49,25 @@ def read_tensors(path: Path, record: FileRecord) -> dict[str, torch.Tensor]:
         CheckpointDamagedError: size, hash or header are not as they were written.
     """
     with open_recorded(path, record) as reader:
-        header = _read_header(reader, record.size, path)
+        header = _read_header(reader.read, record.size, path)
         tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in header}
         reader.read_into_all(_bytes_of(tensor) for tensor in tensors.values() if tensor.numel())
         reader.finish(record)
+        return tensors
+
+
+def map_tensors(path: Path, record: FileRecord) -> dict[str, torch.Tensor]:
+    """As `read_tensors`, but the tensors are the mapped file; a page that is written to becomes memory of its own."""
+    with open_recorded(path, record) as reader:
+        mapping = reader.map()
+        reader.finish(record)
+        header = _read_header(mapping.read, record.size, path)
+        tensors, start = {}, mapping.tell()
+        for name, dtype, shape in header:
+            size = math.prod(shape) * dtype.itemsize
+            flat = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start) if size else torch.empty(0)
+            tensors[name] = flat.view(dtype).reshape(shape)
+            start += size
         return tensors
 
 
@@ -73,12 +89,12 @@ def _header(ordered: list[tuple[str, torch.Tensor]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _read_header(reader: HashingReader, size: int, path: Path) -> list[tuple[str, torch.dtype, list[int]]]:
+def _read_header(read: Callable[[int], bytes], size: int, path: Path) -> list[tuple[str, torch.dtype, list[int]]]:
     try:
-        length = int.from_bytes(reader.read(8), "little")
+        length = int.from_bytes(read(8), "little")
         if 8 + length > size:
             raise ValueError("its length exceeds the file")
-        entries = json.loads(reader.read(length))
+        entries = json.loads(read(length))
         entries.pop(RESERVED, None)
         return _layout(entries, size - 8 - length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
