@@ -1,4 +1,4 @@
-"""Saving and loading the state of a model with Adam: wall time, each load in a process of its own, as a resume is."""
+"""Saving and loading the state of a model with Adam: wall time, in processes that have not held such memory before."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ def measure_checkpoints(rounds: int, millions: int = MILLIONS, tell: Callable[[s
         tell: is given a word on how far it is.
     """
     seconds: Seconds = {}
-    state = _make_state(millions)
     with tempfile.TemporaryDirectory(dir=os.environ.get("TRAINSTACK_BENCH_DIR")) as folder:
         for number in range(rounds + 1):
             tell(f"checkpoint: round {number} of {rounds}" if number else "checkpoint: warming up")
-            times = {**_save(state, Path(folder)), **_load(Path(folder))}
+            times = {**_in_a_new_process("save", folder, str(millions)), **_load(folder)}
             for name, value in times.items() if number else ():
                 seconds.setdefault(name, []).append(value)
     return _table(seconds, millions)
@@ -59,6 +58,12 @@ def _timed(do: Callable[[], Any]) -> float:
     began = time.perf_counter()
     do()
     return time.perf_counter() - began
+
+
+def _in_a_new_process(*what: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "tools.bench.checkpoints", *what]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return dict(json.loads(done.stdout))
 
 
 def _save(state: State, folder: Path) -> dict[str, float]:
@@ -122,13 +127,19 @@ def _use(path: Path) -> float:
     return sum(float(tensor.sum()) for tensor in tensors)
 
 
-def _load(folder: Path) -> dict[str, float]:
-    times = {}
-    for way, (name, _) in WAYS.items():
-        command = [sys.executable, "-m", "tools.bench.checkpoints", way, str(folder)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        times[name] = float(json.loads(done.stdout))
+def _load(folder: str) -> dict[str, float]:
+    times: dict[str, float] = {}
+    for way in WAYS:
+        times |= _in_a_new_process(way, folder)
     return times
+
+
+def _main(what: str, folder: str, millions: str = "0") -> dict[str, float]:
+    torch.set_num_threads(1)
+    if what == "save":
+        return _save(_make_state(int(millions)), Path(folder))
+    name, load = WAYS[what]
+    return {name: _timed(lambda: load(Path(folder)))}
 
 
 def _table(seconds: Seconds, millions: int) -> str:
@@ -159,6 +170,4 @@ def _table(seconds: Seconds, millions: int) -> str:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    torch.zeros(1)
-    print(json.dumps(_timed(lambda: WAYS[sys.argv[1]][1](Path(sys.argv[2])))))
+    print(json.dumps(_main(*sys.argv[1:])))
