@@ -92,6 +92,7 @@ def test_files_reach_the_disk_before_the_name_does(tmp_path: Path, monkeypatch: 
         "rename .tmp",
         f"sync_directory {tmp_path.name}",
         "rename .old",
+        f"sync_directory {tmp_path.name}",
         "remove_tree .tmp",
     ]
 

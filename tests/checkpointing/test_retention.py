@@ -25,6 +25,7 @@ from trainstack.checkpointing import (
     DefaultCheckpointerArguments,
     filesystem,
     list_checkpoints,
+    retention,
     tensorfile,
     verify_checkpoint,
 )
@@ -241,6 +242,34 @@ def test_a_failing_deletion_is_a_warning(
     assert steps(tmp_path) == {1, 2}
     save_all(saver, [3.0], first=3)
     assert steps(tmp_path) == {3}
+
+
+def test_a_deletion_is_durable_before_the_first_file_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = checkpointer(tmp_path, keep_last=1)
+    save_all(saver, [1.0])
+    calls: list[str] = []
+    instrument(monkeypatch, lambda number, name, args: calls.append(name))
+    save_all(saver, [2.0], first=2)
+    assert calls[-3:] == ["rename", "sync_directory", "remove_tree"]
+    assert calls.index("replace") < len(calls) - 3  # the pointers no longer name what is about to go
+
+
+def test_what_fails_after_a_save_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    saver = checkpointer(tmp_path, keep_last=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(filesystem, "replace", refuse)
+        save_all(saver, [1.0])
+    assert f"the pointer {tmp_path / 'last'} could not be written" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr(retention, "of_run", refuse)
+        save_all(saver, [2.0], first=2)
+    assert "no older checkpoint was deleted" in caplog.text
+    assert steps(tmp_path) == {1, 2}
 
 
 # --- the end of the process, anywhere ----------------------------------------------------------------------
