@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from trainstack.checkpointing.monitoring import Monitor
 LAST = "last"
 BEST = "best"
 _FORMAT = "trainstack-pointer"
+_LIMIT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ def rule_at(path: Path, args: DefaultCheckpointerArguments) -> Rule | None:
     if path.is_dir():
         return None
     try:
-        rule = _parse(path.read_bytes())
+        rule = _parse(_beginning(path))
     except OSError:
         rule = None
     kinds = {_name(LAST, args.file_prefix): None, _name(BEST, args.file_prefix): args.monitored}
@@ -67,18 +69,19 @@ def _name(kind: str, prefix: str) -> str:
 
 
 def _set(path: Path, data: bytes | None, say: Callable[[int, str], None]) -> None:
-    try:
-        now = path.read_bytes() if path.exists() or path.is_symlink() else None
-    except IsADirectoryError:
-        now = b"a directory"
-    if now == data:
-        return
-    if now is not None and now.strip(b"\0") and _FORMAT.encode() not in now:
+    now = _beginning(path) if path.is_file() else None
+    if (now is None and os.path.lexists(path)) or (now and now.strip(b"\0") and _FORMAT.encode() not in now):
         say(logging.DEBUG, f"{path} is not a pointer of trainstack, so it is left alone.")
-    elif data is None:
-        filesystem.remove_file(path)
-    else:
+    elif data is not None and now != data:
         smallfile.replace(path, data)
+    elif data is None and now is not None:
+        filesystem.remove_file(path)
+
+
+def _beginning(path: Path) -> bytes:
+    """The content of a pointer; of a file that is none, and may be large, only so much."""
+    with path.open("rb") as file:
+        return file.read(_LIMIT_BYTES)
 
 
 def _render(kind: str, info: CheckpointInfo, args: DefaultCheckpointerArguments) -> bytes:
