@@ -24,6 +24,7 @@ from trainstack.errors import CheckpointError
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 CALLS = ["make_directory", "open_new", "write", "sync_file", "sync_directory", "rename", "remove_tree"]
+CALLS += ["replace", "remove_file"]
 POINTS = range(1, 40)
 NAMES = {"new name": "checkpoint-000000002", "same name": "checkpoint-000000001"}
 
@@ -101,6 +102,7 @@ def test_files_reach_the_disk_before_the_name_does(tmp_path: Path, monkeypatch: 
         "rename .tmp",
         f"sync_directory {tmp_path.name}",
         "rename .old",
+        f"sync_directory {tmp_path.name}",
         "remove_tree .tmp",
     ]
 

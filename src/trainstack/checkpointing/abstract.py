@@ -39,8 +39,9 @@ class AbstractCheckpointer(ABC):
         """Return the state to continue from; an empty `Checkpoint()` means to start afresh.
 
         Args:
-            resume: None or False leaves it to the checkpointer's own arguments; True asks for the
-                newest checkpoint; `"auto"` for the newest if there is any; a path for that one.
+            resume: None or False leaves it to the checkpointer's own arguments; True or `"last"` asks for the
+                newest checkpoint; `"auto"` for the newest if there is any; `"best"` for the one with the best
+                value of a metric; a path for that one.
 
         Raises:
             CheckpointNotFoundError: what was asked for does not exist.
@@ -83,6 +84,6 @@ class AbstractCheckpointer(ABC):
         return None
 
     @property
-    def every_n_steps(self) -> int | None:
-        """How many global steps lie between saves inside an epoch, or None for none."""
+    def every_n_steps(self) -> int | float | None:
+        """Global steps between saves inside an epoch: a number, a float for a fraction of the run's, None for none."""
         return None

@@ -10,15 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainstack.checkpointing import began, leftovers
+from trainstack.checkpointing import began, leftovers, pointers, retention
 from trainstack.checkpointing.abstract import AbstractCheckpointer
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
 from trainstack.checkpointing.background import BackgroundWriter
 from trainstack.checkpointing.buffers import HostBuffers
 from trainstack.checkpointing.checkpoint import Checkpoint
 from trainstack.checkpointing.committing import Payload, commit
-from trainstack.checkpointing.directory import has_prefix, is_checkpoint_directory, name_of, scan
-from trainstack.checkpointing.newest import of_prefix, other_names, read_newest
+from trainstack.checkpointing.directory import CheckpointInfo, has_prefix, is_checkpoint_directory, name_of, scan
+from trainstack.checkpointing.monitoring import DEFAULT_MONITOR, Monitor
+from trainstack.checkpointing.newest import of_prefix, of_run, other_names, read_newest
 from trainstack.checkpointing.reading import read_checkpoint
 from trainstack.checkpointing.writing import pack, write_model
 from trainstack.errors import CheckpointDamagedError, CheckpointNotFoundError, ConfigurationError
@@ -38,9 +39,11 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._directories: dict[str, Path] = {}
         self._prepared: set[Path] = set()
         self._background, self._buffers = BackgroundWriter(), HostBuffers()
+        self._loaded_from: Path | None = None
+        self._missed = False
 
     @property
-    def every_n_steps(self) -> int | None:
+    def every_n_steps(self) -> int | float | None:
         """`args.every_n_steps`, or None when nothing is to be saved at all."""
         return self.args.every_n_steps if self.args.checkpoint else None
 
@@ -64,18 +67,29 @@ class DefaultCheckpointer(AbstractCheckpointer):
             self._delete_existing()
 
     def begin_run(self, *, resumed: bool) -> None:
-        """Remember, when a run begins afresh, which checkpoints are an earlier run's.
+        """Remember, when a run begins afresh or from another directory, which checkpoints are an earlier run's.
 
-        They stay where they are and can be named, but are not "the newest" of this run: it may be interrupted
-        before its first checkpoint, and must not go on from another run's.
+        They stay where they are and can be named, but are not "the newest" of this run, and it never deletes them: it
+        may be interrupted before its first checkpoint, and must not go on from another run's.
         """
-        earlier = of_prefix(self.save_dir, self.args.file_prefix) if self.args.checkpoint and not resumed else []
+        elsewhere = self._loaded_from is not None and self._loaded_from.resolve() != self.save_dir.resolve()
+        begins = self.args.checkpoint and (elsewhere or not resumed)
+        earlier = of_prefix(self.save_dir, self.args.file_prefix) if begins else []
         if earlier:
             began.mark(self.save_dir, self.args.file_prefix, earlier[0].sequence)
+            retention.after_save(self.save_dir, self.args, self._log)
+
+    def last(self) -> CheckpointInfo | None:
+        """The newest checkpoint of this run in `save_dir` whose files are there in their sizes, or None."""
+        return retention.newest_of(of_run(self.save_dir, self.args.file_prefix))
+
+    def best(self) -> CheckpointInfo | None:
+        """The one with the best finite value of `args.monitor`, or None; read from manifests alone."""
+        return retention.best_of(of_run(self.save_dir, self.args.file_prefix), self.args)
 
     def is_due(self, index: int, force: bool) -> bool:
         """Whether it is the turn of `index`, or out of turn but asked for, and saving is on at all."""
-        return self.args.checkpoint and (force or index % self.args.period == 0)
+        return self.args.checkpoint and (force or index % self.args.epochs_between == 0)
 
     def save(self, checkpoint_state: Checkpoint, index: int, force: bool = False) -> str | None:
         """Write `checkpoint_state` if it is its turn, replacing one of the same name.
@@ -90,7 +104,10 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self.prepare()
         step = checkpoint_state.global_step
         number = f"{index:06d}" if step is None else f"{step:09d}"
-        name, payload = self._name(number), pack(checkpoint_state)
+        name = self._name(number)
+        payload = pack(retention.keep_pin(checkpoint_state, self.save_dir / name, self.args.file_prefix))
+        if not force:
+            self._miss_monitor(checkpoint_state)
         if self.args.async_save:
             copy = payload.copied_into(self._buffers)
             self._background.start(f"saving {name}", lambda abandoned: self._commit(copy, name, abandoned))
@@ -103,6 +120,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         try:
             path = commit(payload, self.save_dir, name, abandoned)
             self._log(logging.INFO, f"saved {path}")
+            retention.after_save(self.save_dir, self.args, self._log)
         except BaseException as error:
             if abandoned is not None:  # perhaps nobody asks any more
                 self._log(logging.ERROR, f"saving {name} in the background failed: {error}")
@@ -162,16 +180,30 @@ class DefaultCheckpointer(AbstractCheckpointer):
         if resume is None or resume is False:
             configured = self.args.load_dir or self.args.load_filename
             return self._load_configured(required=True) if configured else Checkpoint()
-        if resume is True or resume == "auto":
-            return self._load_configured(required=resume is True)
+        if resume is True or resume in ("auto", "last"):
+            return self._load_configured(required=resume != "auto")
+        if resume == "best":
+            return self._load_best(self._load_directory(), self.args.file_prefix, self.args.monitored)
         if resume == "" or isinstance(resume, int):
-            raise ConfigurationError(f"resume={resume!r}: write True, False, 'auto' or the path of a checkpoint.")
+            raise ConfigurationError(
+                f"resume={resume!r}: write True, False, 'auto', 'last', 'best' or the path of a checkpoint."
+            )
         path = Path(resume).absolute()
+        rule = pointers.rule_at(path, self.args)
+        if rule is not None:
+            directory, prefix = path.parent, rule.file_prefix
+            return (
+                self._load_newest(directory, required=True, prefix=prefix)
+                if rule.monitor is None
+                else self._load_best(directory, prefix, rule.monitor)
+            )
         return self._load_newest(path, required=True) if _holds_many(path) else self._load_named(path)
 
+    def _load_directory(self) -> Path:
+        return self._settle("load_dir", self.args.load_dir) if self.args.load_dir else self.save_dir
+
     def _load_configured(self, required: bool) -> Checkpoint:
-        args = self.args
-        directory = self._settle("load_dir", args.load_dir) if args.load_dir else self.save_dir
+        args, directory = self.args, self._load_directory()
         if not args.load_filename:
             return self._load_newest(directory, required)
         path = directory / args.load_filename
@@ -179,27 +211,38 @@ class DefaultCheckpointer(AbstractCheckpointer):
 
     def _load_named(self, path: Path) -> Checkpoint:
         self._refuse_deleting(path.parent)
-        checkpoint = read_checkpoint(path)
-        self._log(logging.INFO, f"loaded {path}")
-        return checkpoint
+        return self._loaded(path, read_checkpoint(path))
 
-    def _load_newest(self, directory: Path, required: bool) -> Checkpoint:
+    def _load_best(self, directory: Path, prefix: str, monitor: Monitor) -> Checkpoint:
         self._refuse_deleting(directory)
-        after = began.read(directory, self.args.file_prefix)
-        found = read_newest(directory, self.args.file_prefix, self._warn_of_damage, after)
+        found = read_newest(directory, prefix, self._warn_of_damage, monitor)
         if found is not None:
-            self._log(logging.INFO, f"loaded {found[0]}")
-            return found[1]
-        others = other_names(directory, self.args.file_prefix)
+            return self._loaded(*found)
+        candidates = of_run(directory, prefix)
+        if not candidates:
+            return self._load_newest(directory, required=True, prefix=prefix)  # which says why there is none
+        known = ", ".join(sorted({name for info in candidates for name in info.metrics})) or "none"
+        raise CheckpointNotFoundError(
+            f"none of the {len(candidates)} checkpoints in {directory} has a finite value of {monitor.name!r}, so none "
+            f"is the best. Metrics in them: {known}. Set monitor to one of those, or write resume=True for the newest."
+        )
+
+    def _load_newest(self, directory: Path, required: bool, prefix: str | None = None) -> Checkpoint:
+        self._refuse_deleting(directory)
+        prefix = self.args.file_prefix if prefix is None else prefix
+        found = read_newest(directory, prefix, self._warn_of_damage)
+        if found is not None:
+            return self._loaded(*found)
+        others = other_names(directory, prefix)
         hint = f" There is {others[0]!r}: set file_prefix to match, or name it to load it." if others else ""
-        earlier = of_prefix(directory, self.args.file_prefix)
+        earlier = of_prefix(directory, prefix)
         if earlier:
             hint = (
                 " The last run there began afresh and was interrupted before its first checkpoint. To go on from an "
                 f"earlier run, name its checkpoint: resume={str(earlier[0].path)!r}."
             )
-        usual = self.args.file_prefix == type(self.args)().file_prefix
-        what = f"no checkpoint{'' if usual else f' with the file_prefix {self.args.file_prefix!r}'} in {directory}"
+        usual = prefix == type(self.args)().file_prefix
+        what = f"no checkpoint{'' if usual else f' with the file_prefix {prefix!r}'} in {directory}"
         if required:
             absent = "" if directory.is_dir() else ", which does not exist"
             raise CheckpointNotFoundError(
@@ -208,6 +251,24 @@ class DefaultCheckpointer(AbstractCheckpointer):
             )
         self._log(logging.WARNING if others else logging.INFO, f"{what}: starting afresh.{hint}")
         return Checkpoint()
+
+    def _loaded(self, path: Path, checkpoint: Checkpoint) -> Checkpoint:
+        self._loaded_from = path.parent
+        self._log(logging.INFO, f"loaded {path}")
+        return checkpoint
+
+    def _miss_monitor(self, checkpoint: Checkpoint) -> None:
+        """Say once that a checkpoint cannot be the best, where somebody asked for the best."""
+        args, metrics = self.args, (checkpoint.metadata or {}).get("metrics", {})
+        asked = args.keep_best or args.monitor != DEFAULT_MONITOR
+        if asked and not self._missed and args.monitor not in metrics:
+            self._missed = True
+            self._log(
+                logging.WARNING,
+                f"{args.monitor!r} was not measured at global step {checkpoint.global_step}, so the checkpoint cannot "
+                f"be the best. Measured there: {', '.join(sorted(metrics)) or 'nothing'}. Set monitor to one of "
+                "those, or log it after each epoch.",
+            )
 
     def _refuse_deleting(self, directory: Path) -> None:
         if self.args.delete_existing_checkpoints and directory.resolve() == self.save_dir.resolve():

@@ -112,7 +112,9 @@ def _check_choices(args: TrainerArguments) -> None:
         if not any(getattr(args, name) is choice or getattr(args, name) == choice for choice in choices):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write one of {', '.join(map(repr, choices))}.")
     if not isinstance(args.resume, bool | str | PathLike) or args.resume == "":
-        raise ConfigurationError(f"resume={args.resume!r}: write True, False, 'auto', or the path of a checkpoint.")
+        raise ConfigurationError(
+            f"resume={args.resume!r}: write True, False, 'auto', 'best', 'last', or the path of a checkpoint."
+        )
     if not isinstance(logging.getLevelName(args.log_level), int):
         raise ConfigurationError(f"log_level={args.log_level!r}: write 'DEBUG', 'INFO', 'WARNING' or 'ERROR'.")
 

@@ -41,8 +41,8 @@ class TrainerArguments:
         use_gpu: False is the same as `device="cpu"`.
         seed: of the data order and of the samples' own random numbers. The process's global generators are left to
             you: `seed_everything(seed)` before you build the module.
-        resume: True continues from the newest checkpoint and fails if there is none; `"auto"` starts afresh then; a
-            path names the checkpoint.
+        resume: True or `"last"` continues from the newest checkpoint and fails if there is none; `"auto"` starts afresh
+            then; `"best"` continues from the best by `checkpointer_args.monitor`; a path names the checkpoint.
         reset_optimizers_schedulers: on resume, take the weights but make optimizers and schedulers anew.
         checkpointer_args: of the default checkpointer.
         output_dir: where checkpoints and logs go.

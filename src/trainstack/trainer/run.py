@@ -52,6 +52,7 @@ class Run:
         epoch_rng: the random state that the epoch under way began with.
         busy: whether a step, a hook or a validation is under way, so that a checkpoint has to wait.
         save_asked: whether one waits.
+        pin_asked: whether the next checkpoint is to be kept for good.
         watched: names of the parameters and buffers that must stay finite.
         poll: raises what has failed beside the training; called whenever the loop attends to something.
     """
@@ -71,8 +72,8 @@ class Run:
         check_signatures(module, self.log)
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
-        self.busy = self.save_asked = False
         self.poll: Callable[[], None] = lambda: None
+        self.busy = self.save_asked = self.pin_asked = False
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log)
         module.plan, module._history, module._run_state = self.data.plan, history, state

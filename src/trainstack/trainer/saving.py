@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from trainstack.checkpointing import Checkpoint
-from trainstack.errors import annotate
+from trainstack.errors import ConfigurationError, annotate
+from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run import Run
 from trainstack.trainer.snapshot import refuse_diverged, refuse_poisoned, take_checkpoint
 
@@ -40,10 +43,11 @@ class Saver:
         place = (state.global_step, state.epoch)
         if (unless_saved and place == self.saved_at) or not trainer.checkpointer.is_due(state.last_epoch, force):
             return
+        pinned, run.pin_asked = run.pin_asked, False
         run.loop.meter.drain()
         refuse_poisoned(trainer.module, run.watched, state.global_step)
         refuse_diverged(trainer.module, trainer.world.comm, state.global_step)
-        checkpoint = take_checkpoint(trainer, run.epoch_rng)
+        checkpoint = take_checkpoint(trainer, run.epoch_rng, pinned=pinned)
         self._on_main(lambda: trainer.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint")
         self.saved_at = place
         if not self._training:
@@ -120,3 +124,19 @@ class Saver:
             self.saved_at = None  # the failure may be that of an earlier save in the background
             raise
         return cast(Result, world.comm.share(result))
+
+
+def steps_between_saves(every: int | float | None, plan: TrainingPlan) -> int | None:
+    """How many global steps lie between saves inside an epoch; `every` as a float is a fraction of all steps.
+
+    Raises:
+        ConfigurationError: a fraction of a number that is not known.
+    """
+    if not isinstance(every, float):
+        return every
+    if plan.total_steps is None:
+        raise ConfigurationError(
+            f"every_n_steps={every} is a fraction of all global steps of the run, and how many those are is unknown: "
+            "the training loader has no length. Write a whole number of steps, or give the loader a length."
+        )
+    return max(1, math.ceil(Fraction(str(every)) * plan.total_steps))  # as written: 0.07 of 100 is 7

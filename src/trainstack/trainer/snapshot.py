@@ -112,8 +112,13 @@ def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log:
         )
 
 
-def take_checkpoint(trainer: Trainer, epoch_rng: Mapping[str, Any] | None) -> Checkpoint:
-    """Everything that `trainer` needs to go on from here; tensors are the live ones."""
+def take_checkpoint(trainer: Trainer, epoch_rng: Mapping[str, Any] | None, *, pinned: bool = False) -> Checkpoint:
+    """Everything that `trainer` needs to go on from here; tensors are the live ones.
+
+    The metadata can be read without the tensors: what was measured with these very weights tells which is the best.
+    """
+    metrics = trainer.history.values_at(trainer.state.global_step)
+    metadata = {"backend": trainer.trainer_backend.spec, "epoch": trainer.state.epoch, "metrics": metrics}
     rng = {"now": capture_rng(trainer.device), "epoch": epoch_rng}
     return Checkpoint(
         module_interface_state=trainer.module.get_state(),
@@ -123,7 +128,7 @@ def take_checkpoint(trainer: Trainer, epoch_rng: Mapping[str, Any] | None) -> Ch
         history_state=trainer.history.get_state(),
         plan=trainer.plan.to_dict(),
         global_step=trainer.state.global_step,
-        metadata={"backend": trainer.trainer_backend.spec, "epoch": trainer.state.epoch},
+        metadata=metadata | ({"pinned": True} if pinned else {}),
     )
 
 

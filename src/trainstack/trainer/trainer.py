@@ -22,7 +22,7 @@ from trainstack.trainer.properties import TrainerProperties
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.run import Run
 from trainstack.trainer.run_state import RunState
-from trainstack.trainer.saving import Saver
+from trainstack.trainer.saving import Saver, steps_between_saves
 from trainstack.trainer.snapshot import (
     check_plan,
     get_loop_state,
@@ -91,6 +91,7 @@ class Trainer(TrainerProperties):
         if self._finished:
             return
         reporter = Reporter(self.args, self.history, is_main=self.is_main_process)
+        save_every = steps_between_saves(self.checkpointer.every_n_steps, self.plan)
         try:
             resumed = state.global_step or None
             self._saver.begin_run(run, resumed=resumed is not None)
@@ -99,7 +100,7 @@ class Trainer(TrainerProperties):
                 reporter.text(f"all {self.args.epochs} epochs are trained already; nothing is left to do")
             self.module.train()
             while state.epoch < self.args.epochs:
-                run.train_epoch(reporter, self.save_checkpoint, self.checkpointer.every_n_steps)
+                run.train_epoch(reporter, self.save_checkpoint, save_every)
             run.restore_rng_once()
             self._saver.save(run, force=True, unless_saved=True)
             self.save_model_checkpoint()
@@ -117,7 +118,7 @@ class Trainer(TrainerProperties):
                 raise origin from error
             raise
         finally:
-            run.busy = run.save_asked = False
+            run.busy = run.save_asked = run.pin_asked = False
             reporter.close()
 
     def validate(self) -> dict[str, Any]:
@@ -215,8 +216,12 @@ class Trainer(TrainerProperties):
 
     # --- checkpoints ---------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, force: bool = False) -> None:
-        """Hand the states of trainer, backend and module to the checkpointer; `force` saves out of turn as well.
+    def save_checkpoint(self, force: bool = False, *, pin: bool = False) -> None:
+        """Hand the states of trainer, backend and module to the checkpointer.
+
+        Args:
+            force: save out of turn as well.
+            pin: so too, and keep it for good: it is never deleted to make room for others.
 
         Called in the middle of something, from a hook or a step, it is done at the end of the step, or of the epoch
         when training has ended: a checkpoint holds a state from which a run can go on exactly.
@@ -226,10 +231,11 @@ class Trainer(TrainerProperties):
             CheckpointError: the checkpoint could not be written; older ones are intact.
         """
         run = self._ready()
+        run.pin_asked |= pin
         if run.busy:
             run.save_asked, run.loop.attend_at = True, 0
         else:
-            self._saver.save(run, force)
+            self._saver.save(run, force or pin)
 
     def save_model_checkpoint(self) -> None:
         """Export the module's state alone; an export is never taken for a point to resume from."""
