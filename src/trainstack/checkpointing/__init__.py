@@ -7,6 +7,7 @@ from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
 from trainstack.checkpointing.checkpoint import Checkpoint
 from trainstack.checkpointing.default import DefaultCheckpointer
 from trainstack.checkpointing.directory import CheckpointInfo, list_checkpoints
+from trainstack.checkpointing.exporting import export_model
 from trainstack.checkpointing.reading import read_checkpoint, read_model, verify_checkpoint
 from trainstack.checkpointing.writing import write_checkpoint, write_model
 
@@ -16,6 +17,7 @@ __all__ = [
     "CheckpointInfo",
     "DefaultCheckpointer",
     "DefaultCheckpointerArguments",
+    "export_model",
     "list_checkpoints",
     "read_checkpoint",
     "read_model",

@@ -48,8 +48,19 @@ class AbstractCheckpointer(ABC):
     def begin_run(self, *, resumed: bool) -> None:  # noqa: B027 - most checkpointers need not know
         """Training begins: from what `load` returned if `resumed`, else afresh."""
 
-    def save_model(self, model_state: dict[str, Any], index: int) -> str | None:
-        """Export the model alone, for use rather than for resuming. Does nothing by default."""
+    def save_model(
+        self,
+        model_state: dict[str, Any],
+        index: int,
+        *,
+        plan: dict[str, Any] | None = None,
+        global_step: int | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> str | None:
+        """Export the model alone, for use rather than for resuming. Does nothing by default.
+
+        `plan`, `global_step` and `metadata` are those of a `Checkpoint`, for people to read.
+        """
         return None
 
     @property

@@ -15,6 +15,7 @@ from trainstack.checkpointing import directory as listing
 from trainstack.checkpointing import filesystem, leftovers, manifest
 from trainstack.checkpointing.checksums import FileRecord, HashingWriter
 from trainstack.checkpointing.manifest import Kind, Manifest
+from trainstack.checkpointing.readme import FILE_NAME as README
 from trainstack.checkpointing.tags import Json
 from trainstack.checkpointing.tensorfile import tensor_bytes, write_tensors
 from trainstack.errors import CheckpointError
@@ -24,7 +25,8 @@ _SLACK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What a directory will hold: the tensors of its two files, the JSON tree, and the manifest's fields."""
+    """What a directory will hold: the tensors of its two files, the JSON tree, the manifest's fields, and perhaps a
+    README, which the manifest does not speak of."""
 
     kind: Kind
     model: dict[str, torch.Tensor]
@@ -33,6 +35,7 @@ class Payload:
     global_step: int | None
     plan: Json
     metadata: Json
+    readme: bytes | None = None
 
     @property
     def size(self) -> int:
@@ -92,6 +95,8 @@ def _fill(temporary: Path, payload: Payload, name: str) -> None:
         if tensors:
             files[file] = _put(temporary / file, partial(write_tensors, tensors=tensors))
     files[manifest.TREE_FILE] = _put(temporary / manifest.TREE_FILE, lambda writer: writer.write(payload.tree))
+    if payload.readme is not None:
+        _put(temporary / README, lambda writer: writer.write(payload.readme or b""))
     content = Manifest(
         kind=payload.kind,
         name=name,

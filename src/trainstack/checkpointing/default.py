@@ -85,13 +85,23 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._log(logging.INFO, f"saved {path}")
         return str(path)
 
-    def save_model(self, model_state: dict[str, Any], index: int) -> str | None:
+    def save_model(
+        self,
+        model_state: dict[str, Any],
+        index: int,
+        *,
+        plan: dict[str, Any] | None = None,
+        global_step: int | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> str | None:
         """Write an export of `model_state`; `load` never takes it for a point to resume from."""
         if not self.args.checkpoint:
             return None
         directory = self.model_state_save_dir
         self._clear(directory) if directory != self.save_dir else self.prepare()
-        path = write_model(model_state, directory, self._name(f"model-{index:06d}"), {"index": index})
+        about = {**(metadata or {}), "index": index}
+        name = self._name(f"model-{index:06d}")
+        path = write_model(model_state, directory, name, about, plan=plan, global_step=global_step)
         self._log(logging.INFO, f"saved {path}")
         return str(path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from trainstack.checkpointing import manifest
 from trainstack.checkpointing.checkpoint import Checkpoint
-from trainstack.checkpointing.checksums import check_file, read_file
+from trainstack.checkpointing.checksums import FileRecord, check_file, read_file
 from trainstack.checkpointing.decoding import StateDecoder
 from trainstack.checkpointing.directory import (
     CheckpointInfo,
@@ -21,7 +22,7 @@ from trainstack.checkpointing.directory import (
 )
 from trainstack.checkpointing.manifest import Manifest
 from trainstack.checkpointing.tags import Json
-from trainstack.checkpointing.tensorfile import read_tensors
+from trainstack.checkpointing.tensorfile import read_placeholders, read_tensors
 from trainstack.checkpointing.writing import MODEL_STATE, STATES
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
 
@@ -82,6 +83,17 @@ def read_model(path: str | os.PathLike[str]) -> dict[str, Any]:
     return state
 
 
+def read_states(path: str | os.PathLike[str], *, tensors: bool = True) -> tuple[Manifest, dict[str, Any]]:
+    """Return the manifest of a checkpoint or export and its states by name; as `read_checkpoint`.
+
+    With `tensors=False` no tensor is read: placeholders of the same shapes and dtypes stand for them.
+    """
+    root, content = _open(path)
+    tree, decoder = _load(root, content, read_tensors if tensors else read_placeholders)
+    names = (MODEL_STATE,) if content.kind == "model" else STATES
+    return content, {name: _state(decoder, tree, name, root) for name in names}
+
+
 def _open(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
     root = Path(path).absolute()
     if not root.exists():
@@ -99,12 +111,14 @@ def _open(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
     return root, read_manifest(root)
 
 
-def _load(root: Path, content: Manifest) -> tuple[dict[str, Json], StateDecoder]:
+def _load(
+    root: Path, content: Manifest, read: Callable[[Path, FileRecord], dict[str, torch.Tensor]] = read_tensors
+) -> tuple[dict[str, Json], StateDecoder]:
     tree = _read_tree(root, content)
     tensors: dict[str, torch.Tensor] = {}
     for file in _TENSOR_FILES:
         if file in content.files:
-            tensors |= read_tensors(root / file, content.files[file])
+            tensors |= read(root / file, content.files[file])
     return tree, StateDecoder(tensors)
 
 

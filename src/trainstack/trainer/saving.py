@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from trainstack.checkpointing import Checkpoint
+from trainstack.checkpointing import Checkpoint, export_model
 from trainstack.trainer.run import Run
-from trainstack.trainer.snapshot import refuse_diverged, refuse_poisoned, take_checkpoint
+from trainstack.trainer.snapshot import facts_of, refuse_diverged, refuse_poisoned, take_checkpoint
 
 if TYPE_CHECKING:
     from trainstack.trainer.trainer import Trainer
@@ -45,13 +46,23 @@ class Saver:
         self._on_main(lambda: trainer.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint")
         self.saved_at = place
 
-    def save_model(self) -> None:
-        """Export the module's state alone."""
-        trainer = self._trainer
+    def save_model(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Export the module's state alone, to `path` or where the checkpointer puts exports."""
+        trainer, state = self._trainer, self._trainer.state
+        about: dict[str, Any] = {
+            "plan": trainer.plan.to_dict(),
+            "global_step": state.global_step,
+            "metadata": {**facts_of(trainer), "module": type(trainer.module).__name__},
+        }
         module_state = trainer.module.get_state()
-        self._on_main(
-            lambda: trainer.checkpointer.save_model(module_state, trainer.state.last_epoch), "exporting the model"
-        )
+
+        def write() -> None:
+            if path is None:
+                trainer.checkpointer.save_model(module_state, state.last_epoch, **about)
+            else:
+                export_model(module_state, path, **about)
+
+        self._on_main(write, "exporting the model")
 
     def load(self) -> Checkpoint:
         """What the checkpointer finds, as `args.resume` says; an empty checkpoint if nothing."""

@@ -123,8 +123,15 @@ def take_checkpoint(trainer: Trainer, epoch_rng: Mapping[str, Any] | None) -> Ch
         history_state=trainer.history.get_state(),
         plan=trainer.plan.to_dict(),
         global_step=trainer.state.global_step,
-        metadata={"backend": trainer.trainer_backend.spec, "epoch": trainer.state.epoch},
+        metadata=facts_of(trainer),
     )
+
+
+def facts_of(trainer: Trainer) -> dict[str, Any]:
+    """What should be readable in a manifest: the backend, the epoch under way, and the newest value of each metric."""
+    history = trainer.history
+    metrics = {name: history.get_latest_metric(name) for name in sorted(history.get_metric_names())}
+    return {"backend": trainer.trainer_backend.spec, "epoch": trainer.state.epoch, "metrics": metrics}
 
 
 def rng_of_rank(rng_state: Mapping[str, Any] | None, world: World, state: RunState) -> Mapping[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal, cast
@@ -231,6 +232,10 @@ class Trainer(TrainerProperties):
     def save_model_checkpoint(self) -> None:
         """Export the module's state alone; an export is never taken for a point to resume from."""
         self._saver.save_model()
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the module's state as the folder `path`, with a README; see `export_model`."""
+        self._saver.save_model(path)
 
     def load_checkpoints(self) -> Checkpoint:
         """What the checkpointer finds to continue from, as `args.resume` says; an empty one if nothing."""
