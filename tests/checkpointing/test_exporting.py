@@ -98,5 +98,5 @@ def test_an_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not replaced"):
         ts.export_model(nn.Linear(1, 1), tmp_path / "notes")
-    with pytest.raises(ts.ConfigurationError, match="given a list. Give it a module or a state dict"):
+    with pytest.raises(ts.ConfigurationError, match=r"given a list\. Give it a module or a state dict"):
         ts.export_model([1], tmp_path / "list")  # type: ignore[arg-type]

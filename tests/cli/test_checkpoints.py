@@ -48,7 +48,7 @@ class TestLs:
         head, *rows = out.splitlines()
 
         assert (code, err) == (0, "")
-        assert head.split() == "name kind step epoch created size backend metrics intact".split()
+        assert head.split() == ["name", "kind", "step", "epoch", "created", "size", "backend", "metrics", "intact"]
         assert [row.split()[0] for row in rows] == [
             "checkpoint-000000006",
             "checkpoint-000000012",

@@ -49,7 +49,7 @@ def _how_to_load(model_state: Mapping[str, Any]) -> Iterable[str]:
         lines = ["from safetensors.torch import load_file", "", 'weights = load_file("model.safetensors")']
         lines += [f"weights[{tied!r}] = weights[{first!r}]  # one tensor" for tied, first in _tied(model_state)]
         yield "In plain PyTorch:"
-        yield _code(lines + ["model.load_state_dict(weights)"])
+        yield _code([*lines, "model.load_state_dict(weights)"])
     else:
         yield (
             "The tensors lie in `model.safetensors`. The state also holds what is no tensor of a safetensors file, so "

@@ -61,7 +61,7 @@ def read_unverified_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_placeholders(path: Path, record: FileRecord) -> dict[str, torch.Tensor]:
-    """Return tensors of the right names, dtypes and shapes that take no memory and have no values; as `read_tensors`."""
+    """Return tensors of the names, dtypes and shapes of a file, without memory or values; as `read_tensors`."""
     with open_recorded(path, record) as reader:
         layout = _read_header(reader, record.size, path)
         return {name: torch.zeros((), dtype=dtype).expand(shape) for name, dtype, shape in layout}

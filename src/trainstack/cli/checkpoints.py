@@ -1,4 +1,4 @@
-"""`trainstack checkpoints ls | verify | show | diff`: what is in a folder of checkpoints, and whether it is as written."""
+"""`trainstack checkpoints ls | verify | show | diff`: what lies in a folder of checkpoints, and is it as written?"""
 
 from __future__ import annotations
 

@@ -6,7 +6,10 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from torch import Tensor
+
 from trainstack.checkpointing import Checkpoint, export_model
+from trainstack.checkpointing.warm_start import read_weights
 from trainstack.trainer.run import Run
 from trainstack.trainer.snapshot import facts_of, refuse_diverged, refuse_poisoned, take_checkpoint
 
@@ -42,7 +45,8 @@ class Saver:
         run.loop.meter.drain()
         refuse_poisoned(trainer.module, run.watched, state.global_step)
         refuse_diverged(trainer.module, trainer.world.comm, state.global_step)
-        checkpoint = take_checkpoint(trainer, run.epoch_rng)
+        loader_state = run.data.loader_memory.get_state(within=state.steps_in_epoch > 0)
+        checkpoint = take_checkpoint(trainer, run.epoch_rng, loader_state)
         self._on_main(lambda: trainer.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint")
         self.saved_at = place
 
@@ -69,6 +73,10 @@ class Saver:
         trainer = self._trainer
         asked = () if trainer.args.resume is False else (trainer.args.resume,)
         return self._on_main(lambda: trainer.checkpointer.load(*asked), "loading a checkpoint")
+
+    def read_weights(self, path: str | os.PathLike[str]) -> dict[str, Tensor]:
+        """The tensors at `path`, by name."""
+        return self._on_main(lambda: read_weights(path), "reading the weights to begin with")
 
     def begin_run(self, *, resumed: bool) -> None:
         """Tell the checkpointer that training begins."""

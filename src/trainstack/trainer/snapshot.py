@@ -112,14 +112,17 @@ def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log:
         )
 
 
-def take_checkpoint(trainer: Trainer, epoch_rng: Mapping[str, Any] | None) -> Checkpoint:
+def take_checkpoint(
+    trainer: Trainer, epoch_rng: Mapping[str, Any] | None, loader_state: Mapping[str, Any] | None
+) -> Checkpoint:
     """Everything that `trainer` needs to go on from here; tensors are the live ones."""
     rng = {"now": capture_rng(trainer.device), "epoch": epoch_rng}
+    ranks = trainer.world.comm.gather((rng, loader_state))
     return Checkpoint(
         module_interface_state=trainer.module.get_state(),
-        trainer_state=trainer.get_state(),
+        trainer_state={**trainer.get_state(), "loaders": [loader for _, loader in ranks]},
         trainer_backend_state=trainer.trainer_backend.get_state(),
-        rng_state={"ranks": trainer.world.comm.gather(rng)},
+        rng_state={"ranks": [rng for rng, _ in ranks]},
         history_state=trainer.history.get_state(),
         plan=trainer.plan.to_dict(),
         global_step=trainer.state.global_step,
@@ -167,7 +170,8 @@ def update_loop_state(loop: TrainLoop, state: Mapping[str, Any], *, fresh_optimi
         CheckpointMismatchError: optimizers or schedulers are not those of the checkpoint.
     """
     loop.state.update_state(state)
-    loop.meter.update_state(state["meter"])
+    if "meter" in state:
+        loop.meter.update_state(state["meter"])
     if not fresh_optimizers:
         _load("optimizer", loop.work.optimizers, state["optimizers"], state["kinds"]["optimizers"], log)
         _load("scheduler", loop.schedulers, state["schedulers"], state["kinds"]["schedulers"], log)
