@@ -44,7 +44,8 @@ class WarmStartReport:
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
-        parts = [f"loaded {len(self.loaded)} tensors from {self.source}"]
+        count = len(self.loaded)
+        parts = [f"loaded {count} tensor{'s' if count != 1 else ''} from {self.source}"]
         if self.missing:
             parts.append(f"{len(self.missing)} missing there stay as they were built: {_named(self.missing)}")
         if self.unexpected:

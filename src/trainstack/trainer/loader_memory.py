@@ -10,6 +10,7 @@ from torch.utils.data import RandomSampler
 from trainstack.backends import World
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.logs import RunLogger
+from trainstack.trainer.seeding import host_rng_kept
 
 
 def keeps_state(loader: Any) -> bool:
@@ -55,9 +56,8 @@ class LoaderMemory:
         if pending is None or not keeps_state(loader):
             return self._watched(iter(loader)), False
         try:
-            loader.load_state_dict(pending["loader"])
-            if not within and not pending["exhausted"]:
-                iter(loader)  # the epoch before was cut short: a new one begins after it
+            state = pending["loader"] if within else _after_an_epoch(loader, pending)
+            loader.load_state_dict(state)
             return self._watched(iter(loader)), within
         except Exception as error:  # torchdata asserts; others raise what they like
             workers = getattr(loader, "num_workers", None)
@@ -96,6 +96,20 @@ class LoaderMemory:
     def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
         yield from batches
         self._exhausted = True
+
+
+def _after_an_epoch(loader: Any, pending: dict[str, Any]) -> Any:
+    """The state of `loader` at the beginning of the epoch that follows the one of `pending`.
+
+    An iterator draws from the global generators when it is made. One made of the beginning's state draws what one of
+    an unbroken run does; those made on the way there draw in vain.
+    """
+    with host_rng_kept():
+        loader.load_state_dict(pending["loader"])
+        iter(loader)
+        if not pending["exhausted"]:  # that was the rest of an epoch that was cut short
+            iter(loader)
+        return loader.state_dict()
 
 
 def what_its_state_lacks(loader: Any) -> str:

@@ -54,7 +54,8 @@ def what_the_mode_keeps(checkpoint: Checkpoint, args: TrainerArguments, stack: T
 
 
 def _must_survive(stack: TrainerBackend) -> set[str]:
-    layers = [*stack.layers(), *(record.layer for record in known_layers().values())]
+    layers: list[TrainerBackend | type[TrainerBackend]] = [record.layer for record in known_layers().values()]
+    layers += stack.layers()
     return {layer.name for layer in layers if layer.state_must_survive}
 
 

@@ -105,7 +105,11 @@ def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log:
         )
     before = (checkpoint.plan or {}).get("samples_per_epoch")
     now = plan.samples_per_epoch
-    if state.steps_in_epoch and before is not None and now is not None and before != now:
+    if before is None or now is None or before == now:
+        return
+    if not state.steps_in_epoch:
+        log.warning(f"the data set had {before} samples when the checkpoint was written, and now has {now}.")
+    else:
         raise CheckpointMismatchError(
             f"the checkpoint lies within epoch {state.epoch} of a data set of {before} samples; the data set now "
             f"has {now}. Resume with the same data, or from a checkpoint at an epoch's end."
