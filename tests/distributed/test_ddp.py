@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import trainstack as ts
-from tests.helpers.modules import arguments, weights
+from tests.helpers.modules import Classifier, arguments, weights
 from tests.helpers.processes import run_world
 from tests.helpers.workers import Uneven, equality
 
@@ -128,6 +128,22 @@ def test_when_one_rank_fails_all_end_and_say_why(how: str, tmp_path: Path) -> No
     assert reason in results[1]["error"]
     assert survivor["error"].startswith("PeerError: rank 1 failed")
     assert reason in survivor["error"]
+
+
+def test_a_loader_with_a_state_goes_on_over_processes(tmp_path: Path) -> None:
+    """Every process reads all batches and trains on every second; 21 batches, 4 a step, 6 steps an epoch."""
+    start = ts.export_model(Classifier(seed=9), tmp_path / "start")
+    made = {"init_weights_from": str(start)}
+    whole = run_world(2, "streams", directory=str(tmp_path / "whole"), **made)
+    cut = run_world(2, "streams", directory=str(tmp_path / "cut"), stop_at=4, **made)
+    again = run_world(2, "streams", directory=str(tmp_path / "cut"), **made)
+
+    for rank in range(2):
+        assert whole[rank]["taken"] == ["net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias"]
+        assert {**cut[rank]["seen"], **again[rank]["seen"]} == whole[rank]["seen"]
+        assert again[rank]["weights"] == whole[rank]["weights"]
+        assert again[rank]["reads"] == whole[rank]["reads"] - 3 * 4
+        assert again[rank]["taken"] == []
 
 
 def test_weights_that_differ_are_never_saved(tmp_path: Path) -> None:

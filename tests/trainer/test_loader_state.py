@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,8 @@ def unbroken_and_interrupted(make: Any, directory: Path, stops: tuple[int, ...],
     seen: dict[int, list[float]] = {}
     for stop_at in (*stops, None):
         module = Reads(make, lasting=lasting, stop_at=stop_at)
-        try:
+        with suppress(KeyboardInterrupt):
             run(module, directory / "cut", **changes)
-        except KeyboardInterrupt:
-            pass
         seen |= module.seen
     return (whole.seen, weights(whole)), (seen, weights(module))
 

@@ -96,7 +96,7 @@ class TestModes:
     def test_contradictions(self, tmp_path: Path) -> None:
         with pytest.raises(ts.ConfigurationError, match=r"resume_mode='weight': write one of 'full', "):
             arguments(tmp_path, resume_mode="weight")
-        with pytest.raises(ts.ConfigurationError, match="contradict each other. Write resume_mode='weights'"):
+        with pytest.raises(ts.ConfigurationError, match=r"contradict each other\. Write resume_mode='weights'"):
             arguments(tmp_path, resume_mode="weights_and_optimizer", reset_optimizers_schedulers=True)
 
 
