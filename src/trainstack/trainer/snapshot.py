@@ -122,9 +122,10 @@ def take_checkpoint(
     """Everything that `trainer` needs to go on from here; tensors are the live ones."""
     rng = {"now": capture_rng(trainer.device), "epoch": epoch_rng}
     ranks = trainer.world.comm.gather((rng, loader_state))
+    loaders = [loader for _, loader in ranks]
     return Checkpoint(
         module_interface_state=trainer.module.get_state(),
-        trainer_state={**trainer.get_state(), "loaders": [loader for _, loader in ranks]},
+        trainer_state={**trainer.get_state(), **({"loaders": loaders} if any(loaders) else {})},
         trainer_backend_state=trainer.trainer_backend.get_state(),
         rng_state={"ranks": [rng for rng, _ in ranks]},
         history_state=trainer.history.get_state(),
