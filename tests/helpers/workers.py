@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -241,7 +242,6 @@ def diverged(directory: str) -> Any:
 
 def together() -> Any:
     """`trainer.gather` and `trainer.print`."""
-    import contextlib
     import io
 
     trainer = ts.Trainer(Classifier(), arguments("unused", backend="ddp"))
@@ -318,6 +318,25 @@ def noisy(directory: str, **changes: Any) -> list[float]:
     except KeyboardInterrupt:
         return []
     return weights(module).tolist()
+
+
+def streams(directory: str, stop_at: int | None = None, **changes: Any) -> dict[str, Any]:
+    """A loader that keeps its own place, and weights from elsewhere."""
+    from tests.trainer.test_loader_state import EVERY_STEP, Reads, Stream
+
+    module = Reads(lambda data, sampler, size: Stream(data, size), stop_at=stop_at)
+    made: dict[str, Any] = {"checkpointer_args": EVERY_STEP, "resume": "auto", "gpu_batch_size_limit": 2, **changes}
+    torch.manual_seed(RANK)
+    trainer = ts.Trainer(module, arguments(directory, backend="ddp", epochs=2, **made))
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.train()
+    report = trainer.warm_start_report
+    return {
+        "seen": module.seen,
+        "weights": weights(module).tolist(),
+        "reads": Stream.reads,
+        "taken": list(report.loaded) if report else [],
+    }
 
 
 def main() -> None:

@@ -79,8 +79,19 @@ class AbstractCheckpointer(ABC):
         What was safe before stays so, and no half of a checkpoint may be left that `load` would take.
         """
 
-    def save_model(self, model_state: dict[str, Any], index: int) -> str | None:
-        """Export the model alone, for use rather than for resuming. Does nothing by default."""
+    def save_model(
+        self,
+        model_state: dict[str, Any],
+        index: int,
+        *,
+        plan: dict[str, Any] | None = None,
+        global_step: int | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> str | None:
+        """Export the model alone, for use rather than for resuming. Does nothing by default.
+
+        `plan`, `global_step` and `metadata` are those of a `Checkpoint`, for people to read.
+        """
         return None
 
     @property

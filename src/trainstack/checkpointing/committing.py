@@ -17,6 +17,7 @@ from trainstack.checkpointing import filesystem, leftovers, manifest
 from trainstack.checkpointing.buffers import HostBuffers
 from trainstack.checkpointing.checksums import FileRecord, HashingWriter
 from trainstack.checkpointing.manifest import Kind, Manifest
+from trainstack.checkpointing.readme import FILE_NAME as README
 from trainstack.checkpointing.tags import Json
 from trainstack.checkpointing.tensorfile import tensor_bytes, write_tensors
 from trainstack.errors import CheckpointError
@@ -26,7 +27,8 @@ _SLACK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What a directory will hold: the tensors of its two files, the JSON tree, and the manifest's fields."""
+    """What a directory will hold: the tensors of its two files, the JSON tree, the manifest's fields, and perhaps a
+    README, which the manifest does not speak of."""
 
     kind: Kind
     model: dict[str, torch.Tensor]
@@ -35,6 +37,7 @@ class Payload:
     global_step: int | None
     plan: Json
     metadata: Json
+    readme: bytes | None = None
 
     @property
     def size(self) -> int:
@@ -105,6 +108,8 @@ def _fill(temporary: Path, payload: Payload, name: str, abandoned: threading.Eve
         if tensors:
             files[file] = put(temporary / file, partial(write_tensors, tensors=tensors))
     files[manifest.TREE_FILE] = put(temporary / manifest.TREE_FILE, lambda writer: writer.write(payload.tree))
+    if payload.readme is not None:
+        put(temporary / README, lambda writer: writer.write(payload.readme or b""))
     content = Manifest(
         kind=payload.kind,
         name=name,

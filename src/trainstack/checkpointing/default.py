@@ -10,19 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainstack.checkpointing import began, leftovers, pointers, retention
+from trainstack.checkpointing import began, leftovers, retention
 from trainstack.checkpointing.abstract import AbstractCheckpointer
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
 from trainstack.checkpointing.background import BackgroundWriter
 from trainstack.checkpointing.buffers import HostBuffers
 from trainstack.checkpointing.checkpoint import Checkpoint
 from trainstack.checkpointing.committing import Payload, commit
-from trainstack.checkpointing.directory import CheckpointInfo, has_prefix, is_checkpoint_directory, name_of, scan
-from trainstack.checkpointing.monitoring import DEFAULT_MONITOR, Monitor
-from trainstack.checkpointing.newest import of_prefix, of_run, other_names, read_newest
-from trainstack.checkpointing.reading import read_checkpoint
+from trainstack.checkpointing.directory import CheckpointInfo, has_prefix, name_of, scan
+from trainstack.checkpointing.finding import Finder
+from trainstack.checkpointing.monitoring import DEFAULT_MONITOR
+from trainstack.checkpointing.newest import of_prefix, of_run
 from trainstack.checkpointing.writing import pack, write_model
-from trainstack.errors import CheckpointDamagedError, CheckpointNotFoundError, ConfigurationError
 
 _DEFAULT_DIRECTORY = "checkpoints"
 _logger = logging.getLogger("trainstack")
@@ -152,14 +151,24 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """Stop writing; the unfinished directory is deleted, or never read."""
         self._background.abandon()
 
-    def save_model(self, model_state: dict[str, Any], index: int) -> str | None:
+    def save_model(
+        self,
+        model_state: dict[str, Any],
+        index: int,
+        *,
+        plan: dict[str, Any] | None = None,
+        global_step: int | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> str | None:
         """Write an export of `model_state`; `load` never takes it for a point to resume from."""
         if not self.args.checkpoint:
             return None
         self._wait_for_last()
         directory = self.model_state_save_dir
         self._clear(directory) if directory != self.save_dir else self.prepare()
-        path = write_model(model_state, directory, self._name(f"model-{index:06d}"), {"index": index})
+        about = {**(metadata or {}), "index": index}
+        name = self._name(f"model-{index:06d}")
+        path = write_model(model_state, directory, name, about, plan=plan, global_step=global_step)
         self._log(logging.INFO, f"saved {path}")
         return str(path)
 
@@ -177,85 +186,13 @@ class DefaultCheckpointer(AbstractCheckpointer):
                 delete what is to be loaded.
         """
         self._background.wait()
-        if resume is None or resume is False:
-            configured = self.args.load_dir or self.args.load_filename
-            return self._load_configured(required=True) if configured else Checkpoint()
-        if resume is True or resume in ("auto", "last"):
-            return self._load_configured(required=resume != "auto")
-        if resume == "best":
-            return self._load_best(self._load_directory(), self.args.file_prefix, self.args.monitored)
-        if resume == "" or isinstance(resume, int):
-            raise ConfigurationError(
-                f"resume={resume!r}: write True, False, 'auto', 'last', 'best' or the path of a checkpoint."
-            )
-        path = Path(resume).absolute()
-        rule = pointers.rule_at(path, self.args)
-        if rule is not None:
-            directory, prefix = path.parent, rule.file_prefix
-            return (
-                self._load_newest(directory, required=True, prefix=prefix)
-                if rule.monitor is None
-                else self._load_best(directory, prefix, rule.monitor)
-            )
-        return self._load_newest(path, required=True) if _holds_many(path) else self._load_named(path)
+        finder = Finder(self.args, self._load_directory(), self.save_dir, self._log)
+        checkpoint = finder.load(resume)
+        self._loaded_from = finder.found_in or self._loaded_from
+        return checkpoint
 
     def _load_directory(self) -> Path:
         return self._settle("load_dir", self.args.load_dir) if self.args.load_dir else self.save_dir
-
-    def _load_configured(self, required: bool) -> Checkpoint:
-        args, directory = self.args, self._load_directory()
-        if not args.load_filename:
-            return self._load_newest(directory, required)
-        path = directory / args.load_filename
-        return self._load_named(path) if required or path.exists() else Checkpoint()
-
-    def _load_named(self, path: Path) -> Checkpoint:
-        self._refuse_deleting(path.parent)
-        return self._loaded(path, read_checkpoint(path))
-
-    def _load_best(self, directory: Path, prefix: str, monitor: Monitor) -> Checkpoint:
-        self._refuse_deleting(directory)
-        found = read_newest(directory, prefix, self._warn_of_damage, monitor)
-        if found is not None:
-            return self._loaded(*found)
-        candidates = of_run(directory, prefix)
-        if not candidates:
-            return self._load_newest(directory, required=True, prefix=prefix)  # which says why there is none
-        known = ", ".join(sorted({name for info in candidates for name in info.metrics})) or "none"
-        raise CheckpointNotFoundError(
-            f"none of the {len(candidates)} checkpoints in {directory} has a finite value of {monitor.name!r}, so none "
-            f"is the best. Metrics in them: {known}. Set monitor to one of those, or write resume=True for the newest."
-        )
-
-    def _load_newest(self, directory: Path, required: bool, prefix: str | None = None) -> Checkpoint:
-        self._refuse_deleting(directory)
-        prefix = self.args.file_prefix if prefix is None else prefix
-        found = read_newest(directory, prefix, self._warn_of_damage)
-        if found is not None:
-            return self._loaded(*found)
-        others = other_names(directory, prefix)
-        hint = f" There is {others[0]!r}: set file_prefix to match, or name it to load it." if others else ""
-        earlier = of_prefix(directory, prefix)
-        if earlier:
-            hint = (
-                " The last run there began afresh and was interrupted before its first checkpoint. To go on from an "
-                f"earlier run, name its checkpoint: resume={str(earlier[0].path)!r}."
-            )
-        usual = prefix == type(self.args)().file_prefix
-        what = f"no checkpoint{'' if usual else f' with the file_prefix {prefix!r}'} in {directory}"
-        if required:
-            absent = "" if directory.is_dir() else ", which does not exist"
-            raise CheckpointNotFoundError(
-                f"{what}{absent}.{hint} To start afresh when there is none, write resume='auto'"
-                f"{' and leave load_dir unset' if self.args.load_dir else ''}."
-            )
-        self._log(logging.WARNING if others else logging.INFO, f"{what}: starting afresh.{hint}")
-        return Checkpoint()
-
-    def _loaded(self, path: Path, checkpoint: Checkpoint) -> Checkpoint:
-        self._loaded_from = path.parent
-        self._log(logging.INFO, f"loaded {path}")
-        return checkpoint
 
     def _miss_monitor(self, checkpoint: Checkpoint) -> None:
         """Say once that a checkpoint cannot be the best, where somebody asked for the best."""
@@ -268,13 +205,6 @@ class DefaultCheckpointer(AbstractCheckpointer):
                 f"{args.monitor!r} was not measured at global step {checkpoint.global_step}, so the checkpoint cannot "
                 f"be the best. Measured there: {', '.join(sorted(metrics)) or 'nothing'}. Set monitor to one of "
                 "those, or log it after each epoch.",
-            )
-
-    def _refuse_deleting(self, directory: Path) -> None:
-        if self.args.delete_existing_checkpoints and directory.resolve() == self.save_dir.resolve():
-            raise ConfigurationError(
-                f"delete_existing_checkpoints=True would delete what is to be loaded from {directory}. "
-                "Write delete_existing_checkpoints=False to resume, or resume=False to start afresh."
             )
 
     def _delete_existing(self) -> None:
@@ -300,13 +230,6 @@ class DefaultCheckpointer(AbstractCheckpointer):
         name = f"{self.args.file_prefix}-{number}"
         return f"{name}.{self.args.file_ext}" if self.args.file_ext else name
 
-    def _warn_of_damage(self, error: CheckpointDamagedError) -> None:
-        self._log(logging.WARNING, f"passing over a damaged checkpoint: {error}")
-
     def _log(self, level: int, message: str) -> None:
         if level >= self.args.level:
             _logger.log(level, message)
-
-
-def _holds_many(path: Path) -> bool:
-    return path.is_dir() and not is_checkpoint_directory(path)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trainstack.checkpointing.checksums import FileRecord, HashingWriter, open_recorded
+from trainstack.checkpointing.checksums import FileRecord, HashingReader, HashingWriter, open_recorded
 from trainstack.checkpointing.dtypes import BY_NATIVE_NAME, NATIVE
 from trainstack.checkpointing.places import RESERVED
 from trainstack.errors import CheckpointDamagedError, CheckpointError
@@ -49,9 +49,7 @@ def read_tensors(path: Path, record: FileRecord) -> dict[str, torch.Tensor]:
         CheckpointDamagedError: size, hash or header are not as they were written.
     """
     with open_recorded(path, record) as reader:
-        header = _read_header(reader.read, record.size, path)
-        tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in header}
-        reader.read_into_all(_bytes_of(tensor) for tensor in tensors.values() if tensor.numel())
+        tensors = _read_all(reader, record.size, path)
         reader.finish(record)
         return tensors
 
@@ -69,6 +67,27 @@ def map_tensors(path: Path, record: FileRecord) -> dict[str, torch.Tensor]:
             tensors[name] = flat.view(dtype).reshape(shape)
             start += size
         return tensors
+
+
+def read_unverified_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file that no manifest speaks for; otherwise as `read_tensors`."""
+    size = path.stat().st_size
+    with open_recorded(path, FileRecord(size=size, xxh3_128="")) as reader:
+        return _read_all(reader, size, path)
+
+
+def read_placeholders(path: Path, record: FileRecord) -> dict[str, torch.Tensor]:
+    """Return tensors of the names, dtypes and shapes of a file, without memory or values; as `read_tensors`."""
+    with open_recorded(path, record) as reader:
+        layout = _read_header(reader.read, record.size, path)
+        return {name: torch.zeros((), dtype=dtype).expand(shape) for name, dtype, shape in layout}
+
+
+def _read_all(reader: HashingReader, size: int, path: Path) -> dict[str, torch.Tensor]:
+    header = _read_header(reader.read, size, path)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in header}
+    reader.read_into_all(_bytes_of(tensor) for tensor in tensors.values() if tensor.numel())
+    return tensors
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

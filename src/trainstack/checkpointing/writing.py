@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainstack.checkpointing.checkpoint import Checkpoint
 from trainstack.checkpointing.committing import Payload, commit
 from trainstack.checkpointing.encoding import StateEncoder
+from trainstack.checkpointing.manifest import library_versions
+from trainstack.checkpointing.readme import render_readme
 from trainstack.checkpointing.tags import Json
 from trainstack.errors import UnsupportedStateError
 
@@ -65,25 +68,33 @@ def pack(checkpoint: Checkpoint) -> Payload:
 
 
 def write_model(
-    model_state: dict[str, Any],
+    model_state: Mapping[str, Any],
     directory: str | os.PathLike[str],
     name: str,
     metadata: dict[str, Any] | None = None,
+    *,
+    plan: dict[str, Any] | None = None,
+    global_step: int | None = None,
 ) -> Path:
     """Write an export of `model_state`, which is never taken for a point to resume from.
 
-    Its `model.safetensors` can be read by any reader of that format. Otherwise as `write_checkpoint`.
+    Its `model.safetensors` can be read by any reader of that format, its README.md says how. Otherwise as
+    `write_checkpoint`.
     """
     encoder = StateEncoder()
     tree = _dump({MODEL_STATE: encoder.encode(model_state, MODEL_STATE)})
+    readme = render_readme(
+        model_state, name, versions=library_versions(), plan=plan, global_step=global_step, metadata=metadata
+    )
     payload = Payload(
         kind="model",
         model=encoder.take_tensors(),
         rest={},
         tree=tree,
-        global_step=None,
-        plan=None,
+        global_step=global_step,
+        plan=_plain(plan, "plan"),
         metadata=_plain(metadata, "metadata"),
+        readme=readme,
     )
     return commit(payload, Path(directory).absolute(), name)
 

@@ -91,14 +91,24 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
         if not moved and buffers is not None:
             buffers.put_back()
         if moved:
-            for scheduler in schedulers:
-                scheduler.step()
+            _step_all(schedulers)
         _advance(state, window, moved)
         meter.add_step(state, window, losses, moved, norm)
         if after_step is not None:
             after_step()
         if state.global_step >= loop.attend_at:
             loop.attend()
+
+
+def _step_all(schedulers: Sequence[Any]) -> None:
+    for scheduler in schedulers:
+        try:
+            scheduler.step()
+        except ValueError as error:  # OneCycleLR past its end
+            raise ModuleContractError(
+                f"{type(scheduler).__name__}.step() failed: {error}. It steps once after each global step that moved "
+                "the weights: make it for self.plan.total_steps steps."
+            ) from error
 
 
 def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:

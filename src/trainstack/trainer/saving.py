@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from fractions import Fraction
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from trainstack.checkpointing import Checkpoint
+from torch import Tensor
+
+from trainstack.checkpointing import Checkpoint, export_model
+from trainstack.checkpointing.warm_start import read_weights
 from trainstack.errors import ConfigurationError, annotate
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run import Run
-from trainstack.trainer.snapshot import refuse_diverged, refuse_poisoned, take_checkpoint
+from trainstack.trainer.snapshot import facts_of, refuse_diverged, refuse_poisoned, take_checkpoint
 
 if TYPE_CHECKING:
     from trainstack.trainer.trainer import Trainer
@@ -47,25 +51,40 @@ class Saver:
         run.loop.meter.drain()
         refuse_poisoned(trainer.module, run.watched, state.global_step)
         refuse_diverged(trainer.module, trainer.world.comm, state.global_step)
-        checkpoint = take_checkpoint(trainer, run.epoch_rng, pinned=pinned)
+        loader_state = run.data.loader_memory.get_state(within=state.steps_in_epoch > 0)
+        checkpoint = take_checkpoint(trainer, run.epoch_rng, loader_state, pinned=pinned)
         self._on_main(lambda: trainer.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint")
         self.saved_at = place
         if not self._training:
             self.finish()
 
-    def save_model(self) -> None:
-        """Export the module's state alone."""
-        trainer = self._trainer
+    def save_model(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Export the module's state alone, to `path` or where the checkpointer puts exports."""
+        trainer, state = self._trainer, self._trainer.state
+        about: dict[str, Any] = {
+            "plan": trainer.plan.to_dict(),
+            "global_step": state.global_step,
+            "metadata": {**facts_of(trainer), "module": type(trainer.module).__name__},
+        }
         module_state = trainer.module.get_state()
-        self._on_main(
-            lambda: trainer.checkpointer.save_model(module_state, trainer.state.last_epoch), "exporting the model"
-        )
+
+        def write() -> None:
+            if path is None:
+                trainer.checkpointer.save_model(module_state, state.last_epoch, **about)
+            else:
+                export_model(module_state, path, **about)
+
+        self._on_main(write, "exporting the model")
 
     def load(self) -> Checkpoint:
         """What the checkpointer finds, as `args.resume` says; an empty checkpoint if nothing."""
         trainer = self._trainer
         asked = () if trainer.args.resume is False else (trainer.args.resume,)
         return self._on_main(lambda: trainer.checkpointer.load(*asked), "loading a checkpoint")
+
+    def read_weights(self, path: str | os.PathLike[str]) -> dict[str, Tensor]:
+        """The tensors at `path`, by name."""
+        return self._on_main(lambda: read_weights(path), "reading the weights to begin with")
 
     def begin_run(self, run: Run, *, resumed: bool) -> None:
         """Tell the checkpointer that training begins; from now on saves may go on in the background."""

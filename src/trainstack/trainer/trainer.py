@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal, cast
@@ -9,7 +10,7 @@ from typing import Any, Literal, cast
 from torch.utils.data import SequentialSampler
 
 from trainstack.backends import TrainerBackend, World, build_trainer_backend
-from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer
+from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.stage import Stage
 from trainstack.trainer.argument_checks import check_trainer_parts
@@ -20,16 +21,11 @@ from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.properties import TrainerProperties
 from trainstack.trainer.reporting import Reporter
+from trainstack.trainer.resuming import resume, start_from_weights, what_the_mode_keeps
 from trainstack.trainer.run import Run
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.saving import Saver, steps_between_saves
-from trainstack.trainer.snapshot import (
-    check_plan,
-    get_loop_state,
-    restore_module,
-    rng_of_rank,
-    update_loop_state,
-)
+from trainstack.trainer.snapshot import get_loop_state, restore_module, update_loop_state
 
 
 class Trainer(TrainerProperties):
@@ -46,6 +42,7 @@ class Trainer(TrainerProperties):
     Attributes:
         history: the metrics of the run.
         state: where the run stands.
+        warm_start_report: what `init_weights_from` gave the module; None before, and where nothing was taken from it.
 
     Raises:
         ConfigurationError: something given is of the wrong kind, or the backend string is wrong.
@@ -70,6 +67,7 @@ class Trainer(TrainerProperties):
         self.checkpointer = checkpointer or DefaultCheckpointer(args.placed_checkpointer_args)
         self.history = run_history or RunHistory()
         self.state = RunState(seed=args.seed)
+        self.warm_start_report: WarmStartReport | None = None
         self._opened: World | None = None
         self._run: Run | None = None
         self._saver = Saver(self)
@@ -192,27 +190,13 @@ class Trainer(TrainerProperties):
         return cast(Run, self._run)
 
     def _make_ready(self) -> None:
-        checkpoint = self.load_checkpoints()
+        checkpoint = what_the_mode_keeps(self.load_checkpoints(), self.args, self.trainer_backend)
         restore_module(self.module, checkpoint)
+        self.warm_start_report = start_from_weights(self, resumed=not checkpoint.is_empty)
         self.state.update_state(checkpoint.trainer_state or {})
         self._run = Run(self.module, self.args, self.trainer_backend, self.world, self.state, self.history)
         if not checkpoint.is_empty:
-            self._resume(self._run, checkpoint)
-
-    def _resume(self, run: Run, checkpoint: Checkpoint) -> None:
-        check_plan(checkpoint, run.data.plan, self.state, run.log)
-        if self.state.seed != self.args.seed:
-            run.log.warning(
-                f"the run began with seed={self.state.seed} and goes on with it; seed={self.args.seed} is not used."
-            )
-        self.update_state(checkpoint.trainer_state)
-        self.trainer_backend.update_state(checkpoint.trainer_backend_state or {})
-        if checkpoint.history_state is not None:
-            self.history.update_state(checkpoint.history_state)
-        rng = rng_of_rank(checkpoint.rng_state, self.world, self.state)
-        if rng is not None:
-            run.pending_rng, run.epoch_rng = rng["now"], rng["epoch"]
-        self._saver.saved_at = (self.state.global_step, self.state.epoch)
+            resume(self, self._run, checkpoint)
 
     # --- checkpoints ---------------------------------------------------------------------------------------
 
@@ -240,6 +224,10 @@ class Trainer(TrainerProperties):
     def save_model_checkpoint(self) -> None:
         """Export the module's state alone; an export is never taken for a point to resume from."""
         self._saver.save_model()
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the module's state as the folder `path`, with a README; see `export_model`."""
+        self._saver.save_model(path)
 
     def load_checkpoints(self) -> Checkpoint:
         """What the checkpointer finds to continue from, as `args.resume` says; an empty one if nothing."""
