@@ -43,7 +43,8 @@ _UNUSED = (
 class DDP(AbstractTrainerBackendDecorator):
     """Joins the processes that a launcher started and wraps the module in `DistributedDataParallel`.
 
-    A process group that exists already is adopted and never destroyed. Gradients are summed with the weights of the
+    A process group that exists already is adopted and never destroyed; the processes then work together in groups of
+    their own beside it, which have `timeout_s` and which a failure may break. Gradients are summed with the weights of the
     loop, so that the result is that of one process on the whole batch; a process without samples takes part with zeros.
 
     Args:
@@ -77,7 +78,8 @@ class DDP(AbstractTrainerBackendDecorator):
         self._timeout = timedelta(seconds=timeout_s if place is None else place.timeout_s)
         self._options = options
         self._owns_group = False
-        self._side_group: dist.ProcessGroup | None = None
+        self._group: dist.ProcessGroup | None = None  # sums gradients
+        self._made: list[dist.ProcessGroup] = []
         self._world: World | None = None
 
     def open(self, device: str | torch.device = "auto") -> World:
@@ -95,9 +97,23 @@ class DDP(AbstractTrainerBackendDecorator):
             size=dist.get_world_size(),
             local_rank=local_rank,
             device=mine,
-            comm=GroupCommunicator(self._talking_group(), dist.distributed_c10d._get_default_store()),
+            comm=self._communicator(),
         )
         return self._world
+
+    def _communicator(self) -> GroupCommunicator:
+        """Talks over a group that carries CPU tensors, which is the one for gradients if that does.
+
+        Beside an adopted group stand groups of our own: they have our time-out, and may be broken when a process fails.
+        """
+        self._group = cast(dist.ProcessGroup, dist.group.WORLD) if self._owns_group else self._new_group(None)
+        talking = self._group if dist.get_backend(self._group) == "gloo" else self._new_group("gloo")
+        return GroupCommunicator(talking, dist.distributed_c10d._get_default_store(), [self._group])
+
+    def _new_group(self, backend: str | None) -> dist.ProcessGroup:
+        made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=self._timeout)
+        self._made.append(made)
+        return made
 
     def _join(self, place: Place, device: torch.device) -> None:
         dist.init_process_group(
@@ -108,13 +124,6 @@ class DDP(AbstractTrainerBackendDecorator):
             timeout=self._timeout,
         )
         self._owns_group = True
-
-    def _talking_group(self) -> dist.ProcessGroup:
-        """A group that carries CPU tensors: the default one if it does, else one beside it."""
-        if dist.get_backend() == "gloo":
-            return cast(dist.ProcessGroup, dist.group.WORLD)
-        self._side_group = dist.new_group(backend="gloo", timeout=self._timeout)
-        return self._side_group
 
     def prepare(self, work: Workload) -> Workload:
         work = self.inner.prepare(work)
@@ -127,7 +136,7 @@ class DDP(AbstractTrainerBackendDecorator):
             )
         if not any(p.requires_grad for p in work.parameters):
             return replace(work, gradients_reduced_by=self.name)
-        wrapped = DistributedDataParallel(_Entry(work.model), **self._options)
+        wrapped = DistributedDataParallel(_Entry(work.model), process_group=self._group, **self._options)
         return replace(work, model=wrapped, gradients_reduced_by=self.name)
 
     def accumulate(self, work: Workload, last: bool) -> AbstractContextManager[Any]:
@@ -157,11 +166,12 @@ class DDP(AbstractTrainerBackendDecorator):
 
     def close(self) -> None:
         self.inner.close()
-        if self._side_group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._side_group)
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
-        self._side_group, self._owns_group = None, False
+        if dist.is_initialized():
+            for group in self._made:
+                dist.destroy_process_group(group)
+            if self._owns_group:
+                dist.destroy_process_group()
+        self._group, self._made, self._owns_group = None, [], False
 
 
 class _Entry(nn.Module):

@@ -30,6 +30,7 @@ from trainstack.trainer.snapshot import (
     rng_of_rank,
     update_loop_state,
 )
+from trainstack.trainer.together import by_all
 
 
 class Trainer(TrainerProperties):
@@ -77,6 +78,7 @@ class Trainer(TrainerProperties):
 
     # --- running -------------------------------------------------------------------------------------------
 
+    @by_all
     def train(self) -> None:
         """Train the epochs that are left, validate after each, save, and export the model at the end.
 
@@ -85,6 +87,7 @@ class Trainer(TrainerProperties):
         Raises:
             ModuleContractError: the module broke its contract; the message says how.
             NonFiniteError: a loss or gradient became inf or nan.
+            PeerError: another process has failed, or did not come to a collective in time.
             CheckpointError: a checkpoint that was asked for cannot be read, or one cannot be written.
         """
         run, state = self._ready(), self.state
@@ -107,16 +110,11 @@ class Trainer(TrainerProperties):
                 run.hooks.end_train(state.global_step)
             reporter.write()
             self._finished = True
-        except BaseException as error:
-            origin = self.world.comm.origin_of(error)
-            if origin is not error:
-                raise origin from error
-            self.world.comm.post_failure(error)
-            raise
         finally:
             run.busy = run.save_asked = False
             reporter.close()
 
+    @by_all
     def validate(self) -> dict[str, Any]:
         """Run `val_step` over all validation data and call `on_end_val_epoch`; returns the outputs by loader."""
         run = self._ready()
@@ -126,6 +124,7 @@ class Trainer(TrainerProperties):
             self._saver.save(run, force=True)
         return outputs
 
+    @by_all
     def test(self) -> dict[str, Any]:
         """Run `test_step` over all test data; returns the outputs by loader.
 
@@ -141,6 +140,7 @@ class Trainer(TrainerProperties):
             )
         return run.evaluate(Stage.TEST, named, keep=True)
 
+    @by_all
     def predict(self, dataloader: Any) -> Any:
         """Run `predict_step` over `dataloader`; returns what it returned, joined in data set order.
 
@@ -150,6 +150,7 @@ class Trainer(TrainerProperties):
         outputs = run.evaluate(Stage.PREDICT, named_loaders(dataloader, "the caller of predict"), keep=True)
         return outputs if isinstance(dataloader, dict) else outputs["default"]
 
+    @by_all
     def gather(self, outputs: Any) -> Any:
         """What every process gives, joined along dimension 0 in the order of the ranks, on every process.
 
@@ -212,6 +213,7 @@ class Trainer(TrainerProperties):
 
     # --- checkpoints ---------------------------------------------------------------------------------------
 
+    @by_all
     def save_checkpoint(self, force: bool = False) -> None:
         """Hand the states of trainer, backend and module to the checkpointer; `force` saves out of turn as well.
 
@@ -228,6 +230,7 @@ class Trainer(TrainerProperties):
         else:
             self._saver.save(run, force)
 
+    @by_all
     def save_model_checkpoint(self) -> None:
         """Export the module's state alone; an export is never taken for a point to resume from."""
         self._saver.save_model()
