@@ -113,23 +113,6 @@ def test_gathering_uneven_empty_and_nested_things() -> None:
         assert rank["nothing"] == [[1.0, 1.0], ["a"]]
 
 
-@pytest.mark.spec("FN-35", "F209")
-@pytest.mark.parametrize("how", ["raise", "hook", "kill", "validation"])
-def test_when_one_rank_fails_all_end_and_say_why(how: str, tmp_path: Path) -> None:
-    results = run_world(2, "failure", timeout=60, may_fail=True, directory=str(tmp_path), how=how)
-
-    survivor = results[0]
-    assert survivor.get("seconds", 0.0) < 20
-    if how == "kill":
-        assert results[1]["exit"] == -9
-        assert "error" in survivor
-        return
-    reason = "divides by zero" if how == "raise" else "looks in vain"
-    assert reason in results[1]["error"]
-    assert survivor["error"].startswith("PeerError: rank 1 failed")
-    assert reason in survivor["error"]
-
-
 def test_weights_that_differ_are_never_saved(tmp_path: Path) -> None:
     for rank in run_world(2, "diverged", directory=str(tmp_path)):
         assert "weights are not the same on all processes" in rank["error"]

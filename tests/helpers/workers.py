@@ -142,12 +142,12 @@ def all_reduces(accumulation: int) -> dict[str, int]:
     return {"buckets": reduced, "steps": trainer.global_steps_finished, **spent}
 
 
-def failure(directory: str, how: str) -> Any:
+def failure(directory: str, how: str, culprit: int = 1) -> Any:
     """One rank fails in some way, in the third step."""
 
     class Fails(Classifier):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
-            if RANK == 1 and global_step == 3:
+            if RANK == culprit and global_step == 3:
                 if how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "raise":
@@ -155,11 +155,11 @@ def failure(directory: str, how: str) -> Any:
             return super().train_step(global_step, batch, device)
 
         def on_end_train_step(self, global_step: int) -> None:
-            if RANK == 1 and global_step == 3 and how == "hook":
+            if RANK == culprit and global_step == 3 and how == "hook":
                 raise LookupError("rank one looks in vain")
 
         def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
-            if RANK == 1 and how == "validation":
+            if RANK == culprit and how == "validation":
                 raise LookupError("rank one looks in vain")
 
     trainer = ts.Trainer(Fails(numbers(64), validate=True), arguments(directory, backend="ddp"))
@@ -214,10 +214,8 @@ def late(how: str, seconds: float = 60.0) -> Any:
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             if RANK == 1 and global_step == 3 and how == "train_step":
                 time.sleep(seconds)
-            if RANK == 1 and global_step == 3 and how == "stopped":
-                os.kill(os.getpid(), signal.SIGSTOP)
             if RANK == 1 and global_step == 3 and how == "killed":
-                time.sleep(1.2)
+                time.sleep(1.5)  # within which it is looked after once
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().train_step(global_step, batch, device)
 

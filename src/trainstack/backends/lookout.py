@@ -24,6 +24,8 @@ GRACE_S = 2.0
 ANSWER_S = 2.0
 """How long to wait, after a look, for the others to say where they are."""
 
+_POLL_S = 0.02
+
 _LOST = ("/gloo/", "Application timeout caused pair closure")
 """What the text of a plain RuntimeError of gloo's has in it."""
 
@@ -73,7 +75,8 @@ class Lookout(threading.Thread):
         self._over.set()
         self.join(self._pause + GRACE_S)
         with suppress(RuntimeError):
-            self._store.set(f"place/{self._rank}", f"{self._where()}; it has come to an end")
+            self._store.set(f"heard/{self._rank}", "")
+            self._store.set(f"place/{self._rank}", f"{self._where()}; its trainer is at work no more")
 
     def judge(self, error: BaseException) -> BaseException:
         """What is to be raised for `error`: itself, left for the others to read, or what another process has left.
@@ -92,7 +95,16 @@ class Lookout(threading.Thread):
                 text = str(error)
         with suppress(RuntimeError):  # where the store is gone, there is nobody left to tell
             self._store.compare_set("failure", "", f"{self._rank}\n{text}")
+            if self._rank == 0:
+                self._wait_until_heard()
         return error
+
+    def _wait_until_heard(self) -> None:
+        """The store may live in this process, and this process may be about to end."""
+        deadline, deaf = time.monotonic() + self._pause + ANSWER_S, set(range(1, self._size))
+        while deaf and time.monotonic() < deadline:
+            deaf -= {rank for rank in deaf if self._store.check([f"heard/{rank}"])}
+            time.sleep(_POLL_S)
 
     def _look(self) -> bool:
         """Whether there is nothing more to look for."""
@@ -103,6 +115,7 @@ class Lookout(threading.Thread):
         self._told = self._failure()
         if self._told is None:
             return False
+        self._store.set(f"heard/{self._rank}", "")
         if not self._over.wait(GRACE_S):
             self._cut()
         return True
@@ -134,7 +147,7 @@ class Lookout(threading.Thread):
         deadline, silent = time.monotonic() + self._pause + ANSWER_S, set(range(self._size))
         while silent and time.monotonic() < deadline:
             silent -= {rank for rank in silent if self._store.check([f"answer/{rank}"])}
-            time.sleep(0.02)
+            time.sleep(_POLL_S)
         places: dict[str, list[int]] = {}
         for rank in range(self._size):
             place = self._last_known(rank) if rank in silent else self._store.get(f"answer/{rank}").decode()
