@@ -111,6 +111,31 @@ def test_gathering_uneven_empty_and_nested_things() -> None:
         assert rank["scalar"] == [0, 1, 2]
         assert rank["text"] == [0, 1, 2]
         assert rank["nothing"] == [[1.0, 1.0], ["a"]]
+        assert rank["pair"] == [[0, 1, 2], [3, 0]]
+
+
+def test_outputs_that_do_not_fit_together_are_refused_on_all_processes() -> None:
+    for rank in run_world(3, "gathered"):
+        widths, keys, dtypes = rank["refused"]
+        assert "rows of shape (3,), torch.float32 on ranks [0, 2]" in widths
+        assert "rows of shape (4,), torch.float32 on ranks [1]" in widths
+        assert "{'b': ...} with rows of shape (3,)" in keys
+        assert "torch.float64 on ranks [2]" in dtypes
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("find_unused_paramters", "Did you mean 'find_unused_parameters'?"),
+        ("process_group", "sets that itself"),
+        ("xyz", "There are "),
+    ],
+)
+def test_a_wrong_option_of_ddp_is_answered_when_the_stack_is_built(option: str, said: str) -> None:
+    with pytest.raises(ts.ConfigurationError) as raised:
+        ts.build_trainer_backend("ddp", ddp={option: True})
+
+    assert said in str(raised.value)
 
 
 def test_weights_that_differ_are_never_saved(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -147,7 +147,7 @@ def failure(directory: str, how: str, culprit: int = 1) -> Any:
 
     class Fails(Classifier):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
-            if RANK == culprit and global_step == 3:
+            if culprit == RANK and global_step == 3:
                 if how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "raise":
@@ -155,11 +155,11 @@ def failure(directory: str, how: str, culprit: int = 1) -> Any:
             return super().train_step(global_step, batch, device)
 
         def on_end_train_step(self, global_step: int) -> None:
-            if RANK == culprit and global_step == 3 and how == "hook":
+            if culprit == RANK and global_step == 3 and how == "hook":
                 raise LookupError("rank one looks in vain")
 
         def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
-            if RANK == culprit and how == "validation":
+            if culprit == RANK and how == "validation":
                 raise LookupError("rank one looks in vain")
 
     trainer = ts.Trainer(Fails(numbers(64), validate=True), arguments(directory, backend="ddp"))
@@ -238,6 +238,14 @@ def late(how: str, seconds: float = 60.0) -> Any:
     return {"error": None}
 
 
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+_DTYPES = (torch.float32, torch.float32, torch.float64)
+
+
 def gathered() -> Any:
     """What `gather` makes of uneven and nested things."""
     stack = ts.build_trainer_backend("ddp", ddp={"gather_frequency": 2})
@@ -252,7 +260,15 @@ def gathered() -> Any:
         }
     )
     nothing = stack.gather([] if world.rank != 1 else [torch.ones(2), ["a"]])
+    pair = stack.gather(Pair(torch.tensor([world.rank], dtype=torch.uint16), torch.ones(1, 0)))
+    refused = []
+    for odd in (torch.ones(2, 3 + world.rank % 2), {"b": mine} if world.rank else {"a": mine}, mine.to(_DTYPES[RANK])):
+        try:
+            stack.gather(odd)
+        except ts.ModuleContractError as error:
+            refused.append(str(error))
     stack.close()
+    joined |= {"pair": [pair.first.tolist(), list(pair.second.shape)], "refused": refused}
     return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in joined.items()} | {
         "nothing": [nothing[0].tolist(), nothing[1]]
     }

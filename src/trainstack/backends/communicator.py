@@ -96,7 +96,7 @@ class GroupCommunicator(Communicator):
         self._lookout: Lookout | None = None
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         # A group may serve one run after another. A connection of its own waits for nobody who waits on the store.
-        self._store = PrefixStore(f"trainstack/run/{self.share(uuid.uuid4().hex)}", store.clone())
+        self._store = PrefixStore(f"trainstack/run/{self.share(uuid.uuid4().hex)}", store.clone())  # type: ignore[attr-defined]  # missing in the stubs
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -116,9 +116,7 @@ class GroupCommunicator(Communicator):
             if rank == self.rank:
                 part.copy_(rows)
             for piece in torch.split(part, chunk or count) if count else ():
-                dist.broadcast(
-                    piece.view(torch.uint8) if piece.dtype is torch.bool else piece, group=self._group, group_src=rank
-                )
+                dist.broadcast(piece.view(torch.uint8), group=self._group, group_src=rank)  # gloo lacks some dtypes
             begin += count
         return whole
 

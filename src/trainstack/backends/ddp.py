@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import difflib
+import inspect
 import os
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -32,6 +36,8 @@ from trainstack.backends.workload import Workload
 from trainstack.backends.world import World, pick_device
 from trainstack.errors import ConfigurationError, annotate
 from trainstack.stage import Stage
+
+_SET_HERE = {"module", "process_group", "device_ids", "output_device"}
 
 _UNUSED = (
     "some parameters took no part in the loss of a step. If that is meant, write "
@@ -73,6 +79,7 @@ class DDP(AbstractTrainerBackendDecorator):
         **options: Any,
     ) -> None:
         super().__init__(inner)
+        _check_options(options)
         self._explicit, self._environ = place, os.environ if environ is None else environ
         self._gather_frequency = gather_frequency or (place.gather_frequency if place is not None else None)
         self._timeout = timedelta(seconds=timeout_s if place is None else place.timeout_s)
@@ -124,6 +131,8 @@ class DDP(AbstractTrainerBackendDecorator):
             timeout=self._timeout,
         )
         self._owns_group = True
+        atexit.unregister(_let_threads_finish)
+        atexit.register(_let_threads_finish)
 
     def prepare(self, work: Workload) -> Workload:
         work = self.inner.prepare(work)
@@ -172,6 +181,25 @@ class DDP(AbstractTrainerBackendDecorator):
             if self._owns_group:
                 dist.destroy_process_group()
         self._group, self._made, self._owns_group = None, [], False
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    known = sorted(set(inspect.signature(DistributedDataParallel).parameters) - _SET_HERE)
+    for name in options:
+        if name in _SET_HERE:
+            raise ConfigurationError(f"backend_options={{'ddp': {{{name!r}: ...}}}}: the layer sets that itself.")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise ConfigurationError(
+                f"layer 'ddp' and DistributedDataParallel have no option {name!r}. "
+                + (f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}.")
+            )
+
+
+def _let_threads_finish() -> None:
+    """gloo's thread may be the last to hold a gradient that was summed, and Python aborts a process in which a thread
+    asks for its lock while it exits: give the lock away once before."""
+    time.sleep(0.05)
 
 
 class _Entry(nn.Module):

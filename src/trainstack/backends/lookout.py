@@ -30,11 +30,11 @@ _LOST = ("/gloo/", "Application timeout caused pair closure")
 """What the text of a plain RuntimeError of gloo's has in it."""
 
 _WHERE_TORCH_SAW_IT = re.compile(r"\[\S+\.cc:\d+\] ")
-_IF_ONE_IS_SILENT = (
+_SILENT = (
     "A process that does not answer has ended, is stopped, or runs code that holds Python's lock. One that left no "
     "traceback in its output was killed: the system does that when memory runs out."
 )
-_IF_ALL_ANSWER = (
+_ADVICE = (
     "All processes have to come to the same collectives, and equally often: train, validate, gather and save_checkpoint "
     "are called by all or by none, not below `if rank == 0:`. If one is only slow, give it more time: "
     "backend_options={'ddp': {'timeout_s': ...}}."
@@ -137,7 +137,7 @@ class Lookout(threading.Thread):
         except RuntimeError:
             return missed + f"The group's store is gone as well, so nobody can be asked. It was at {self._fell}"
         lines = [f"  {_ranks(ranks)}: {place}" for place, ranks in places.items()]
-        return missed + "\n".join([*lines, _IF_ONE_IS_SILENT if silent else _IF_ALL_ANSWER])
+        return missed + "\n".join([*lines, *([_SILENT] if silent else []), _ADVICE])
 
     def _places(self) -> tuple[dict[str, list[int]], set[int]]:
         """Ask everybody; the ranks at each place, and those that do not answer."""
