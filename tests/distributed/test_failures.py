@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import trainstack as ts
 from tests.helpers.modules import Classifier, train, weights
 from tests.helpers.processes import run_world
+from trainstack.backends.environment import find_place
+from trainstack.backends.meeting import open_store
 
 pytestmark = pytest.mark.distributed
 
@@ -75,6 +79,19 @@ def test_a_rank_that_is_alone_at_the_meeting_says_so() -> None:
     assert other["error"] is None
     assert main["error"].startswith("TrainstackError: rank 0 of 2 has not met the others at 127.0.0.1:")
     assert "if rank == 0:" in main["error"]
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        place = find_place({**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        assert place is not None
+
+        with pytest.raises(ts.TrainstackError, match=f"127.0.0.1:{port}: the port is in use.*MASTER_PORT"):
+            open_store(place, 1.0, {})
 
 
 @pytest.mark.spec("PMB-17")

@@ -50,8 +50,9 @@ class DDP(AbstractTrainerBackendDecorator):
     """Joins the processes that a launcher started and wraps the module in `DistributedDataParallel`.
 
     A process group that exists already is adopted and never destroyed; the processes then work together in groups of
-    their own beside it, which have `timeout_s` and which a failure may break. Gradients are summed with the weights of the
-    loop, so that the result is that of one process on the whole batch; a process without samples takes part with zeros.
+    their own beside it, which have `timeout_s` and which a failure may break.
+    Gradients are summed with the weights of the loop, so that the result is that of one process on the whole batch; a
+    process without samples takes part with zeros.
 
     Args:
         inner: the layer inside this one.

@@ -35,8 +35,8 @@ _SILENT = (
     "traceback in its output was killed: the system does that when memory runs out."
 )
 _ADVICE = (
-    "All processes have to come to the same collectives, and equally often: train, validate, gather and save_checkpoint "
-    "are called by all or by none, not below `if rank == 0:`. If one is only slow, give it more time: "
+    "All processes have to come to the same collectives, and equally often: train, validate, gather and "
+    "save_checkpoint are called by all or by none, not below `if rank == 0:`. If one is only slow, give it more time: "
     "backend_options={'ddp': {'timeout_s': ...}}."
 )
 
