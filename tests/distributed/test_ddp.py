@@ -111,23 +111,31 @@ def test_gathering_uneven_empty_and_nested_things() -> None:
         assert rank["scalar"] == [0, 1, 2]
         assert rank["text"] == [0, 1, 2]
         assert rank["nothing"] == [[1.0, 1.0], ["a"]]
+        assert rank["pair"] == [[0, 1, 2], [3, 0]]
 
 
-@pytest.mark.spec("FN-35", "F209")
-@pytest.mark.parametrize("how", ["raise", "hook", "kill", "validation"])
-def test_when_one_rank_fails_all_end_and_say_why(how: str, tmp_path: Path) -> None:
-    results = run_world(2, "failure", timeout=60, may_fail=True, directory=str(tmp_path), how=how)
+def test_outputs_that_do_not_fit_together_are_refused_on_all_processes() -> None:
+    for rank in run_world(3, "gathered"):
+        widths, keys, dtypes = rank["refused"]
+        assert "rows of shape (3,), torch.float32 on ranks [0, 2]" in widths
+        assert "rows of shape (4,), torch.float32 on ranks [1]" in widths
+        assert "{'b': ...} with rows of shape (3,)" in keys
+        assert "torch.float64 on ranks [2]" in dtypes
 
-    survivor = results[0]
-    assert survivor.get("seconds", 0.0) < 20
-    if how == "kill":
-        assert results[1]["exit"] == -9
-        assert "error" in survivor
-        return
-    reason = "divides by zero" if how == "raise" else "looks in vain"
-    assert reason in results[1]["error"]
-    assert survivor["error"].startswith("PeerError: rank 1 failed")
-    assert reason in survivor["error"]
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("find_unused_paramters", "Did you mean 'find_unused_parameters'?"),
+        ("process_group", "sets that itself"),
+        ("xyz", "There are "),
+    ],
+)
+def test_a_wrong_option_of_ddp_is_answered_when_the_stack_is_built(option: str, said: str) -> None:
+    with pytest.raises(ts.ConfigurationError) as raised:
+        ts.build_trainer_backend("ddp", ddp={option: True})
+
+    assert said in str(raised.value)
 
 
 @pytest.mark.spec("F209")

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -144,12 +144,12 @@ def all_reduces(accumulation: int) -> dict[str, int]:
     return {"buckets": reduced, "steps": trainer.global_steps_finished, **spent}
 
 
-def failure(directory: str, how: str) -> Any:
+def failure(directory: str, how: str, culprit: int = 1) -> Any:
     """One rank fails in some way, in the third step."""
 
     class Fails(Classifier):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
-            if RANK == 1 and global_step == 3:
+            if culprit == RANK and global_step == 3:
                 if how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "raise":
@@ -157,11 +157,11 @@ def failure(directory: str, how: str) -> Any:
             return super().train_step(global_step, batch, device)
 
         def on_end_train_step(self, global_step: int) -> None:
-            if RANK == 1 and global_step == 3 and how == "hook":
+            if culprit == RANK and global_step == 3 and how == "hook":
                 raise LookupError("rank one looks in vain")
 
         def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
-            if RANK == 1 and how == "validation":
+            if culprit == RANK and how == "validation":
                 raise LookupError("rank one looks in vain")
 
     trainer = ts.Trainer(Fails(numbers(64), validate=True), arguments(directory, backend="ddp"))
@@ -202,6 +202,81 @@ def background_failure(directory: str) -> Any:
     return {"error": None}
 
 
+def adopted_failure(how: str) -> Any:
+    """In a group that exists already, rank 1 fails and stays alive, as a notebook does; then all train anew in it."""
+    dist.init_process_group("gloo")
+
+    class Fails(Classifier):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if RANK == 1 and global_step == 3 and how == "train_step":
+                raise ZeroDivisionError("rank one divides by zero")
+            return super().train_step(global_step, batch, device)
+
+        def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if RANK == 1 and how == "validate":
+                raise ZeroDivisionError("rank one divides by zero")
+            return super().val_step(global_step, batch, device)
+
+        def get_optimizers_schedulers(self, *given: Any) -> Any:
+            if RANK == 1 and how == "get_optimizers":
+                raise ZeroDivisionError("rank one divides by zero")
+            return super().get_optimizers_schedulers(*given)
+
+    trainer, said = ts.Trainer(Fails(validate=True), arguments("unused", backend="ddp")), "nothing"
+    start = time.monotonic()
+    try:
+        trainer.validate() if how == "validate" else trainer.train()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    dist.barrier()  # the group is as it was; who failed has waited here for the others
+    trainer.close()
+    module = Classifier(validate=True)
+    again = ts.Trainer(module, arguments("unused", backend="ddp"))
+    again.train()
+    again.close()
+    return {"said": said, "seconds": seconds, "weights": weights(module).tolist(), "group": dist.is_initialized()}
+
+
+def late(how: str, seconds: float = 60.0) -> Any:
+    """Rank 1 does not come to a collective in time, one way or another."""
+
+    class Late(Classifier):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if RANK == 1 and global_step == 3 and how == "train_step":
+                time.sleep(seconds)
+            if RANK == 1 and global_step == 3 and how == "killed":
+                time.sleep(1.5)  # within which it is looked after once
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().train_step(global_step, batch, device)
+
+        def on_end_train_step(self, global_step: int) -> None:
+            if RANK == 1 and global_step == 3 and how == "collective":
+                trainer.gather(torch.zeros(1))
+
+        def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
+            if RANK == 1 and how == "on_end_val_epoch":
+                time.sleep(seconds)
+
+    options = {"ddp": {"timeout_s": 3.0}}
+    trainer = ts.Trainer(Late(validate=True), arguments("unused", backend="ddp", backend_options=options))
+    start = time.monotonic()
+    try:
+        if how != "main alone" or RANK == 0:
+            trainer.train()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - start}
+    return {"error": None}
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+_DTYPES = (torch.float32, torch.float32, torch.float64)
+
+
 def gathered() -> Any:
     """What `gather` makes of uneven and nested things."""
     stack = ts.build_trainer_backend("ddp", ddp={"gather_frequency": 2})
@@ -216,7 +291,15 @@ def gathered() -> Any:
         }
     )
     nothing = stack.gather([] if world.rank != 1 else [torch.ones(2), ["a"]])
+    pair = stack.gather(Pair(torch.tensor([world.rank], dtype=torch.uint16), torch.ones(1, 0)))
+    refused = []
+    for odd in (torch.ones(2, 3 + world.rank % 2), {"b": mine} if world.rank else {"a": mine}, mine.to(_DTYPES[RANK])):
+        try:
+            stack.gather(odd)
+        except ts.ModuleContractError as error:
+            refused.append(str(error))
     stack.close()
+    joined |= {"pair": [pair.first.tolist(), list(pair.second.shape)], "refused": refused}
     return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in joined.items()} | {
         "nothing": [nothing[0].tolist(), nothing[1]]
     }

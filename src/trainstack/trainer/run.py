@@ -13,7 +13,7 @@ from trainstack.errors import ModuleContractError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.collector import as_arguments
-from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_batches, named_loaders
+from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_batches, miscounted, named_loaders
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.hooks import Hooks
 from trainstack.trainer.logs import RunLogger
@@ -68,7 +68,8 @@ class Run:
     ) -> None:
         self.module, self.args, self.stack, self.world = module, args, stack, world
         self.state, self.history = state, history
-        self.log = RunLogger(args.log_level)
+        self.log = RunLogger(args.log_level if world.is_main else "ERROR")  # what is said is true of all processes
+        self._miscounted = set[str]()
         check_signatures(module, self.log)
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
@@ -196,13 +197,21 @@ class Run:
         evaluation.run(batches, progress)
         progress.end_validation()
         comm = world.comm if in_parts else Communicator()
-        if not sum(comm.gather(evaluation.batches)):
+        told = comm.gather((evaluation.batches, evaluation.samples))
+        if not sum(batches for batches, _ in told):
             self.log.warning(f"the {stage.name.lower()} loader {key!r} gave no batch at all.")
+        elif self.args.max_val_steps_per_epoch is None:
+            self._say_miscounted(f"{stage.name.lower()} loader {key!r}", miscounted(loader, [n for _, n in told]))
         self._record_loss(stage, key, evaluation.mean_loss(comm))
         if evaluation.outputs is None:
             return None
         outputs = evaluation.outputs.all_outputs
         return self.stack.gather(outputs) if in_parts else outputs
+
+    def _say_miscounted(self, which: str, what: str | None) -> None:
+        if what is not None and which not in self._miscounted:
+            self._miscounted.add(which)
+            self.log.warning(f"{which}: {what}")
 
     def val_loaders(self) -> dict[str, Any]:
         """The module's validation loaders by name; empty if it has none."""

@@ -26,6 +26,7 @@ from trainstack.trainer.run import Run
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.saving import Saver, steps_between_saves
 from trainstack.trainer.snapshot import get_loop_state, restore_module, update_loop_state
+from trainstack.trainer.together import by_all
 
 
 class Trainer(TrainerProperties):
@@ -83,8 +84,17 @@ class Trainer(TrainerProperties):
         Raises:
             ModuleContractError: the module broke its contract; the message says how.
             NonFiniteError: a loss or gradient became inf or nan.
+            PeerError: another process has failed, or did not come to a collective in time.
             CheckpointError: a checkpoint that was asked for cannot be read, or one cannot be written.
         """
+        try:
+            self._train()
+        except BaseException as error:
+            self._saver.finish_after(error)  # the other processes know by now
+            raise
+
+    @by_all
+    def _train(self) -> None:
         run, state = self._ready(), self.state
         if self._finished:
             return
@@ -107,18 +117,11 @@ class Trainer(TrainerProperties):
                 run.hooks.end_train(state.global_step)
             reporter.write()
             self._finished = True
-        except BaseException as error:
-            origin = self.world.comm.origin_of(error)
-            if origin is error:
-                self.world.comm.post_failure(error)
-            self._saver.finish_after(origin)
-            if origin is not error:
-                raise origin from error
-            raise
         finally:
             run.busy = run.save_asked = run.pin_asked = False
             reporter.close()
 
+    @by_all
     def validate(self) -> dict[str, Any]:
         """Run `val_step` over all validation data and call `on_end_val_epoch`; returns the outputs by loader."""
         run = self._ready()
@@ -128,6 +131,7 @@ class Trainer(TrainerProperties):
             self._saver.save(run, force=True)
         return outputs
 
+    @by_all
     def test(self) -> dict[str, Any]:
         """Run `test_step` over all test data; returns the outputs by loader.
 
@@ -143,6 +147,7 @@ class Trainer(TrainerProperties):
             )
         return run.evaluate(Stage.TEST, named, keep=True)
 
+    @by_all
     def predict(self, dataloader: Any) -> Any:
         """Run `predict_step` over `dataloader`; returns what it returned, joined in data set order.
 
@@ -152,6 +157,7 @@ class Trainer(TrainerProperties):
         outputs = run.evaluate(Stage.PREDICT, named_loaders(dataloader, "the caller of predict"), keep=True)
         return outputs if isinstance(dataloader, dict) else outputs["default"]
 
+    @by_all
     def gather(self, outputs: Any) -> Any:
         """What every process gives, joined along dimension 0 in the order of the ranks, on every process.
 
@@ -200,6 +206,7 @@ class Trainer(TrainerProperties):
 
     # --- checkpoints ---------------------------------------------------------------------------------------
 
+    @by_all
     def save_checkpoint(self, force: bool = False, *, pin: bool = False) -> None:
         """Hand the states of trainer, backend and module to the checkpointer.
 
@@ -221,6 +228,7 @@ class Trainer(TrainerProperties):
         else:
             self._saver.save(run, force or pin)
 
+    @by_all
     def save_model_checkpoint(self) -> None:
         """Export the module's state alone; an export is never taken for a point to resume from."""
         self._saver.save_model()
