@@ -65,6 +65,13 @@ class Communicator:
             if text is not None:
                 raise PeerError(f"{doing} failed on rank {rank}, so all processes stop. There: {text}")
 
+    def post(self, name: str, text: str) -> None:
+        """Leave `text` under `name` for the other processes; nobody waits."""
+
+    def posted(self, names: Sequence[str]) -> list[str] | None:
+        """The texts under `names` once all of them are there, else None; nobody waits."""
+        return None
+
     def post_failure(self, error: BaseException) -> None:
         """Leave word of `error` for the other processes, which are about to miss this one."""
 
@@ -108,6 +115,13 @@ class GroupCommunicator(Communicator):
                 )
             begin += count
         return whole
+
+    def post(self, name: str, text: str) -> None:
+        self._store.set(f"trainstack/{name}", text)
+
+    def posted(self, names: Sequence[str]) -> list[str] | None:
+        keys = [f"trainstack/{name}" for name in names]
+        return [self._store.get(key).decode() for key in keys] if self._store.check(keys) else None
 
     def post_failure(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))

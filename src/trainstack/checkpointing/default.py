@@ -85,6 +85,13 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._log(logging.INFO, f"saved {path}")
         return str(path)
 
+    def save_aside(self, checkpoint_state: Checkpoint, name: str) -> str | None:
+        """Write `checkpoint_state` as `name`; it is loaded only if it is named."""
+        if not self.args.checkpoint:
+            return None
+        self.prepare()
+        return str(write_checkpoint(checkpoint_state, self.save_dir, name))
+
     def save_model(self, model_state: dict[str, Any], index: int) -> str | None:
         """Write an export of `model_state`; `load` never takes it for a point to resume from."""
         if not self.args.checkpoint:

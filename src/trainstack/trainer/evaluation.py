@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -115,6 +115,7 @@ class Evaluation:
     Attributes:
         outputs: what was collected; None where nothing was to be.
         batches: how many were evaluated.
+        broken_off: whether `run` ended before the last.
     """
 
     def __init__(
@@ -123,11 +124,20 @@ class Evaluation:
         self.stack, self.work, self.stage, self.step = stack, work, stage, step
         self.outputs = OutputCollector() if keep_outputs else None
         self.batches = 0
+        self.broken_off = False
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
 
-    def run(self, pairs: Iterable[tuple[Any, int | None]], progress: ProgressDisplay) -> None:
-        """Evaluate batches, each with its number of samples if that is known, and let `progress` look."""
+    def run(
+        self,
+        pairs: Iterable[tuple[Any, int | None]],
+        progress: ProgressDisplay,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> None:
+        """Evaluate batches, each with its number of samples if that is known, and let `progress` look.
+
+        It is broken off after a batch at which `interrupted` says so.
+        """
         forward, work, stage, step = self.stack.forward, self.work, self.stage, self.step
         collect = None if self.outputs is None else self.outputs.collect
         with torch.no_grad():
@@ -142,6 +152,9 @@ class Evaluation:
                 if done >= progress.next_look:
                     progress.look(done, lambda: None)
                 self.batches = done
+                if interrupted is not None and interrupted():
+                    self.broken_off = True
+                    return
 
     def _weigh(self, batch: Any, samples: int | None) -> float:
         weigh = own_weigher(self.work.module)

@@ -39,8 +39,8 @@ class TrainLoop:
     Attributes:
         meter: gets the losses.
         step_outputs, epoch_outputs: collectors; None where nobody reads them.
-        attend: called once `state.global_step` has reached `attend_at`; returns the step to be called at next.
-        attend_at: see `attend`.
+        attend: called once `state.global_step` has reached `attend_at`, which it sets anew.
+        attend_at: see `attend`. A signal handler or another thread may set it to 0 at any moment.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TrainLoop:
         self.meter = LossMeter(tolerant=skip_nonfinite, comm=work.world.comm)
         self.step_outputs = OutputCollector(device=None) if hooks.step_outputs else None
         self.epoch_outputs = OutputCollector() if keep_epoch_outputs else None
-        self.attend: Callable[[], int] = lambda: NEVER
+        self.attend: Callable[[], None] = lambda: None
         self.attend_at = NEVER
 
 
@@ -98,7 +98,7 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
         if after_step is not None:
             after_step()
         if state.global_step >= loop.attend_at:
-            loop.attend_at = loop.attend()
+            loop.attend()
 
 
 def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:

@@ -12,6 +12,7 @@ from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run_state import RunState
+from trainstack.trainer.stopping import Stopper
 
 
 class TrainerProperties(AbstractTrainer):
@@ -19,6 +20,7 @@ class TrainerProperties(AbstractTrainer):
 
     args: TrainerArguments
     state: RunState
+    _stopper: Stopper
 
     @property
     @abstractmethod
@@ -78,6 +80,12 @@ class TrainerProperties(AbstractTrainer):
     def estimated_global_steps_per_epoch(self) -> int:
         """An upper bound on the global steps of an epoch; `plan.steps_per_epoch` is exact."""
         return self.plan.estimated_global_steps_per_epoch
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the last `train()` ended before its epochs did: what was given to `request_stop`, "SIGTERM",
+        "SIGUSR1" or "Ctrl-C"; None if it did not."""
+        return None if self._stopper.agreed is None else self._stopper.agreed.reason
 
     @property
     def train_sampler(self) -> type:

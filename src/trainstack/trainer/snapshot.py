@@ -112,19 +112,39 @@ def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log:
         )
 
 
-def take_checkpoint(trainer: Trainer, epoch_rng: Mapping[str, Any] | None) -> Checkpoint:
-    """Everything that `trainer` needs to go on from here; tensors are the live ones."""
+def take_checkpoint(
+    trainer: Trainer, epoch_rng: Mapping[str, Any] | None, after: BaseException | None = None
+) -> Checkpoint:
+    """Everything that `trainer` needs to go on from here; tensors are the live ones.
+
+    `after` an exception the other processes are not asked for anything, so there are no random states.
+    """
     rng = {"now": capture_rng(trainer.device), "epoch": epoch_rng}
+    aside = {} if after is None else {EXCEPTION: f"{type(after).__name__}: {after}"}
     return Checkpoint(
         module_interface_state=trainer.module.get_state(),
         trainer_state=trainer.get_state(),
         trainer_backend_state=trainer.trainer_backend.get_state(),
-        rng_state={"ranks": trainer.world.comm.gather(rng)},
+        rng_state={"ranks": trainer.world.comm.gather(rng)} if after is None else None,
         history_state=trainer.history.get_state(),
         plan=trainer.plan.to_dict(),
         global_step=trainer.state.global_step,
-        metadata={"backend": trainer.trainer_backend.spec, "epoch": trainer.state.epoch},
+        metadata={"backend": trainer.trainer_backend.spec, "epoch": trainer.state.epoch, **aside},
     )
+
+
+EXCEPTION = "exception"
+"""The key in a checkpoint's metadata of what went wrong before it was written."""
+
+
+def say_if_inexact(checkpoint: Checkpoint, log: RunLogger) -> None:
+    """Warn that a run does not go on exactly where an exception ended it."""
+    error = (checkpoint.metadata or {}).get(EXCEPTION)
+    if error is not None:
+        log.warning(
+            f"the checkpoint was written after an exception ({error}), perhaps in the middle of a step: what goes "
+            "on from it is not what an unbroken run would be. For that, resume from the newest checkpoint before it."
+        )
 
 
 def rng_of_rank(rng_state: Mapping[str, Any] | None, world: World, state: RunState) -> Mapping[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal, cast
 
 from torch.utils.data import SequentialSampler
@@ -12,6 +13,7 @@ from trainstack.backends import TrainerBackend, World, build_trainer_backend
 from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.stage import Stage
+from trainstack.trainer.aftermath import failures_told
 from trainstack.trainer.argument_checks import check_trainer_parts
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.evaluation import named_loaders
@@ -23,13 +25,16 @@ from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.run import Run
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.saving import Saver
+from trainstack.trainer.signals import end_by_signal, signals_ask
 from trainstack.trainer.snapshot import (
     check_plan,
     get_loop_state,
     restore_module,
     rng_of_rank,
+    say_if_inexact,
     update_loop_state,
 )
+from trainstack.trainer.stopping import Stopped, Stopper
 
 
 class Trainer(TrainerProperties):
@@ -73,6 +78,7 @@ class Trainer(TrainerProperties):
         self._opened: World | None = None
         self._run: Run | None = None
         self._saver = Saver(self)
+        self._stopper = Stopper()
         self._finished = self._making_ready = False
 
     # --- running -------------------------------------------------------------------------------------------
@@ -80,42 +86,68 @@ class Trainer(TrainerProperties):
     def train(self) -> None:
         """Train the epochs that are left, validate after each, save, and export the model at the end.
 
-        Does nothing once it is through. Call it again after an interruption to go on from where it stopped.
+        Does nothing once it is through. Call it again after an interruption to go on from where it stopped. What
+        `request_stop` has ended counts as through: the model is exported and `on_end_train` called.
 
         Raises:
+            Preempted: SIGTERM or SIGUSR1 came; what was trained is saved. Ends the process with exit code 75.
+            KeyboardInterrupt: Ctrl-C was pressed, and what was trained is saved; or it was pressed twice.
             ModuleContractError: the module broke its contract; the message says how.
             NonFiniteError: a loss or gradient became inf or nan.
             CheckpointError: a checkpoint that was asked for cannot be read, or one cannot be written.
         """
-        run, state = self._ready(), self.state
+        run = self._ready()
         if self._finished:
             return
         reporter = Reporter(self.args, self.history, is_main=self.is_main_process)
-        try:
-            resumed = state.global_step or None
-            self._saver.begin_run(resumed=resumed is not None)
-            reporter.open(self.plan, self.trainer_backend.spec, str(self.device), resumed)
-            if state.epoch >= self.args.epochs:
-                reporter.text(f"all {self.args.epochs} epochs are trained already; nothing is left to do")
-            self.module.train()
+        with signals_ask(self._stopper, wanted=self.args.handle_signals, says=self.is_main_process):
+            try:
+                with failures_told(self, run, within_s=self._saver.grace.seconds):
+                    self._train(run, reporter)
+            finally:
+                run.busy = run.save_asked = False
+                reporter.close()
+                late = self._stopper.end()
+        end_by_signal(
+            self._stopper.agreed, late, self._saver.last_words(run), run.log if self.is_main_process else None
+        )
+
+    def _train(self, run: Run, reporter: Reporter) -> None:
+        state, stopper = self.state, self._stopper
+        resumed = state.global_step or None
+        stopper.begin(run.loop, self.world)
+        self._saver.begin_run(resumed=resumed is not None)
+        reporter.open(self.plan, self.trainer_backend.spec, str(self.device), resumed)
+        if state.epoch >= self.args.epochs:
+            reporter.text(f"all {self.args.epochs} epochs are trained already; nothing is left to do")
+        self.module.train()
+        with suppress(Stopped):
             while state.epoch < self.args.epochs:
                 run.train_epoch(reporter, self.save_checkpoint, self.checkpointer.every_n_steps)
-            run.restore_rng_once()
-            self._saver.save(run, force=True, unless_saved=True)
-            self.save_model_checkpoint()
-            if run.hooks.end_train is not None:
-                run.hooks.end_train(state.global_step)
-            reporter.write()
-            self._finished = True
-        except BaseException as error:
-            origin = self.world.comm.origin_of(error)
-            if origin is not error:
-                raise origin from error
-            self.world.comm.post_failure(error)
-            raise
-        finally:
-            run.busy = run.save_asked = False
-            reporter.close()
+        run.restore_rng_once()
+        reporter.write()  # a history counts as written once it is saved
+        self._saver.save(run, force=True, unless_saved=True)
+        if stopper.agreed is not None:
+            if stopper.agreed.signal is not None:
+                return
+            reporter.text(f"stopped after global step {state.global_step}: {stopper.agreed.reason}")
+        self.save_model_checkpoint()
+        if run.hooks.end_train is not None:
+            run.hooks.end_train(state.global_step)
+        reporter.write()
+        self._finished = stopper.agreed is None
+
+    def request_stop(self, reason: str) -> None:
+        """Ask for the end of the training at the next step boundary; `train()` then returns.
+
+        Hooks, other threads and signal handlers may call it, on one process or on all. Asked in a validation, the
+        training ends after the epoch. An epoch under way is not ended: its hooks and its validation are left out, and
+        `train()` called again goes on exactly there.
+
+        Args:
+            reason: what `stop_reason` says afterwards.
+        """
+        self._stopper.ask(reason)
 
     def validate(self) -> dict[str, Any]:
         """Run `val_step` over all validation data and call `on_end_val_epoch`; returns the outputs by loader."""
@@ -191,11 +223,14 @@ class Trainer(TrainerProperties):
         checkpoint = self.load_checkpoints()
         restore_module(self.module, checkpoint)
         self.state.update_state(checkpoint.trainer_state or {})
-        self._run = Run(self.module, self.args, self.trainer_backend, self.world, self.state, self.history)
+        self._run = Run(
+            self.module, self.args, self.trainer_backend, self.world, self.state, self.history, self._stopper
+        )
         if not checkpoint.is_empty:
             self._resume(self._run, checkpoint)
 
     def _resume(self, run: Run, checkpoint: Checkpoint) -> None:
+        say_if_inexact(checkpoint, run.log)
         check_plan(checkpoint, run.data.plan, self.state, run.log)
         if self.state.seed != self.args.seed:
             run.log.warning(
