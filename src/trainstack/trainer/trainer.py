@@ -135,7 +135,7 @@ class Trainer(TrainerProperties):
         if run.hooks.end_train is not None:
             run.hooks.end_train(state.global_step)
         reporter.write()
-        self._finished = stopper.agreed is None
+        self._finished = state.epoch >= self.args.epochs
 
     def request_stop(self, reason: str) -> None:
         """Ask for the end of the training at the next step boundary; `train()` then returns.
