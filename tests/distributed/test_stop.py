@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import trainstack as ts
-from tests.helpers.processes import ROOT
+from tests.helpers.processes import ROOT, hears_ctrl_c
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
@@ -27,8 +27,9 @@ STEPS = 16  # an epoch
 def torchrun(folder: Path, *extra: str, **options: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *extra]
     command += ["-m", "tests.helpers.stop_run", str(folder), json.dumps(options)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c
     )
 
 
@@ -65,7 +66,8 @@ def stopped_together(folder: Path, ranks: list[dict[str, Any]]) -> int:
     steps = {rank["step"] for rank in ranks}
     assert len(steps) == 1
     newest = max(ts.list_checkpoints(folder / "checkpoints"), key=lambda info: info.sequence)
-    assert newest.kind == "checkpoint" and newest.global_step in steps
+    assert newest.kind == "checkpoint"
+    assert newest.global_step in steps
     return int(steps.pop())
 
 
@@ -131,3 +133,30 @@ def test_with_max_restarts_a_group_of_which_one_is_stopped_is_started_again_and_
 
     assert [rank["restarts"] for rank in ranks] == [1, 1]
     assert str([rank["hash"] for rank in ranks]) == unbroken()
+
+
+def test_ctrl_c_in_a_script_that_calls_launch_saves_first(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import sys\nfrom pathlib import Path\nimport trainstack as ts\nfrom tests.helpers.stop_run import main\n"
+        "if __name__ == '__main__':\n"
+        "    try:\n        ts.launch(main, Path(sys.argv[1]), None, (), 0.1, nproc=2)\n"
+        "    except KeyboardInterrupt:\n        print('interrupted')\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, str(path), str(tmp_path)]
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c
+    )
+    try:
+        when_started(tmp_path, signal.SIGINT)(process)
+        printed, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+
+    assert printed == "interrupted\n", error
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert len({rank["step"] for rank in ranks}) == 1
+    assert all(rank["ended"].startswith("KeyboardInterrupt: stopped by Ctrl-C after global step") for rank in ranks)
+    assert len(error.splitlines()) < 20, error
+    goes_on_exactly(tmp_path)

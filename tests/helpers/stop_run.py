@@ -1,4 +1,4 @@
-"""A run over processes that can be told to stop. Run as `python -m tests.helpers.stop_run FOLDER OPTIONS`, by a launcher.
+"""A run over processes that can be told to stop. A launcher runs `-m tests.helpers.stop_run FOLDER OPTIONS`.
 
 Each process leaves `<FOLDER>/<rank>.json` when it ends, whatever ends it.
 """
