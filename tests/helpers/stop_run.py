@@ -20,7 +20,10 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments
 from tests.helpers.resume_run import exact
 
-RANK = int(os.environ.get("RANK", 0))
+
+def rank() -> int:
+    """Of this process; not yet known when a process that `launch` has started imports this file."""
+    return int(os.environ["RANK"])
 
 
 class Told(Classifier):
@@ -32,16 +35,16 @@ class Told(Classifier):
         self.batches = 0
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
-        time.sleep(self.pace * (1 + RANK))
+        time.sleep(self.pace * (1 + rank()))
         if global_step == 3:
-            (self.folder / f"{RANK}.started").touch()
-        if self.at == global_step and RANK in self.ranks:
+            (self.folder / f"{rank()}.started").touch()
+        if self.at == global_step and rank() in self.ranks:
             os.kill(os.getpid(), signal.SIGTERM)
         return super().train_step(global_step, batch, device)
 
     def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
         self.batches += 1
-        if self.at == f"val{self.batches}" and RANK in self.ranks:
+        if self.at == f"val{self.batches}" and rank() in self.ranks:
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(self.pace)
         return super().val_step(global_step, batch, device)
@@ -49,7 +52,7 @@ class Told(Classifier):
 
 def main(folder: Path, at: Any = None, ranks: tuple[int, ...] = (), pace: float = 0.0, epochs: int = 2) -> None:
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    torch.manual_seed(RANK + 10 * restarts)
+    torch.manual_seed(rank() + 10 * restarts)
     module = Told(folder, None if restarts else at, list(ranks), pace)
     saving = ts.DefaultCheckpointerArguments(file_prefix="told")
     made: dict[str, Any] = {"backend": "ddp", "epochs": epochs, "resume": "auto", "val_batch_size": 2}
@@ -64,9 +67,9 @@ def main(folder: Path, at: Any = None, ranks: tuple[int, ...] = (), pace: float 
         left |= {"step": trainer.global_steps_finished, "reason": trainer.stop_reason, "batches": module.batches}
         state = exact([module.state_dict(), trainer.get_state(), trainer.history.get_state(), torch.rand(2).tolist()])
         left["hash"] = hashlib.sha256(repr(state).encode()).hexdigest()
-        aside = folder / f"{RANK}.new"
+        aside = folder / f"{rank()}.new"
         aside.write_text(json.dumps(left))
-        aside.replace(folder / f"{RANK}.json")
+        aside.replace(folder / f"{rank()}.json")
         time.sleep(0.05)  # gloo may abort a process that goes straight to its exit
 
 
