@@ -16,6 +16,7 @@ from trainstack.errors import (
     ModuleContractError,
     NonFiniteError,
     PeerError,
+    Preempted,
     TrainstackError,
     UnsupportedStateError,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "ModuleContractError",
     "NonFiniteError",
     "PeerError",
+    "Preempted",
     "TrainstackError",
     "UnsupportedStateError",
     "__version__",

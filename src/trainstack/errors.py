@@ -15,6 +15,8 @@ TrainstackError
     ├── CheckpointMismatchError          an intact checkpoint of something else
     └── UnsupportedStateError (TypeError) a value that the format cannot hold
 
+Preempted (SystemExit)               a signal stopped the training in good order; no error
+
 Each message says what was given, what is wrong with it and what to write instead.
 """
 
@@ -96,6 +98,27 @@ class CheckpointMismatchError(CheckpointError):
 
 class UnsupportedStateError(CheckpointError, TypeError):
     """A state holds a value that the checkpoint format does not store."""
+
+
+class Preempted(SystemExit):
+    """SIGTERM or SIGUSR1 stopped the training, and what was trained is saved.
+
+    Nobody catches a `SystemExit` by accident, so the process ends with `code` unless you catch it by name.
+
+    Attributes:
+        code: 75, which sysexits.h calls EX_TEMPFAIL: run me again.
+        signal: the number of the signal.
+    """
+
+    CODE = 75
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(self.CODE)
+        self._message = message
+        self.signal = signal
+
+    def __str__(self) -> str:
+        return self._message
 
 
 def annotate(error: BaseException, note: str) -> None:

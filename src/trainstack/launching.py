@@ -64,7 +64,8 @@ def launch(
         rank_output: what is seen of the processes other than the first of this machine: `"only_error"` (stderr),
             `"all"` or `"ignore"`. A folder gets `{rank}_std.log` and `{rank}_err.log` of every process instead.
         timeout_s: seconds after which all processes are ended, if they are still running.
-        grace_s: seconds that the others have, after one has failed, until they are killed.
+        grace_s: seconds that processes have to save and end, after one has failed or a signal has come, until they are
+            killed.
         env: variables to set in the processes.
 
     Returns:
@@ -153,6 +154,7 @@ def _surroundings(order: Order) -> Iterator[Path]:
     made = dict(order.env)
     if "OMP_NUM_THREADS" not in os.environ:
         made.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // order.nproc)))
+    made.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(order.grace_s)))  # so that a trainer knows
     if order.may_restart:  # the agent's store would keep the addresses of dead processes, and the new ones would hang
         made.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     before = {name: os.environ.get(name) for name in (*made, "TORCHELASTIC_SIGNALS_TO_HANDLE")}

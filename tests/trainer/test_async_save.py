@@ -84,13 +84,13 @@ def test_a_failure_that_comes_while_the_loop_attends_to_something_is_not_lost(
     asked: list[int] = []
     monkeypatch.setattr(trainer.checkpointer, "poll", lambda: asked.append(trainer.state.global_step))
     run = trainer._ready()
-    next_attention = run._next_attention
+    look = run.stopper.is_due
 
-    def fails_meanwhile(*args: Any) -> int:
+    def fails_meanwhile(step: int) -> bool:
         trainer.checkpointer._background.wake()  # type: ignore[attr-defined]
-        return next_attention(*args)
+        return look(step)
 
-    monkeypatch.setattr(run, "_next_attention", fails_meanwhile)
+    monkeypatch.setattr(run.stopper, "is_due", fails_meanwhile)
     trainer.train()
     assert asked == [1, 2, 3, 4, 5, 6]
 

@@ -67,6 +67,13 @@ class Communicator:
             if text is not None:
                 raise PeerError(f"{doing} failed on rank {rank}, so all processes stop. There: {text}")
 
+    def post(self, name: str, text: str) -> None:
+        """Leave `text` under `name` for the other processes; nobody waits."""
+
+    def posted(self, names: Sequence[str]) -> list[str] | None:
+        """The texts under `names` once all of them are there, else None; nobody waits."""
+        return None
+
     def together(self, where: Callable[[], str]) -> AbstractContextManager[None]:
         """A context around what all processes do together: when one of them fails in it, all do, and say why.
 
@@ -119,6 +126,13 @@ class GroupCommunicator(Communicator):
                 dist.broadcast(piece.view(torch.uint8), group=self._group, group_src=rank)  # gloo lacks some dtypes
             begin += count
         return whole
+
+    def post(self, name: str, text: str) -> None:
+        self._store.set(f"said/{name}", text)
+
+    def posted(self, names: Sequence[str]) -> list[str] | None:
+        keys = [f"said/{name}" for name in names]
+        return [self._store.get(key).decode() for key in keys] if self._store.check(keys) else None
 
     @contextmanager
     def together(self, where: Callable[[], str]) -> Iterator[None]:

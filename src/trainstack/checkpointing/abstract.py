@@ -48,6 +48,13 @@ class AbstractCheckpointer(ABC):
             CheckpointDamagedError: what was asked for exists and cannot be used.
         """
 
+    def save_aside(self, checkpoint_state: Checkpoint, name: str) -> str | None:
+        """Keep what was left after an exception under a `name` of its own, never as a point to go on from by default.
+
+        Does nothing by default. Called on the main process alone.
+        """
+        return None
+
     def is_due(self, index: int, force: bool) -> bool:
         """Whether `save` would keep anything if it were called with these; spares collecting states in vain."""
         return True

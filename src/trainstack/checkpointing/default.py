@@ -21,7 +21,7 @@ from trainstack.checkpointing.directory import CheckpointInfo, has_prefix, name_
 from trainstack.checkpointing.finding import Finder
 from trainstack.checkpointing.monitoring import DEFAULT_MONITOR
 from trainstack.checkpointing.newest import of_prefix, of_run
-from trainstack.checkpointing.writing import pack, write_model
+from trainstack.checkpointing.writing import pack, write_checkpoint, write_model
 
 _DEFAULT_DIRECTORY = "checkpoints"
 _logger = logging.getLogger("trainstack")
@@ -150,6 +150,14 @@ class DefaultCheckpointer(AbstractCheckpointer):
     def abandon(self) -> None:
         """Stop writing; the unfinished directory is deleted, or never read."""
         self._background.abandon()
+
+    def save_aside(self, checkpoint_state: Checkpoint, name: str) -> str | None:
+        """Write `checkpoint_state` as `name`; it is loaded only if it is named."""
+        if not self.args.checkpoint:
+            return None
+        self._wait_for_last()
+        self.prepare()
+        return str(write_checkpoint(checkpoint_state, self.save_dir, name))
 
     def save_model(
         self,

@@ -28,6 +28,8 @@ _FLAGS = (
     "disable_tqdm",
     "amp_backend_native",
     "amp_backend_apex",
+    "handle_signals",
+    "save_on_exception",
 )
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "nonfinite": ("raise", "skip"),
@@ -90,15 +92,17 @@ def _check_numbers(args: TrainerArguments) -> None:
             _whole_number(name, getattr(args, name), 1)
     if args.stats_args is not None:
         _whole_number("stats_args.log_steps", args.stats_args.log_steps, 1)
-    for name, value in (("max_grad_norm", args.max_grad_norm), ("clip_grad_value", args.clip_grad_value)):
-        if value is None and name == "clip_grad_value":
+    for name in ("max_grad_norm", "clip_grad_value", "stop_grace_s"):
+        value = getattr(args, name)
+        if value is None and name != "max_grad_norm":
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
-            raise ConfigurationError(f"{name}={value!r}: write a number above 0{_no_clipping(name)}.")
+            raise ConfigurationError(f"{name}={value!r}: write a number above 0{_or_none(name)}.")
 
 
-def _no_clipping(name: str) -> str:
-    return ", or clip_grads=False for no clipping" if name == "max_grad_norm" else ", or None for no clipping"
+def _or_none(name: str) -> str:
+    otherwise = {"max_grad_norm": "clip_grads=False for no clipping", "clip_grad_value": "None for no clipping"}
+    return f", or {otherwise.get(name, 'None')}"
 
 
 def _whole_number(name: str, value: Any, least: int) -> None:

@@ -58,6 +58,10 @@ class TrainerArguments:
         disable_tqdm: True is the same as `progress="none"`.
         collect_train_outputs: keep what `train_step` returns for `on_end_train_epoch`; `"auto"` keeps it if that
             hook takes outputs.
+        handle_signals: SIGTERM, SIGUSR1 and Ctrl-C save and stop `train()` in good order.
+        stop_grace_s: seconds from the signal until a scheduler kills the process; a save that takes more than half of
+            them is warned about. By default what TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, or 30.
+        save_on_exception: write what there is after an exception, for a look at it; never resumed from by itself.
         log_level: of the logger "trainstack".
         stats_args, writer_args: PyMarlin's spelling of `log_every` and `output_dir`.
         distributed_training_args: for backends that join processes.
@@ -96,6 +100,9 @@ class TrainerArguments:
     progress: Literal["auto", "rich", "plain", "none"] | None = "auto"
     disable_tqdm: bool = False
     collect_train_outputs: bool | Literal["auto"] = "auto"
+    handle_signals: bool = True
+    stop_grace_s: float | None = None
+    save_on_exception: bool = False
     log_level: str = "INFO"
     stats_args: StatsArguments | None = None
     writer_args: WriterArguments | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -138,6 +138,7 @@ class Evaluation:
         outputs: what was collected; None where nothing was to be.
         batches: how many were evaluated.
         samples: how many they held; None where that could not be counted.
+        broken_off: whether `run` ended before the last.
     """
 
     def __init__(
@@ -147,11 +148,20 @@ class Evaluation:
         self.outputs = OutputCollector() if keep_outputs else None
         self.batches = 0
         self.samples: int | None = 0
+        self.broken_off = False
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
 
-    def run(self, pairs: Iterable[tuple[Any, int | None]], progress: ProgressDisplay) -> None:
-        """Evaluate batches, each with its number of samples if that is known, and let `progress` look."""
+    def run(
+        self,
+        pairs: Iterable[tuple[Any, int | None]],
+        progress: ProgressDisplay,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> None:
+        """Evaluate batches, each with its number of samples if that is known, and let `progress` look.
+
+        It is broken off after a batch at which `interrupted` says so.
+        """
         forward, work, stage, step = self.stack.forward, self.work, self.stage, self.step
         collect = None if self.outputs is None else self.outputs.collect
         with torch.no_grad():
@@ -167,6 +177,9 @@ class Evaluation:
                     progress.look(done, lambda: None)
                 self.batches = done
                 self._count(batch, samples)
+                if interrupted is not None and interrupted():
+                    self.broken_off = True
+                    return
 
     def _count(self, batch: Any, samples: int | None) -> None:
         if self.samples is not None:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 from trainstack.trainer.order import mix
 from trainstack.trainer.seeding import host_rng_kept, seed_sample
+from trainstack.trainer.sheltered import Sheltered
 
 
 class SeededDataset(Dataset[Any]):
@@ -108,7 +109,7 @@ class Fetcher:
             collate_fn=mine.collate_fn,
             pin_memory=mine.pin_memory,
             timeout=mine.timeout,
-            worker_init_fn=mine.worker_init_fn,
+            worker_init_fn=Sheltered(mine.worker_init_fn),
             multiprocessing_context=mine.multiprocessing_context,
             generator=torch.Generator().manual_seed(mix(self.seed) >> 1),
             persistent_workers=mine.persistent_workers,

@@ -39,8 +39,8 @@ class TrainLoop:
     Attributes:
         meter: gets the losses.
         step_outputs, epoch_outputs: collectors; None where nobody reads them.
-        attend: called once `state.global_step` has reached `attend_at`, which it moves on.
-        attend_at: see `attend`. Set to 0, also by another thread, it has `attend` called at the next step boundary.
+        attend: called once `state.global_step` has reached `attend_at`, which it sets anew.
+        attend_at: see `attend`. A signal handler or another thread may set it to 0 at any moment.
     """
 
     def __init__(

@@ -1,8 +1,10 @@
-"""What a trainer can be asked about its run; all of it read-only and derived from arguments, world and state."""
+"""What a trainer can be asked about its run, and saying it once: derived from arguments, world and state alone."""
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
@@ -12,6 +14,7 @@ from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run_state import RunState
+from trainstack.trainer.stopping import Stopper
 
 
 class TrainerProperties(AbstractTrainer):
@@ -19,6 +22,7 @@ class TrainerProperties(AbstractTrainer):
 
     args: TrainerArguments
     state: RunState
+    _stopper: Stopper
 
     @property
     @abstractmethod
@@ -80,6 +84,12 @@ class TrainerProperties(AbstractTrainer):
         return self.plan.estimated_global_steps_per_epoch
 
     @property
+    def stop_reason(self) -> str | None:
+        """Why the last `train()` ended before its epochs did: what was given to `request_stop`, "SIGTERM",
+        "SIGUSR1" or "Ctrl-C"; None if it did not."""
+        return None if self._stopper.agreed is None else self._stopper.agreed.reason
+
+    @property
     def train_sampler(self) -> type:
         """What `get_train_dataloader` is given as `sampler`."""
         return RandomSampler
@@ -103,3 +113,9 @@ class TrainerProperties(AbstractTrainer):
     def total_steps_finished(self) -> int:
         """Micro-batches finished on this process since the run began."""
         return self.state.batches
+
+    def print(self, *values: Any, once: Literal["world", "node"] = "world") -> None:
+        """Print on the main process only, or on the first process of each machine."""
+        if self.is_main_process if once == "world" else self.world.local_rank == 0:
+            sys.stdout.write(" ".join(map(str, values)) + "\n")
+            sys.stdout.flush()

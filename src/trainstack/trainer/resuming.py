@@ -15,7 +15,7 @@ from trainstack.checkpointing.directory import is_checkpoint_directory, read_man
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.logs import RunLogger
-from trainstack.trainer.snapshot import check_plan, rng_of_rank, update_loop_state
+from trainstack.trainer.snapshot import check_plan, rng_of_rank, say_if_inexact, update_loop_state
 
 if TYPE_CHECKING:
     from trainstack.trainer.run import Run
@@ -109,6 +109,7 @@ def resume(trainer: Trainer, run: Run, checkpoint: Checkpoint) -> None:
         trainer.trainer_backend.update_state(checkpoint.trainer_backend_state or {})
         check_schedules(run)
         return
+    say_if_inexact(checkpoint, run.log)
     check_plan(checkpoint, run.data.plan, state, run.log)
     if state.seed != args.seed:
         run.log.warning(f"the run began with seed={state.seed} and goes on with it; seed={args.seed} is not used.")

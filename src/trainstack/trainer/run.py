@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import SequentialSampler
-
-from trainstack.backends import Clipping, Communicator, TrainerBackend, Workload, World
+from trainstack.backends import Clipping, TrainerBackend, Workload, World
 from trainstack.errors import ModuleContractError, annotate
-from trainstack.stage import Stage
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.collector import as_arguments
-from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_batches, miscounted, named_loaders
+from trainstack.trainer.evaluator import Evaluator
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.hooks import Hooks
 from trainstack.trainer.logs import RunLogger
@@ -21,13 +19,13 @@ from trainstack.trainer.loop import TrainLoop, train_windows
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.optimizers import checked_optimizers_schedulers
 from trainstack.trainer.order import mix
-from trainstack.trainer.progress import NoProgress, ProgressDisplay
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.seeding import capture_rng, isolated_rng, restore_rng
 from trainstack.trainer.signatures import check_signatures
 from trainstack.trainer.snapshot import finite_tensors
 from trainstack.trainer.sources import Window
+from trainstack.trainer.stopping import Stopped, Stopper
 from trainstack.trainer.training_data import TrainingData
 
 MOST_PENDING_STEPS = 1000
@@ -44,9 +42,11 @@ class Run:
         world: what `open` returned.
         state: where the run stands.
         history: where metrics go.
+        stopper: asked when the run is to stop, also by whoever supplies its data.
 
     Attributes:
         data: the training data and the plan.
+        evaluator: runs validation, test and prediction.
         loop: what the loop works with.
         pending_rng: the random state to go on with; used up when training goes on.
         epoch_rng: the random state that the epoch under way began with.
@@ -65,11 +65,12 @@ class Run:
         world: World,
         state: RunState,
         history: RunHistory,
+        stopper: Stopper,
     ) -> None:
         self.module, self.args, self.stack, self.world = module, args, stack, world
-        self.state, self.history = state, history
+        self.state, self.history, self.stopper = state, history, stopper
         self.log = RunLogger(args.log_level if world.is_main else "ERROR")  # what is said is true of all processes
-        self._miscounted = set[str]()
+        self.evaluator = Evaluator(self)
         check_signatures(module, self.log)
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
@@ -106,30 +107,44 @@ class Run:
             reporter: told at log points.
             save: writes a checkpoint; called with True at steps that are multiples of `save_every`.
             save_every: global steps, or None.
+
+        Raises:
+            Stopped: somebody asked for it; the run stands at a step boundary, or between two validation batches.
         """
-        state, loop = self.state, self.loop
+        state = self.state
         self.busy = True
         windows = self._begin_epoch()
         reporter.start_epoch(state, self.data.plan)
+        if state.validated < 0:
+            self._train_windows(windows, reporter, save, save_every)
+            reporter.end_training_epoch(state, self.loop.meter)
+            self._end_train_epoch()
+            state.validated = 0
+        self.evaluator.validate(reporter)
+        state.finish_epoch()
+        reporter.end_epoch(state, self.data.plan)
+        self._save(save, self.save_asked)
+        self.stopper.settle()
+
+    def _train_windows(
+        self, windows: Iterator[Window], reporter: Reporter, save: Callable[[bool], None], save_every: int | None
+    ) -> None:
+        state, loop = self.state, self.loop
         loop.attend = lambda: self._attend(reporter, save, save_every)
-        loop.attend_at = self._next_attention(reporter, save_every)
+        self._set_next_attention(reporter, save_every)
         cap = self.args.max_train_steps_per_epoch
         try:
-            train_windows(loop, islice(windows, None if cap is None else max(0, cap - state.steps_in_epoch)))
+            with suppress(Stopped):
+                train_windows(loop, islice(windows, None if cap is None else max(0, cap - state.steps_in_epoch)))
         except Exception as error:
             annotate(error, f"in epoch {state.epoch}, global step {state.current_step}")
             raise
+        self.stopper.settle()
         if not state.steps_in_epoch:
             raise ModuleContractError(
                 f"the loader that get_train_dataloader returned for epoch {state.epoch} gave no batch at all. Return a "
                 "loader over data; an iterator that is used up has to be made anew in each call."
             )
-        reporter.end_training_epoch(state, loop.meter)
-        self._end_train_epoch()
-        self._validate(reporter)
-        state.finish_epoch()
-        reporter.end_epoch(state, self.data.plan)
-        self._save(save, self.save_asked)
 
     def _begin_epoch(self) -> Iterator[Window]:
         """Call the hook and ask for data; within an epoch both see the random state that the epoch began with."""
@@ -143,11 +158,12 @@ class Run:
             self.epoch_rng = capture_rng(device)
         if hook is not None:
             hook(state.global_step, state.epoch)
-        windows = self.data.windows(state)
+        windows = self.data.windows(state) if state.validated < 0 else iter(())
         if within:
             restore_rng(now, device)
             self.pending_rng = None
-            if self.loop.epoch_outputs is not None:
+            collector = self.loop.epoch_outputs
+            if collector is not None and collector.is_empty and state.validated < 0:
                 self.log.warning(
                     f"resumed within epoch {state.epoch}: on_end_train_epoch gets the outputs of the steps from here "
                     "on, those before the interruption are gone."
@@ -160,70 +176,6 @@ class Run:
         save(force)
         self.busy = True
 
-    def evaluate(
-        self, stage: Stage, loaders: Mapping[str, Any], *, keep: bool, reporter: Reporter | None = None
-    ) -> dict[str, Any]:
-        """Run the step of `stage` over each loader; returns outputs by loader where `keep` asks for them.
-
-        Modes and random state are afterwards what they were before.
-        """
-        hook = self.hooks.end_val_epoch if stage is Stage.VAL else None
-        step, collected, was_busy = self.state.global_step, dict[str, Any](), self.busy
-        self.busy = True
-        seed = mix(self.state.seed, stage.value, step, self.world.rank)
-        with isolated_rng(seed, self.world.device), eval_mode(self.module):
-            for key, loader in loaders.items():
-                outputs = self._evaluate(
-                    stage, key, loader, keep, NoProgress() if reporter is None else reporter.progress
-                )
-                if keep:
-                    collected[key] = outputs
-                if hook is not None:
-                    hook(step, *(as_arguments(outputs) if keep and self.hooks.val_outputs else ()), key=key)
-        self.busy = was_busy
-        return collected
-
-    def _evaluate(self, stage: Stage, key: str, loader: Any, keep: bool, progress: ProgressDisplay) -> Any:
-        """Evaluate one loader on all processes; what they collected, joined, if it is to be kept."""
-        world = self.world
-        evaluation = Evaluation(self.stack, self.loop.work, stage, self.state.global_step, keep_outputs=keep)
-        batches, in_parts = evaluation_batches(
-            loader,
-            seed=self.state.seed,
-            world=world,
-            limit=self.args.max_val_steps_per_epoch,
-        )
-        progress.start_validation(key, None)
-        evaluation.run(batches, progress)
-        progress.end_validation()
-        comm = world.comm if in_parts else Communicator()
-        told = comm.gather((evaluation.batches, evaluation.samples))
-        if not sum(batches for batches, _ in told):
-            self.log.warning(f"the {stage.name.lower()} loader {key!r} gave no batch at all.")
-        elif self.args.max_val_steps_per_epoch is None:
-            self._say_miscounted(f"{stage.name.lower()} loader {key!r}", miscounted(loader, [n for _, n in told]))
-        self._record_loss(stage, key, evaluation.mean_loss(comm))
-        if evaluation.outputs is None:
-            return None
-        outputs = evaluation.outputs.all_outputs
-        return self.stack.gather(outputs) if in_parts else outputs
-
-    def _say_miscounted(self, which: str, what: str | None) -> None:
-        if what is not None and which not in self._miscounted:
-            self._miscounted.add(which)
-            self.log.warning(f"{which}: {what}")
-
-    def val_loaders(self) -> dict[str, Any]:
-        """The module's validation loaders by name; empty if it has none."""
-        loaders = self.module.get_val_dataloaders(sampler=SequentialSampler, batch_size=self.args.val_batch_size)
-        return named_loaders(loaders, "get_val_dataloaders")
-
-    def _validate(self, reporter: Reporter) -> None:
-        with isolated_rng(mix(self.state.seed), self.world.device):
-            loaders = self.val_loaders()
-        if loaders:
-            self.evaluate(Stage.VAL, loaders, keep=self.hooks.val_outputs, reporter=reporter)
-
     def _end_train_epoch(self) -> None:
         hook, collector = self.hooks.end_train_epoch, self.loop.epoch_outputs
         if hook is not None and collector is not None and self.hooks.epoch_outputs and collector.is_empty:
@@ -234,14 +186,8 @@ class Run:
         if collector is not None:
             collector.reset()
 
-    def _record_loss(self, stage: Stage, key: str, loss: float | None) -> None:
-        if loss is not None:
-            name = stage.name.lower() if key == "default" else f"{stage.name.lower()}/{key}"
-            step, epoch = self.state.global_step, self.state.epoch
-            self.history.update_metric(f"{name}/loss", loss, step=step, epoch=epoch)
-
     def _attend(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
-        """What is due at this step: log, save, paint, and moving on to the next step at which something is."""
+        """What is due at this step: log, save, paint, stop, and moving on to the next step at which something is."""
         state, step = self.state, self.state.global_step
         if step % self.args.log_interval == 0:
             reporter.log_point(state, self.loop.meter, self.loop.work.optimizers)
@@ -252,16 +198,21 @@ class Run:
             self._save(save, True)
         if state.steps_in_epoch >= reporter.progress.next_look:
             reporter.look(state)
-        self.loop.attend_at = self._next_attention(reporter, save_every)
+        if self.stopper.is_due(step):
+            raise Stopped
+        self._set_next_attention(reporter, save_every)
         self.poll()  # after that: what fails later moves `attend_at` again
 
-    def _next_attention(self, reporter: Reporter, save_every: int | None) -> int:
+    def _set_next_attention(self, reporter: Reporter, save_every: int | None) -> None:
         step, interval = self.state.global_step, self.args.log_interval
         look = reporter.progress.next_look - self.state.steps_in_epoch
         due = [interval - step % interval, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
+        due.append(max(1, self.stopper.next_look - step))
         if save_every is not None:
             due.append(save_every - step % save_every)
-        return step + min(due)
+        self.loop.attend_at = step + min(due)
+        if self.stopper.is_asked or self.save_asked:  # looked at last: later ones move `attend_at` themselves
+            self.loop.attend_at = 0
 
     def restore_rng_once(self) -> None:
         """Go on with the random state of the checkpoint, if that has not happened yet."""

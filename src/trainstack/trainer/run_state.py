@@ -21,6 +21,7 @@ class RunState:
         steps_in_epoch: global steps finished in `epoch`.
         samples_in_epoch: samples consumed in `epoch` over all processes: the cursor of the data order.
         batches_in_epoch: micro-batches consumed in `epoch` on this process.
+        validated: validation loaders finished in `epoch`; -1 while it trains, until its hooks have run.
         current_step: the step under way, or the last finished; where logged values belong.
     """
 
@@ -33,6 +34,7 @@ class RunState:
     steps_in_epoch: int = 0
     samples_in_epoch: int = 0
     batches_in_epoch: int = 0
+    validated: int = -1
     current_step: int = 0
 
     def finish_epoch(self) -> None:
@@ -40,6 +42,7 @@ class RunState:
         self.last_epoch = self.epoch
         self.epoch += 1
         self.steps_in_epoch = self.samples_in_epoch = self.batches_in_epoch = 0
+        self.validated = -1
 
     def get_state(self) -> dict[str, int]:
         """All counters."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -13,6 +14,7 @@ from torch import Tensor
 from trainstack.checkpointing import Checkpoint, export_model
 from trainstack.checkpointing.warm_start import read_weights
 from trainstack.errors import ConfigurationError, annotate
+from trainstack.trainer.grace import Grace
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run import Run
 from trainstack.trainer.snapshot import facts_of, refuse_diverged, refuse_poisoned, take_checkpoint
@@ -28,12 +30,16 @@ class Saver:
 
     Attributes:
         saved_at: global step and epoch of the newest checkpoint, loaded, written or under way; None once one failed.
+        grace: holds the time that saving takes against the time there is.
+        saved_as: where the newest that was written lies, if the checkpointer said so.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.saved_at: tuple[int, int] | None = None
         self._training = False
+        self.saved_as: str | None = None
+        self.grace = Grace(trainer.args.stop_grace_s)
 
     def save(self, run: Run, force: bool, *, unless_saved: bool = False) -> None:
         """Write a checkpoint of where `run` stands, if it is due.
@@ -47,16 +53,29 @@ class Saver:
         place = (state.global_step, state.epoch)
         if (unless_saved and place == self.saved_at) or not trainer.checkpointer.is_due(state.last_epoch, force):
             return
+        began = time.monotonic()
         pinned, run.pin_asked = run.pin_asked, False
         run.loop.meter.drain()
         refuse_poisoned(trainer.module, run.watched, state.global_step)
         refuse_diverged(trainer.module, trainer.world.comm, state.global_step)
         loader_state = run.data.loader_memory.get_state(within=state.steps_in_epoch > 0)
         checkpoint = take_checkpoint(trainer, run.epoch_rng, loader_state, pinned=pinned)
-        self._on_main(lambda: trainer.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint")
+        self.saved_as = self._on_main(
+            lambda: trainer.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint"
+        )
         self.saved_at = place
         if not self._training:
             self.finish()
+        self.grace.saved_in(time.monotonic() - began, run.log)
+
+    def last_words(self, run: Run) -> str:
+        """After which step `run` was stopped, where that is saved, and how to go on."""
+        state = run.state
+        stood = f"after global step {state.global_step}"
+        if self.saved_at != (state.global_step, state.epoch):
+            return f"{stood}. Nothing was saved, because the checkpointer saves nothing"
+        where = "Saved" if self.saved_as is None else f"Saved {self.saved_as}"
+        return f"{stood}. {where}; to go on, run it again with resume='auto'"
 
     def save_model(self, path: str | os.PathLike[str] | None = None) -> None:
         """Export the module's state alone, to `path` or where the checkpointer puts exports."""

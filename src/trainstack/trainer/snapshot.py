@@ -122,23 +122,28 @@ def take_checkpoint(
     loader_state: Mapping[str, Any] | None,
     *,
     pinned: bool = False,
+    after: BaseException | None = None,
 ) -> Checkpoint:
     """Everything that `trainer` needs to go on from here; tensors are the live ones.
 
     The metadata can be read without the tensors: what was measured with these very weights tells which is the best.
+    `after` an exception the other processes are not asked for anything, so there are no random states.
     """
     rng = {"now": capture_rng(trainer.device), "epoch": epoch_rng}
-    ranks = trainer.world.comm.gather((rng, loader_state))
+    ranks = trainer.world.comm.gather((rng, loader_state)) if after is None else []
     loaders = [loader for _, loader in ranks]
+    aside: dict[str, Any] = {"pinned": True} if pinned else {}
+    if after is not None:
+        aside[EXCEPTION] = f"{type(after).__name__}: {after}"
     return Checkpoint(
         module_interface_state=trainer.module.get_state(),
         trainer_state={**trainer.get_state(), **({"loaders": loaders} if any(loaders) else {})},
         trainer_backend_state=trainer.trainer_backend.get_state(),
-        rng_state={"ranks": [rng for rng, _ in ranks]},
+        rng_state={"ranks": [rng for rng, _ in ranks]} if after is None else None,
         history_state=trainer.history.get_state(),
         plan=trainer.plan.to_dict(),
         global_step=trainer.state.global_step,
-        metadata=facts_of(trainer) | ({"pinned": True} if pinned else {}),
+        metadata=facts_of(trainer) | aside,
     )
 
 
@@ -146,6 +151,20 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
     """What should be readable in a manifest: the backend, the epoch under way, and what was measured at this step."""
     metrics = trainer.history.values_at(trainer.state.global_step)
     return {"backend": trainer.trainer_backend.spec, "epoch": trainer.state.epoch, "metrics": metrics}
+
+
+EXCEPTION = "exception"
+"""The key in a checkpoint's metadata of what went wrong before it was written."""
+
+
+def say_if_inexact(checkpoint: Checkpoint, log: RunLogger) -> None:
+    """Warn that a run does not go on exactly where an exception ended it."""
+    error = (checkpoint.metadata or {}).get(EXCEPTION)
+    if error is not None:
+        log.warning(
+            f"the checkpoint was written after an exception ({error}), perhaps in the middle of a step: what goes "
+            "on from it is not what an unbroken run would be. For that, resume from the newest checkpoint before it."
+        )
 
 
 def rng_of_rank(rng_state: Mapping[str, Any] | None, world: World, state: RunState) -> Mapping[str, Any] | None:

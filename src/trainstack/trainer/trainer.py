@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from contextlib import suppress
+from typing import Any, cast
 
 from torch.utils.data import SequentialSampler
 
@@ -13,6 +13,7 @@ from trainstack.backends import TrainerBackend, World, build_trainer_backend
 from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.stage import Stage
+from trainstack.trainer.aftermath import save_after
 from trainstack.trainer.argument_checks import check_trainer_parts
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.evaluation import named_loaders
@@ -25,7 +26,9 @@ from trainstack.trainer.resuming import resume, start_from_weights, what_the_mod
 from trainstack.trainer.run import Run
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.saving import Saver, steps_between_saves
+from trainstack.trainer.signals import end_by_signal, signals_ask
 from trainstack.trainer.snapshot import get_loop_state, restore_module, update_loop_state
+from trainstack.trainer.stopping import Stopped, Stopper
 from trainstack.trainer.together import by_all
 
 
@@ -72,6 +75,7 @@ class Trainer(TrainerProperties):
         self._opened: World | None = None
         self._run: Run | None = None
         self._saver = Saver(self)
+        self._stopper = Stopper()
         self._finished = self._making_ready = False
 
     # --- running -------------------------------------------------------------------------------------------
@@ -79,53 +83,82 @@ class Trainer(TrainerProperties):
     def train(self) -> None:
         """Train the epochs that are left, validate after each, save, and export the model at the end.
 
-        Does nothing once it is through. Call it again after an interruption to go on from where it stopped.
+        Does nothing once it is through. Call it again after an interruption to go on from where it stopped. What
+        `request_stop` has ended counts as through: the model is exported and `on_end_train` called.
 
         Raises:
+            Preempted: SIGTERM or SIGUSR1 came; what was trained is saved. Ends the process with exit code 75.
+            KeyboardInterrupt: Ctrl-C was pressed, and what was trained is saved; or it was pressed twice.
             ModuleContractError: the module broke its contract; the message says how.
             NonFiniteError: a loss or gradient became inf or nan.
             PeerError: another process has failed, or did not come to a collective in time.
             CheckpointError: a checkpoint that was asked for cannot be read, or one cannot be written.
         """
-        try:
-            self._train()
-        except BaseException as error:
-            self._saver.finish_after(error)  # the other processes know by now
-            raise
-
-    @by_all
-    def _train(self) -> None:
-        run, state = self._ready(), self.state
+        run = self._ready()
         if self._finished:
             return
         reporter = Reporter(self.args, self.history, is_main=self.is_main_process)
+        with signals_ask(self._stopper, wanted=self.args.handle_signals, says=self.is_main_process):
+            try:
+                self._train(run, reporter)
+            except BaseException as error:  # the other processes know by now
+                self._saver.finish_after(error)
+                if self.args.save_on_exception:
+                    save_after(error, self, run, within_s=self._saver.grace.seconds)
+                raise
+            finally:
+                run.busy = run.save_asked = run.pin_asked = False
+                reporter.close()
+                late = self._stopper.end()
+        end_by_signal(
+            self._stopper.agreed, late, self._saver.last_words(run), run.log if self.is_main_process else None
+        )
+
+    @by_all
+    def _train(self, run: Run, reporter: Reporter) -> None:
+        state, stopper = self.state, self._stopper
         save_every = steps_between_saves(self.checkpointer.every_n_steps, self.plan)
-        try:
-            resumed = state.global_step or None
-            self._saver.begin_run(run, resumed=resumed is not None)
-            reporter.open(self.plan, self.trainer_backend.spec, str(self.device), resumed)
-            if state.epoch >= self.args.epochs:
-                reporter.text(f"all {self.args.epochs} epochs are trained already; nothing is left to do")
-            self.module.train()
+        resumed = state.global_step or None
+        stopper.begin(run.loop, self.world)
+        self._saver.begin_run(run, resumed=resumed is not None)
+        reporter.open(self.plan, self.trainer_backend.spec, str(self.device), resumed)
+        if state.epoch >= self.args.epochs:
+            reporter.text(f"all {self.args.epochs} epochs are trained already; nothing is left to do")
+        self.module.train()
+        with suppress(Stopped):
             while state.epoch < self.args.epochs:
                 run.train_epoch(reporter, self.save_checkpoint, save_every)
-            run.restore_rng_once()
-            self._saver.save(run, force=True, unless_saved=True)
-            self.save_model_checkpoint()
-            self._saver.finish()
-            if run.hooks.end_train is not None:
-                run.hooks.end_train(state.global_step)
-            reporter.write()
-            self._finished = True
-        finally:
-            run.busy = run.save_asked = run.pin_asked = False
-            reporter.close()
+        run.restore_rng_once()
+        reporter.write()  # a history counts as written once it is saved
+        self._saver.save(run, force=True, unless_saved=True)
+        self._saver.finish()
+        if stopper.agreed is not None:
+            if stopper.agreed.signal is not None:
+                return
+            reporter.text(f"stopped after global step {state.global_step}: {stopper.agreed.reason}")
+        self.save_model_checkpoint()
+        if run.hooks.end_train is not None:
+            run.hooks.end_train(state.global_step)
+        reporter.write()
+        self._finished = state.epoch >= self.args.epochs
+
+    def request_stop(self, reason: str) -> None:
+        """Ask for the end of the training at the next step boundary; `train()` then returns.
+
+        Hooks, other threads and signal handlers may call it, on one process or on all. Asked in a validation, the
+        training ends after the epoch. An epoch under way is not ended: its hooks and its validation are left out, and
+        `train()` called again goes on exactly there.
+
+        Args:
+            reason: what `stop_reason` says afterwards.
+        """
+        self._stopper.ask(reason)
 
     @by_all
     def validate(self) -> dict[str, Any]:
         """Run `val_step` over all validation data and call `on_end_val_epoch`; returns the outputs by loader."""
         run = self._ready()
-        outputs = run.evaluate(Stage.VAL, run.val_loaders(), keep=True)
+        outputs = run.evaluator.evaluate(Stage.VAL, run.evaluator.val_loaders(), keep=True)
         if run.save_asked and not run.busy:
             run.save_asked = False
             self._saver.save(run, force=True)
@@ -145,7 +178,7 @@ class Trainer(TrainerProperties):
             raise ModuleContractError(
                 f"{type(self.module).__name__} has no test data. Define get_test_dataloaders(sampler, batch_size)."
             )
-        return run.evaluate(Stage.TEST, named, keep=True)
+        return run.evaluator.evaluate(Stage.TEST, named, keep=True)
 
     @by_all
     def predict(self, dataloader: Any) -> Any:
@@ -154,7 +187,7 @@ class Trainer(TrainerProperties):
         A dict of loaders gives a dict of outputs.
         """
         run = self._ready()
-        outputs = run.evaluate(Stage.PREDICT, named_loaders(dataloader, "the caller of predict"), keep=True)
+        outputs = run.evaluator.evaluate(Stage.PREDICT, named_loaders(dataloader, "the caller of predict"), keep=True)
         return outputs if isinstance(dataloader, dict) else outputs["default"]
 
     @by_all
@@ -166,12 +199,6 @@ class Trainer(TrainerProperties):
         """
         self._ready()
         return self.trainer_backend.gather(outputs)
-
-    def print(self, *values: Any, once: Literal["world", "node"] = "world") -> None:
-        """Print on the main process only, or on the first process of each machine."""
-        if self.is_main_process if once == "world" else self.world.local_rank == 0:
-            sys.stdout.write(" ".join(map(str, values)) + "\n")
-            sys.stdout.flush()
 
     def close(self) -> None:
         """Give back what the backend took from the outside, such as a process group."""
@@ -195,12 +222,15 @@ class Trainer(TrainerProperties):
                 self._making_ready = False
         return cast(Run, self._run)
 
+    @by_all
     def _make_ready(self) -> None:
         checkpoint = what_the_mode_keeps(self.load_checkpoints(), self.args, self.trainer_backend)
         restore_module(self.module, checkpoint)
         self.warm_start_report = start_from_weights(self, resumed=not checkpoint.is_empty)
         self.state.update_state(checkpoint.trainer_state or {})
-        self._run = Run(self.module, self.args, self.trainer_backend, self.world, self.state, self.history)
+        self._run = Run(
+            self.module, self.args, self.trainer_backend, self.world, self.state, self.history, self._stopper
+        )
         if not checkpoint.is_empty:
             resume(self, self._run, checkpoint)
 
