@@ -211,6 +211,19 @@ def test_schedulers_that_start_anew_are_planned_for_the_epochs_that_are_left(tmp
     assert module.rates == pytest.approx([1 - step / 6 for step in range(6)])
 
 
+def test_a_schedule_that_was_laid_over_fewer_epochs_is_kept_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saving = ts.DefaultCheckpointerArguments()
+    train(Scheduled(ts.build_scheduler("warmup_linear")), tmp_path, epochs=2, checkpointer_args=saving)
+    module = Scheduled(ts.build_scheduler("warmup_linear"))
+    train(module, tmp_path, epochs=3, checkpointer_args=saving, resume=True)
+
+    assert module.rates == [0.0] * 6
+    assert "scheduler 0 (LambdaLR) was made with lr_lambdas=[{'total_steps': 18" in caplog.text
+    assert "the run goes on with the checkpoint's [{'total_steps': 12" in caplog.text
+
+
 def timm_plateau(optimizer: Any) -> Any:
     scheduler = LikeTimm(optimizer, in_epochs=True)
     scheduler.lr_scheduler = lrs.ReduceLROnPlateau(optimizer)  # type: ignore[attr-defined]

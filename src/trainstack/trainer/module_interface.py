@@ -133,7 +133,7 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
         Args:
             dataset: an object with `__len__` and `__getitem__`, or an `IterableDataset`.
             sampler: as given; `shuffle=True` or `shuffle=False` among the options chooses another.
-            batch_size: as given; one among the options wins.
+            batch_size: as given.
             **options: of `DataLoader`. Without `collate_fn` among them, batches are made by this module's `collate_fn`
                 if it has one, else by the data set's `data_collator`, else as torch does.
 

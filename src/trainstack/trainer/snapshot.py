@@ -181,6 +181,8 @@ def _load(kind: str, owners: Sequence[Any], states: Sequence[Any], kinds: Sequen
             )
         if kind == "optimizer":
             _say_other_settings(position, owner, state, log)
+        else:
+            _say_other_length(position, owner, state, log)
         try:
             owner.load_state_dict(state)
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
@@ -200,6 +202,18 @@ def _say_other_settings(position: int, optimizer: Optimizer, state: Mapping[str,
                     f"{name} was made with {key.removeprefix('initial_')}={mine[key]!r}; the run goes on with the "
                     f"checkpoint's {theirs[key]!r}. To use the new one, write reset_optimizers_schedulers=True."
                 )
+
+
+def _say_other_length(position: int, scheduler: Any, state: Mapping[str, Any], log: RunLogger) -> None:
+    """Say that a schedule goes on as it was laid when the run began, also where the run has become longer since."""
+    mine = scheduler.state_dict()
+    for key in ("total_steps", "T_max", "total_iters", "lr_lambdas"):
+        if key in mine and key in state and not _same(mine[key], state[key]):
+            log.warning(
+                f"scheduler {position} ({type(scheduler).__name__}) was made with {key}={mine[key]!r}; the run goes on "
+                f"with the checkpoint's {state[key]!r}. To lay the schedule anew over the epochs that are left, write "
+                "reset_optimizers_schedulers=True."
+            )
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -116,11 +116,10 @@ class SupervisedModule(ModuleInterface):
     def _evaluation_loaders(self, datasets: Any, sampler: type, batch_size: int) -> Any:
         if datasets is None:
             return None
-        options = self.val_dataloader_kwargs
+        options = {"batch_size": batch_size, **self.val_dataloader_kwargs}
         if isinstance(datasets, dict):
-            named = datasets.items()
-            return {key: self.build_dataloader(data, sampler, batch_size, **options) for key, data in named}
-        return self.build_dataloader(datasets, sampler, batch_size, **options)
+            return {key: self.build_dataloader(data, sampler, **options) for key, data in datasets.items()}
+        return self.build_dataloader(datasets, sampler, **options)
 
     def train_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
         """See `step`."""
