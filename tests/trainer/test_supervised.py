@@ -219,6 +219,19 @@ def test_targets_of_named_batches_are_what_the_model_does_not_take_or_what_is_as
     assert torch.equal(module.seen["default"]["targets"]["target"], numbers(10).tensors[1])
 
 
+@pytest.mark.spec("FN-17")
+def test_a_model_that_takes_everything_leaves_no_targets(tmp_path: Path) -> None:
+    class Greedy(Net):
+        def forward(self, features: Tensor, **others: Any) -> Tensor:  # type: ignore[override]
+            assert set(others) == {"id", "target"}
+            return super().forward(features)
+
+    module = Watched(Greedy(), cross_entropy, "sgd", Named(), Named(10))
+    train(module, tmp_path)
+
+    assert module.seen["default"]["targets"] == {}
+
+
 @pytest.mark.spec("FN-10", "FN-15", "FN-16", "HZ-17")
 def test_training_and_validation_may_have_mappings_and_methods_of_their_own(tmp_path: Path) -> None:
     module = Watched(
@@ -323,6 +336,14 @@ def test_a_module_of_one_s_own_builds_its_loaders_by_the_same_method() -> None:
     assert len(module.build_dataloader(numbers(9), torch.utils.data.RandomSampler, 4, batch_sampler=own)) == 3
 
 
+@pytest.mark.spec("HZ-25")
+def test_a_batch_that_is_a_dataclass_is_moved_like_any_other() -> None:
+    moved = ts.move_to_device(Batch(torch.zeros(2), torch.zeros(2, 3), torch.ones(2)), torch.device("meta"))
+
+    assert type(moved) is Batch
+    assert {moved.id.device.type, moved.features.device.type, moved.target.device.type} == {"meta"}
+
+
 @pytest.mark.spec("PA-06")
 def test_the_batch_of_one_device_may_be_given_instead(tmp_path: Path) -> None:
     one, other = supervised(), supervised()
@@ -354,8 +375,9 @@ def test_its_state_holds_the_model_s_weights_under_model_and_it_can_be_copied_an
     assert torch.equal(weights(bare), weights(module))
 
 
-@pytest.mark.spec("PA-01", "FN-51")
-def test_a_run_that_is_resumed_ends_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.spec("PA-01", "PA-10")
+@pytest.mark.parametrize("spec", ["sp", "sp-amp", "ddp-amp"])
+def test_a_run_that_is_resumed_ends_with_the_same_bits(spec: str, tmp_path: Path) -> None:
     class Stopping(Named):
         stop = True
 
@@ -375,7 +397,8 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(tmp_path: Path) -> None:
             input_mapping={"features": "input"},
         )
 
-    saving: dict[str, Any] = {"epochs": 3, "checkpointer_args": ts.DefaultCheckpointerArguments(every_n_steps=1)}
+    every_step = ts.DefaultCheckpointerArguments(every_n_steps=1)
+    saving: dict[str, Any] = {"epochs": 3, "backend": spec, "checkpointer_args": every_step}
     ts.seed_everything(3)
     unbroken = module(Named())
     train(unbroken, tmp_path / "unbroken", **saving)

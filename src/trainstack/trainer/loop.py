@@ -58,6 +58,7 @@ class TrainLoop:
     ) -> None:
         self.stack, self.work, self.hooks = stack, work, hooks
         self.schedules = schedules or Schedules()
+        self.schedulers = self.schedules.schedulers
         self.state = state or RunState()
         self.skip_nonfinite = skip_nonfinite
         self.meter = LossMeter(tolerant=skip_nonfinite, comm=work.world.comm)

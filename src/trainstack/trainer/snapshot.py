@@ -144,11 +144,11 @@ def get_loop_state(loop: TrainLoop) -> dict[str, Any]:
     return {
         **loop.state.get_state(),
         "optimizers": [optimizer.state_dict() for optimizer in loop.work.optimizers],
-        "schedulers": [scheduler.state_dict() for scheduler in loop.schedules.schedulers],
+        "schedulers": [scheduler.state_dict() for scheduler in loop.schedulers],
         "scheduler_counts": loop.schedules.get_counts(),
         "kinds": {
             "optimizers": [type(optimizer).__name__ for optimizer in loop.work.optimizers],
-            "schedulers": [type(scheduler).__name__ for scheduler in loop.schedules.schedulers],
+            "schedulers": [type(scheduler).__name__ for scheduler in loop.schedulers],
         },
         "meter": loop.meter.get_state(),
     }
@@ -164,7 +164,7 @@ def update_loop_state(loop: TrainLoop, state: Mapping[str, Any], *, fresh_optimi
     loop.meter.update_state(state["meter"])
     if not fresh_optimizers:
         _load("optimizer", loop.work.optimizers, state["optimizers"], state["kinds"]["optimizers"], log)
-        _load("scheduler", loop.schedules.schedulers, state["schedulers"], state["kinds"]["schedulers"], log)
+        _load("scheduler", loop.schedulers, state["schedulers"], state["kinds"]["schedulers"], log)
         loop.schedules.update_counts(state["scheduler_counts"])
 
 
