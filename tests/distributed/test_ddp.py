@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import trainstack as ts
-from tests.helpers.modules import arguments, weights
-from tests.helpers.processes import run_world
+from tests.helpers.modules import Classifier, arguments, weights
+from tests.helpers.processes import run_agents, run_world
 from tests.helpers.workers import Uneven, equality
 
 pytestmark = pytest.mark.distributed
@@ -120,23 +120,59 @@ def test_gathering_uneven_empty_and_nested_things() -> None:
         assert rank["scalar"] == [0, 1, 2]
         assert rank["text"] == [0, 1, 2]
         assert rank["nothing"] == [[1.0, 1.0], ["a"]]
+        assert rank["pair"] == [[0, 1, 2], [3, 0]]
 
 
-@pytest.mark.spec("FN-35", "F209")
-@pytest.mark.parametrize("how", ["raise", "hook", "kill", "validation"])
-def test_when_one_rank_fails_all_end_and_say_why(how: str, tmp_path: Path) -> None:
-    results = run_world(2, "failure", timeout=60, may_fail=True, directory=str(tmp_path), how=how)
+def test_outputs_that_do_not_fit_together_are_refused_on_all_processes() -> None:
+    for rank in run_world(3, "gathered"):
+        widths, keys, dtypes = rank["refused"]
+        assert "rows of shape (3,), torch.float32 on ranks [0, 2]" in widths
+        assert "rows of shape (4,), torch.float32 on ranks [1]" in widths
+        assert "{'b': ...} with rows of shape (3,)" in keys
+        assert "torch.float64 on ranks [2]" in dtypes
 
-    survivor = results[0]
-    assert survivor.get("seconds", 0.0) < 20
-    if how == "kill":
-        assert results[1]["exit"] == -9
-        assert "error" in survivor
-        return
-    reason = "divides by zero" if how == "raise" else "looks in vain"
-    assert reason in results[1]["error"]
-    assert survivor["error"].startswith("PeerError: rank 1 failed")
-    assert reason in survivor["error"]
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("find_unused_paramters", "Did you mean 'find_unused_parameters'?"),
+        ("process_group", "sets that itself"),
+        ("xyz", "There are "),
+    ],
+)
+def test_a_wrong_option_of_ddp_is_answered_when_the_stack_is_built(option: str, said: str) -> None:
+    with pytest.raises(ts.ConfigurationError) as raised:
+        ts.build_trainer_backend("ddp", ddp={option: True})
+
+    assert said in str(raised.value)
+
+
+@pytest.mark.spec("F209")
+def test_a_checkpoint_that_fails_in_the_background_ends_all_processes(tmp_path: Path) -> None:
+    # under torchrun, whose agent keeps the word that rank 0 leaves when it goes
+    main, other = run_agents(1, 2, "background_failure", timeout=60, directory=str(tmp_path))
+
+    assert main["error"].startswith("CheckpointError: ")
+    assert "the disk is gone" in main["error"]
+    assert main["steps"] == 4, "the next step boundary"
+    assert other["error"].startswith("PeerError: rank 0 failed")
+    assert "the disk is gone" in other["error"]
+
+
+def test_a_loader_with_a_state_goes_on_over_processes(tmp_path: Path) -> None:
+    """Every process reads all batches and trains on every second; 21 batches, 4 a step, 6 steps an epoch."""
+    start = ts.export_model(Classifier(seed=9), tmp_path / "start")
+    made = {"init_weights_from": str(start)}
+    whole = run_world(2, "streams", directory=str(tmp_path / "whole"), **made)
+    cut = run_world(2, "streams", directory=str(tmp_path / "cut"), stop_at=4, **made)
+    again = run_world(2, "streams", directory=str(tmp_path / "cut"), **made)
+
+    for rank in range(2):
+        assert whole[rank]["taken"] == ["net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias"]
+        assert {**cut[rank]["seen"], **again[rank]["seen"]} == whole[rank]["seen"]
+        assert again[rank]["weights"] == whole[rank]["weights"]
+        assert again[rank]["reads"] == whole[rank]["reads"] - 3 * 4
+        assert again[rank]["taken"] == []
 
 
 def test_weights_that_differ_are_never_saved(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -165,12 +167,12 @@ def all_reduces(accumulation: int) -> dict[str, int]:
     return {"buckets": reduced, "steps": trainer.global_steps_finished, **spent}
 
 
-def failure(directory: str, how: str) -> Any:
+def failure(directory: str, how: str, culprit: int = 1) -> Any:
     """One rank fails in some way, in the third step."""
 
     class Fails(Classifier):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
-            if RANK == 1 and global_step == 3:
+            if culprit == RANK and global_step == 3:
                 if how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "raise":
@@ -178,11 +180,11 @@ def failure(directory: str, how: str) -> Any:
             return super().train_step(global_step, batch, device)
 
         def on_end_train_step(self, global_step: int) -> None:
-            if RANK == 1 and global_step == 3 and how == "hook":
+            if culprit == RANK and global_step == 3 and how == "hook":
                 raise LookupError("rank one looks in vain")
 
         def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
-            if RANK == 1 and how == "validation":
+            if culprit == RANK and how == "validation":
                 raise LookupError("rank one looks in vain")
 
     trainer = ts.Trainer(Fails(numbers(64), validate=True), arguments(directory, backend="ddp"))
@@ -192,6 +194,110 @@ def failure(directory: str, how: str) -> Any:
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - start}
     return {"error": None}
+
+
+def background_failure(directory: str) -> Any:
+    """The disk of rank 0 fails under a checkpoint that is written in the background; nothing else asks for it."""
+    from trainstack.checkpointing import filesystem
+
+    in_step_4 = threading.Event()
+
+    def fail(handle: Any) -> None:
+        in_step_4.wait(20)
+        raise OSError("the disk is gone")
+
+    class Waits(Classifier):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if RANK == 0 and global_step == 4:
+                in_step_4.set()
+                deadline = time.monotonic() + 20
+                while trainer._ready().loop.attend_at and time.monotonic() < deadline:
+                    time.sleep(0.001)
+            return super().train_step(global_step, batch, device)
+
+    filesystem.sync_file = fail
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=3, async_save=True)
+    trainer = ts.Trainer(Waits(numbers(400)), arguments(directory, backend="ddp", checkpointer_args=saving))
+    try:
+        trainer.train()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "steps": trainer.global_steps_finished}
+    return {"error": None}
+
+
+def adopted_failure(how: str) -> Any:
+    """In a group that exists already, rank 1 fails and stays alive, as a notebook does; then all train anew in it."""
+    dist.init_process_group("gloo")
+
+    class Fails(Classifier):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if RANK == 1 and global_step == 3 and how == "train_step":
+                raise ZeroDivisionError("rank one divides by zero")
+            return super().train_step(global_step, batch, device)
+
+        def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if RANK == 1 and how == "validate":
+                raise ZeroDivisionError("rank one divides by zero")
+            return super().val_step(global_step, batch, device)
+
+        def get_optimizers_schedulers(self, *given: Any) -> Any:
+            if RANK == 1 and how == "get_optimizers":
+                raise ZeroDivisionError("rank one divides by zero")
+            return super().get_optimizers_schedulers(*given)
+
+    trainer, said = ts.Trainer(Fails(validate=True), arguments("unused", backend="ddp")), "nothing"
+    start = time.monotonic()
+    try:
+        trainer.validate() if how == "validate" else trainer.train()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    dist.barrier()  # the group is as it was; who failed has waited here for the others
+    trainer.close()
+    module = Classifier(validate=True)
+    again = ts.Trainer(module, arguments("unused", backend="ddp"))
+    again.train()
+    again.close()
+    return {"said": said, "seconds": seconds, "weights": weights(module).tolist(), "group": dist.is_initialized()}
+
+
+def late(how: str, seconds: float = 60.0) -> Any:
+    """Rank 1 does not come to a collective in time, one way or another."""
+
+    class Late(Classifier):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if RANK == 1 and global_step == 3 and how == "train_step":
+                time.sleep(seconds)
+            if RANK == 1 and global_step == 3 and how == "killed":
+                time.sleep(1.5)  # within which it is looked after once
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().train_step(global_step, batch, device)
+
+        def on_end_train_step(self, global_step: int) -> None:
+            if RANK == 1 and global_step == 3 and how == "collective":
+                trainer.gather(torch.zeros(1))
+
+        def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
+            if RANK == 1 and how == "on_end_val_epoch":
+                time.sleep(seconds)
+
+    options = {"ddp": {"timeout_s": 3.0}}
+    trainer = ts.Trainer(Late(validate=True), arguments("unused", backend="ddp", backend_options=options))
+    start = time.monotonic()
+    try:
+        if how != "main alone" or RANK == 0:
+            trainer.train()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - start}
+    return {"error": None}
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+_DTYPES = (torch.float32, torch.float32, torch.float64)
 
 
 def gathered() -> Any:
@@ -208,7 +314,15 @@ def gathered() -> Any:
         }
     )
     nothing = stack.gather([] if world.rank != 1 else [torch.ones(2), ["a"]])
+    pair = stack.gather(Pair(torch.tensor([world.rank], dtype=torch.uint16), torch.ones(1, 0)))
+    refused = []
+    for odd in (torch.ones(2, 3 + world.rank % 2), {"b": mine} if world.rank else {"a": mine}, mine.to(_DTYPES[RANK])):
+        try:
+            stack.gather(odd)
+        except ts.ModuleContractError as error:
+            refused.append(str(error))
     stack.close()
+    joined |= {"pair": [pair.first.tolist(), list(pair.second.shape)], "refused": refused}
     return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in joined.items()} | {
         "nothing": [nothing[0].tolist(), nothing[1]]
     }
@@ -234,7 +348,6 @@ def diverged(directory: str) -> Any:
 
 def together() -> Any:
     """`trainer.gather` and `trainer.print`."""
-    import contextlib
     import io
 
     trainer = ts.Trainer(Classifier(), arguments("unused", backend="ddp"))
@@ -311,6 +424,25 @@ def noisy(directory: str, **changes: Any) -> list[float]:
     except KeyboardInterrupt:
         return []
     return weights(module).tolist()
+
+
+def streams(directory: str, stop_at: int | None = None, **changes: Any) -> dict[str, Any]:
+    """A loader that keeps its own place, and weights from elsewhere."""
+    from tests.trainer.test_loader_state import EVERY_STEP, Reads, Stream
+
+    module = Reads(lambda data, sampler, size: Stream(data, size), stop_at=stop_at)
+    made: dict[str, Any] = {"checkpointer_args": EVERY_STEP, "resume": "auto", "gpu_batch_size_limit": 2, **changes}
+    torch.manual_seed(RANK)
+    trainer = ts.Trainer(module, arguments(directory, backend="ddp", epochs=2, **made))
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.train()
+    report = trainer.warm_start_report
+    return {
+        "seen": module.seen,
+        "weights": weights(module).tolist(),
+        "reads": Stream.reads,
+        "taken": list(report.loaded) if report else [],
+    }
 
 
 def main() -> None:

@@ -494,3 +494,51 @@ def test_nothing_is_collected_for_a_checkpoint_that_is_not_due(tmp_path: Path) -
     trainer.train()
 
     assert copy.copy(trainer.state.last_epoch) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("handed", None),
+        ("drop_last", None),
+        ("subset", None),
+        ("share", "5 samples were evaluated and the data set has 10"),
+        ("own drop_last", "8 samples were evaluated and the data set has 10"),
+        ("twice", "20 samples were evaluated and the data set has 10"),
+        ("capped", None),
+        ("uncountable", None),
+    ],
+)
+def test_an_evaluation_over_other_samples_than_the_data_set_is_told_once(
+    kind: str, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = numbers(10)
+
+    class Evaluates(Classifier):
+        def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
+            if kind in ("handed", "drop_last"):
+                return DataLoader(data, batch_size=4, sampler=sampler(data), drop_last=kind == "drop_last")
+            if kind == "subset":
+                part = torch.utils.data.Subset(data, range(5))
+                return DataLoader(part, batch_size=4, sampler=sampler(part))
+            if kind in ("share", "capped"):
+                return DataLoader(data, batch_size=4, sampler=SubsetRandomSampler(range(5)))
+            if kind == "twice":
+                return DataLoader(data, batch_sampler=[list(range(10)), list(range(10))])
+            if kind == "uncountable":
+                return DataLoader(data, batch_sampler=[list(range(5))], collate_fn=lambda samples: object())
+            return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 4, True))
+
+        def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return torch.zeros(1)
+
+    trainer = ts.Trainer(Evaluates(), arguments(tmp_path, max_val_steps_per_epoch=1 if kind == "capped" else None))
+    trainer.validate()
+    trainer.validate()
+
+    told = [record.message for record in caplog.records if "samples were evaluated" in record.message]
+    assert len(told) == (said is not None)
+    if said is not None:
+        assert told[0].startswith("val loader 'default': ")
+        assert said in told[0]
+        assert "sampler=sampler(dataset)" in told[0]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from trainstack.backends.lookout import Lookout
 from trainstack.errors import PeerError
 
 
@@ -65,12 +67,19 @@ class Communicator:
             if text is not None:
                 raise PeerError(f"{doing} failed on rank {rank}, so all processes stop. There: {text}")
 
-    def post_failure(self, error: BaseException) -> None:
-        """Leave word of `error` for the other processes, which are about to miss this one."""
+    def together(self, where: Callable[[], str]) -> AbstractContextManager[None]:
+        """A context around what all processes do together: when one of them fails in it, all do, and say why.
 
-    def origin_of(self, error: BaseException) -> BaseException:
-        """The failure of another process that made `error` happen here, if one left word; else `error`."""
-        return error
+        It may stand within another one, and does nothing there.
+
+        Args:
+            where: says where this process is, for the others; called from another thread.
+
+        Raises:
+            PeerError: another process has failed, with its traceback; or has not come to a collective, with the place
+                of every process.
+        """
+        return nullcontext()
 
 
 class GroupCommunicator(Communicator):
@@ -78,12 +87,16 @@ class GroupCommunicator(Communicator):
 
     Args:
         group: one that carries CPU tensors.
-        store: where word of failures is left.
+        store: where processes leave word for each other outside of collectives.
+        groups: the others in which these processes work together. All of them are ours to break.
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: Store) -> None:
-        self._group, self._store = group, store
+    def __init__(self, group: dist.ProcessGroup, store: Store, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+        self._group, self._groups = group, tuple(groups)
+        self._lookout: Lookout | None = None
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        # A group may serve one run after another. A connection of its own waits for nobody who waits on the store.
+        self._store = PrefixStore(f"trainstack/run/{self.share(uuid.uuid4().hex)}", store.clone())  # type: ignore[attr-defined]  # missing in the stubs
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -103,29 +116,41 @@ class GroupCommunicator(Communicator):
             if rank == self.rank:
                 part.copy_(rows)
             for piece in torch.split(part, chunk or count) if count else ():
-                dist.broadcast(
-                    piece.view(torch.uint8) if piece.dtype is torch.bool else piece, group=self._group, group_src=rank
-                )
+                dist.broadcast(piece.view(torch.uint8), group=self._group, group_src=rank)  # gloo lacks some dtypes
             begin += count
         return whole
 
-    def post_failure(self, error: BaseException) -> None:
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        with suppress(RuntimeError):  # where the store is gone, there is nobody left to tell
-            self._store.compare_set(_FAILURE, "", f"{self.rank}\n{text}")
-
-    def origin_of(self, error: BaseException) -> BaseException:
-        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
-            return error  # not what a lost peer looks like from here
+    @contextmanager
+    def together(self, where: Callable[[], str]) -> Iterator[None]:
+        if self.size == 1 or self._lookout is not None:
+            yield
+            return
+        self._lookout = lookout = Lookout(self._store, self.rank, self.size, where, self._cut)
+        lookout.start()
         try:
-            if not self._store.check([_FAILURE]):
-                return error
-            rank, _, text = self._store.get(_FAILURE).decode().partition("\n")
-        except RuntimeError:
-            return error
-        if int(rank) == self.rank:
-            return error
-        return PeerError(f"rank {rank} failed, so rank {self.rank} stops as well. There:\n{text}")
+            yield
+        except BaseException as error:
+            origin = lookout.judge(error)
+            if origin is error:
+                raise
+            raise origin from error
+        finally:
+            self._lookout = None
+            lookout.stop()
+
+    def _cut(self) -> None:
+        """Make all collectives of our groups fail here, those under way in another thread included.
+
+        gloo knows no way to abort, but a wait that has run out closes every connection of its group: so wait a moment
+        for what nobody sends. That is never mistaken for a collective's data, which have tags of their own.
+        """
+        for group in {self._group, *self._groups}:
+            with suppress(Exception):
+                never = dist.irecv(torch.empty(1), group=group, group_src=(self.rank + 1) % self.size, tag=_NEVER_SENT)
+                assert never is not None
+                never.wait(timedelta(milliseconds=1))
+            with suppress(Exception):
+                group.abort()  # what nccl understands
 
 
-_FAILURE = "trainstack/failure"
+_NEVER_SENT = 0x7EA7

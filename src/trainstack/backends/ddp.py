@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import difflib
+import inspect
 import os
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -33,6 +37,8 @@ from trainstack.backends.world import World, pick_device
 from trainstack.errors import ConfigurationError, annotate
 from trainstack.stage import Stage
 
+_SET_HERE = {"module", "process_group", "device_ids", "output_device"}
+
 _UNUSED = (
     "some parameters took no part in the loss of a step. If that is meant, write "
     "backend_options={'ddp': {'find_unused_parameters': True}}; else freeze them with requires_grad_(False)."
@@ -43,8 +49,10 @@ _UNUSED = (
 class DDP(AbstractTrainerBackendDecorator):
     """Joins the processes that a launcher started and wraps the module in `DistributedDataParallel`.
 
-    A process group that exists already is adopted and never destroyed. Gradients are summed with the weights of the
-    loop, so that the result is that of one process on the whole batch; a process without samples takes part with zeros.
+    A process group that exists already is adopted and never destroyed; the processes then work together in groups of
+    their own beside it, which have `timeout_s` and which a failure may break.
+    Gradients are summed with the weights of the loop, so that the result is that of one process on the whole batch; a
+    process without samples takes part with zeros.
 
     Args:
         inner: the layer inside this one.
@@ -72,12 +80,14 @@ class DDP(AbstractTrainerBackendDecorator):
         **options: Any,
     ) -> None:
         super().__init__(inner)
+        _check_options(options)
         self._explicit, self._environ = place, os.environ if environ is None else environ
         self._gather_frequency = gather_frequency or (place.gather_frequency if place is not None else None)
         self._timeout = timedelta(seconds=timeout_s if place is None else place.timeout_s)
         self._options = options
         self._owns_group = False
-        self._side_group: dist.ProcessGroup | None = None
+        self._group: dist.ProcessGroup | None = None  # sums gradients
+        self._made: list[dist.ProcessGroup] = []
         self._world: World | None = None
 
     def open(self, device: str | torch.device = "auto") -> World:
@@ -95,9 +105,23 @@ class DDP(AbstractTrainerBackendDecorator):
             size=dist.get_world_size(),
             local_rank=local_rank,
             device=mine,
-            comm=GroupCommunicator(self._talking_group(), dist.distributed_c10d._get_default_store()),
+            comm=self._communicator(),
         )
         return self._world
+
+    def _communicator(self) -> GroupCommunicator:
+        """Talks over a group that carries CPU tensors, which is the one for gradients if that does.
+
+        Beside an adopted group stand groups of our own: they have our time-out, and may be broken when a process fails.
+        """
+        self._group = cast(dist.ProcessGroup, dist.group.WORLD) if self._owns_group else self._new_group(None)
+        talking = self._group if dist.get_backend(self._group) == "gloo" else self._new_group("gloo")
+        return GroupCommunicator(talking, dist.distributed_c10d._get_default_store(), [self._group])
+
+    def _new_group(self, backend: str | None) -> dist.ProcessGroup:
+        made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=self._timeout)
+        self._made.append(made)
+        return made
 
     def _join(self, place: Place, device: torch.device) -> None:
         dist.init_process_group(
@@ -108,13 +132,8 @@ class DDP(AbstractTrainerBackendDecorator):
             timeout=self._timeout,
         )
         self._owns_group = True
-
-    def _talking_group(self) -> dist.ProcessGroup:
-        """A group that carries CPU tensors: the default one if it does, else one beside it."""
-        if dist.get_backend() == "gloo":
-            return cast(dist.ProcessGroup, dist.group.WORLD)
-        self._side_group = dist.new_group(backend="gloo", timeout=self._timeout)
-        return self._side_group
+        atexit.unregister(_let_threads_finish)
+        atexit.register(_let_threads_finish)
 
     def prepare(self, work: Workload) -> Workload:
         work = self.inner.prepare(work)
@@ -127,7 +146,7 @@ class DDP(AbstractTrainerBackendDecorator):
             )
         if not any(p.requires_grad for p in work.parameters):
             return replace(work, gradients_reduced_by=self.name)
-        wrapped = DistributedDataParallel(_Entry(work.model), **self._options)
+        wrapped = DistributedDataParallel(_Entry(work.model), process_group=self._group, **self._options)
         return replace(work, model=wrapped, gradients_reduced_by=self.name)
 
     def accumulate(self, work: Workload, last: bool) -> AbstractContextManager[Any]:
@@ -157,11 +176,31 @@ class DDP(AbstractTrainerBackendDecorator):
 
     def close(self) -> None:
         self.inner.close()
-        if self._side_group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._side_group)
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
-        self._side_group, self._owns_group = None, False
+        if dist.is_initialized():
+            for group in self._made:
+                dist.destroy_process_group(group)
+            if self._owns_group:
+                dist.destroy_process_group()
+        self._group, self._made, self._owns_group = None, [], False
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    known = sorted(set(inspect.signature(DistributedDataParallel).parameters) - _SET_HERE)
+    for name in options:
+        if name in _SET_HERE:
+            raise ConfigurationError(f"backend_options={{'ddp': {{{name!r}: ...}}}}: the layer sets that itself.")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise ConfigurationError(
+                f"layer 'ddp' and DistributedDataParallel have no option {name!r}. "
+                + (f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}.")
+            )
+
+
+def _let_threads_finish() -> None:
+    """gloo's thread may be the last to hold a gradient that was summed, and Python aborts a process in which a thread
+    asks for its lock while it exits: give the lock away once before."""
+    time.sleep(0.05)
 
 
 class _Entry(nn.Module):

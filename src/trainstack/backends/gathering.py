@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainstack.backends.communicator import Communicator
+from trainstack.errors import ModuleContractError
 
 
 def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None) -> Any:
@@ -21,6 +22,9 @@ def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None) -
         comm: how to talk.
         outputs: this process's.
         chunk: send at most so many rows at once.
+
+    Raises:
+        ModuleContractError: the processes' outputs do not fit together; on all of them.
     """
     if comm.size == 1:
         return outputs
@@ -31,6 +35,7 @@ def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None) -
     if not filled:
         return outputs
     plan, facts = filled[0]
+    _check_alike(told)
     everyone = [theirs if theirs else [None] * len(facts) for _, theirs in told]
     mine = leaves or [None] * len(facts)
     joined = [
@@ -45,7 +50,7 @@ def _flatten(value: Any, leaves: list[Any]) -> Any:
     if isinstance(value, dict):
         return {key: _flatten(item, leaves) for key, item in value.items()}
     if _is_structure(value):
-        return type(value)([_flatten(item, leaves) for item in value])
+        return _like(value, [_flatten(item, leaves) for item in value])
     if isinstance(value, list) and not value and not isinstance(value, Column):
         return value
     leaves.append(value)
@@ -65,6 +70,24 @@ class Column(list[Any]):
 
 class _Leaf:
     """Marks the place of a leaf in a structure."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+def _check_alike(told: list[Any]) -> None:
+    """Every process sees the same and decides the same."""
+    by_look: dict[str, list[int]] = {}
+    for rank, (plan, facts) in enumerate(told):
+        if facts:
+            kinds = [f"rows of shape {fact[2]}, {fact[3]}" if fact[0] == "tensor" else "objects" for fact in facts]
+            by_look.setdefault(f"{plan!r} with {'; '.join(kinds)}", []).append(rank)
+    if len(by_look) > 1:
+        looks = ", ".join(f"{look} on ranks {ranks}" for look, ranks in by_look.items())
+        raise ModuleContractError(
+            f"the processes' outputs cannot be joined: {looks}. Give the same structure, dtypes and shapes on every "
+            "process, all but the first dimension; pad to one length."
+        )
 
 
 def _describe(leaf: Any) -> Any:
@@ -93,4 +116,8 @@ def _rebuild(plan: Any, leaves: Any) -> Any:
         return next(leaves)
     if isinstance(plan, dict):
         return {key: _rebuild(item, leaves) for key, item in plan.items()}
-    return type(plan)(_rebuild(item, leaves) for item in plan)
+    return _like(plan, [_rebuild(item, leaves) for item in plan])
+
+
+def _like(kind: Any, items: list[Any]) -> Any:
+    return kind._make(items) if hasattr(kind, "_make") else type(kind)(items)

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from trainstack.backends.environment import Place
 from trainstack.errors import TrainstackError
@@ -30,15 +30,32 @@ def open_store(place: Place, timeout_s: float, environ: Mapping[str, str] | None
     """
     environ = os.environ if environ is None else environ
     hosted = place.launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store: Store = TCPStore(
-        place.master_addr,
-        place.master_port,
-        place.size,
-        is_master=place.rank == 0 and not hosted,
-        timeout=timedelta(seconds=timeout_s),
-        multi_tenant=not hosted,
-    )
+    try:
+        store: Store = TCPStore(
+            place.master_addr,
+            place.master_port,
+            place.size,
+            is_master=place.rank == 0 and not hosted,
+            timeout=timedelta(seconds=timeout_s),
+            multi_tenant=not hosted,
+        )
+    except DistError as error:
+        raise TrainstackError(_why_alone(place, timeout_s, error)) from error
     return PrefixStore(f"trainstack/{agree(store, place.rank, place.size, timeout_s)}", store) if hosted else store
+
+
+def _why_alone(place: Place, timeout_s: float, error: Exception) -> str:
+    point = f"{place.master_addr}:{place.master_port}"
+    if "EADDRINUSE" in str(error):
+        return (
+            f"rank 0 cannot host the meeting of the {place.size} processes at {point}: the port is in use, perhaps by "
+            "another run. Take another one with MASTER_PORT; `torchrun --standalone` finds a free one."
+        )
+    return (
+        f"rank {place.rank} of {place.size} has not met the others at {point} within {timeout_s:g} s ({error}). Every "
+        "process has to come as far as the first use of its trainer: look at the output of the others, which may have "
+        "failed before, and for an `if rank == 0:` around the training."
+    )
 
 
 def agree(store: Store, rank: int, size: int, timeout_s: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
@@ -55,15 +56,19 @@ class LoopDriver:
         )
         loop.attend, loop.attend_at = (lambda: self._drain(loop)), self._state.global_step + _DRAIN_EVERY
         windows = source.windows(self._state.epoch, 0, 0)
-        train_windows(loop, islice(windows, self._args.max_train_steps_per_epoch))
-        loop.meter.drain()
+        with self._together():
+            train_windows(loop, islice(windows, self._args.max_train_steps_per_epoch))
+            loop.meter.drain()
         self._state.finish_epoch()
         assert loop.epoch_outputs is not None
         return loop.epoch_outputs.all_outputs
 
-    def _drain(self, loop: TrainLoop) -> int:
+    def _together(self) -> AbstractContextManager[None]:
+        return self._work.world.comm.together(lambda: f"global step {self._state.current_step}")
+
+    def _drain(self, loop: TrainLoop) -> None:
         loop.meter.drain()
-        return self._state.global_step + _DRAIN_EVERY
+        loop.attend_at = self._state.global_step + _DRAIN_EVERY
 
     def validate(self, dataloader: Any) -> Any:
         """One pass over `dataloader`; returns the collected outputs."""

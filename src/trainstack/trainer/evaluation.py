@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from itertools import islice
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainstack.backends import Communicator, TrainerBackend, Workload, World
 from trainstack.errors import ModuleContractError
@@ -89,6 +89,28 @@ def evaluation_batches(loader: Any, *, seed: int, world: World, limit: int | Non
     return Batches(zip(batches, map(len, indices), strict=True), True)
 
 
+def miscounted(loader: Any, counts: Sequence[int | None]) -> str | None:
+    """What to say where the samples evaluated are not those of the data set, each once; None where they are.
+
+    Args:
+        loader: what was evaluated, to its end.
+        counts: samples evaluated, by process, where each had a part; None where they could not be counted.
+    """
+    dataset = getattr(loader, "dataset", None)
+    known = [count for count in counts if count is not None]
+    if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset) or len(known) < len(counts):
+        return None
+    length, evaluated = len(dataset), sum(known)  # type: ignore[arg-type]
+    if evaluated == length:
+        return None
+    return (
+        f"{evaluated} samples were evaluated and the data set has {length}: metrics are over other samples than its "
+        f"own, each once. The loader keeps its own order, since {why_foreign(loader) or 'its batches differ'}. Give it "
+        "sampler=sampler(dataset) with the sampler that the method is handed, which also shares the data among "
+        "processes; for a part of the data give it a torch.utils.data.Subset."
+    )
+
+
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
     """All submodules in eval mode inside; each in the mode it had before, after."""
@@ -116,6 +138,7 @@ class Evaluation:
     Attributes:
         outputs: what was collected; None where nothing was to be.
         batches: how many were evaluated.
+        samples: how many they held; None where that could not be counted.
     """
 
     def __init__(
@@ -124,6 +147,7 @@ class Evaluation:
         self.stack, self.work, self.stage, self.step = stack, work, stage, step
         self.outputs = OutputCollector() if keep_outputs else None
         self.batches = 0
+        self.samples: int | None = 0
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
 
@@ -143,6 +167,14 @@ class Evaluation:
                 if done >= progress.next_look:
                     progress.look(done, lambda: None)
                 self.batches = done
+                self._count(batch, samples)
+
+    def _count(self, batch: Any, samples: int | None) -> None:
+        if self.samples is not None:
+            try:
+                self.samples += samples_in(batch) if samples is None else samples
+            except ModuleContractError:
+                self.samples = None
 
     def _weigh(self, batch: Any, samples: int | None) -> float:
         weigh = own_weigher(self.work.module)

@@ -41,8 +41,8 @@ class TrainLoop:
     Attributes:
         meter: gets the losses.
         step_outputs, epoch_outputs: collectors; None where nobody reads them.
-        attend: called once `state.global_step` has reached `attend_at`; returns the step to be called at next.
-        attend_at: see `attend`.
+        attend: called once `state.global_step` has reached `attend_at`, which it moves on.
+        attend_at: see `attend`. Set to 0, also by another thread, it has `attend` called at the next step boundary.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TrainLoop:
         self.meter = LossMeter(tolerant=skip_nonfinite, comm=work.world.comm)
         self.step_outputs = OutputCollector(device=None) if hooks.step_outputs else None
         self.epoch_outputs = OutputCollector() if keep_epoch_outputs else None
-        self.attend: Callable[[], int] = lambda: NEVER
+        self.attend: Callable[[], None] = lambda: None
         self.attend_at = NEVER
 
 
@@ -74,7 +74,7 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
     Raises:
         ModuleContractError: `train_step` did not return a loss to train on.
     """
-    stack, state, step_schedulers = loop.stack, loop.state, loop.schedules.on_step
+    stack, state, step_schedulers = loop.stack, loop.state, loop.schedules.step
     work = loop.work = loop.work.refreshed()
     if loop.step_outputs is not None:
         loop.step_outputs.reset()
@@ -95,14 +95,13 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
         if not moved and buffers is not None:
             buffers.put_back()
         if moved:
-            for step_scheduler in step_schedulers:
-                step_scheduler()
+            step_schedulers()
         _advance(state, window, moved)
         meter.add_step(state, window, losses, moved, norm)
         if after_step is not None:
             after_step()
         if state.global_step >= loop.attend_at:
-            loop.attend_at = loop.attend()
+            loop.attend()
 
 
 def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:

@@ -14,7 +14,7 @@ from trainstack.errors import ModuleContractError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.collector import as_arguments
-from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_batches, named_loaders
+from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_batches, miscounted, named_loaders
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.hooks import Hooks
 from trainstack.trainer.logs import RunLogger
@@ -54,7 +54,9 @@ class Run:
         epoch_rng: the random state that the epoch under way began with.
         busy: whether a step, a hook or a validation is under way, so that a checkpoint has to wait.
         save_asked: whether one waits.
+        pin_asked: whether the next checkpoint is to be kept for good.
         watched: names of the parameters and buffers that must stay finite.
+        poll: raises what has failed beside the training; called whenever the loop attends to something.
     """
 
     def __init__(
@@ -68,11 +70,13 @@ class Run:
     ) -> None:
         self.module, self.args, self.stack, self.world = module, args, stack, world
         self.state, self.history = state, history
-        self.log = RunLogger(args.log_level)
+        self.log = RunLogger(args.log_level if world.is_main else "ERROR")  # what is said is true of all processes
+        self._miscounted = set[str]()
         check_signatures(module, self.log)
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
-        self.busy = self.save_asked = False
+        self.poll: Callable[[], None] = lambda: None
+        self.busy = self.save_asked = self.pin_asked = False
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log)
         module.plan, module._history, module._run_state = self.data.plan, history, state
@@ -196,13 +200,21 @@ class Run:
         evaluation.run(batches, progress)
         progress.end_validation()
         comm = world.comm if in_parts else Communicator()
-        if not sum(comm.gather(evaluation.batches)):
+        told = comm.gather((evaluation.batches, evaluation.samples))
+        if not sum(batches for batches, _ in told):
             self.log.warning(f"the {stage.name.lower()} loader {key!r} gave no batch at all.")
+        elif self.args.max_val_steps_per_epoch is None:
+            self._say_miscounted(f"{stage.name.lower()} loader {key!r}", miscounted(loader, [n for _, n in told]))
         self._record_loss(stage, key, evaluation.mean_loss(comm))
         if evaluation.outputs is None:
             return None
         outputs = evaluation.outputs.all_outputs
         return self.stack.gather(outputs) if in_parts else outputs
+
+    def _say_miscounted(self, which: str, what: str | None) -> None:
+        if what is not None and which not in self._miscounted:
+            self._miscounted.add(which)
+            self.log.warning(f"{which}: {what}")
 
     def val_loaders(self) -> dict[str, Any]:
         """The module's validation loaders by name; empty if it has none."""
@@ -231,8 +243,8 @@ class Run:
             step, epoch = self.state.global_step, self.state.epoch
             self.history.update_metric(f"{name}/loss", loss, step=step, epoch=epoch)
 
-    def _attend(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> int:
-        """What is due at this step: log, save, paint. Returns the next step at which something is."""
+    def _attend(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
+        """What is due at this step: log, save, paint, and moving on to the next step at which something is."""
         state, step = self.state, self.state.global_step
         if step % self.args.log_interval == 0:
             reporter.log_point(state, self.loop.meter, self.loop.work.optimizers)
@@ -243,7 +255,8 @@ class Run:
             self._save(save, True)
         if state.steps_in_epoch >= reporter.progress.next_look:
             reporter.look(state)
-        return self._next_attention(reporter, save_every)
+        self.loop.attend_at = self._next_attention(reporter, save_every)
+        self.poll()  # after that: what fails later moves `attend_at` again
 
     def _next_attention(self, reporter: Reporter, save_every: int | None) -> int:
         step, interval = self.state.global_step, self.args.log_interval

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainstack.backends import Communicator
-from trainstack.errors import ConfigurationError
+from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.schedulers.config import SchedulerConfig
 from trainstack.trainer.schedulers.timm import TimmSchedulerAdapter
@@ -20,7 +20,6 @@ class Schedules:
 
     Attributes:
         schedulers: the schedulers themselves, whose states a checkpoint keeps.
-        on_step: to be called after each global step that moved the weights.
     """
 
     def __init__(self, configs: Sequence[Any] = ()) -> None:
@@ -28,18 +27,30 @@ class Schedules:
             _Scheduled(config if isinstance(config, SchedulerConfig) else SchedulerConfig(config)) for config in configs
         ]
         self.schedulers = tuple(scheduled.scheduler for scheduled in self._scheduled)
-        self.on_step: tuple[Callable[[], Any], ...] = tuple(
-            call for scheduled in self._scheduled if (call := scheduled.step_call) is not None
-        )
+        self._on_step = [call for scheduled in self._scheduled if (call := scheduled.step_call) is not None]
+
+    def step(self) -> None:
+        """Step what counts updates; called after each global step that moved the weights.
+
+        Raises:
+            ModuleContractError: a scheduler refuses to step, such as `OneCycleLR` past its end.
+        """
+        for call in self._on_step:
+            _step(call)
 
     def end_epoch(self, history: RunHistory, epoch: int, comm: Communicator) -> None:
         """Step what counts epochs; `history` has this epoch's values. All processes call it together.
 
         Raises:
             ConfigurationError: a monitored metric was never recorded.
+            ModuleContractError: a scheduler refuses to step.
         """
         for scheduled in self._scheduled:
-            scheduled.end_epoch(history, epoch, comm)
+            call, monitor = scheduled.epoch_call, scheduled.config.monitor
+            if call is not None and monitor is None:
+                _step(call)
+            elif call is not None and (value := _agreed(history, str(monitor), epoch, comm)) is not None:
+                _step(call, value)
 
     def get_counts(self) -> list[int]:
         """How many updates or epochs each scheduler has waited since it stepped."""
@@ -66,21 +77,30 @@ class _Scheduled:
             return None
         return self._count if self.config.frequency > 1 else self.scheduler.step
 
-    def end_epoch(self, history: RunHistory, epoch: int, comm: Communicator) -> None:
+    @property
+    def epoch_call(self) -> Callable[..., Any] | None:
+        """What is called at an epoch's end, with the monitored value if there is one; None if none is counted."""
         if isinstance(self.scheduler, TimmSchedulerAdapter):
-            self.scheduler.end_epoch()
-        elif self.config.monitor is not None:
-            value = _agreed(history, self.config.monitor, epoch, comm)
-            if value is not None:
-                self._count(value)
-        elif self.config.per_epoch:
-            self._count()
+            return self.scheduler.end_epoch
+        return self._count if self.config.per_epoch else None
 
     def _count(self, *value: float) -> None:
         self.waited += 1
         if self.waited >= self.config.frequency:
             self.waited = 0
             self.scheduler.step(*value)
+
+
+def _step(call: Callable[..., Any], *value: float) -> None:
+    try:
+        call(*value)
+    except ValueError as error:  # OneCycleLR past its end
+        owner = getattr(call, "__self__", call)
+        kind = type(getattr(owner, "scheduler", owner)).__name__
+        raise ModuleContractError(
+            f"{kind}.step() failed: {error}. It steps once after each global step that moved the weights, unless a "
+            "SchedulerConfig says otherwise: make it for self.plan.total_steps steps."
+        ) from error
 
 
 def _agreed(history: RunHistory, name: str, epoch: int, comm: Communicator) -> float | None:

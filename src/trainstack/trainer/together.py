@@ -1,0 +1,28 @@
+"""Methods of a trainer that all processes call together: when one of them fails there, none waits for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from trainstack.trainer.trainer import Trainer
+
+Rest = ParamSpec("Rest")
+Result = TypeVar("Result")
+Method = Callable[Concatenate["Trainer", Rest], Result]
+
+
+def by_all(method: Method[Rest, Result]) -> Method[Rest, Result]:
+    """Let a failure of `method` in one process be the failure of all: see `Communicator.together`."""
+
+    @functools.wraps(method)
+    def together(trainer: Trainer, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
+        def where() -> str:
+            return f"epoch {trainer.state.epoch}, global step {trainer.state.current_step}"
+
+        with trainer.world.comm.together(where):
+            return method(trainer, *args, **kwargs)
+
+    return together
