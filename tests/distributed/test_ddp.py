@@ -49,6 +49,15 @@ def test_weights_order_and_evaluation_are_those_of_one_process(size: int, limit:
         assert close(ranks[0]["history"][name], expected["history"][name], 1e-12)
 
 
+@pytest.mark.spec("HZ-12", "PA-06")
+def test_a_plateau_schedule_sees_the_main_process_s_value_and_a_batch_a_device_grows_with_the_processes() -> None:
+    one, other = run_world(2, "plateau", directory="unused")
+
+    assert one == other
+    assert one["rate"] == 0.1 * 0.5**2
+    assert one["batch"] == [12, 6, 6]
+
+
 @pytest.mark.spec("F111", "PA-26")
 @pytest.mark.parametrize(("size", "count"), [(2, 5), (3, 1), (3, 2)])
 def test_few_samples_on_many_processes(size: int, count: int) -> None:

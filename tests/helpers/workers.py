@@ -74,6 +74,29 @@ def equality(directory: str, backend: str = "ddp", limit: int = 512, **changes: 
     }
 
 
+def plateau(directory: str) -> dict[str, Any]:
+    """A plateau schedule over a metric that each process has measured differently."""
+
+    class Watched(Uneven):
+        def get_optimizers_schedulers(self, *_: Any) -> Any:
+            made = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(made, factor=0.5, patience=0, threshold=0.0)
+            return made, ts.SchedulerConfig(schedule, monitor="score")
+
+        def on_end_val_epoch(self, global_step: int, outputs: Any, key: str = "default") -> None:
+            self.log("score", global_step * (1.0 - RANK))
+
+    args = arguments(directory, backend="ddp", per_device_train_batch_size=6, train_batch_size=1, epochs=3)
+    trainer = ts.Trainer(Watched(), args)
+    trainer.train()
+    state = trainer.get_state()
+    return {
+        "rate": state["optimizers"][0]["param_groups"][0]["lr"],
+        "best": state["schedulers"][0]["best"],
+        "batch": [trainer.plan.global_batch, trainer.pergpu_global_batch_size, trainer.train_step_batch_size],
+    }
+
+
 def few(count: int) -> dict[str, Any]:
     """So few samples that some processes have none."""
 

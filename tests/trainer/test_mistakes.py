@@ -71,7 +71,7 @@ MODULE_MISTAKES = {
                 torch.optim.SGD(s.parameters(), lr=1.0)
             )
         ),
-        r"ReduceLROnPlateau steps on a monitored value.*scheduler\.step\(value\)",
+        r"ReduceLROnPlateau steps on a value at an epoch's end. Say which: SchedulerConfig\(scheduler, monitor=",
     ),
     "no training loader": (loader(lambda s, b: None), "get_train_dataloader returned None. Return a DataLoader"),
     "a data set instead of a loader": (

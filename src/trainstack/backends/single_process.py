@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -108,4 +109,8 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
         return type(batch)(move_to_device(value, device) for value in batch)
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return replace(
+            batch, **{f.name: move_to_device(getattr(batch, f.name), device) for f in fields(batch) if f.init}
+        )
     return batch

@@ -1,6 +1,7 @@
 """What a user touches: the module to write, its arguments, and the trainer that runs it."""
 
 from trainstack.stage import Stage
+from trainstack.trainer import placeholders, schedulers
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.callback_interface import CallbackInterface
@@ -9,7 +10,9 @@ from trainstack.trainer.history import Record, RunHistory
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
 from trainstack.trainer.plan import TrainingPlan
+from trainstack.trainer.schedulers import SchedulerConfig, build_scheduler
 from trainstack.trainer.seeding import seed_everything
+from trainstack.trainer.supervised import SupervisedModule, apply_mapping, build_optimizer, call_with_matching_args
 from trainstack.trainer.trainer import Trainer
 from trainstack.trainer.writers import CsvWriter, StdoutWriter, TensorBoardWriter, Writer
 
@@ -21,14 +24,22 @@ __all__ = [
     "OutputCollector",
     "Record",
     "RunHistory",
+    "SchedulerConfig",
     "Stage",
     "StatsArguments",
     "StdoutWriter",
+    "SupervisedModule",
     "TensorBoardWriter",
     "Trainer",
     "TrainerArguments",
     "TrainingPlan",
     "Writer",
     "WriterArguments",
+    "apply_mapping",
+    "build_optimizer",
+    "build_scheduler",
+    "call_with_matching_args",
+    "placeholders",
+    "schedulers",
     "seed_everything",
 ]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainstack.trainer.arguments import TrainerArguments
 
 _AT_LEAST_ONE = ("train_batch_size", "gpu_batch_size_limit", "val_batch_size", "log_every")
-_AT_LEAST_ONE_OR_NONE = ("max_train_steps_per_epoch", "max_val_steps_per_epoch")
+_AT_LEAST_ONE_OR_NONE = ("per_device_train_batch_size", "max_train_steps_per_epoch", "max_val_steps_per_epoch")
 _FLAGS = (
     "clip_grads",
     "use_gpu",
@@ -90,6 +90,12 @@ def _check_numbers(args: TrainerArguments) -> None:
     for name in _AT_LEAST_ONE_OR_NONE:
         if getattr(args, name) is not None:
             _whole_number(name, getattr(args, name), 1)
+    if args.per_device_train_batch_size is not None and args.train_batch_size != 1:
+        raise ConfigurationError(
+            f"train_batch_size={args.train_batch_size} and "
+            f"per_device_train_batch_size={args.per_device_train_batch_size}: the first counts a step's samples on all "
+            "processes together, the second on each. Leave one of them out."
+        )
     if args.stats_args is not None:
         _whole_number("stats_args.log_steps", args.stats_args.log_steps, 1)
     for name in ("max_grad_norm", "clip_grad_value", "stop_grace_s"):

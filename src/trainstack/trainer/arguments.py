@@ -26,6 +26,8 @@ class TrainerArguments:
     Args:
         epochs: passes over the training data.
         train_batch_size: the GLOBAL batch: samples a global step over all processes.
+        per_device_train_batch_size: samples a global step on each process, instead of `train_batch_size`: the global
+            batch then grows with the number of processes.
         gpu_batch_size_limit: samples that fit into one forward pass; larger batches are accumulated.
         val_batch_size: samples a validation batch, on each process.
         max_train_steps_per_epoch: cap on global steps an epoch.
@@ -75,6 +77,7 @@ class TrainerArguments:
 
     epochs: int = 1
     train_batch_size: int = 1
+    per_device_train_batch_size: int | None = None
     gpu_batch_size_limit: int = 512
     val_batch_size: int = 1
     max_train_steps_per_epoch: int | None = None
@@ -115,6 +118,11 @@ class TrainerArguments:
     def __post_init__(self) -> None:
         check_arguments(self)
         object.__setattr__(self, "writers", tuple(self.writers))
+
+    def global_batch_size(self, world_size: int) -> int:
+        """Samples a global step over `world_size` processes."""
+        each = self.per_device_train_batch_size
+        return self.train_batch_size if each is None else each * world_size
 
     @property
     def log_interval(self) -> int:

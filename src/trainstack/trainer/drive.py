@@ -14,6 +14,7 @@ from trainstack.trainer.loop import TrainLoop, train_windows
 from trainstack.trainer.order import mix
 from trainstack.trainer.progress import NoProgress
 from trainstack.trainer.run_state import RunState
+from trainstack.trainer.schedulers.schedules import Schedules
 from trainstack.trainer.seeding import isolated_rng
 from trainstack.trainer.sources import ForeignSource, samples_in
 
@@ -29,7 +30,7 @@ class LoopDriver:
         clipping = Clipping(kind="norm" if args.clip_grads else "none", limit=limit)
         world = stack.open(args.device)
         self._work = stack.prepare(Workload.of(args.model, args.optimizers, world, clipping))
-        self._schedulers = tuple(args.schedulers or ())
+        self._schedules = Schedules(tuple(args.schedulers or ()))
 
     @property
     def global_steps(self) -> int:
@@ -49,7 +50,7 @@ class LoopDriver:
             self._stack,
             self._work,
             Hooks(callback),
-            schedulers=self._schedulers,
+            schedules=self._schedules,
             state=self._state,
             keep_epoch_outputs=True,
         )

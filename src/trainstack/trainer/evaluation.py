@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -207,9 +208,11 @@ class Evaluation:
 
 
 def _loss_in(outputs: Any) -> Tensor | None:
-    """A 0-dim floating tensor that is the output, its first item, or its item "loss"."""
+    """A 0-dim floating tensor that is the output, its first item, or its item or field "loss"."""
     if isinstance(outputs, dict):
         outputs = outputs.get("loss")
+    elif is_dataclass(outputs):
+        outputs = getattr(outputs, "loss", None)
     elif isinstance(outputs, tuple | list):
         outputs = outputs[0] if outputs else None
     if isinstance(outputs, Tensor) and outputs.dim() == 0 and outputs.is_floating_point():

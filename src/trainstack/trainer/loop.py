@@ -6,7 +6,8 @@ back from the device, unless non-finite steps are to be skipped, which has to be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from trainstack.trainer.collector import OutputCollector
 from trainstack.trainer.hooks import Hooks
 from trainstack.trainer.meter import LossMeter
 from trainstack.trainer.run_state import RunState
+from trainstack.trainer.schedulers.schedules import Schedules
 from trainstack.trainer.sources import Window
 
 NEVER = 1 << 62
@@ -31,7 +33,7 @@ class TrainLoop:
         stack: the outermost layer.
         work: what `stack.prepare` returned.
         hooks: of the module.
-        schedulers: stepped after each global step that moved the weights.
+        schedules: what is stepped after a global step that moved the weights, and when.
         state: advanced after each global step.
         skip_nonfinite: leave out steps whose loss or gradient is inf or nan (reads the device in every step).
         keep_epoch_outputs: collect what `train_step` returns over a whole epoch.
@@ -49,12 +51,14 @@ class TrainLoop:
         work: Workload,
         hooks: Hooks,
         *,
-        schedulers: Sequence[Any] = (),
+        schedules: Schedules | None = None,
         state: RunState | None = None,
         skip_nonfinite: bool = False,
         keep_epoch_outputs: bool = False,
     ) -> None:
-        self.stack, self.work, self.hooks, self.schedulers = stack, work, hooks, tuple(schedulers)
+        self.stack, self.work, self.hooks = stack, work, hooks
+        self.schedules = schedules or Schedules()
+        self.schedulers = self.schedules.schedulers
         self.state = state or RunState()
         self.skip_nonfinite = skip_nonfinite
         self.meter = LossMeter(tolerant=skip_nonfinite, comm=work.world.comm)
@@ -70,7 +74,7 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
     Raises:
         ModuleContractError: `train_step` did not return a loss to train on.
     """
-    stack, state, schedulers = loop.stack, loop.state, loop.schedulers
+    stack, state, step_schedulers = loop.stack, loop.state, loop.schedules.step
     work = loop.work = loop.work.refreshed()
     if loop.step_outputs is not None:
         loop.step_outputs.reset()
@@ -91,24 +95,13 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
         if not moved and buffers is not None:
             buffers.put_back()
         if moved:
-            _step_all(schedulers)
+            step_schedulers()
         _advance(state, window, moved)
         meter.add_step(state, window, losses, moved, norm)
         if after_step is not None:
             after_step()
         if state.global_step >= loop.attend_at:
             loop.attend()
-
-
-def _step_all(schedulers: Sequence[Any]) -> None:
-    for scheduler in schedulers:
-        try:
-            scheduler.step()
-        except ValueError as error:  # OneCycleLR past its end
-            raise ModuleContractError(
-                f"{type(scheduler).__name__}.step() failed: {error}. It steps once after each global step that moved "
-                "the weights: make it for self.plan.total_steps steps."
-            ) from error
 
 
 def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
@@ -209,6 +202,8 @@ def loss_of(outputs: Any) -> Tensor:
         loss: Any = outputs
     elif isinstance(outputs, dict):
         loss = outputs.get("loss")
+    elif is_dataclass(outputs):
+        loss = getattr(outputs, "loss", None)
     else:
         loss = outputs[0] if isinstance(outputs, tuple | list) and outputs else None
     if isinstance(loss, Tensor) and loss.requires_grad and loss.dim() == 0:
@@ -226,7 +221,7 @@ def _what_is_wrong(loss: Any, outputs: Any) -> str:
         has = f"a dict with the keys {list(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
         return (
             f"train_step returned {'nothing' if outputs is None else has}, in which there is no loss. Return the loss "
-            "tensor, a tuple whose first item is the loss, or a dict with the key 'loss'."
+            "tensor, a tuple whose first item is the loss, a dict with the key 'loss', or a dataclass with that field."
         )
     if loss.dim() != 0:
         return (

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.stage import Stage
 from trainstack.trainer.callback_interface import CallbackInterface
+from trainstack.trainer.loaders import make_dataloader
 from trainstack.trainer.sources import samples_in
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
 
         Returns:
             A list of optimizers and a list of schedulers (may be empty or None). A scheduler steps once after each
-            global step that moved the weights.
+            global step that moved the weights, unless a `SchedulerConfig` says otherwise. Instead of a scheduler there
+            may be a function of the optimizer that makes it.
         """
 
     @abstractmethod
@@ -76,8 +79,8 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
             device: the training device.
 
         Returns:
-            The loss (0-dim, the mean over the batch's items), or a tuple or list whose first item is the loss, or a
-            dict with the key "loss".
+            The loss (0-dim, the mean over the batch's items), a tuple or list whose first item is the loss, a dict
+            with the key "loss", or a dataclass with that field.
         """
 
     def val_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
@@ -123,6 +126,22 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
         return samples_in(batch)
 
     batch_weight.counts_samples = True  # type: ignore[attr-defined]
+
+    def build_dataloader(self, dataset: Any, sampler: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
+        """A `DataLoader` over `dataset`, for use in the methods above, which are given `sampler` and `batch_size`.
+
+        Args:
+            dataset: an object with `__len__` and `__getitem__`, or an `IterableDataset`.
+            sampler: as given; `shuffle=True` or `shuffle=False` among the options chooses another.
+            batch_size: as given.
+            **options: of `DataLoader`. Without `collate_fn` among them, batches are made by this module's `collate_fn`
+                if it has one, else by the data set's `data_collator`, else as torch does.
+
+        Raises:
+            ModuleContractError: `dataset` is none.
+            ConfigurationError: `DataLoader` refuses the options.
+        """
+        return make_dataloader(dataset, sampler, batch_size, getattr(self, "collate_fn", None), options)
 
     def log(self, name: str, value: Any) -> None:
         """Record a number under `name` at the step under way; a tensor is read at the next log point, not now.

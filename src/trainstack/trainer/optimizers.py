@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainstack.errors import ModuleContractError
 from trainstack.trainer.logs import RunLogger
+from trainstack.trainer.schedulers.config import SchedulerConfig
+from trainstack.trainer.schedulers.making import is_scheduler, is_scheduler_factory
 
 _HOW = "Return ([optimizer], [scheduler]), or ([optimizer], []) without a scheduler."
 
@@ -19,7 +20,7 @@ _HOW = "Return ([optimizer], [scheduler]), or ([optimizer], []) without a schedu
 def checked_optimizers_schedulers(
     returned: Any, module: nn.Module, log: RunLogger
 ) -> tuple[tuple[Optimizer, ...], tuple[Any, ...]]:
-    """Optimizers and schedulers as tuples, checked against `module`.
+    """Optimizers and schedulers, or factories of schedulers, as tuples, checked against `module`.
 
     Raises:
         ModuleContractError: something in it is none, or belongs to other parameters or another optimizer.
@@ -86,14 +87,13 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 
 def _check_scheduler(scheduler: Any, optimizers: Sequence[Optimizer]) -> None:
+    if isinstance(scheduler, SchedulerConfig):
+        scheduler = scheduler.scheduler
     kind = type(scheduler).__name__
-    if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, Optimizer):
+    if is_scheduler_factory(scheduler):
+        return
+    if not is_scheduler(scheduler):
         raise ModuleContractError(f"get_optimizers_schedulers returned a {kind} among the schedulers. {_HOW}")
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ModuleContractError(
-            "ReduceLROnPlateau steps on a monitored value, not on every global step. Keep it on the module and call "
-            "scheduler.step(value) in on_end_val_epoch; do not return it."
-        )
     owner = getattr(scheduler, "optimizer", None)
     if owner is not None and all(owner is not optimizer for optimizer in optimizers):
         raise ModuleContractError(

@@ -53,7 +53,7 @@ class TrainerProperties(AbstractTrainer):
     def _sizes(self) -> TrainingPlan:
         args = self.args
         return TrainingPlan.make(
-            train_batch_size=args.train_batch_size,
+            train_batch_size=args.global_batch_size(self.world.size),
             gpu_batch_size_limit=args.gpu_batch_size_limit,
             world_size=self.world.size,
         )

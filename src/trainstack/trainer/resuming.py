@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainstack.trainer.run import Run
     from trainstack.trainer.trainer import Trainer
 
-_OF_OPTIMIZERS = ("optimizers", "schedulers", "kinds")
+_OF_OPTIMIZERS = ("optimizers", "schedulers", "scheduler_counts", "kinds")
 
 
 def what_the_mode_keeps(checkpoint: Checkpoint, args: TrainerArguments, stack: TrainerBackend) -> Checkpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -21,6 +22,7 @@ from trainstack.trainer.optimizers import checked_optimizers_schedulers
 from trainstack.trainer.order import mix
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.run_state import RunState
+from trainstack.trainer.schedulers.making import make_schedules
 from trainstack.trainer.seeding import capture_rng, isolated_rng, restore_rng
 from trainstack.trainer.signatures import check_signatures
 from trainstack.trainer.snapshot import finite_tensors
@@ -85,8 +87,8 @@ class Run:
 
     def _make_loop(self) -> TrainLoop:
         args, plan = self.args, self.data.plan
-        epochs = args.epochs - self.state.epoch if args.reset_optimizers_schedulers else args.epochs
-        made = self.module.get_optimizers_schedulers(plan.estimated_global_steps_per_epoch, max(epochs, 1))
+        epochs = max(1, args.epochs - (self.state.epoch if args.reset_optimizers_schedulers else 0))
+        made = self.module.get_optimizers_schedulers(plan.estimated_global_steps_per_epoch, epochs)
         optimizers, schedulers = checked_optimizers_schedulers(made, self.module, self.log)
         work = self.stack.prepare(Workload.of(self.module, optimizers, self.world, _clipping(args)))
         keep = args.collect_train_outputs
@@ -94,7 +96,7 @@ class Run:
             self.stack,
             work,
             self.hooks,
-            schedulers=schedulers,
+            schedules=make_schedules(schedulers, work.optimizers, replace(plan, epochs=epochs)),
             state=self.state,
             skip_nonfinite=args.nonfinite == "skip",
             keep_epoch_outputs=self.hooks.epoch_outputs if keep == "auto" else bool(keep),
@@ -121,6 +123,7 @@ class Run:
             self._end_train_epoch()
             state.validated = 0
         self.evaluator.validate(reporter)
+        self.loop.schedules.end_epoch(self.history, state.epoch, self.world.comm)
         state.finish_epoch()
         reporter.end_epoch(state, self.data.plan)
         self._save(save, self.save_asked)

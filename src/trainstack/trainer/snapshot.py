@@ -185,6 +185,7 @@ def get_loop_state(loop: TrainLoop) -> dict[str, Any]:
         **loop.state.get_state(),
         "optimizers": [optimizer.state_dict() for optimizer in loop.work.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in loop.schedulers],
+        "scheduler_counts": loop.schedules.get_counts(),
         "kinds": {
             "optimizers": [type(optimizer).__name__ for optimizer in loop.work.optimizers],
             "schedulers": [type(scheduler).__name__ for scheduler in loop.schedulers],
@@ -205,6 +206,7 @@ def update_loop_state(loop: TrainLoop, state: Mapping[str, Any], *, fresh_optimi
     if not fresh_optimizers:
         _load("optimizer", loop.work.optimizers, state["optimizers"], state["kinds"]["optimizers"], log)
         _load("scheduler", loop.schedulers, state["schedulers"], state["kinds"]["schedulers"], log)
+        loop.schedules.update_counts(state["scheduler_counts"])
 
 
 def _load(kind: str, owners: Sequence[Any], states: Sequence[Any], kinds: Sequence[str], log: RunLogger) -> None:
@@ -220,6 +222,8 @@ def _load(kind: str, owners: Sequence[Any], states: Sequence[Any], kinds: Sequen
             )
         if kind == "optimizer":
             _say_other_settings(position, owner, state, log)
+        else:
+            _say_other_length(position, owner, state, log)
         try:
             owner.load_state_dict(state)
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
@@ -239,6 +243,18 @@ def _say_other_settings(position: int, optimizer: Optimizer, state: Mapping[str,
                     f"{name} was made with {key.removeprefix('initial_')}={mine[key]!r}; the run goes on with the "
                     f"checkpoint's {theirs[key]!r}. To use the new one, write reset_optimizers_schedulers=True."
                 )
+
+
+def _say_other_length(position: int, scheduler: Any, state: Mapping[str, Any], log: RunLogger) -> None:
+    """Say that a schedule goes on as it was laid when the run began, also where the run has become longer since."""
+    mine = scheduler.state_dict()
+    for key in ("total_steps", "T_max", "total_iters", "lr_lambdas"):
+        if key in mine and key in state and not _same(mine[key], state[key]):
+            log.warning(
+                f"scheduler {position} ({type(scheduler).__name__}) was made with {key}={mine[key]!r}; the run goes on "
+                f"with the checkpoint's {state[key]!r}. To lay the schedule anew over the epochs that are left, write "
+                "reset_optimizers_schedulers=True."
+            )
 
 
 def _same(one: Any, other: Any) -> bool:

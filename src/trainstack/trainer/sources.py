@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import islice, tee
 from typing import Any, NamedTuple
 
@@ -156,7 +156,9 @@ def samples_in(batch: Any) -> int:
     Raises:
         ModuleContractError: nothing in it tells; `batch_weight` must be overridden.
     """
-    if isinstance(batch, dict) and batch:
+    if is_dataclass(batch):
+        batch = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    if isinstance(batch, Mapping) and batch:
         return samples_in(next(iter(batch.values())))
     shape = getattr(batch, "shape", None)
     if shape is not None and len(shape) > 0:

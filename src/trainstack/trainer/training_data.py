@@ -112,7 +112,7 @@ class TrainingData:
             length = _length_of(loader)
             lengths = {} if length is None else {"loader_length": length}
         return TrainingPlan.make(
-            train_batch_size=args.train_batch_size,
+            train_batch_size=args.global_batch_size(self._world.size),
             gpu_batch_size_limit=args.gpu_batch_size_limit,
             world_size=self._world.size,
             epochs=args.epochs,

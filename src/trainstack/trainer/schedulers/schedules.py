@@ -1,0 +1,121 @@
+"""`Schedules`: the schedulers of a run, each in its rhythm; the loop pays for no rhythm that is not used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trainstack.backends import Communicator
+from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.trainer.history import RunHistory
+from trainstack.trainer.schedulers.config import SchedulerConfig
+from trainstack.trainer.schedulers.timm import TimmSchedulerAdapter
+
+
+class Schedules:
+    """Steps schedulers when they are due.
+
+    Args:
+        configs: made schedulers, bare or with a rhythm.
+
+    Attributes:
+        schedulers: the schedulers themselves, whose states a checkpoint keeps.
+    """
+
+    def __init__(self, configs: Sequence[Any] = ()) -> None:
+        self._scheduled = [
+            _Scheduled(config if isinstance(config, SchedulerConfig) else SchedulerConfig(config)) for config in configs
+        ]
+        self.schedulers = tuple(scheduled.scheduler for scheduled in self._scheduled)
+        self._on_step = [call for scheduled in self._scheduled if (call := scheduled.step_call) is not None]
+
+    def step(self) -> None:
+        """Step what counts updates; called after each global step that moved the weights.
+
+        Raises:
+            ModuleContractError: a scheduler refuses to step, such as `OneCycleLR` past its end.
+        """
+        for call in self._on_step:
+            _step(call)
+
+    def end_epoch(self, history: RunHistory, epoch: int, comm: Communicator) -> None:
+        """Step what counts epochs; `history` has this epoch's values. All processes call it together.
+
+        Raises:
+            ConfigurationError: a monitored metric was never recorded.
+            ModuleContractError: a scheduler refuses to step.
+        """
+        for scheduled in self._scheduled:
+            call, monitor = scheduled.epoch_call, scheduled.config.monitor
+            if call is not None and monitor is None:
+                _step(call)
+            elif call is not None and (value := _agreed(history, str(monitor), epoch, comm)) is not None:
+                _step(call, value)
+
+    def get_counts(self) -> list[int]:
+        """How many updates or epochs each scheduler has waited since it stepped."""
+        return [scheduled.waited for scheduled in self._scheduled]
+
+    def update_counts(self, counts: Sequence[int]) -> None:
+        """Take back what `get_counts` returned."""
+        for scheduled, count in zip(self._scheduled, counts, strict=True):
+            scheduled.waited = count
+
+
+class _Scheduled:
+    """One scheduler in its rhythm."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config, self.scheduler, self.waited = config, config.scheduler, 0
+
+    @property
+    def step_call(self) -> Callable[[], Any] | None:
+        """What the loop calls after each update; None if updates are not counted."""
+        if isinstance(self.scheduler, TimmSchedulerAdapter):
+            return self.scheduler.step_update
+        if self.config.per_epoch:
+            return None
+        return self._count if self.config.frequency > 1 else self.scheduler.step
+
+    @property
+    def epoch_call(self) -> Callable[..., Any] | None:
+        """What is called at an epoch's end, with the monitored value if there is one; None if none is counted."""
+        if isinstance(self.scheduler, TimmSchedulerAdapter):
+            return self.scheduler.end_epoch
+        return self._count if self.config.per_epoch else None
+
+    def _count(self, *value: float) -> None:
+        self.waited += 1
+        if self.waited >= self.config.frequency:
+            self.waited = 0
+            self.scheduler.step(*value)
+
+
+def _step(call: Callable[..., Any], *value: float) -> None:
+    try:
+        call(*value)
+    except ValueError as error:  # OneCycleLR past its end
+        owner = getattr(call, "__self__", call)
+        kind = type(getattr(owner, "scheduler", owner)).__name__
+        raise ModuleContractError(
+            f"{kind}.step() failed: {error}. It steps once after each global step that moved the weights, unless a "
+            "SchedulerConfig says otherwise: make it for self.plan.total_steps steps."
+        ) from error
+
+
+def _agreed(history: RunHistory, name: str, epoch: int, comm: Communicator) -> float | None:
+    """The newest value of `name` if it is of `epoch`, as the main process has it; None if it is older.
+
+    Raises:
+        ConfigurationError: it was never recorded.
+    """
+    value, failure = None, None
+    if comm.rank == 0:
+        try:
+            record = history.latest_record(name)
+            value = record.value if record.epoch == epoch else None
+        except ConfigurationError as error:
+            failure = ConfigurationError(f"a scheduler monitors {name!r}: {error}")
+    comm.agree(failure, "reading a monitored metric")
+    shared: float | None = comm.share(value)
+    return shared

@@ -1,0 +1,8 @@
+"""A ready-made module of a model, a loss and data sets, and what it is made of."""
+
+from trainstack.trainer.supervised.mapping import apply_mapping
+from trainstack.trainer.supervised.matching import call_with_matching_args
+from trainstack.trainer.supervised.module import SupervisedModule
+from trainstack.trainer.supervised.optimizers import build_optimizer
+
+__all__ = ["SupervisedModule", "apply_mapping", "build_optimizer", "call_with_matching_args"]
