@@ -64,7 +64,7 @@ CASES = [(mode, shape) for mode in MODES for shape in SHAPES]
 def chosen(asked: str, shape: str, limit: float = 1.0, seed: int = 0) -> tuple[GradientMode, Any]:
     module, batches = make(shape, per_record=asked == "ghost")
     parameters = trained(module)
-    clipper = FlatClipper(len(parameters), limit)
+    clipper = FlatClipper(limit)
     return choose_mode(asked, module, parameters, clipper, run, batches(6, seed=9), 6), batches
 
 

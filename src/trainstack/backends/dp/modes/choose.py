@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,19 +100,22 @@ class Judge:
     ) -> None:
         self._module, self._trained = module, tuple(trained)
         self._autocast = False
-        before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         self._run, self._plain_run = run, lambda model, batch: run(_Plain(model, self._note), batch)
-        parts = ((probe, records), (rows_of(probe, records, slice(0, records // 2)), records // 2))
-        self._cases = [_Case(batch, count, scaling) for batch, count in parts for scaling in (_whole, leveller)]
+        before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        half = rows_of(probe, records, slice(0, records // 2))
         try:
-            for case in self._cases:
-                case.expected, case.scales = self._sums(LoopMode, case, self._plain_run)
-            again = self._sums(LoopMode, self._cases[0], self._plain_run)
+            self._cases = [
+                self._case(batch, count, scaling, self._plain_run)
+                for batch, count in ((probe, records), (half, records // 2))
+                for scaling in (_whole, leveller)
+            ]
+            again = self._case(probe, records, _whole, self._plain_run)
+            self._rounded = self._case(probe, records, _whole, run) if self._autocast else None
         except Unsupported:
             raise
         except Exception as error:
             raise Unsupported(f"train_step fails on a single record{_suspects(module)}: {error}") from error
-        self._is_random = self._cases[0].differs(*again, _EXACT) is not None
+        self._is_random = self._cases[0].differs(again.sums, again.scales, _EXACT) is not None
         learning = changed_buffers(module, before)
         if learning:
             raise Unsupported(
@@ -137,7 +141,7 @@ class Judge:
         return mode
 
     def _try(self, mode: GradientMode) -> None:
-        if self._autocast and isinstance(mode, GhostMode):
+        if self._rounded is not None and isinstance(mode, GhostMode):
             raise Unsupported("grad_mode='ghost' under autocast clips too little. Write grad_mode='auto'.")
         if isinstance(mode, LoopMode):
             return
@@ -148,13 +152,11 @@ class Judge:
             )
         for case in self._cases:
             self._compare(mode, case, self._plain_run, _EXACT)
-        if self._autocast:
-            expected, case = self._sums(LoopMode, self._cases[0], self._run), self._cases[0]
-            rounded = _Case(case.batch, case.records, case.scaling, *expected)
-            self._compare(mode, rounded, self._run, _ROUNDED)
+        if self._rounded is not None:
+            self._compare(mode, self._rounded, self._run, _ROUNDED)
 
     def _compare(self, mode: GradientMode, case: _Case, run: Run, tolerance: float) -> None:
-        wrong = case.differs(*self._sums(mode, case, run), tolerance)
+        wrong = case.differs(*self._sums(mode, case.batch, case.records, case.scaling, run), tolerance)
         if wrong is None or self._is_random:
             return
         raise Unsupported(
@@ -164,40 +166,40 @@ class Judge:
             "of its layer. Write grad_mode='vmap'."
         )
 
+    def _case(self, batch: Any, records: int, scaling: Scaling, run: Run) -> _Case:
+        loop = LoopMode(self._module, self._trained, _Scaler(scaling))
+        sums, scales = self._sums(loop, batch, records, scaling, run)
+        return _Case(batch=batch, records=records, scaling=scaling, sums=sums, scales=scales)
+
     def _sums(
-        self, kind: type[GradientMode] | GradientMode, case: _Case, run: Run
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The sums of a mode, and the sums of the norms of what was added."""
-        mode = kind if isinstance(kind, GradientMode) else kind(self._module, self._trained, case.clipper(0))
-        mode.clipper = clipper = case.clipper(len(self._trained))
-        mode.add(run, case.batch, case.records)
-        return mode.take(), list(clipper.scales)
+        self, mode: GradientMode, batch: Any, records: int, scaling: Scaling, run: Run
+    ) -> tuple[list[Tensor], Tensor]:
+        """The sums of a mode, and for each parameter the sum of the norms of what was added."""
+        mode.clipper = clipper = _Scaler(scaling)
+        mode.add(run, batch, records)
+        return mode.take(), clipper.scales
 
     def _note(self, autocast: bool) -> None:
         self._autocast |= autocast
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
     """A batch, how its gradients are scaled, and what the loop makes of it."""
 
-    def __init__(
-        self, batch: Any, records: int, scaling: Scaling, expected: Sequence[Tensor] = (), scales: Sequence[Tensor] = ()
-    ) -> None:
-        self.batch, self.records, self.scaling = batch, records, scaling
-        self.expected, self.scales = list(expected), list(scales)
+    batch: Any
+    records: int
+    scaling: Scaling
+    sums: list[Tensor]
+    scales: Tensor
 
-    def clipper(self, parameters: int) -> _Scaler:
-        return _Scaler(parameters, self.scaling)
-
-    def differs(self, found: Sequence[Tensor], scales: Sequence[Tensor], tolerance: float) -> int | None:
-        """The number of a parameter whose sum, or whose norms, are not as expected; None if there is none."""
-        largest = max(float(scale) for scale in self.scales)
-        pairs = zip([*scales, *found], [*self.scales, *self.expected], strict=True)
-        for i, (mine, its) in enumerate(pairs):
-            number = i % len(self.scales)
-            if not float((mine - its).norm()) <= tolerance * (float(self.scales[number]) + 1e-2 * largest):
-                return number
-        return None
+    def differs(self, sums: Sequence[Tensor], scales: Tensor, tolerance: float) -> int | None:
+        """The number of a parameter whose sum, or whose norms, are not as the loop has them; None if there is none."""
+        allowed = tolerance * (self.scales + 1e-2 * self.scales.max())
+        wrong = [i for i, fits in enumerate((scales - self.scales).abs() <= allowed) if not fits]
+        errors = zip(sums, self.sums, allowed, strict=True)
+        wrong += [i for i, (mine, its, limit) in enumerate(errors) if not (mine - its).norm() <= limit]
+        return wrong[0] if wrong else None
 
 
 def _whole(squares: Tensor, joint: Tensor) -> Tensor:
@@ -218,10 +220,9 @@ def _joint(squares: Tensor, joint: Tensor) -> Tensor:
 class _Scaler(Clipper):
     """A scaling in the place of a clipper, which also sums up the norms of what is added."""
 
-    def __init__(self, parameters: int, scaling: Scaling) -> None:
-        super().__init__(parameters)
+    def __init__(self, scaling: Scaling) -> None:
         self._scaling = scaling
-        self.scales = [torch.zeros(())] * parameters
+        self.scales = torch.zeros(())
 
     @property
     def sensitivity(self) -> float:
@@ -230,7 +231,7 @@ class _Scaler(Clipper):
     def _rows(self, squares: Tensor, joint: Tensor, finite: Tensor) -> tuple[Tensor, ...]:
         rows = self._scaling(squares, joint)
         added = torch.where(finite, rows * squares.sqrt(), 0.0).sum(1)
-        self.scales = [scale + norm for scale, norm in zip(self.scales, added, strict=True)]
+        self.scales = self.scales.to(added) + added
         return tuple(rows)
 
 

@@ -98,7 +98,7 @@ def forget(module: nn.Module) -> None:
                 delattr(parameter, name)
         if hasattr(parameter, "grad_sample"):
             parameter.grad_sample = None
-            parameter._forward_counter = 0
+            parameter._forward_counter = 0  # type: ignore[attr-defined]
     for layer in module.modules():
         for name in ("activations", "max_batch_len"):
             if name in layer.__dict__:

@@ -122,4 +122,5 @@ class ElementwiseSite(DirectSite):
 
 def squared_norms(rows: Tensor) -> Tensor:
     """Of each row of a matrix."""
-    return torch.linalg.vector_norm(rows, dim=1).square()
+    squares: Tensor = torch.linalg.vector_norm(rows, dim=1).square()
+    return squares

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
@@ -33,6 +35,22 @@ class _Called(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's."""
         return functional_call(self._module[0], self._replaced, args, kwargs)
+
+
+class _WideNorms(TorchFunctionMode):
+    """Normalises bfloat16 in float32, as the kernels do inside.
+
+    Vectorised, their backward pass returns float32 for a bfloat16 input, which the layer before then refuses.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _NORMS and args and args[0].dtype is torch.bfloat16 and not args[0].is_cuda:
+            return func(args[0].float(), *args[1:], **kwargs).to(torch.bfloat16)
+        return func(*args, **kwargs)
+
+
+_NORMS = {F.layer_norm, F.group_norm, F.rms_norm}
 
 
 class VmapMode(GradientMode):
@@ -65,7 +83,7 @@ class VmapMode(GradientMode):
         each = vmap(grad_and_value(loss_of_one, has_aux=True), in_dims=(None, 0), randomness="different")
         parameters = tuple(p.detach() for p in self.trained)
         try:
-            with sdpa_kernel(SDPBackend.MATH):  # the fused kernels are not vectorised, but run record by record
+            with _WideNorms(), sdpa_kernel(SDPBackend.MATH):  # fused attention is not vectorised, only repeated
                 gradients, (losses, tensors) = each(parameters, tuple(v for v in leaves if v is not None))
         except (RuntimeError, NotImplementedError, ValueError) as error:
             raise Unsupported(_why(error)) from error
