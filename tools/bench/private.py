@@ -181,7 +181,7 @@ def ratios(model: str, contenders: Sequence[str], records: int, rounds: int) -> 
 
 
 def memory(model: str, contender: str, records: int) -> float:
-    """MiB that three steps add at their peak to a new process that is ready to run them; nan where there is no /proc."""
+    """MiB that three steps add at their peak to a new process that is ready to run them; nan without /proc."""
     done = subprocess.run(
         [sys.executable, "-m", "tools.bench", "private", "--memory-of", model, contender, str(records)],
         capture_output=True,
@@ -216,14 +216,17 @@ def main(argv: Sequence[str]) -> int:
         return 0
     names = options.only or [name for name in CONTENDERS if name != "plain"]
     print(", ".join(f"{what} {value}" for what, value in versions().items()))
-    print("CPU time as a multiple of a plain step (forward and backward), and MiB beyond those of a plain step\n")
+    print(f"CPU time as a multiple of a plain step{' / MiB beyond it' if options.memory else ''}\n")
     print(f"| model | records | plain step | {' | '.join(names)} |")
     print("|---" * (len(names) + 3) + "|")
     for model in options.model or MODELS:
         for records in options.records or (64, 256):
             found = ratios(model, names, records, options.rounds)
-            base = memory(model, "plain", records)
-            cells = [f"{median(found[name]):.2f} / {memory(model, name, records) - base:.0f}" for name in names]
+            cells = [f"{median(found[name]):.2f}" for name in names]
+            if options.memory:
+                base = memory(model, "plain", records)
+                extra = [memory(model, name, records) - base for name in names]
+                cells = [f"{cell} / {more:.0f}" for cell, more in zip(cells, extra, strict=True)]
             plain_step = f"{1e3 * median(found['plain']):.1f} ms"
             print(f"| {model} | {records} | {plain_step} | {' | '.join(cells)} |", flush=True)
     return 0
@@ -235,5 +238,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--records", action="append", type=int, help="records in a batch (default: 64 and 256)")
     parser.add_argument("--only", action="append", choices=CONTENDERS, help="only this one beside the plain step")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default: 7)")
+    parser.add_argument("--memory", action="store_true", help="also peak memory, each in a process of its own")
     parser.add_argument("--memory-of", nargs=3, metavar=("MODEL", "CONTENDER", "RECORDS"), help=argparse.SUPPRESS)
     return parser
