@@ -82,6 +82,32 @@ def ids(*shape: int) -> Tensor:
     return torch.randint(0, 9, shape)
 
 
+class Encoder(nn.Module):
+    """torch's own transformer layer, with a mask of later positions and one of padding."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=batch_first)
+        self.batch_first = batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        later = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        padded = x[:, :, 1] > 1.0
+        padded[:, 0] = False
+        if self.batch_first:
+            return self.layer(x, src_mask=later, src_key_padding_mask=padded.float().masked_fill(padded, -torch.inf))
+        return self.layer(x.transpose(0, 1), src_mask=later).transpose(0, 1)
+
+
+class CrossAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x, x.flip(1), x, need_weights=False)[0]
+
+
 LAYERS: dict[str, tuple[Any, Any]] = {
     "linear": (lambda: nn.Linear(4, 3), lambda n: torch.randn(n, 4)),
     "linear without bias": (lambda: nn.Linear(4, 3, bias=False), lambda n: torch.randn(n, 4)),
@@ -119,6 +145,7 @@ LAYERS: dict[str, tuple[Any, Any]] = {
     "embedding of one token": (lambda: nn.Embedding(9, 4), lambda n: ids(n)),
     "embedding with padding": (lambda: nn.Embedding(9, 4, padding_idx=-9), lambda n: ids(n, 12)),
     "embedding of ids that are not contiguous": (lambda: nn.Embedding(9, 4), lambda n: ids(9).expand(n, -1)),
+    "self-attention": (lambda: Encoder(batch_first=True), lambda n: torch.randn(n, 6, 4)),
     "class token": (ClassToken, lambda n: torch.randn(n, 6, 4)),
     "records and positions in one dimension": (Flattened, lambda n: torch.randn(n, 6, 4)),
     "partly frozen": (Frozen, lambda n: torch.randn(n, 4)),
@@ -163,6 +190,8 @@ def test_auto_chooses_bookkeeping_for_it(layer: str) -> None:
     [
         (Positions, r"net\.table\.weight"),
         (TimeFirst, r"net\.mix\.weight"),
+        (CrossAttention, r"net\.attend\.in_proj_weight is used outside"),
+        (lambda: Encoder(batch_first=False), r"net\.layer\."),
         (lambda: nn.Bilinear(4, 4, 2), r"fails"),
         (lambda: nn.Embedding(9, 4, max_norm=1.0), r"net\.weight: an Embedding with max_norm"),
         (lambda: nn.Embedding(9, 4, scale_grad_by_freq=True), r"net\.weight: an Embedding with scale_grad_by_freq"),

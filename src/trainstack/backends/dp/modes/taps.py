@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from trainstack.backends.dp.modes.attention import is_plain, self_attention
 from trainstack.backends.dp.modes.base import Unsupported
 from trainstack.backends.dp.modes.product_sites import ConvSite, EmbeddingSite, ProductSite
 from trainstack.backends.dp.modes.sites import ElementwiseSite, NormSite, Site
@@ -206,6 +207,23 @@ def _embedding(
     return taps.leave(site, input, func(input, weight.detach(), padding_idx))
 
 
+def _attention(taps: Taps, func: Any, *args: Any, **options: Any) -> Any:
+    """`nn.MultiheadAttention` on one sequence. Its arguments are passed on by position up to the second bias."""
+    query, key, value, _, heads, weight, bias, bias_k, _, add_zero, dropout, out_weight, out_bias = args[:13]
+    if len(args) > 13 or not is_plain(query, key, value, bias_k, add_zero, options):
+        return func(*args, **options)
+    mixed = self_attention(
+        lambda x, w, b: _linear(taps, F.linear, x, w, b),
+        query,
+        heads,
+        (weight, bias),
+        (out_weight, out_bias),
+        dropout if options.get("training", True) else 0.0,
+        (options.get("attn_mask"), options.get("key_padding_mask")),
+    )
+    return mixed, None
+
+
 def _elementwise(taps: Taps, func: Any, left: Any, right: Any, **options: Any) -> Any:
     """A parameter that is broadcast over records: each record is given a copy, whose gradients are its own."""
     operands = [left, right]
@@ -246,6 +264,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.rms_norm: _rms_norm,
     F.group_norm: _group_norm,
     F.embedding: _embedding,
+    F.multi_head_attention_forward: _attention,
     Tensor.expand: _expand,
     **dict.fromkeys((torch.add, torch.sub, torch.mul, torch.div), _elementwise),
     **dict.fromkeys((Tensor.add, Tensor.sub, Tensor.mul, Tensor.div), _elementwise),
