@@ -22,6 +22,9 @@ LIBRARY = ROOT / "src" / "trainstack"
 # without a Trainer, so they reach for the loop, inside the function and only when they are called.
 DEFERRED = {("trainstack/backends/base.py", "trainstack.trainer")}
 
+# What stands above all packages.
+ENTRIES = ("__init__", "__main__")
+
 # Files over 300 lines and functions over 40: "trainstack/a.py" or "trainstack/a.py:Class.name" -> the reason.
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 40
@@ -84,7 +87,17 @@ def imported_from(path: Path, node: ast.ImportFrom) -> list[str]:
 
 def leaves() -> set[str]:
     """The modules directly in trainstack, which every package may use because they use no package."""
-    return {f"trainstack.{path.stem}" for path in LIBRARY.glob("*.py") if path.stem != "__init__"}
+    return {f"trainstack.{path.stem}" for path in LIBRARY.glob("*.py") if path.stem not in ENTRIES}
+
+
+def test_only_the_command_line_imports_the_command_line() -> None:
+    wrong = [
+        f"{label(path)}:{line} imports {module}"
+        for path in library_files()
+        for module, _, line in imports(path)
+        if f"{module}.".startswith("trainstack.cli.") and path.parent.name != "cli" and path.stem != "__main__"
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def is_deferred(path: Path, module: str) -> bool:
@@ -110,7 +123,7 @@ def test_leaves_import_only_leaves() -> None:
     wrong = [
         f"{label(path)}:{line} imports {module}"
         for path in sorted(LIBRARY.glob("*.py"))
-        if path.stem != "__init__"
+        if path.stem not in ENTRIES
         for module, _, line in imports(path)
         if module not in leaves()
     ]

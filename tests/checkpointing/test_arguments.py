@@ -22,6 +22,19 @@ from trainstack.errors import ConfigurationError
         {"period": True},
         {"period": 1.5},
         {"every_n_steps": 0},
+        {"every_n_steps": 0.0},
+        {"every_n_steps": 1.5},
+        {"every_n_steps": float("nan")},
+        {"every_n_steps": "often"},
+        {"every_n_epochs": 0},
+        {"every_n_epochs": 1, "period": 2},
+        {"keep_last": 0},
+        {"keep_last": True},
+        {"keep_best": -1, "keep_last": 1},
+        {"keep_best": 2},
+        {"monitor": ""},
+        {"monitor": "val/score"},
+        {"mode": "least"},
         {"checkpoint": "no"},
         {"delete_existing_checkpoints": 1},
         {"save_dir": 3},
@@ -55,7 +68,7 @@ def test_legal_arguments() -> None:
 
 def test_every_argument_is_read() -> None:
     root = Path(trainstack.checkpointing.__file__).parent
-    source = (root / "default.py").read_text() + (root / "arguments.py").read_text()
+    source = "".join(file.read_text() for file in root.glob("*.py"))
     for field in dataclasses.fields(DefaultCheckpointerArguments):
         assert re.search(rf"(args|self)\.{field.name}\b", source), field.name
 

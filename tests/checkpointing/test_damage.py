@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def two(tmp_path: Path) -> Path:
 
 def expect_noticed(directory: Path, file: str, caplog: pytest.LogCaptureFixture) -> None:
     second = directory / "checkpoint-000000002"
-    for use in (verify_checkpoint, read_checkpoint):
+    for use in (verify_checkpoint, read_checkpoint, partial(read_checkpoint, mapped=True)):
         with pytest.raises(CheckpointDamagedError, match=file):
             use(second)
     checkpointer = DefaultCheckpointer(DefaultCheckpointerArguments(save_dir=str(directory)))

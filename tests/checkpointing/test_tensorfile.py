@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,11 +12,13 @@ import safetensors.torch
 import torch
 
 from tests.checkpointing.support import raw, same
-from trainstack.checkpointing.checksums import FileRecord, HashingWriter, digest
+from trainstack.checkpointing import checksums, tensorfile
+from trainstack.checkpointing.checksums import FileRecord, HashingReader, HashingWriter, digest
 from trainstack.checkpointing.dtypes import NATIVE
-from trainstack.checkpointing.tensorfile import read_tensors, write_tensors
+from trainstack.checkpointing.tensorfile import map_tensors, read_tensors, write_tensors
 from trainstack.errors import CheckpointDamagedError
 
+Reader = Callable[[Path, FileRecord], dict[str, torch.Tensor]]
 TENSORS = {str(dtype): torch.arange(2 * dtype.itemsize, dtype=torch.uint8).view(dtype) for dtype in NATIVE} | {
     "bool": torch.tensor([True, False]),
     "scalar": torch.tensor(2.5),
@@ -38,11 +43,12 @@ def test_the_safetensors_package_reads_what_we_write(tmp_path: Path) -> None:
     assert all(same(found[name], tensor.contiguous()) for name, tensor in TENSORS.items())
 
 
-def test_we_read_what_the_safetensors_package_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("read", [read_tensors, map_tensors])
+def test_we_read_what_the_safetensors_package_writes(tmp_path: Path, read: Reader) -> None:
     path = tmp_path / "a.safetensors"
     safetensors.torch.save_file({name: t.contiguous() for name, t in TENSORS.items()}, path, {"format": "pt"})
     data = path.read_bytes()
-    found = read_tensors(path, FileRecord(size=len(data), xxh3_128=digest(data)))
+    found = read(path, FileRecord(size=len(data), xxh3_128=digest(data)))
     assert all(same(found[name], tensor.contiguous()) for name, tensor in TENSORS.items())
 
 
@@ -57,10 +63,46 @@ def test_loaded_tensors_own_their_memory(tmp_path: Path) -> None:
     assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in found.values())
 
 
-def test_tensors_larger_than_a_chunk(tmp_path: Path) -> None:
-    tensor = torch.randn(3_000_001)
-    record = write(tmp_path / "a", {"t": tensor, "u": tensor[:7]})
-    assert raw(read_tensors(tmp_path / "a", record)["t"]) == raw(tensor)
+def test_mapped_tensors_may_be_changed_and_the_file_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    record = write(path, TENSORS)
+    data = path.read_bytes()
+    found = map_tensors(path, record)
+    for tensor in found.values():
+        tensor.zero_()
+    assert path.read_bytes() == data
+    again = map_tensors(path, record)
+    path.unlink()
+    assert all(same(again[name], tensor.contiguous()) for name, tensor in TENSORS.items())
+
+
+@pytest.mark.parametrize("read", [read_tensors, map_tensors])
+@pytest.mark.parametrize("readers", [1, 3])
+def test_tensors_larger_than_a_chunk_and_many_small_ones(
+    tmp_path: Path, read: Reader, readers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksums, "READERS", readers)
+    monkeypatch.setattr(checksums, "CHUNK_BYTES", 4096)
+    tensor = torch.randn(30_001)
+    tensors = {"t": tensor, "u": tensor[:7], **{f"small {i}": tensor[i : i + 3] for i in range(1000)}}
+    record = write(tmp_path / "a", tensors)
+    found = read(tmp_path / "a", record)
+    assert all(raw(found[name]) == raw(tensor) for name, tensor in tensors.items())
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = write(tmp_path / "a", {"t": torch.randn(1000)})
+    open_recorded = tensorfile.open_recorded
+
+    @contextmanager
+    def cutting(path: Path, record: FileRecord) -> Iterator[HashingReader]:
+        with open_recorded(path, record) as reader:
+            os.truncate(path, 3000)
+            yield reader
+
+    monkeypatch.setattr(tensorfile, "open_recorded", cutting)
+    with pytest.raises(CheckpointDamagedError, match="ends too early"):
+        read_tensors(tmp_path / "a", record)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +118,9 @@ def test_tensors_larger_than_a_chunk(tmp_path: Path) -> None:
         b"{}",
     ],
 )
-def test_a_nonsensical_header_is_damage_even_if_the_hash_agrees(tmp_path: Path, header: bytes) -> None:
+@pytest.mark.parametrize("read", [read_tensors, map_tensors])
+def test_a_nonsensical_header_is_damage_even_if_the_hash_agrees(tmp_path: Path, header: bytes, read: Reader) -> None:
     data = len(header).to_bytes(8, "little") + header + bytes(4)
     (tmp_path / "a").write_bytes(data)
     with pytest.raises(CheckpointDamagedError, match="header"):
-        read_tensors(tmp_path / "a", FileRecord(size=len(data), xxh3_128=digest(data)))
+        read(tmp_path / "a", FileRecord(size=len(data), xxh3_128=digest(data)))

@@ -31,10 +31,16 @@ from trainstack.errors import (
 
 
 @pytest.mark.spec("PMT-12")
-def test_all_states_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mapped", [False, True])
+def test_all_states_come_back(tmp_path: Path, mapped: bool) -> None:
     saved = make_checkpoint(4, step=17)
+    saved.callback_states = {
+        "wide": torch.tensor([1 + 2j], dtype=torch.complex128),
+        "odd": b"x",
+        "empty": torch.ones(0),
+    }
     path = write_checkpoint(saved, tmp_path, "checkpoint-17")
-    found = read_checkpoint(path)
+    found = read_checkpoint(path, mapped=mapped)
     for field in Checkpoint.__dataclass_fields__:
         assert same(getattr(found, field), getattr(saved, field)), field
 
@@ -67,10 +73,11 @@ def test_the_manifest_can_be_read_by_a_person(tmp_path: Path) -> None:
 def test_views_that_overlap_come_back_apart(tmp_path: Path) -> None:
     weight = torch.arange(4.0).reshape(2, 2)
     path = write_model({"whole": weight, "row": weight[0], "turned": weight.T}, tmp_path, "a")
-    found = read_model(path)
-    found["whole"].zero_()
-    assert torch.equal(found["row"], weight[0])
-    assert torch.equal(found["turned"], weight.T)
+    for mapped in (False, True):
+        found = read_model(path, mapped=mapped)
+        found["whole"].zero_()
+        assert torch.equal(found["row"], weight[0])
+        assert torch.equal(found["turned"], weight.T)
 
 
 def test_an_empty_checkpoint_is_empty() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import trainstack as ts
-from tests.helpers.modules import arguments, weights
-from tests.helpers.processes import run_world
+from tests.helpers.modules import Classifier, arguments, weights
+from tests.helpers.processes import run_agents, run_world
 from tests.helpers.workers import Uneven, equality
 
 pytestmark = pytest.mark.distributed
@@ -128,6 +128,34 @@ def test_when_one_rank_fails_all_end_and_say_why(how: str, tmp_path: Path) -> No
     assert reason in results[1]["error"]
     assert survivor["error"].startswith("PeerError: rank 1 failed")
     assert reason in survivor["error"]
+
+
+@pytest.mark.spec("F209")
+def test_a_checkpoint_that_fails_in_the_background_ends_all_processes(tmp_path: Path) -> None:
+    # under torchrun, whose agent keeps the word that rank 0 leaves when it goes
+    main, other = run_agents(1, 2, "background_failure", timeout=60, directory=str(tmp_path))
+
+    assert main["error"].startswith("CheckpointError: ")
+    assert "the disk is gone" in main["error"]
+    assert main["steps"] == 4, "the next step boundary"
+    assert other["error"].startswith("PeerError: rank 0 failed")
+    assert "the disk is gone" in other["error"]
+
+
+def test_a_loader_with_a_state_goes_on_over_processes(tmp_path: Path) -> None:
+    """Every process reads all batches and trains on every second; 21 batches, 4 a step, 6 steps an epoch."""
+    start = ts.export_model(Classifier(seed=9), tmp_path / "start")
+    made = {"init_weights_from": str(start)}
+    whole = run_world(2, "streams", directory=str(tmp_path / "whole"), **made)
+    cut = run_world(2, "streams", directory=str(tmp_path / "cut"), stop_at=4, **made)
+    again = run_world(2, "streams", directory=str(tmp_path / "cut"), **made)
+
+    for rank in range(2):
+        assert whole[rank]["taken"] == ["net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias"]
+        assert {**cut[rank]["seen"], **again[rank]["seen"]} == whole[rank]["seen"]
+        assert again[rank]["weights"] == whole[rank]["weights"]
+        assert again[rank]["reads"] == whole[rank]["reads"] - 3 * 4
+        assert again[rank]["taken"] == []
 
 
 def test_weights_that_differ_are_never_saved(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,35 @@ def failure(directory: str, how: str) -> Any:
     return {"error": None}
 
 
+def background_failure(directory: str) -> Any:
+    """The disk of rank 0 fails under a checkpoint that is written in the background; nothing else asks for it."""
+    from trainstack.checkpointing import filesystem
+
+    in_step_4 = threading.Event()
+
+    def fail(handle: Any) -> None:
+        in_step_4.wait(20)
+        raise OSError("the disk is gone")
+
+    class Waits(Classifier):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if RANK == 0 and global_step == 4:
+                in_step_4.set()
+                deadline = time.monotonic() + 20
+                while trainer._ready().loop.attend_at and time.monotonic() < deadline:
+                    time.sleep(0.001)
+            return super().train_step(global_step, batch, device)
+
+    filesystem.sync_file = fail
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=3, async_save=True)
+    trainer = ts.Trainer(Waits(numbers(400)), arguments(directory, backend="ddp", checkpointer_args=saving))
+    try:
+        trainer.train()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "steps": trainer.global_steps_finished}
+    return {"error": None}
+
+
 def gathered() -> Any:
     """What `gather` makes of uneven and nested things."""
     stack = ts.build_trainer_backend("ddp", ddp={"gather_frequency": 2})
@@ -211,7 +242,6 @@ def diverged(directory: str) -> Any:
 
 def together() -> Any:
     """`trainer.gather` and `trainer.print`."""
-    import contextlib
     import io
 
     trainer = ts.Trainer(Classifier(), arguments("unused", backend="ddp"))
@@ -288,6 +318,25 @@ def noisy(directory: str, **changes: Any) -> list[float]:
     except KeyboardInterrupt:
         return []
     return weights(module).tolist()
+
+
+def streams(directory: str, stop_at: int | None = None, **changes: Any) -> dict[str, Any]:
+    """A loader that keeps its own place, and weights from elsewhere."""
+    from tests.trainer.test_loader_state import EVERY_STEP, Reads, Stream
+
+    module = Reads(lambda data, sampler, size: Stream(data, size), stop_at=stop_at)
+    made: dict[str, Any] = {"checkpointer_args": EVERY_STEP, "resume": "auto", "gpu_batch_size_limit": 2, **changes}
+    torch.manual_seed(RANK)
+    trainer = ts.Trainer(module, arguments(directory, backend="ddp", epochs=2, **made))
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.train()
+    report = trainer.warm_start_report
+    return {
+        "seen": module.seen,
+        "weights": weights(module).tolist(),
+        "reads": Stream.reads,
+        "taken": list(report.loaded) if report else [],
+    }
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tools.bench.__main__ import main
+from tools.bench.checkpoints import measure_checkpoints
 from tools.bench.contender import Contender, find_contenders
 from tools.bench.measure import Outcome, measure, same_bits
 from tools.bench.workloads import WORKLOADS
@@ -50,6 +51,14 @@ def test_clipping_has_something_to_do_wherever_equal_bits_are_to_speak_for_it(wo
     outcomes = short(workload, 8, 1, "raw_clip")
     idle = same_bits(outcomes["raw"].result, outcomes["raw_clip"].result)
     assert idle is (workload == "W1-calm")
+
+
+def test_the_table_of_checkpoints_has_a_line_for_each_way() -> None:
+    rows = [line.split(" | ") for line in measure_checkpoints(1, 1).splitlines()[2:]]
+    seconds = {row[0].strip("| "): float(row[1]) for row in rows[2:]}
+    assert len(seconds) == 10
+    assert min(seconds.values()) > 0
+    assert seconds["trainstack, async_save: later saves, loop held up"] < seconds["trainstack"]
 
 
 def test_bits_differ_where_a_sign_does() -> None:

@@ -313,3 +313,14 @@ def test_a_million_records_are_small_and_quick() -> None:
     assert sys.getsizeof(history._arrived) < 10_000_000
     assert seconds < 10  # about 0.5 s; ten times that on a loaded machine would still be linear
     assert history.get_latest_metric("loss") == 0.5
+
+
+def test_values_at_a_step_are_the_newest_of_the_metrics_that_end_there() -> None:
+    history = RunHistory()
+    history.update_metric("old", 1.0, step=4)
+    history.update_metric("twice", 1.0, step=5)
+    history.update_metric("twice", torch.tensor(2.0), step=5)
+    history.update_metric("later", 1.0, step=5)
+    history.update_metric("later", 1.0, step=6)
+    assert history.values_at(5) == {"twice": 2.0}
+    assert history.values_at(7) == {}

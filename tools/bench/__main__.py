@@ -17,10 +17,14 @@ from pathlib import Path
 
 import torch
 
+from tools.bench.checkpoints import measure_checkpoints
 from tools.bench.contender import find_contenders
 from tools.bench.measure import measure
 from tools.bench.report import as_json, table, versions
 from tools.bench.workloads import WORKLOADS
+
+CHECKPOINT = "checkpoint"
+"""The workload that is no training: printed, not part of the figures that --json keeps."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rounds = options.rounds or (3 if options.quick else 7)
     print(", ".join(f"{what} {value}" for what, value in versions().items()))
     results = {}
-    for name in options.workload or WORKLOADS:
+    for name in options.workload or (*WORKLOADS, CHECKPOINT):
+        if name == CHECKPOINT:
+            print(f"\n{measure_checkpoints(rounds, 5 if options.quick else 50, _tell)}", flush=True)
+            continue
         task = WORKLOADS[name]()
         if options.quick:
             task = task.cut(max(8, task.steps // 5))
@@ -51,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
     parser.add_argument(
-        "--workload", action="append", choices=WORKLOADS, help="measure only this one; may be given several times"
+        "--workload",
+        action="append",
+        choices=(*WORKLOADS, CHECKPOINT),
+        help="measure only this one; may be given several times",
     )
     parser.add_argument(
         "--only", action="append", metavar="CONTENDER", help="only this one beside raw and raw_clip; several times"

@@ -34,12 +34,15 @@ class TrainerBackend(ABC):
         summary: what the layer does, in one sentence, for `explain`.
         collectives: what the layer makes all processes do together, and how often; for `explain`.
         excludes: tokens that may not stand in the same stack, each with the reason.
+        state_must_survive: refuse to go on from a checkpoint without the state of this layer, such as a privacy
+            accountant's.
     """
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     collectives: ClassVar[str] = ""
     excludes: ClassVar[Mapping[str, str]] = {}
+    state_must_survive: ClassVar[bool] = False
     _driver: Driver | None = None
     _owner: weakref.ref[Any] | None = None
 
@@ -156,8 +159,7 @@ class TrainerBackend(ABC):
             what = f"has state for {foreign}, which this stack lacks" if foreign else f"has none for {missing}"
             raise CheckpointMismatchError(
                 f"the checkpoint does not fit backend {self.spec!r}: it {what}. Resume with the backend string it "
-                "was written under, or start a new run from its weights: "
-                "module.update_state(read_checkpoint(path).module_interface_state)."
+                "was written under, or start a new run from its weights: resume_mode='weights'."
             )
         for name, layer in mine.items():
             layer.update_layer_state(state[name])

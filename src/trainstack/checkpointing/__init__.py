@@ -7,7 +7,10 @@ from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
 from trainstack.checkpointing.checkpoint import Checkpoint
 from trainstack.checkpointing.default import DefaultCheckpointer
 from trainstack.checkpointing.directory import CheckpointInfo, list_checkpoints
+from trainstack.checkpointing.exporting import export_model
+from trainstack.checkpointing.foreign import read_foreign_weights
 from trainstack.checkpointing.reading import read_checkpoint, read_model, verify_checkpoint
+from trainstack.checkpointing.warm_start import WarmStartReport, warm_start
 from trainstack.checkpointing.writing import write_checkpoint, write_model
 
 __all__ = [
@@ -16,10 +19,14 @@ __all__ = [
     "CheckpointInfo",
     "DefaultCheckpointer",
     "DefaultCheckpointerArguments",
+    "WarmStartReport",
+    "export_model",
     "list_checkpoints",
     "read_checkpoint",
+    "read_foreign_weights",
     "read_model",
     "verify_checkpoint",
+    "warm_start",
     "write_checkpoint",
     "write_model",
 ]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from trainstack.checkpointing.checkpoint import Checkpoint
 
 
 class AbstractCheckpointer(ABC):
-    """Decides when, where and how states are kept. Subclass it to keep them elsewhere."""
+    """Decides when, where and how states are kept. Subclass it to keep them elsewhere.
+
+    A checkpointer may return from `save` before the state is safe, if it has its own copy. It then overrides `watch`,
+    `poll`, `finish` and `abandon`, by which the trainer learns of failures and waits at the end. One that has saved
+    when `save` returns needs none of them.
+    """
 
     @abstractmethod
     def save(self, checkpoint_state: Checkpoint, index: int, force: bool = False) -> str | None:
@@ -22,10 +28,10 @@ class AbstractCheckpointer(ABC):
             force: keep it even if it would not be its turn.
 
         Returns:
-            Where it was kept, or None if it was not.
+            Where it is kept, or will be once it is safe; None if it is not.
 
         Raises:
-            CheckpointError: it should have been kept and could not be.
+            CheckpointError: it should have been kept and could not be, or an earlier one could not in the background.
         """
 
     @abstractmethod
@@ -33,8 +39,9 @@ class AbstractCheckpointer(ABC):
         """Return the state to continue from; an empty `Checkpoint()` means to start afresh.
 
         Args:
-            resume: None or False leaves it to the checkpointer's own arguments; True asks for the
-                newest checkpoint; `"auto"` for the newest if there is any; a path for that one.
+            resume: None or False leaves it to the checkpointer's own arguments; True or `"last"` asks for the
+                newest checkpoint; `"auto"` for the newest if there is any; `"best"` for the one with the best
+                value of a metric; a path for that one.
 
         Raises:
             CheckpointNotFoundError: what was asked for does not exist.
@@ -48,11 +55,46 @@ class AbstractCheckpointer(ABC):
     def begin_run(self, *, resumed: bool) -> None:  # noqa: B027 - most checkpointers need not know
         """Training begins: from what `load` returned if `resumed`, else afresh."""
 
-    def save_model(self, model_state: dict[str, Any], index: int) -> str | None:
-        """Export the model alone, for use rather than for resuming. Does nothing by default."""
+    def watch(self, wake: Callable[[], None]) -> None:  # noqa: B027 - nothing to report by default
+        """`wake` is to be called, from any thread, as soon as `poll` has something to raise."""
+
+    def poll(self) -> None:  # noqa: B027
+        """Raise what has failed in the background since it was last raised, without waiting.
+
+        Called at the next step boundary after `wake`, on the main process alone.
+
+        Raises:
+            CheckpointError: a checkpoint that `save` was given could not be kept.
+        """
+
+    def finish(self) -> None:  # noqa: B027
+        """Wait until all that was saved is safe; raises as `poll`, and gives back what was held for saving.
+
+        Called before `train` returns or raises, an interrupt included. An interrupt while it waits ends the waiting.
+        """
+
+    def abandon(self) -> None:  # noqa: B027
+        """Give up what is still being written; called when `finish` is interrupted after an exception.
+
+        What was safe before stays so, and no half of a checkpoint may be left that `load` would take.
+        """
+
+    def save_model(
+        self,
+        model_state: dict[str, Any],
+        index: int,
+        *,
+        plan: dict[str, Any] | None = None,
+        global_step: int | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> str | None:
+        """Export the model alone, for use rather than for resuming. Does nothing by default.
+
+        `plan`, `global_step` and `metadata` are those of a `Checkpoint`, for people to read.
+        """
         return None
 
     @property
-    def every_n_steps(self) -> int | None:
-        """How many global steps lie between saves inside an epoch, or None for none."""
+    def every_n_steps(self) -> int | float | None:
+        """Global steps between saves inside an epoch: a number, a float for a fraction of the run's, None for none."""
         return None

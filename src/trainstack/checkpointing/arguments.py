@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from trainstack.checkpointing.monitoring import DEFAULT_MONITOR, Monitor
 from trainstack.errors import ConfigurationError
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -20,7 +21,7 @@ class DefaultCheckpointerArguments:
         checkpoint: False saves nothing at all.
         delete_existing_checkpoints: before the first save, delete the checkpoints of this
             `file_prefix` from `save_dir`, and nothing else.
-        period: save when the index is a multiple of this.
+        period: PyMarlin's name of `every_n_epochs`.
         save_dir: where checkpoints go; by default `checkpoints` below the directory that is current
             when it is first needed.
         model_state_save_dir: where model exports go; by default `save_dir`.
@@ -29,7 +30,16 @@ class DefaultCheckpointerArguments:
         file_prefix: what the names of checkpoints begin with.
         file_ext: what they end with, without a dot; by default nothing, as they are directories.
         log_level: the least level of what the checkpointer logs, to the logger "trainstack".
-        every_n_steps: also save inside an epoch, whenever the global step is a multiple of this.
+        async_save: write in the background. Training waits only while the state is copied into memory of the host,
+            which takes once more the size of a checkpoint.
+        every_n_steps: also save inside an epoch, whenever the global step is a multiple of this; a float in (0, 1] is
+            a fraction of all global steps of the run, rounded up.
+        every_n_epochs: save at the end of an epoch whose index, counted from 0, is a multiple of this; None is 1. The
+            end of the run is saved in any case.
+        keep_last: delete older checkpoints of this run after a save, but for so many of the newest; None keeps all.
+        keep_best: of those, keep so many of the best as well.
+        monitor: the metric that says which is the best.
+        mode: `"min"` if low values of it are good, `"max"` if high ones are; `"auto"` reads that off its name.
 
     Raises:
         ConfigurationError: a value is wrong, or two contradict each other.
@@ -45,15 +55,20 @@ class DefaultCheckpointerArguments:
     file_prefix: str = "checkpoint"
     file_ext: str = ""
     log_level: str = "INFO"
-    every_n_steps: int | None = None
+    async_save: bool = False
+    every_n_steps: int | float | None = None
+    every_n_epochs: int | None = None
+    keep_last: int | None = None
+    keep_best: int = 0
+    monitor: str = DEFAULT_MONITOR
+    mode: Literal["auto", "min", "max"] = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint", "delete_existing_checkpoints"):
+        for name in ("checkpoint", "delete_existing_checkpoints", "async_save"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "it is not a bool", "True or False")
-        _check_count("period", self.period)
-        if self.every_n_steps is not None:
-            _check_count("every_n_steps", self.every_n_steps)
+        self._check_schedule()
+        self._check_retention()
         for name in ("save_dir", "model_state_save_dir", "load_dir", "load_filename"):
             value: Any = getattr(self, name)
             if value is not None and not isinstance(value, (str, os.PathLike)):
@@ -67,6 +82,45 @@ class DefaultCheckpointerArguments:
     def level(self) -> int:
         """`log_level` as a number of the logging module."""
         return int(getattr(logging, self.log_level.upper()))
+
+    @property
+    def epochs_between(self) -> int:
+        """`every_n_epochs`, or what `period` says instead."""
+        return self.every_n_epochs or self.period
+
+    @property
+    def monitored(self) -> Monitor:
+        """`monitor` with its direction."""
+        return Monitor.of(self.monitor, self.mode)
+
+    def _check_schedule(self) -> None:
+        _check_count("period", self.period)
+        if self.every_n_epochs is not None:
+            _check_count("every_n_epochs", self.every_n_epochs)
+            if self.period not in (1, self.every_n_epochs):
+                raise _wrong(
+                    "every_n_epochs", self.every_n_epochs, f"period={self.period} is another name of it and says "
+                    "something else", "one of the two",
+                )  # fmt: skip
+        steps = self.every_n_steps
+        if isinstance(steps, float) and not 0 < steps <= 1:
+            raise _wrong("every_n_steps", steps, "a fraction of the run lies between 0 and 1", "1, 2, ... or 0.25")
+        if steps is not None and not isinstance(steps, float):
+            _check_count("every_n_steps", steps)
+
+    def _check_retention(self) -> None:
+        if self.keep_last is not None:
+            _check_count("keep_last", self.keep_last)
+        if self.keep_best != 0 or isinstance(self.keep_best, bool):
+            _check_count("keep_best", self.keep_best, least=0)
+            if self.keep_last is None:
+                raise _wrong(
+                    "keep_best", self.keep_best, "without keep_last every checkpoint is kept",
+                    "keep_last=1 as well to keep the newest and the best only",
+                )  # fmt: skip
+        if not isinstance(self.monitor, str) or not self.monitor:
+            raise _wrong("monitor", self.monitor, "it is not the name of a metric", "a name such as 'val/loss'")
+        Monitor.of(self.monitor, self.mode)
 
     def _check_names(self) -> None:
         for name in ("file_prefix", "file_ext"):
@@ -98,9 +152,9 @@ def _has_separator(name: str) -> bool:
     return any(mark in name for mark in "/\\\0")
 
 
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _wrong(name, value, "it is not a whole number above 0", "1, 2, ...")
+def _check_count(name: str, value: Any, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise _wrong(name, value, f"it is not a whole number above {least - 1}", f"{least}, {least + 1}, ...")
 
 
 def _wrong(name: str, value: Any, why: str, instead: str) -> ConfigurationError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import torch
 
 from trainstack.checkpointing import directory as listing
 from trainstack.checkpointing import filesystem, leftovers, manifest
+from trainstack.checkpointing.buffers import HostBuffers
 from trainstack.checkpointing.checksums import FileRecord, HashingWriter
 from trainstack.checkpointing.manifest import Kind, Manifest
+from trainstack.checkpointing.readme import FILE_NAME as README
 from trainstack.checkpointing.tags import Json
 from trainstack.checkpointing.tensorfile import tensor_bytes, write_tensors
 from trainstack.errors import CheckpointError
@@ -24,7 +27,8 @@ _SLACK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What a directory will hold: the tensors of its two files, the JSON tree, and the manifest's fields."""
+    """What a directory will hold: the tensors of its two files, the JSON tree, the manifest's fields, and perhaps a
+    README, which the manifest does not speak of."""
 
     kind: Kind
     model: dict[str, torch.Tensor]
@@ -33,18 +37,29 @@ class Payload:
     global_step: int | None
     plan: Json
     metadata: Json
+    readme: bytes | None = None
 
     @property
     def size(self) -> int:
         names = sum(len(name) + 128 for name in (*self.model, *self.rest))
         return tensor_bytes(self.model) + tensor_bytes(self.rest) + len(self.tree) + names + _SLACK_BYTES
 
+    def copied_into(self, buffers: HostBuffers) -> Payload:
+        """The same with tensors that the training does not touch."""
+        copies = buffers.copy(self.model | self.rest)
+        return replace(
+            self,
+            model={name: copies[name] for name in self.model},
+            rest={name: copies[name] for name in self.rest},
+        )
 
-def commit(payload: Payload, directory: Path, name: str) -> Path:
+
+def commit(payload: Payload, directory: Path, name: str, abandoned: threading.Event | None = None) -> Path:
     """Write `payload` as `directory/name` and return that path; raises CheckpointError.
 
     The order is: files, manifest, temporary directory, each forced to the disk; then the old directory
     of that name is renamed away, the new one renamed into its place, and the parent forced to the disk.
+    If `abandoned` is set on the way, the writing ends soon, with a CheckpointError and as if it had not begun.
     """
     if not name or name.startswith(".") or any(mark in name for mark in "/\\\0"):
         raise CheckpointError(f"{name!r} cannot name a checkpoint: write a plain name such as 'checkpoint-7'.")
@@ -59,7 +74,7 @@ def commit(payload: Payload, directory: Path, name: str) -> Path:
         _check_space(payload.size, directory)
         temporary = leftovers.claim(directory, leftovers.TEMPORARY, name)
         try:
-            _fill(temporary, payload, name)
+            _fill(temporary, payload, name, abandoned)
             _swap(temporary, final)
         except BaseException:
             with suppress(OSError):
@@ -84,14 +99,17 @@ def _check_space(needed: int, directory: Path) -> None:
         )
 
 
-def _fill(temporary: Path, payload: Payload, name: str) -> None:
+def _fill(temporary: Path, payload: Payload, name: str, abandoned: threading.Event | None) -> None:
     sequence = listing.next_sequence(temporary.parent)
     filesystem.make_directory(temporary)
     files: dict[str, FileRecord] = {}
+    put = partial(_put, abandoned=abandoned)
     for file, tensors in ((manifest.MODEL_FILE, payload.model), (manifest.STATE_FILE, payload.rest)):
         if tensors:
-            files[file] = _put(temporary / file, partial(write_tensors, tensors=tensors))
-    files[manifest.TREE_FILE] = _put(temporary / manifest.TREE_FILE, lambda writer: writer.write(payload.tree))
+            files[file] = put(temporary / file, partial(write_tensors, tensors=tensors))
+    files[manifest.TREE_FILE] = put(temporary / manifest.TREE_FILE, lambda writer: writer.write(payload.tree))
+    if payload.readme is not None:
+        put(temporary / README, lambda writer: writer.write(payload.readme or b""))
     content = Manifest(
         kind=payload.kind,
         name=name,
@@ -103,13 +121,13 @@ def _fill(temporary: Path, payload: Payload, name: str) -> None:
         metadata=payload.metadata,
         files=files,
     )
-    _put(temporary / manifest.FILE_NAME, lambda writer: writer.write(manifest.render(content)))
+    put(temporary / manifest.FILE_NAME, lambda writer: writer.write(manifest.render(content)))
     filesystem.sync_directory(temporary)
 
 
-def _put(path: Path, fill: Callable[[HashingWriter], None]) -> FileRecord:
+def _put(path: Path, fill: Callable[[HashingWriter], None], abandoned: threading.Event | None) -> FileRecord:
     with filesystem.open_new(path) as handle:
-        writer = HashingWriter(handle)
+        writer = HashingWriter(handle, abandoned)
         fill(writer)
         filesystem.sync_file(handle)
     return writer.record()

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainstack.checkpointing import began, leftovers
+from trainstack.checkpointing import began, leftovers, retention
 from trainstack.checkpointing.abstract import AbstractCheckpointer
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
+from trainstack.checkpointing.background import BackgroundWriter
+from trainstack.checkpointing.buffers import HostBuffers
 from trainstack.checkpointing.checkpoint import Checkpoint
-from trainstack.checkpointing.directory import has_prefix, is_checkpoint_directory, name_of, scan
-from trainstack.checkpointing.newest import of_prefix, other_names, read_newest
-from trainstack.checkpointing.reading import read_checkpoint
-from trainstack.checkpointing.writing import write_checkpoint, write_model
-from trainstack.errors import CheckpointDamagedError, CheckpointNotFoundError, ConfigurationError
+from trainstack.checkpointing.committing import Payload, commit
+from trainstack.checkpointing.directory import CheckpointInfo, has_prefix, name_of, scan
+from trainstack.checkpointing.finding import Finder
+from trainstack.checkpointing.monitoring import DEFAULT_MONITOR
+from trainstack.checkpointing.newest import of_prefix, of_run
+from trainstack.checkpointing.writing import pack, write_model
 
 _DEFAULT_DIRECTORY = "checkpoints"
 _logger = logging.getLogger("trainstack")
@@ -31,9 +37,12 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self.args = args or DefaultCheckpointerArguments()
         self._directories: dict[str, Path] = {}
         self._prepared: set[Path] = set()
+        self._background, self._buffers = BackgroundWriter(), HostBuffers()
+        self._loaded_from: Path | None = None
+        self._missed = False
 
     @property
-    def every_n_steps(self) -> int | None:
+    def every_n_steps(self) -> int | float | None:
         """`args.every_n_steps`, or None when nothing is to be saved at all."""
         return self.args.every_n_steps if self.args.checkpoint else None
 
@@ -57,41 +66,109 @@ class DefaultCheckpointer(AbstractCheckpointer):
             self._delete_existing()
 
     def begin_run(self, *, resumed: bool) -> None:
-        """Remember, when a run begins afresh, which checkpoints are an earlier run's.
+        """Remember, when a run begins afresh or from another directory, which checkpoints are an earlier run's.
 
-        They stay where they are and can be named, but are not "the newest" of this run: it may be interrupted
-        before its first checkpoint, and must not go on from another run's.
+        They stay where they are and can be named, but are not "the newest" of this run, and it never deletes them: it
+        may be interrupted before its first checkpoint, and must not go on from another run's.
         """
-        earlier = of_prefix(self.save_dir, self.args.file_prefix) if self.args.checkpoint and not resumed else []
+        elsewhere = self._loaded_from is not None and self._loaded_from.resolve() != self.save_dir.resolve()
+        begins = self.args.checkpoint and (elsewhere or not resumed)
+        earlier = of_prefix(self.save_dir, self.args.file_prefix) if begins else []
         if earlier:
             began.mark(self.save_dir, self.args.file_prefix, earlier[0].sequence)
+            retention.after_save(self.save_dir, self.args, self._log)
+
+    def last(self) -> CheckpointInfo | None:
+        """The newest checkpoint of this run in `save_dir` whose files are there in their sizes, or None."""
+        return retention.newest_of(of_run(self.save_dir, self.args.file_prefix))
+
+    def best(self) -> CheckpointInfo | None:
+        """The one with the best finite value of `args.monitor`, or None; read from manifests alone."""
+        return retention.best_of(of_run(self.save_dir, self.args.file_prefix), self.args)
 
     def is_due(self, index: int, force: bool) -> bool:
         """Whether it is the turn of `index`, or out of turn but asked for, and saving is on at all."""
-        return self.args.checkpoint and (force or index % self.args.period == 0)
+        return self.args.checkpoint and (force or index % self.args.epochs_between == 0)
 
     def save(self, checkpoint_state: Checkpoint, index: int, force: bool = False) -> str | None:
         """Write `checkpoint_state` if it is its turn, replacing one of the same name.
 
         The name is made of the prefix and the global step, or the index if the step is not known.
-        Returns once everything is on the disk.
+        Returns once everything is on the disk; with `async_save` once the state is copied, after waiting for the
+        save before. A failure in the background is raised by `poll`, `finish`, or the next save or load.
         """
         if not self.is_due(index, force):
             return None
+        self._wait_for_last()
         self.prepare()
         step = checkpoint_state.global_step
         number = f"{index:06d}" if step is None else f"{step:09d}"
-        path = write_checkpoint(checkpoint_state, self.save_dir, self._name(number))
-        self._log(logging.INFO, f"saved {path}")
-        return str(path)
+        name = self._name(number)
+        payload = pack(retention.keep_pin(checkpoint_state, self.save_dir / name, self.args.file_prefix))
+        if not force:
+            self._miss_monitor(checkpoint_state)
+        if self.args.async_save:
+            copy = payload.copied_into(self._buffers)
+            self._background.start(f"saving {name}", lambda abandoned: self._commit(copy, name, abandoned))
+        else:
+            self._commit(payload, name)
+        return str(self.save_dir / name)
 
-    def save_model(self, model_state: dict[str, Any], index: int) -> str | None:
+    def _commit(self, payload: Payload, name: str, abandoned: threading.Event | None = None) -> None:
+        """Write a checkpoint, and do what is to be done after each; in the background with `async_save`."""
+        try:
+            path = commit(payload, self.save_dir, name, abandoned)
+            self._log(logging.INFO, f"saved {path}")
+            retention.after_save(self.save_dir, self.args, self._log)
+        except BaseException as error:
+            if abandoned is not None:  # perhaps nobody asks any more
+                self._log(logging.ERROR, f"saving {name} in the background failed: {error}")
+            raise
+
+    def _wait_for_last(self) -> None:
+        """Wait for a save in the background, and say how long that took."""
+        began, busy = time.perf_counter(), self._background.is_busy
+        self._background.wait()
+        if busy:
+            self._log(logging.INFO, f"waited {time.perf_counter() - began:.2f} s for the save before")
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Call `wake` from the writing thread when a save in the background has failed."""
+        self._background.wake = wake
+
+    def poll(self) -> None:
+        """Raise what a save in the background has failed with."""
+        self._background.poll()
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk, and give the memory for copies back."""
+        try:
+            self._background.wait()
+        finally:
+            self._buffers.release()
+
+    def abandon(self) -> None:
+        """Stop writing; the unfinished directory is deleted, or never read."""
+        self._background.abandon()
+
+    def save_model(
+        self,
+        model_state: dict[str, Any],
+        index: int,
+        *,
+        plan: dict[str, Any] | None = None,
+        global_step: int | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> str | None:
         """Write an export of `model_state`; `load` never takes it for a point to resume from."""
         if not self.args.checkpoint:
             return None
+        self._wait_for_last()
         directory = self.model_state_save_dir
         self._clear(directory) if directory != self.save_dir else self.prepare()
-        path = write_model(model_state, directory, self._name(f"model-{index:06d}"), {"index": index})
+        about = {**(metadata or {}), "index": index}
+        name = self._name(f"model-{index:06d}")
+        path = write_model(model_state, directory, name, about, plan=plan, global_step=global_step)
         self._log(logging.INFO, f"saved {path}")
         return str(path)
 
@@ -108,61 +185,26 @@ class DefaultCheckpointer(AbstractCheckpointer):
             ConfigurationError: `resume` is none of these, or `delete_existing_checkpoints` would
                 delete what is to be loaded.
         """
-        if resume is None or resume is False:
-            configured = self.args.load_dir or self.args.load_filename
-            return self._load_configured(required=True) if configured else Checkpoint()
-        if resume is True or resume == "auto":
-            return self._load_configured(required=resume is True)
-        if resume == "" or isinstance(resume, int):
-            raise ConfigurationError(f"resume={resume!r}: write True, False, 'auto' or the path of a checkpoint.")
-        path = Path(resume).absolute()
-        return self._load_newest(path, required=True) if _holds_many(path) else self._load_named(path)
-
-    def _load_configured(self, required: bool) -> Checkpoint:
-        args = self.args
-        directory = self._settle("load_dir", args.load_dir) if args.load_dir else self.save_dir
-        if not args.load_filename:
-            return self._load_newest(directory, required)
-        path = directory / args.load_filename
-        return self._load_named(path) if required or path.exists() else Checkpoint()
-
-    def _load_named(self, path: Path) -> Checkpoint:
-        self._refuse_deleting(path.parent)
-        checkpoint = read_checkpoint(path)
-        self._log(logging.INFO, f"loaded {path}")
+        self._background.wait()
+        finder = Finder(self.args, self._load_directory(), self.save_dir, self._log)
+        checkpoint = finder.load(resume)
+        self._loaded_from = finder.found_in or self._loaded_from
         return checkpoint
 
-    def _load_newest(self, directory: Path, required: bool) -> Checkpoint:
-        self._refuse_deleting(directory)
-        after = began.read(directory, self.args.file_prefix)
-        found = read_newest(directory, self.args.file_prefix, self._warn_of_damage, after)
-        if found is not None:
-            self._log(logging.INFO, f"loaded {found[0]}")
-            return found[1]
-        others = other_names(directory, self.args.file_prefix)
-        hint = f" There is {others[0]!r}: set file_prefix to match, or name it to load it." if others else ""
-        earlier = of_prefix(directory, self.args.file_prefix)
-        if earlier:
-            hint = (
-                " The last run there began afresh and was interrupted before its first checkpoint. To go on from an "
-                f"earlier run, name its checkpoint: resume={str(earlier[0].path)!r}."
-            )
-        usual = self.args.file_prefix == type(self.args)().file_prefix
-        what = f"no checkpoint{'' if usual else f' with the file_prefix {self.args.file_prefix!r}'} in {directory}"
-        if required:
-            absent = "" if directory.is_dir() else ", which does not exist"
-            raise CheckpointNotFoundError(
-                f"{what}{absent}.{hint} To start afresh when there is none, write resume='auto'"
-                f"{' and leave load_dir unset' if self.args.load_dir else ''}."
-            )
-        self._log(logging.WARNING if others else logging.INFO, f"{what}: starting afresh.{hint}")
-        return Checkpoint()
+    def _load_directory(self) -> Path:
+        return self._settle("load_dir", self.args.load_dir) if self.args.load_dir else self.save_dir
 
-    def _refuse_deleting(self, directory: Path) -> None:
-        if self.args.delete_existing_checkpoints and directory.resolve() == self.save_dir.resolve():
-            raise ConfigurationError(
-                f"delete_existing_checkpoints=True would delete what is to be loaded from {directory}. "
-                "Write delete_existing_checkpoints=False to resume, or resume=False to start afresh."
+    def _miss_monitor(self, checkpoint: Checkpoint) -> None:
+        """Say once that a checkpoint cannot be the best, where somebody asked for the best."""
+        args, metrics = self.args, (checkpoint.metadata or {}).get("metrics", {})
+        asked = args.keep_best or args.monitor != DEFAULT_MONITOR
+        if asked and not self._missed and args.monitor not in metrics:
+            self._missed = True
+            self._log(
+                logging.WARNING,
+                f"{args.monitor!r} was not measured at global step {checkpoint.global_step}, so the checkpoint cannot "
+                f"be the best. Measured there: {', '.join(sorted(metrics)) or 'nothing'}. Set monitor to one of "
+                "those, or log it after each epoch.",
             )
 
     def _delete_existing(self) -> None:
@@ -188,13 +230,6 @@ class DefaultCheckpointer(AbstractCheckpointer):
         name = f"{self.args.file_prefix}-{number}"
         return f"{name}.{self.args.file_ext}" if self.args.file_ext else name
 
-    def _warn_of_damage(self, error: CheckpointDamagedError) -> None:
-        self._log(logging.WARNING, f"passing over a damaged checkpoint: {error}")
-
     def _log(self, level: int, message: str) -> None:
         if level >= self.args.level:
             _logger.log(level, message)
-
-
-def _holds_many(path: Path) -> bool:
-    return path.is_dir() and not is_checkpoint_directory(path)

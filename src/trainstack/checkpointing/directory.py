@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainstack.checkpointing import leftovers, manifest
+from trainstack.checkpointing.decoding import StateDecoder
 from trainstack.checkpointing.manifest import Kind, Manifest
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
 
@@ -24,6 +26,8 @@ class CheckpointInfo:
         global_step: optimizer updates done, if known.
         created: UTC, ISO 8601.
         size: bytes in all files.
+        metrics: what was measured with these very weights: name and value. May hold inf and nan.
+        pinned: whether it is kept, however many others come.
     """
 
     path: Path
@@ -33,6 +37,8 @@ class CheckpointInfo:
     global_step: int | None
     created: str
     size: int
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +113,30 @@ def info_of(path: Path, content: Manifest) -> CheckpointInfo:
         global_step=content.global_step,
         created=content.created,
         size=content.size,
+        metrics=_metrics_of(content),
+        pinned=isinstance(content.metadata, dict) and content.metadata.get("pinned") is True,
     )
+
+
+def _metrics_of(content: Manifest) -> dict[str, float]:
+    """The numbers in the metadata's entry "metrics"; whoever writes a checkpoint by hand need not have one."""
+    tree = content.metadata.get("metrics") if isinstance(content.metadata, dict) else None
+    try:
+        metrics = StateDecoder({}).decode(tree)
+    except CheckpointDamagedError:
+        return {}
+    if not isinstance(metrics, dict):
+        return {}
+    return {name: float(value) for name, value in metrics.items() if type(value) in (int, float)}
+
+
+def has_its_files(info: CheckpointInfo) -> bool:
+    """Say whether the files of a checkpoint are there in the sizes that its manifest names; reads none of them."""
+    try:
+        records = read_manifest(info.path).files
+        return all((info.path / name).stat().st_size == record.size for name, record in records.items())
+    except (OSError, CheckpointDamagedError, CheckpointMismatchError):
+        return False
 
 
 def next_sequence(directory: Path) -> int:

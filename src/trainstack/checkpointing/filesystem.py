@@ -47,6 +47,16 @@ def rename(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
+def replace(source: Path, target: Path) -> None:
+    """Move a file within its directory, in place of `target` if there is one."""
+    os.replace(source, target)
+
+
+def remove_file(path: Path) -> None:
+    """Delete a file."""
+    os.unlink(path)
+
+
 def remove_tree(path: Path) -> None:
     """Delete a directory and all in it."""
     shutil.rmtree(path)

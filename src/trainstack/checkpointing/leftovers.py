@@ -51,6 +51,7 @@ def discard(path: Path) -> None:
     doomed = claim(path.parent, TEMPORARY, original_name(path) or path.name)
     try:
         filesystem.rename(path, doomed)
+        filesystem.sync_directory(path.parent)  # else a power cut may bring back the name with half of the files
         filesystem.remove_tree(doomed)
     finally:
         release(doomed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from trainstack.checkpointing import manifest
 from trainstack.checkpointing.checkpoint import Checkpoint
-from trainstack.checkpointing.checksums import check_file, read_file
+from trainstack.checkpointing.checksums import FileRecord, check_file, read_file
 from trainstack.checkpointing.decoding import StateDecoder
 from trainstack.checkpointing.directory import (
     CheckpointInfo,
@@ -21,7 +22,7 @@ from trainstack.checkpointing.directory import (
 )
 from trainstack.checkpointing.manifest import Manifest
 from trainstack.checkpointing.tags import Json
-from trainstack.checkpointing.tensorfile import read_tensors
+from trainstack.checkpointing.tensorfile import map_tensors, read_placeholders, read_tensors
 from trainstack.checkpointing.writing import MODEL_STATE, STATES
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
 
@@ -46,10 +47,17 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointInfo:
     return info_of(root, content)
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def read_checkpoint(path: str | os.PathLike[str], *, mapped: bool = False) -> Checkpoint:
     """Return the checkpoint in the directory `path`, verified.
 
     Its tensors own their memory and lie on the CPU; nothing stays mapped or open. No pickle is read.
+
+    Args:
+        path: of the checkpoint.
+        mapped: leave the tensors in the mapped files, which is several times faster where they are only read or
+            copied, to a GPU or into a model. They may be changed; the files do not. The files are hashed as always,
+            but must not be altered in place while the tensors live; deleting them does no harm, except on Windows,
+            where it fails.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at `path`.
@@ -62,7 +70,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             f"{root} is a model export; it holds no optimizer, trainer or backend state to resume from. "
             "Name a checkpoint, or load the weights with read_model() and load_state_dict()."
         )
-    tree, decoder = _load(root, content)
+    tree, decoder = _load(root, content, map_tensors if mapped else read_tensors)
     plain = StateDecoder({})
     return Checkpoint(
         **{state: _state(decoder, tree, state, root) for state in STATES},
@@ -72,14 +80,25 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     )
 
 
-def read_model(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_model(path: str | os.PathLike[str], *, mapped: bool = False) -> dict[str, Any]:
     """Return the model state in an export, or the module state in a checkpoint; as `read_checkpoint`."""
     root, content = _open(path)
-    tree, decoder = _load(root, content)
+    tree, decoder = _load(root, content, map_tensors if mapped else read_tensors)
     state = _state(decoder, tree, MODEL_STATE if content.kind == "model" else STATES[0], root)
     if not isinstance(state, dict):
         raise CheckpointMismatchError(f"{root} holds no model state. Name another checkpoint.")
     return state
+
+
+def read_states(path: str | os.PathLike[str], *, tensors: bool = True) -> tuple[Manifest, dict[str, Any]]:
+    """Return the manifest of a checkpoint or export and its states by name; as `read_checkpoint`.
+
+    With `tensors=False` no tensor is read: placeholders of the same shapes and dtypes stand for them.
+    """
+    root, content = _open(path)
+    tree, decoder = _load(root, content, read_tensors if tensors else read_placeholders)
+    names = (MODEL_STATE,) if content.kind == "model" else STATES
+    return content, {name: _state(decoder, tree, name, root) for name in names}
 
 
 def _open(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
@@ -89,7 +108,7 @@ def _open(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
     if not root.is_dir():
         raise CheckpointMismatchError(
             f"{root} is a single file; a checkpoint is a directory with a {manifest.FILE_NAME}. Pickle files "
-            "(.pt, .pth, .ckpt) are never read: load one yourself with torch.load(weights_only=True)."
+            "(.pt, .pth, .ckpt) are never read unasked: read_foreign_weights(path) does, for their weights."
         )
     if not is_checkpoint_directory(root):
         raise CheckpointNotFoundError(
@@ -99,12 +118,14 @@ def _open(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
     return root, read_manifest(root)
 
 
-def _load(root: Path, content: Manifest) -> tuple[dict[str, Json], StateDecoder]:
+def _load(
+    root: Path, content: Manifest, read: Callable[[Path, FileRecord], dict[str, torch.Tensor]] = read_tensors
+) -> tuple[dict[str, Json], StateDecoder]:
     tree = _read_tree(root, content)
     tensors: dict[str, torch.Tensor] = {}
     for file in _TENSOR_FILES:
         if file in content.files:
-            tensors |= read_tensors(root / file, content.files[file])
+            tensors |= read(root / file, content.files[file])
     return tree, StateDecoder(tensors)
 
 

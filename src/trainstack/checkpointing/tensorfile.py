@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,45 @@ def read_tensors(path: Path, record: FileRecord) -> dict[str, torch.Tensor]:
         CheckpointDamagedError: size, hash or header are not as they were written.
     """
     with open_recorded(path, record) as reader:
-        header = _read_header(reader, record.size, path)
-        tensors = {}
-        for name, dtype, shape in header:
-            tensor = torch.empty(shape, dtype=dtype)
-            if tensor.numel():
-                reader.read_into(_bytes_of(tensor))
-            tensors[name] = tensor
+        tensors = _read_all(reader, record.size, path)
         reader.finish(record)
         return tensors
+
+
+def map_tensors(path: Path, record: FileRecord) -> dict[str, torch.Tensor]:
+    """As `read_tensors`, but the tensors are the mapped file; a page that is written to becomes memory of its own."""
+    with open_recorded(path, record) as reader:
+        mapping = reader.map()
+        reader.finish(record)
+        header = _read_header(mapping.read, record.size, path)
+        tensors, start = {}, mapping.tell()
+        for name, dtype, shape in header:
+            size = math.prod(shape) * dtype.itemsize
+            flat = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start) if size else torch.empty(0)
+            tensors[name] = flat.view(dtype).reshape(shape)
+            start += size
+        return tensors
+
+
+def read_unverified_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file that no manifest speaks for; otherwise as `read_tensors`."""
+    size = path.stat().st_size
+    with open_recorded(path, FileRecord(size=size, xxh3_128="")) as reader:
+        return _read_all(reader, size, path)
+
+
+def read_placeholders(path: Path, record: FileRecord) -> dict[str, torch.Tensor]:
+    """Return tensors of the names, dtypes and shapes of a file, without memory or values; as `read_tensors`."""
+    with open_recorded(path, record) as reader:
+        layout = _read_header(reader.read, record.size, path)
+        return {name: torch.zeros((), dtype=dtype).expand(shape) for name, dtype, shape in layout}
+
+
+def _read_all(reader: HashingReader, size: int, path: Path) -> dict[str, torch.Tensor]:
+    header = _read_header(reader.read, size, path)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in header}
+    reader.read_into_all(_bytes_of(tensor) for tensor in tensors.values() if tensor.numel())
+    return tensors
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -77,12 +108,12 @@ def _header(ordered: list[tuple[str, torch.Tensor]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _read_header(reader: HashingReader, size: int, path: Path) -> list[tuple[str, torch.dtype, list[int]]]:
+def _read_header(read: Callable[[int], bytes], size: int, path: Path) -> list[tuple[str, torch.dtype, list[int]]]:
     try:
-        length = int.from_bytes(reader.read(8), "little")
+        length = int.from_bytes(read(8), "little")
         if 8 + length > size:
             raise ValueError("its length exceeds the file")
-        entries = json.loads(reader.read(length))
+        entries = json.loads(read(length))
         entries.pop(RESERVED, None)
         return _layout(entries, size - 8 - length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

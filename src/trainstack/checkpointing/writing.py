@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainstack.checkpointing.checkpoint import Checkpoint
 from trainstack.checkpointing.committing import Payload, commit
 from trainstack.checkpointing.encoding import StateEncoder
+from trainstack.checkpointing.manifest import library_versions
+from trainstack.checkpointing.readme import render_readme
 from trainstack.checkpointing.tags import Json
 from trainstack.errors import UnsupportedStateError
 
@@ -39,12 +42,21 @@ def write_checkpoint(checkpoint: Checkpoint, directory: str | os.PathLike[str], 
         UnsupportedStateError: a state holds a value that the format does not.
         CheckpointError: the file system refused; nothing new is left behind.
     """
+    return commit(pack(checkpoint), Path(directory).absolute(), name)
+
+
+def pack(checkpoint: Checkpoint) -> Payload:
+    """Return what is to be written: plain values are encoded, tensors are still those of their owners.
+
+    Raises:
+        UnsupportedStateError: a state holds a value that the format does not.
+    """
     encoder = StateEncoder()
     first, *others = STATES
     trees = {first: encoder.encode(getattr(checkpoint, first), first)}
     model = encoder.take_tensors()
     trees |= {state: encoder.encode(getattr(checkpoint, state), state, state) for state in others}
-    payload = Payload(
+    return Payload(
         kind="checkpoint",
         model=model,
         rest=encoder.take_tensors(),
@@ -53,29 +65,36 @@ def write_checkpoint(checkpoint: Checkpoint, directory: str | os.PathLike[str], 
         plan=_plain(checkpoint.plan, "plan"),
         metadata=_plain(checkpoint.metadata, "metadata"),
     )
-    return commit(payload, Path(directory).absolute(), name)
 
 
 def write_model(
-    model_state: dict[str, Any],
+    model_state: Mapping[str, Any],
     directory: str | os.PathLike[str],
     name: str,
     metadata: dict[str, Any] | None = None,
+    *,
+    plan: dict[str, Any] | None = None,
+    global_step: int | None = None,
 ) -> Path:
     """Write an export of `model_state`, which is never taken for a point to resume from.
 
-    Its `model.safetensors` can be read by any reader of that format. Otherwise as `write_checkpoint`.
+    Its `model.safetensors` can be read by any reader of that format, its README.md says how. Otherwise as
+    `write_checkpoint`.
     """
     encoder = StateEncoder()
     tree = _dump({MODEL_STATE: encoder.encode(model_state, MODEL_STATE)})
+    readme = render_readme(
+        model_state, name, versions=library_versions(), plan=plan, global_step=global_step, metadata=metadata
+    )
     payload = Payload(
         kind="model",
         model=encoder.take_tensors(),
         rest={},
         tree=tree,
-        global_step=None,
-        plan=None,
+        global_step=global_step,
+        plan=_plain(plan, "plan"),
         metadata=_plain(metadata, "metadata"),
+        readme=readme,
     )
     return commit(payload, Path(directory).absolute(), name)
 

@@ -23,6 +23,7 @@ _AT_LEAST_ONE_OR_NONE = ("max_train_steps_per_epoch", "max_val_steps_per_epoch")
 _FLAGS = (
     "clip_grads",
     "use_gpu",
+    "init_weights_strict",
     "reset_optimizers_schedulers",
     "disable_tqdm",
     "amp_backend_native",
@@ -30,6 +31,7 @@ _FLAGS = (
 )
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "nonfinite": ("raise", "skip"),
+    "resume_mode": ("full", "weights_and_optimizer", "weights"),
     "progress": ("auto", "rich", "plain", "none", None),
     "collect_train_outputs": ("auto", True, False),
     "amp_level_apex": ("O0", "O1", "O2", "O3"),
@@ -112,7 +114,19 @@ def _check_choices(args: TrainerArguments) -> None:
         if not any(getattr(args, name) is choice or getattr(args, name) == choice for choice in choices):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write one of {', '.join(map(repr, choices))}.")
     if not isinstance(args.resume, bool | str | PathLike) or args.resume == "":
-        raise ConfigurationError(f"resume={args.resume!r}: write True, False, 'auto', or the path of a checkpoint.")
+        raise ConfigurationError(
+            f"resume={args.resume!r}: write True, False, 'auto', 'best', 'last', or the path of a checkpoint."
+        )
+    if args.init_weights_from is not None and not isinstance(args.init_weights_from, str | PathLike):
+        raise ConfigurationError(
+            f"init_weights_from={args.init_weights_from!r}: write the path of a checkpoint, an export or a "
+            ".safetensors file, or None."
+        )
+    if args.resume_mode == "weights_and_optimizer" and args.reset_optimizers_schedulers:
+        raise ConfigurationError(
+            "resume_mode='weights_and_optimizer' and reset_optimizers_schedulers=True contradict each other. Write "
+            "resume_mode='weights' to take the weights alone."
+        )
     if not isinstance(logging.getLevelName(args.log_level), int):
         raise ConfigurationError(f"log_level={args.log_level!r}: write 'DEBUG', 'INFO', 'WARNING' or 'ERROR'.")
 

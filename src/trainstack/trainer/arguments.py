@@ -41,8 +41,14 @@ class TrainerArguments:
         use_gpu: False is the same as `device="cpu"`.
         seed: of the data order and of the samples' own random numbers. The process's global generators are left to
             you: `seed_everything(seed)` before you build the module.
-        resume: True continues from the newest checkpoint and fails if there is none; `"auto"` starts afresh then; a
-            path names the checkpoint.
+        resume: True or `"last"` continues from the newest checkpoint and fails if there is none; `"auto"` starts afresh
+            then; `"best"` continues from the best by `checkpointer_args.monitor`; a path names the checkpoint.
+        resume_mode: what is taken from the checkpoint. `"full"`: everything, the run goes on exactly.
+            `"weights_and_optimizer"`: module, optimizers, schedulers and layers; counters, order, random numbers and
+            history start anew. `"weights"`: the module alone.
+        init_weights_from: a checkpoint, an export or a `.safetensors` file whose weights the module starts from, as
+            far as they fit; `trainer.warm_start_report` says how far. Not used when a checkpoint is resumed.
+        init_weights_strict: refuse `init_weights_from` unless everything fits.
         reset_optimizers_schedulers: on resume, take the weights but make optimizers and schedulers anew.
         checkpointer_args: of the default checkpointer.
         output_dir: where checkpoints and logs go.
@@ -79,6 +85,9 @@ class TrainerArguments:
     use_gpu: bool = True
     seed: int = 0
     resume: bool | str | PathLike[str] = False
+    resume_mode: Literal["full", "weights_and_optimizer", "weights"] = "full"
+    init_weights_from: str | PathLike[str] | None = None
+    init_weights_strict: bool = False
     reset_optimizers_schedulers: bool = False
     checkpointer_args: DefaultCheckpointerArguments = field(default_factory=DefaultCheckpointerArguments)
     output_dir: str | PathLike[str] = "runs"

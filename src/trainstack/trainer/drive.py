@@ -60,9 +60,9 @@ class LoopDriver:
         assert loop.epoch_outputs is not None
         return loop.epoch_outputs.all_outputs
 
-    def _drain(self, loop: TrainLoop) -> int:
+    def _drain(self, loop: TrainLoop) -> None:
         loop.meter.drain()
-        return self._state.global_step + _DRAIN_EVERY
+        loop.attend_at = self._state.global_step + _DRAIN_EVERY
 
     def validate(self, dataloader: Any) -> Any:
         """One pass over `dataloader`; returns the collected outputs."""

@@ -131,6 +131,11 @@ class RunHistory:
         column = self._column(name)
         return column.record(len(column.values) - 1)
 
+    def values_at(self, step: int) -> dict[str, float]:
+        """The newest value of each metric whose newest record belongs to `step`, by name."""
+        self._settle()
+        return {name: c.values[-1] for name, c in sorted(self._columns.items()) if c.steps and c.steps[-1] == step}
+
     def records(self, name: str) -> list[Record]:
         """All records of `name` in order of arrival; ConfigurationError (a ValueError) when there is none."""
         column = self._column(name)

@@ -39,8 +39,8 @@ class TrainLoop:
     Attributes:
         meter: gets the losses.
         step_outputs, epoch_outputs: collectors; None where nobody reads them.
-        attend: called once `state.global_step` has reached `attend_at`; returns the step to be called at next.
-        attend_at: see `attend`.
+        attend: called once `state.global_step` has reached `attend_at`, which it moves on.
+        attend_at: see `attend`. Set to 0, also by another thread, it has `attend` called at the next step boundary.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TrainLoop:
         self.meter = LossMeter(tolerant=skip_nonfinite, comm=work.world.comm)
         self.step_outputs = OutputCollector(device=None) if hooks.step_outputs else None
         self.epoch_outputs = OutputCollector() if keep_epoch_outputs else None
-        self.attend: Callable[[], int] = lambda: NEVER
+        self.attend: Callable[[], None] = lambda: None
         self.attend_at = NEVER
 
 
@@ -91,14 +91,24 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
         if not moved and buffers is not None:
             buffers.put_back()
         if moved:
-            for scheduler in schedulers:
-                scheduler.step()
+            _step_all(schedulers)
         _advance(state, window, moved)
         meter.add_step(state, window, losses, moved, norm)
         if after_step is not None:
             after_step()
         if state.global_step >= loop.attend_at:
-            loop.attend_at = loop.attend()
+            loop.attend()
+
+
+def _step_all(schedulers: Sequence[Any]) -> None:
+    for scheduler in schedulers:
+        try:
+            scheduler.step()
+        except ValueError as error:  # OneCycleLR past its end
+            raise ModuleContractError(
+                f"{type(scheduler).__name__}.step() failed: {error}. It steps once after each global step that moved "
+                "the weights: make it for self.plan.total_steps steps."
+            ) from error
 
 
 def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:

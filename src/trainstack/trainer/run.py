@@ -52,7 +52,9 @@ class Run:
         epoch_rng: the random state that the epoch under way began with.
         busy: whether a step, a hook or a validation is under way, so that a checkpoint has to wait.
         save_asked: whether one waits.
+        pin_asked: whether the next checkpoint is to be kept for good.
         watched: names of the parameters and buffers that must stay finite.
+        poll: raises what has failed beside the training; called whenever the loop attends to something.
     """
 
     def __init__(
@@ -70,7 +72,8 @@ class Run:
         check_signatures(module, self.log)
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
-        self.busy = self.save_asked = False
+        self.poll: Callable[[], None] = lambda: None
+        self.busy = self.save_asked = self.pin_asked = False
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log)
         module.plan, module._history, module._run_state = self.data.plan, history, state
@@ -228,8 +231,8 @@ class Run:
             step, epoch = self.state.global_step, self.state.epoch
             self.history.update_metric(f"{name}/loss", loss, step=step, epoch=epoch)
 
-    def _attend(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> int:
-        """What is due at this step: log, save, paint. Returns the next step at which something is."""
+    def _attend(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
+        """What is due at this step: log, save, paint, and moving on to the next step at which something is."""
         state, step = self.state, self.state.global_step
         if step % self.args.log_interval == 0:
             reporter.log_point(state, self.loop.meter, self.loop.work.optimizers)
@@ -240,7 +243,8 @@ class Run:
             self._save(save, True)
         if state.steps_in_epoch >= reporter.progress.next_look:
             reporter.look(state)
-        return self._next_attention(reporter, save_every)
+        self.loop.attend_at = self._next_attention(reporter, save_every)
+        self.poll()  # after that: what fails later moves `attend_at` again
 
     def _next_attention(self, reporter: Reporter, save_every: int | None) -> int:
         step, interval = self.state.global_step, self.args.log_interval

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar, cast
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from trainstack.checkpointing import Checkpoint
+from torch import Tensor
+
+from trainstack.checkpointing import Checkpoint, export_model
+from trainstack.checkpointing.warm_start import read_weights
+from trainstack.errors import ConfigurationError, annotate
+from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run import Run
-from trainstack.trainer.snapshot import refuse_diverged, refuse_poisoned, take_checkpoint
+from trainstack.trainer.snapshot import facts_of, refuse_diverged, refuse_poisoned, take_checkpoint
 
 if TYPE_CHECKING:
     from trainstack.trainer.trainer import Trainer
@@ -16,15 +24,16 @@ Result = TypeVar("Result")
 
 
 class Saver:
-    """Saves and loads for one trainer; every method is called by all processes together.
+    """Saves and loads for one trainer; methods are called by all processes together, unless they say otherwise.
 
     Attributes:
-        saved_at: global step and epoch of the newest checkpoint, written or loaded.
+        saved_at: global step and epoch of the newest checkpoint, loaded, written or under way; None once one failed.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.saved_at: tuple[int, int] | None = None
+        self._training = False
 
     def save(self, run: Run, force: bool, *, unless_saved: bool = False) -> None:
         """Write a checkpoint of where `run` stands, if it is due.
@@ -38,20 +47,34 @@ class Saver:
         place = (state.global_step, state.epoch)
         if (unless_saved and place == self.saved_at) or not trainer.checkpointer.is_due(state.last_epoch, force):
             return
+        pinned, run.pin_asked = run.pin_asked, False
         run.loop.meter.drain()
         refuse_poisoned(trainer.module, run.watched, state.global_step)
         refuse_diverged(trainer.module, trainer.world.comm, state.global_step)
-        checkpoint = take_checkpoint(trainer, run.epoch_rng)
+        loader_state = run.data.loader_memory.get_state(within=state.steps_in_epoch > 0)
+        checkpoint = take_checkpoint(trainer, run.epoch_rng, loader_state, pinned=pinned)
         self._on_main(lambda: trainer.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint")
         self.saved_at = place
+        if not self._training:
+            self.finish()
 
-    def save_model(self) -> None:
-        """Export the module's state alone."""
-        trainer = self._trainer
+    def save_model(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Export the module's state alone, to `path` or where the checkpointer puts exports."""
+        trainer, state = self._trainer, self._trainer.state
+        about: dict[str, Any] = {
+            "plan": trainer.plan.to_dict(),
+            "global_step": state.global_step,
+            "metadata": {**facts_of(trainer), "module": type(trainer.module).__name__},
+        }
         module_state = trainer.module.get_state()
-        self._on_main(
-            lambda: trainer.checkpointer.save_model(module_state, trainer.state.last_epoch), "exporting the model"
-        )
+
+        def write() -> None:
+            if path is None:
+                trainer.checkpointer.save_model(module_state, state.last_epoch, **about)
+            else:
+                export_model(module_state, path, **about)
+
+        self._on_main(write, "exporting the model")
 
     def load(self) -> Checkpoint:
         """What the checkpointer finds, as `args.resume` says; an empty checkpoint if nothing."""
@@ -59,9 +82,51 @@ class Saver:
         asked = () if trainer.args.resume is False else (trainer.args.resume,)
         return self._on_main(lambda: trainer.checkpointer.load(*asked), "loading a checkpoint")
 
-    def begin_run(self, *, resumed: bool) -> None:
-        """Tell the checkpointer that training begins."""
+    def read_weights(self, path: str | os.PathLike[str]) -> dict[str, Tensor]:
+        """The tensors at `path`, by name."""
+        return self._on_main(lambda: read_weights(path), "reading the weights to begin with")
+
+    def begin_run(self, run: Run, *, resumed: bool) -> None:
+        """Tell the checkpointer that training begins; from now on saves may go on in the background."""
+
+        def wake() -> None:
+            run.loop.attend_at = 0
+
+        self._training = True
+        if self._trainer.world.is_main:
+            run.poll = self._poll
+            self._trainer.checkpointer.watch(wake)
         self._on_main(lambda: self._trainer.checkpointer.begin_run(resumed=resumed), "beginning the run")
+
+    def finish(self) -> None:
+        """Wait until all checkpoints are safe, and raise what has failed."""
+        self._on_main(self._trainer.checkpointer.finish, "finishing the checkpoints")
+        self._training = False
+
+    def finish_after(self, error: BaseException) -> None:
+        """Wait for what the main process still writes when training ends by `error`; each process by itself.
+
+        A failure is noted at `error`. An interrupt while it waits gives up what is being written.
+        """
+        self._training = False
+        if not self._trainer.world.is_main:
+            return
+        try:
+            self._trainer.checkpointer.finish()
+        except BaseException as failure:
+            self.saved_at = None
+            if not isinstance(failure, Exception):
+                self._trainer.checkpointer.abandon()
+                raise
+            annotate(error, f"also, a checkpoint is missing: {failure}")
+
+    def _poll(self) -> None:
+        """Raise what has failed in the background; the main process alone, at no step that others know of."""
+        try:
+            self._trainer.checkpointer.poll()
+        except Exception:
+            self.saved_at = None
+            raise
 
     def _on_main(self, do: Callable[[], Result], what: str) -> Result:
         """Let the main process do something; the others get its result, or learn of its failure."""
@@ -72,5 +137,25 @@ class Saver:
                 result = do()
             except Exception as error:
                 failure = error
-        world.comm.agree(failure, what)
+        try:
+            world.comm.agree(failure, what)
+        except Exception:
+            self.saved_at = None  # the failure may be that of an earlier save in the background
+            raise
         return cast(Result, world.comm.share(result))
+
+
+def steps_between_saves(every: int | float | None, plan: TrainingPlan) -> int | None:
+    """How many global steps lie between saves inside an epoch; `every` as a float is a fraction of all steps.
+
+    Raises:
+        ConfigurationError: a fraction of a number that is not known.
+    """
+    if not isinstance(every, float):
+        return every
+    if plan.total_steps is None:
+        raise ConfigurationError(
+            f"every_n_steps={every} is a fraction of all global steps of the run, and how many those are is unknown: "
+            "the training loader has no length. Write a whole number of steps, or give the loader a length."
+        )
+    return max(1, math.ceil(Fraction(str(every)) * plan.total_steps))  # as written: 0.07 of 100 is 7

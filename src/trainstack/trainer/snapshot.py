@@ -105,26 +105,47 @@ def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log:
         )
     before = (checkpoint.plan or {}).get("samples_per_epoch")
     now = plan.samples_per_epoch
-    if state.steps_in_epoch and before is not None and now is not None and before != now:
+    if before is None or now is None or before == now:
+        return
+    if not state.steps_in_epoch:
+        log.warning(f"the data set had {before} samples when the checkpoint was written, and now has {now}.")
+    else:
         raise CheckpointMismatchError(
             f"the checkpoint lies within epoch {state.epoch} of a data set of {before} samples; the data set now "
             f"has {now}. Resume with the same data, or from a checkpoint at an epoch's end."
         )
 
 
-def take_checkpoint(trainer: Trainer, epoch_rng: Mapping[str, Any] | None) -> Checkpoint:
-    """Everything that `trainer` needs to go on from here; tensors are the live ones."""
+def take_checkpoint(
+    trainer: Trainer,
+    epoch_rng: Mapping[str, Any] | None,
+    loader_state: Mapping[str, Any] | None,
+    *,
+    pinned: bool = False,
+) -> Checkpoint:
+    """Everything that `trainer` needs to go on from here; tensors are the live ones.
+
+    The metadata can be read without the tensors: what was measured with these very weights tells which is the best.
+    """
     rng = {"now": capture_rng(trainer.device), "epoch": epoch_rng}
+    ranks = trainer.world.comm.gather((rng, loader_state))
+    loaders = [loader for _, loader in ranks]
     return Checkpoint(
         module_interface_state=trainer.module.get_state(),
-        trainer_state=trainer.get_state(),
+        trainer_state={**trainer.get_state(), **({"loaders": loaders} if any(loaders) else {})},
         trainer_backend_state=trainer.trainer_backend.get_state(),
-        rng_state={"ranks": trainer.world.comm.gather(rng)},
+        rng_state={"ranks": [rng for rng, _ in ranks]},
         history_state=trainer.history.get_state(),
         plan=trainer.plan.to_dict(),
         global_step=trainer.state.global_step,
-        metadata={"backend": trainer.trainer_backend.spec, "epoch": trainer.state.epoch},
+        metadata=facts_of(trainer) | ({"pinned": True} if pinned else {}),
     )
+
+
+def facts_of(trainer: Trainer) -> dict[str, Any]:
+    """What should be readable in a manifest: the backend, the epoch under way, and what was measured at this step."""
+    metrics = trainer.history.values_at(trainer.state.global_step)
+    return {"backend": trainer.trainer_backend.spec, "epoch": trainer.state.epoch, "metrics": metrics}
 
 
 def rng_of_rank(rng_state: Mapping[str, Any] | None, world: World, state: RunState) -> Mapping[str, Any] | None:
@@ -160,7 +181,8 @@ def update_loop_state(loop: TrainLoop, state: Mapping[str, Any], *, fresh_optimi
         CheckpointMismatchError: optimizers or schedulers are not those of the checkpoint.
     """
     loop.state.update_state(state)
-    loop.meter.update_state(state["meter"])
+    if "meter" in state:
+        loop.meter.update_state(state["meter"])
     if not fresh_optimizers:
         _load("optimizer", loop.work.optimizers, state["optimizers"], state["kinds"]["optimizers"], log)
         _load("scheduler", loop.schedulers, state["schedulers"], state["kinds"]["schedulers"], log)

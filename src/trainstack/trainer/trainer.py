@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal, cast
@@ -9,7 +10,7 @@ from typing import Any, Literal, cast
 from torch.utils.data import SequentialSampler
 
 from trainstack.backends import TrainerBackend, World, build_trainer_backend
-from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer
+from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.stage import Stage
 from trainstack.trainer.argument_checks import check_trainer_parts
@@ -20,16 +21,11 @@ from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.properties import TrainerProperties
 from trainstack.trainer.reporting import Reporter
+from trainstack.trainer.resuming import resume, start_from_weights, what_the_mode_keeps
 from trainstack.trainer.run import Run
 from trainstack.trainer.run_state import RunState
-from trainstack.trainer.saving import Saver
-from trainstack.trainer.snapshot import (
-    check_plan,
-    get_loop_state,
-    restore_module,
-    rng_of_rank,
-    update_loop_state,
-)
+from trainstack.trainer.saving import Saver, steps_between_saves
+from trainstack.trainer.snapshot import get_loop_state, restore_module, update_loop_state
 
 
 class Trainer(TrainerProperties):
@@ -46,6 +42,7 @@ class Trainer(TrainerProperties):
     Attributes:
         history: the metrics of the run.
         state: where the run stands.
+        warm_start_report: what `init_weights_from` gave the module; None before, and where nothing was taken from it.
 
     Raises:
         ConfigurationError: something given is of the wrong kind, or the backend string is wrong.
@@ -70,6 +67,7 @@ class Trainer(TrainerProperties):
         self.checkpointer = checkpointer or DefaultCheckpointer(args.placed_checkpointer_args)
         self.history = run_history or RunHistory()
         self.state = RunState(seed=args.seed)
+        self.warm_start_report: WarmStartReport | None = None
         self._opened: World | None = None
         self._run: Run | None = None
         self._saver = Saver(self)
@@ -91,30 +89,34 @@ class Trainer(TrainerProperties):
         if self._finished:
             return
         reporter = Reporter(self.args, self.history, is_main=self.is_main_process)
+        save_every = steps_between_saves(self.checkpointer.every_n_steps, self.plan)
         try:
             resumed = state.global_step or None
-            self._saver.begin_run(resumed=resumed is not None)
+            self._saver.begin_run(run, resumed=resumed is not None)
             reporter.open(self.plan, self.trainer_backend.spec, str(self.device), resumed)
             if state.epoch >= self.args.epochs:
                 reporter.text(f"all {self.args.epochs} epochs are trained already; nothing is left to do")
             self.module.train()
             while state.epoch < self.args.epochs:
-                run.train_epoch(reporter, self.save_checkpoint, self.checkpointer.every_n_steps)
+                run.train_epoch(reporter, self.save_checkpoint, save_every)
             run.restore_rng_once()
             self._saver.save(run, force=True, unless_saved=True)
             self.save_model_checkpoint()
+            self._saver.finish()
             if run.hooks.end_train is not None:
                 run.hooks.end_train(state.global_step)
             reporter.write()
             self._finished = True
         except BaseException as error:
             origin = self.world.comm.origin_of(error)
+            if origin is error:
+                self.world.comm.post_failure(error)
+            self._saver.finish_after(origin)
             if origin is not error:
                 raise origin from error
-            self.world.comm.post_failure(error)
             raise
         finally:
-            run.busy = run.save_asked = False
+            run.busy = run.save_asked = run.pin_asked = False
             reporter.close()
 
     def validate(self) -> dict[str, Any]:
@@ -188,32 +190,22 @@ class Trainer(TrainerProperties):
         return cast(Run, self._run)
 
     def _make_ready(self) -> None:
-        checkpoint = self.load_checkpoints()
+        checkpoint = what_the_mode_keeps(self.load_checkpoints(), self.args, self.trainer_backend)
         restore_module(self.module, checkpoint)
+        self.warm_start_report = start_from_weights(self, resumed=not checkpoint.is_empty)
         self.state.update_state(checkpoint.trainer_state or {})
         self._run = Run(self.module, self.args, self.trainer_backend, self.world, self.state, self.history)
         if not checkpoint.is_empty:
-            self._resume(self._run, checkpoint)
-
-    def _resume(self, run: Run, checkpoint: Checkpoint) -> None:
-        check_plan(checkpoint, run.data.plan, self.state, run.log)
-        if self.state.seed != self.args.seed:
-            run.log.warning(
-                f"the run began with seed={self.state.seed} and goes on with it; seed={self.args.seed} is not used."
-            )
-        self.update_state(checkpoint.trainer_state)
-        self.trainer_backend.update_state(checkpoint.trainer_backend_state or {})
-        if checkpoint.history_state is not None:
-            self.history.update_state(checkpoint.history_state)
-        rng = rng_of_rank(checkpoint.rng_state, self.world, self.state)
-        if rng is not None:
-            run.pending_rng, run.epoch_rng = rng["now"], rng["epoch"]
-        self._saver.saved_at = (self.state.global_step, self.state.epoch)
+            resume(self, self._run, checkpoint)
 
     # --- checkpoints ---------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, force: bool = False) -> None:
-        """Hand the states of trainer, backend and module to the checkpointer; `force` saves out of turn as well.
+    def save_checkpoint(self, force: bool = False, *, pin: bool = False) -> None:
+        """Hand the states of trainer, backend and module to the checkpointer.
+
+        Args:
+            force: save out of turn as well.
+            pin: so too, and keep it for good: it is never deleted to make room for others.
 
         Called in the middle of something, from a hook or a step, it is done at the end of the step, or of the epoch
         when training has ended: a checkpoint holds a state from which a run can go on exactly.
@@ -223,14 +215,19 @@ class Trainer(TrainerProperties):
             CheckpointError: the checkpoint could not be written; older ones are intact.
         """
         run = self._ready()
+        run.pin_asked |= pin
         if run.busy:
             run.save_asked, run.loop.attend_at = True, 0
         else:
-            self._saver.save(run, force)
+            self._saver.save(run, force or pin)
 
     def save_model_checkpoint(self) -> None:
         """Export the module's state alone; an export is never taken for a point to resume from."""
         self._saver.save_model()
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the module's state as the folder `path`, with a README; see `export_model`."""
+        self._saver.save_model(path)
 
     def load_checkpoints(self) -> Checkpoint:
         """What the checkpointer finds to continue from, as `args.resume` says; an empty one if nothing."""

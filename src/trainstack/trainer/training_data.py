@@ -11,6 +11,7 @@ from trainstack.backends import World
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.fetching import Fetcher
+from trainstack.trainer.loader_memory import LoaderMemory, keeps_state, what_its_state_lacks
 from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.order import DataOrder
@@ -31,6 +32,7 @@ class TrainingData:
 
     Attributes:
         plan: the run's step arithmetic.
+        loader_memory: the state of a loader that keeps one.
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class TrainingData:
         self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
         self._fetcher: Fetcher | None = None
         self._said = False
+        self.loader_memory = LoaderMemory(log)
         self.plan = self._make_plan(None)
         loader = self._ask()
+        self.loader_memory.meet(loader)
         self.plan = self._make_plan(loader)
         if loader is not None and self.plan.steps_per_epoch is None:
             log.warning(
@@ -63,13 +67,13 @@ class TrainingData:
             )
         reason = why_foreign(loader)
         if reason is None:
-            source: OrderedSource | ForeignSource = self._ordered(loader)
-        else:
-            self._say_foreign(reason, state)
-            source = ForeignSource(
-                loader, self.plan.accumulation, self._module.batch_weight, self._world.rank, self._world.size
-            )
-        return source.windows(state.epoch, state.samples_in_epoch, state.batches_in_epoch)
+            return self._ordered(loader).windows(state.epoch, state.samples_in_epoch, state.batches_in_epoch)
+        self._say_foreign(reason, loader, state)
+        batches, positioned = self.loader_memory.begin(loader, within=state.batches_in_epoch > 0)
+        source = ForeignSource(
+            batches, self.plan.accumulation, self._module.batch_weight, self._world.rank, self._world.size
+        )
+        return source.windows(state.epoch, state.samples_in_epoch, 0 if positioned else state.batches_in_epoch)
 
     def _ask(self) -> Any:
         try:
@@ -147,7 +151,7 @@ class TrainingData:
         kept = length - length % self.plan.global_batch if loader.drop_last else length
         return length if kept == planned else -1
 
-    def _say_foreign(self, reason: str, state: RunState) -> None:
+    def _say_foreign(self, reason: str, loader: Any, state: RunState) -> None:
         if self._said:
             return
         self._said = True
@@ -158,6 +162,8 @@ class TrainingData:
             if done
             else "A resume within an epoch reads and puts aside the batches seen before."
         )
+        if keeps_state(loader) and (not done or self.loader_memory.is_pending):
+            resume = "Its state is saved with each checkpoint, and given back on resume." + what_its_state_lacks(loader)
         self._log.warning(
             f"the training data comes in the loader's own order, since {reason}. Its batches are used as they come: a "
             f"global step takes {self.plan.accumulation} of them, and the library cannot promise that each sample is "

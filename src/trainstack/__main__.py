@@ -1,0 +1,10 @@
+"""`python -m trainstack`: the same as the command `trainstack`."""
+
+from __future__ import annotations
+
+import sys
+
+from trainstack.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

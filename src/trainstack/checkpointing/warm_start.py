@@ -1,0 +1,169 @@
+"""Starting from weights alone: what fits is loaded, what does not is reported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainstack.checkpointing.foreign import PICKLE_SUFFIXES
+from trainstack.checkpointing.reading import read_model
+from trainstack.checkpointing.tensorfile import read_unverified_tensors
+from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
+
+_MOST_NAMED = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStartReport:
+    """What became of each tensor; `str(report)` says it in words.
+
+    Attributes:
+        source: where the weights came from.
+        loaded: names that the model took.
+        missing: names of the model that the source lacks; they are as the model was built.
+        unexpected: names of the source that the model lacks.
+        mismatched: names of both with another shape or kind of dtype, each with what the source and the model have;
+            they are as the model was built.
+    """
+
+    source: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: Mapping[str, str]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every tensor of the source has its place in the model, and the reverse."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        count = len(self.loaded)
+        parts = [f"loaded {count} tensor{'s' if count != 1 else ''} from {self.source}"]
+        if self.missing:
+            parts.append(f"{len(self.missing)} missing there stay as they were built: {_named(self.missing)}")
+        if self.unexpected:
+            parts.append(f"{len(self.unexpected)} there have no place in the model: {_named(self.unexpected)}")
+        if self.mismatched:
+            words = [f"{name} ({what})" for name, what in self.mismatched.items()]
+            parts.append(f"{len(words)} do not fit and stay as they were built: {_named(words)}")
+        return "; ".join(parts)
+
+
+def warm_start(
+    model: nn.Module,
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    strict: bool = False,
+    name: str | None = None,
+) -> WarmStartReport:
+    """Load into `model` what fits by name and shape, and report the rest.
+
+    Args:
+        model: any module; its other tensors stay as they are.
+        source: a checkpoint, an export, a `.safetensors` file, or tensors by name.
+        strict: refuse what does not fit in every name and shape.
+        name: of the source, for the report; by default its path.
+
+    Raises:
+        CheckpointMismatchError: nothing fits at all, or not everything while `strict`. The model is unchanged.
+        CheckpointNotFoundError, CheckpointDamagedError: `source` cannot be read.
+    """
+    said = name or ("the given tensors" if isinstance(source, Mapping) else os.fspath(source))
+    weights = flat_tensors(source) if isinstance(source, Mapping) else read_weights(source)
+    own = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    mismatched = {
+        key: f"{_what(weights[key])} there, {_what(own[key])} in the model"
+        for key in own
+        if key in weights and not _fits(weights[key], own[key])
+    }
+    fitting = {key: weights[key] for key in own if key in weights and key not in mismatched}
+    report = WarmStartReport(
+        source=said,
+        loaded=tuple(fitting),
+        missing=tuple(key for key in own if key not in weights),
+        unexpected=tuple(key for key in weights if key not in own),
+        mismatched=mismatched,
+    )
+    if not fitting:
+        raise CheckpointMismatchError(_nothing_fits(model, weights, own, said))
+    if strict and not report.is_complete:
+        raise CheckpointMismatchError(f"{said} does not fit {type(model).__name__} in everything. Not {report}.")
+    model.load_state_dict(fitting, strict=False)
+    return report
+
+
+def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint's model, an export, or a `.safetensors` file, by name. No pickle is read.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at `path`.
+        CheckpointDamagedError: it is not as it was written, or no safetensors file.
+        CheckpointMismatchError: it is a pickle, or of a newer trainstack.
+    """
+    file = Path(path)
+    if file.is_dir():
+        return flat_tensors(read_model(file))
+    if not file.exists():
+        raise CheckpointNotFoundError(f"{file} does not exist. Give a checkpoint, an export or a .safetensors file.")
+    if file.suffix.lower() in PICKLE_SUFFIXES:
+        raise CheckpointMismatchError(
+            f"{file} is a pickle by its name, and pickles are never read unasked. Read it explicitly and keep what is "
+            f"in it: export_model(read_foreign_weights({str(file)!r}), 'weights'), and name that folder instead."
+        )
+    try:
+        return read_unverified_tensors(file)
+    except CheckpointDamagedError as error:
+        raise CheckpointDamagedError(
+            f"{file} cannot be read as safetensors: {error} A file that torch.save wrote is read by "
+            "read_foreign_weights(path)."
+        ) from error
+
+
+def flat_tensors(state: Mapping[Any, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of nested dicts, their keys joined by dots; other values are left out."""
+    found: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            found[f"{prefix}{key}"] = value
+        elif isinstance(value, Mapping):
+            found |= flat_tensors(value, f"{prefix}{key}.")
+    return found
+
+
+def _fits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and _kind(one) == _kind(other)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex()
+
+
+def _what(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _named(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _nothing_fits(model: nn.Module, weights: Mapping[str, Any], own: Mapping[str, Any], said: str) -> str:
+    fits = {
+        child: sum(f"{child}.{key}" in own and _fits(weights[key], own[f"{child}.{key}"]) for key in weights)
+        for child, _ in model.named_children()
+    }
+    best = max(fits, key=lambda child: fits[child], default=None)
+    hint = "Compare the names, and rename: warm_start(model, {new_name: tensor, ...})."
+    if best is not None and fits[best]:
+        hint = f"They fit its {best!r}: call warm_start(module.{best}, ...) before you make the Trainer."
+    return (
+        f"nothing in {said} fits {type(model).__name__}: it holds {_named(list(weights)) or 'no tensors'}; the model "
+        f"has {_named(list(own)) or 'none'}. {hint}"
+    )

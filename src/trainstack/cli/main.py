@@ -1,0 +1,53 @@
+"""`trainstack COMMAND ...`: picks the command, and answers trouble with one line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from trainstack import __version__
+from trainstack.errors import TrainstackError
+
+COMMANDS = ("checkpoints",)
+"""Modules of this package. Each has `add(subparsers)`, which sets the default `run`: arguments to exit code."""
+
+TROUBLE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; by default that of the process. Returns the exit code."""
+    parser = _Parser(prog="trainstack", description="Looks after what trainstack's trainings leave behind.")
+    parser.add_argument("--version", action="version", version=f"trainstack {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        import_module(f"trainstack.cli.{command}").add(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `trainstack ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return TROUBLE
+    except (TrainstackError, OSError) as error:
+        complain(str(error))
+        return TROUBLE
+    except KeyboardInterrupt:
+        return 130
+
+
+def complain(message: str) -> None:
+    """Say on standard error, in one line, what went wrong."""
+    sys.stderr.write(f"trainstack: {' '.join(message.split())}\n")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a wrong command line with one line; those of the commands are of this class as well."""
+
+    def error(self, message: str) -> NoReturn:
+        complain(f"{message} (see {self.prog} --help)")
+        sys.exit(TROUBLE)

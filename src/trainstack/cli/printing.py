@@ -1,0 +1,59 @@
+"""How commands print: JSON for scripts, tables for people, plain text where nobody looks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def print_json(value: Any) -> None:
+    """Print `value` as strict JSON: what JSON lacks is printed as text."""
+    sys.stdout.write(json.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def print_line(text: str = "") -> None:
+    """Print one line."""
+    sys.stdout.write(text + "\n")
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under their columns; with colours in a terminal, unless NO_COLOR is set."""
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        from rich import box
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+        for row in rows:
+            table.add_row(*map(escape, row))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print_line(line.rstrip())
+
+
+def readable_size(count: int) -> str:
+    """`1_234_567` bytes -> `1.2 MB`."""
+    size, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else repr(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,152 @@
+"""What a run takes from a checkpoint: all of it, or parts; and weights from elsewhere when there is none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.optim.lr_scheduler import OneCycleLR
+
+from trainstack.backends import TrainerBackend
+from trainstack.backends.registry import known_layers
+from trainstack.checkpointing import Checkpoint, WarmStartReport, warm_start
+from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
+from trainstack.errors import CheckpointMismatchError
+from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.logs import RunLogger
+from trainstack.trainer.snapshot import check_plan, rng_of_rank, update_loop_state
+
+if TYPE_CHECKING:
+    from trainstack.trainer.run import Run
+    from trainstack.trainer.trainer import Trainer
+
+_OF_OPTIMIZERS = ("optimizers", "schedulers", "kinds")
+
+
+def what_the_mode_keeps(checkpoint: Checkpoint, args: TrainerArguments, stack: TrainerBackend) -> Checkpoint:
+    """The parts of `checkpoint` that `args.resume_mode` asks for.
+
+    Raises:
+        CheckpointMismatchError: a layer's state that must never be lost would be.
+    """
+    if checkpoint.is_empty or args.resume_mode == "full":
+        return checkpoint
+    kept = Checkpoint(module_interface_state=checkpoint.module_interface_state)
+    log, what = RunLogger(args.log_level), "the weights"
+    if args.resume_mode == "weights_and_optimizer":
+        what = "weights, optimizers, schedulers and layers"
+        state = checkpoint.trainer_state or {}
+        kept.trainer_state = {name: state[name] for name in _OF_OPTIMIZERS if name in state}
+        kept.trainer_backend_state = checkpoint.trainer_backend_state
+    else:
+        lost = [name for name in checkpoint.trainer_backend_state or {} if name in _must_survive(stack)]
+        if lost:
+            raise CheckpointMismatchError(
+                f"resume_mode='weights' would lose the state of {lost}, which accounts for all that was done so far "
+                "and may not be lost. Write resume_mode='full', or 'weights_and_optimizer', which keeps it."
+            )
+    log.info(
+        f"resume_mode={args.resume_mode!r}: took {what} of the checkpoint at global step {checkpoint.global_step}; "
+        "counters, order of the data, random numbers and history start anew."
+    )
+    return kept
+
+
+def _must_survive(stack: TrainerBackend) -> set[str]:
+    layers: list[TrainerBackend | type[TrainerBackend]] = [record.layer for record in known_layers().values()]
+    layers += stack.layers()
+    return {layer.name for layer in layers if layer.state_must_survive}
+
+
+def start_from_weights(trainer: Trainer, resumed: bool) -> WarmStartReport | None:
+    """Load `init_weights_from` into the module, if that is asked for and nothing was resumed.
+
+    Raises:
+        CheckpointMismatchError: nothing in it fits, or not everything while `init_weights_strict`.
+        CheckpointNotFoundError, CheckpointDamagedError: it cannot be read.
+    """
+    args, log = trainer.args, RunLogger(trainer.args.log_level)
+    source = args.init_weights_from
+    if source is None:
+        return None
+    if resumed:
+        log.info(f"init_weights_from={os.fspath(source)!r} is not used: the run goes on from a checkpoint.")
+        return None
+    _refuse_private(Path(source), trainer.trainer_backend)
+    weights = trainer._saver.read_weights(source)
+    report = warm_start(trainer.module, weights, strict=args.init_weights_strict, name=os.fspath(source))
+    log.info(str(report)) if report.is_complete else log.warning(str(report))
+    return report
+
+
+def _refuse_private(source: Path, stack: TrainerBackend) -> None:
+    """A checkpoint of a private run may only be gone on from with its accountant; an export is a release."""
+    if not is_checkpoint_directory(source):
+        return
+    content = read_manifest(source)
+    spec = (content.metadata or {}).get("backend", "")
+    private = [token for token in _must_survive(stack) if token and f"-{token}-" in f"-{spec}-"]
+    if content.kind == "checkpoint" and private:
+        raise CheckpointMismatchError(
+            f"init_weights_from={str(source)!r} is a checkpoint of backend {spec!r}, and would be taken without the "
+            f"state of {private}, which accounts for all that was done so far. Write resume={str(source)!r}, or, if "
+            "these weights are released as they are, name an export of them."
+        )
+
+
+def resume(trainer: Trainer, run: Run, checkpoint: Checkpoint) -> None:
+    """Give `run` the states of `checkpoint`, as far as they were kept.
+
+    Raises:
+        CheckpointMismatchError: they are of another optimizer, backend, data set or a shorter schedule.
+    """
+    state, args = trainer.state, trainer.args
+    if args.resume_mode == "weights":
+        return
+    if args.resume_mode == "weights_and_optimizer":
+        update_loop_state(run.loop, checkpoint.trainer_state or {}, fresh_optimizers=False, log=run.log)
+        trainer.trainer_backend.update_state(checkpoint.trainer_backend_state or {})
+        check_schedules(run)
+        return
+    check_plan(checkpoint, run.data.plan, state, run.log)
+    if state.seed != args.seed:
+        run.log.warning(f"the run began with seed={state.seed} and goes on with it; seed={args.seed} is not used.")
+    trainer.update_state(checkpoint.trainer_state)
+    trainer.trainer_backend.update_state(checkpoint.trainer_backend_state or {})
+    check_schedules(run)
+    if checkpoint.history_state is not None:
+        trainer.history.update_state(checkpoint.history_state)
+    rng = rng_of_rank(checkpoint.rng_state, trainer.world, state)
+    if rng is not None:
+        run.pending_rng, run.epoch_rng = rng["now"], rng["epoch"]
+    run.data.loader_memory.restore((checkpoint.trainer_state or {}).get("loaders"), trainer.world)
+    _say_other_backend(checkpoint, trainer.trainer_backend.spec, run.log)
+    trainer._saver.saved_at = (state.global_step, state.epoch)
+
+
+def check_schedules(run: Run) -> None:
+    """Refuse a schedule that would end before the run does; torch would raise in the middle of it.
+
+    Raises:
+        CheckpointMismatchError: naming the scheduler and what to write instead.
+    """
+    plan, state = run.data.plan, run.state
+    if plan.steps_per_epoch is None:
+        return
+    ahead = (plan.epochs - state.epoch) * plan.steps_per_epoch - state.steps_in_epoch
+    for position, scheduler in enumerate(run.loop.schedulers):
+        if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + ahead > scheduler.total_steps:
+            raise CheckpointMismatchError(
+                f"scheduler {position} (OneCycleLR) of the checkpoint was made for {scheduler.total_steps} steps, of "
+                f"which {scheduler.last_epoch} are done; epochs={plan.epochs} has {ahead} more. Write "
+                "reset_optimizers_schedulers=True for a new cycle over the epochs that are left, or the epochs that "
+                "the run began with."
+            )
+
+
+def _say_other_backend(checkpoint: Checkpoint, spec: str, log: RunLogger) -> None:
+    """Layers without a state, such as 'bf16', leave no trace by which a change could be refused."""
+    before = (checkpoint.metadata or {}).get("backend", spec)
+    if before.partition("-")[2] != spec.partition("-")[2]:
+        log.warning(f"the checkpoint was written under backend {before!r}; the run goes on under {spec!r}.")

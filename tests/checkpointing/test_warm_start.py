@@ -1,0 +1,157 @@
+"""Weights from elsewhere: what fits is loaded, what does not is reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import trainstack as ts
+from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
+
+
+class Net(nn.Module):
+    """A body and a head of `classes`."""
+
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, classes)
+
+
+class TestWarmStart:
+    @pytest.mark.spec("HZ-05")
+    def test_another_head_stays_as_it_was_built(self) -> None:
+        source, model = Net(3), Net(5)
+        head = model.head.weight.clone()
+        weights = {**source.state_dict(), "extra": torch.ones(1)}
+        del weights["body.bias"]
+        report = ts.warm_start(model, weights)
+
+        assert torch.equal(model.body.weight, source.body.weight)
+        assert torch.equal(model.head.weight, head)
+        assert report.loaded == ("body.weight",)
+        assert report.missing == ("body.bias",)
+        assert report.unexpected == ("extra",)
+        assert report.mismatched == {
+            "head.weight": "float32 [3, 4] there, float32 [5, 4] in the model",
+            "head.bias": "float32 [3] there, float32 [5] in the model",
+        }
+        assert str(report) == (
+            "loaded 1 tensor from the given tensors; 1 missing there stay as they were built: body.bias; 1 there have "
+            "no place in the model: extra; 2 do not fit and stay as they were built: head.weight (float32 [3, 4] "
+            "there, float32 [5, 4] in the model), head.bias (float32 [3] there, float32 [5] in the model)"
+        )
+
+    def test_everything_fits(self) -> None:
+        source, model = Net(), Net()
+        report = ts.warm_start(model, source.state_dict(), strict=True)
+
+        assert report.is_complete
+        assert str(report) == "loaded 4 tensors from the given tensors"
+
+    def test_strict_refuses_and_changes_nothing(self) -> None:
+        model = Net(5)
+        before = model.body.weight.clone()
+
+        with pytest.raises(CheckpointMismatchError, match=r"does not fit Net in everything.*head\.weight"):
+            ts.warm_start(model, Net(3).state_dict(), strict=True)
+        assert torch.equal(model.body.weight, before)
+
+    def test_nothing_fits_is_an_error_that_says_what_would(self) -> None:
+        class Task(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = Net()
+
+        with pytest.raises(CheckpointMismatchError, match=r"it holds body.weight.*has model\.body.*module\.model, "):
+            ts.warm_start(Task(), Net().state_dict())
+        with pytest.raises(CheckpointMismatchError, match=r"it holds a; the model has .*rename"):
+            ts.warm_start(Net(), {"a": torch.ones(1)})
+        with pytest.raises(CheckpointMismatchError, match="it holds no tensors"):
+            ts.warm_start(Net(), {"note": "text"})
+
+    def test_another_precision_fits_and_another_kind_of_number_does_not(self) -> None:
+        model = Net()
+        ts.warm_start(model, Net().double().state_dict(), strict=True)
+        assert model.body.weight.dtype == torch.float32
+
+        with pytest.raises(CheckpointMismatchError, match="nothing in"):
+            ts.warm_start(nn.Linear(1, 1, bias=False), {"weight": torch.ones(1, 1, dtype=torch.int64)})
+
+    def test_nested_states_are_named_by_dots(self) -> None:
+        source, model = Net(), Net()
+        nested = {"body": source.body.state_dict(), "head": source.head.state_dict(), "epoch": 3}
+
+        assert ts.warm_start(model, nested).is_complete
+        assert torch.equal(model.head.bias, source.head.bias)
+
+    def test_a_checkpoint_an_export_and_a_safetensors_file(self, tmp_path: Path) -> None:
+        source = Net()
+        save_file(source.state_dict(), str(tmp_path / "plain.safetensors"))
+        checkpoint = ts.Checkpoint(module_interface_state=source.state_dict(), trainer_state={"a": 1})
+        for path in (
+            tmp_path / "plain.safetensors",
+            ts.export_model(source, tmp_path / "export"),
+            ts.write_checkpoint(checkpoint, tmp_path, "checkpoint-1"),
+        ):
+            model = Net()
+            assert ts.warm_start(model, path, strict=True).source == str(path)
+            assert torch.equal(model.head.weight, source.head.weight)
+
+    def test_what_cannot_be_read(self, tmp_path: Path) -> None:
+        (tmp_path / "text.safetensors").write_text("no tensors at all, only words")
+        with pytest.raises(CheckpointDamagedError, match=r"text.safetensors cannot be read as safetensors"):
+            ts.warm_start(Net(), tmp_path / "text.safetensors")
+        with pytest.raises(CheckpointNotFoundError, match=r"does not exist\. Give a checkpoint, an export or"):
+            ts.warm_start(Net(), tmp_path / "nowhere")
+        with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint"):
+            ts.warm_start(Net(), tmp_path)
+
+
+class TestForeignWeights:
+    @pytest.mark.parametrize(
+        "wrap",
+        [
+            lambda state: state,
+            lambda state: {"state_dict": state, "epoch": 3, "optimizer_states": [{"lr": 0.1}]},
+            lambda state: {"model": state, "args": {"lr": 0.1}},
+            lambda state: {"module": {"model_state_dict": state}},
+            lambda state: {f"module.{name}": tensor for name, tensor in state.items()},
+            lambda state: {"model": {f"module._orig_mod.{name}": tensor for name, tensor in state.items()}},
+        ],
+    )
+    def test_usual_nestings_and_wrappers_are_seen_through(self, wrap: Any, tmp_path: Path) -> None:
+        source, model = Net(), Net()
+        torch.save(wrap(source.state_dict()), tmp_path / "weights.pt")
+        report = ts.warm_start(model, ts.read_foreign_weights(tmp_path / "weights.pt"))
+
+        assert report.is_complete
+        assert torch.equal(model.body.weight, source.body.weight)
+
+    def test_a_prefix_that_may_be_the_models_own_is_taken_off_only_on_request(self, tmp_path: Path) -> None:
+        torch.save({f"model.{name}": tensor for name, tensor in Net().state_dict().items()}, tmp_path / "weights.pt")
+
+        assert "model.body.weight" in ts.read_foreign_weights(tmp_path / "weights.pt")
+        assert "body.weight" in ts.read_foreign_weights(tmp_path / "weights.pt", strip_prefix="model.")
+        with pytest.raises(CheckpointMismatchError, match=r"no name in .* begins with it; there is 'model\.body"):
+            ts.read_foreign_weights(tmp_path / "weights.pt", strip_prefix="net.")
+
+    def test_what_holds_no_weights(self, tmp_path: Path) -> None:
+        for content, message in (
+            ({"epoch": 3}, r"a dict with the keys \['epoch'\], in which there is no state dict"),
+            ([torch.ones(1)], "holds a list, in which there is no state dict"),
+        ):
+            torch.save(content, tmp_path / "weights.pt")
+            with pytest.raises(CheckpointMismatchError, match=message):
+                ts.read_foreign_weights(tmp_path / "weights.pt")
+        with pytest.raises(CheckpointNotFoundError, match="is not a file"):
+            ts.read_foreign_weights(tmp_path)
+
+    def test_a_whole_pickled_model_is_refused(self, tmp_path: Path) -> None:
+        torch.save(Net(), tmp_path / "model.pt")
+        with pytest.raises(CheckpointMismatchError, match=r"was not read: .*refused it.*model\.state_dict\(\) alone"):
+            ts.read_foreign_weights(tmp_path / "model.pt")

@@ -1,0 +1,242 @@
+"""`trainstack checkpoints`: lists, verifies, shows and compares, with exit codes that scripts can rely on."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainstack as ts
+from tests.checkpointing.support import flip_bit, make_checkpoint
+from tests.helpers.modules import Classifier, train
+from trainstack.checkpointing import manifest
+from trainstack.cli.main import main
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """The checkpoints of a run of two epochs, and its export."""
+    saving = ts.DefaultCheckpointerArguments()
+    train(Classifier(validate=True), tmp_path, epochs=2, checkpointer_args=saving)
+    return tmp_path / "checkpoints"
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of `trainstack checkpoints ...`."""
+    try:
+        code = main(["checkpoints", *map(str, arguments)])
+    except SystemExit as stopped:
+        code = int(stopped.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    return json.loads(call(capsys, *arguments, "--json")[1])
+
+
+class TestLs:
+    def test_lists_what_a_run_has_left(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        code, out, err = call(capsys, "ls", trained)
+        head, *rows = out.splitlines()
+
+        assert (code, err) == (0, "")
+        assert head.split() == ["name", "kind", "step", "epoch", "created", "size", "backend", "metrics", "intact"]
+        assert [row.split()[0] for row in rows] == [
+            "checkpoint-000000006",
+            "checkpoint-000000012",
+            "checkpoint-model-000001",
+        ]
+        assert rows[1].split()[1:4] == ["checkpoint", "12", "2"]
+        assert all(" sp " in row and "val/loss " in row and row.endswith("sizes agree") for row in rows)
+
+    def test_says_what_is_damaged(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        flip_bit(trained / "checkpoint-000000006" / "model.safetensors", 200)
+        flip_bit(trained / "checkpoint-000000012" / "MANIFEST.json", 5)
+
+        sizes = {entry["name"]: entry["problem"] for entry in as_json(capsys, "ls", trained)}
+        bytes_ = {entry["name"]: entry["problem"] for entry in as_json(capsys, "ls", trained, "--verify")}
+
+        assert sizes["checkpoint-000000006"] is None
+        assert "model.safetensors is damaged" in bytes_["checkpoint-000000006"]
+        assert "MANIFEST.json is damaged" in bytes_["checkpoint-000000012"]
+        assert bytes_["checkpoint-model-000001"] is None
+        assert "NO: " in call(capsys, "ls", trained)[1]
+
+    def test_json_has_everything(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        last = as_json(capsys, "ls", trained)[1]
+
+        assert (last["kind"], last["step"], last["epoch"], last["backend"]) == ("checkpoint", 12, 2, "sp")
+        assert last["size"] > 1000
+        assert set(last["metrics"]) >= {"val/loss", "train/loss_epoch"}
+
+    def test_an_empty_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert call(capsys, "ls", tmp_path) == (0, f"no checkpoints in {tmp_path}\n", "")
+
+
+class TestVerify:
+    def test_intact(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        code, out, _ = call(capsys, "verify", trained)
+
+        assert code == 0
+        assert out.count(": intact\n") == 3
+
+    @pytest.mark.parametrize("file", ["MANIFEST.json", "model.safetensors", "state.safetensors", "state.json"])
+    def test_one_flipped_bit_is_named(self, file: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        flip_bit(trained / "checkpoint-000000012" / file, 100)
+
+        for path in (trained, trained / "checkpoint-000000012"):
+            code, out, _ = call(capsys, "verify", path)
+            assert code == 1
+            assert f"checkpoint-000000012/{file} is damaged" in out
+
+    def test_what_is_no_checkpoint_is_trouble(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "file.pt").write_bytes(b"x")
+        for path in (tmp_path / "nowhere", tmp_path / "file.pt", tmp_path):
+            code, _, err = call(capsys, "verify", path)
+            assert code == 2
+            assert err.count("\n") == 1
+            assert str(path) in err
+
+
+class TestShow:
+    def test_shows_plan_versions_and_the_tree(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        code, out, _ = call(capsys, "show", trained / "checkpoint-000000012")
+
+        assert code == 0
+        for text in ("global_batch           8", f"torch                  {torch.__version__}", "processes"):
+            assert text in out
+        assert "module_interface_state: 4 tensors, 83 elements, 332 B" in out
+        assert any(line.split() == ["net.0.weight", "float32", "[8,", "6]"] for line in out.splitlines())
+        assert "history_state: 0 tensors" in out
+
+    def test_reads_no_tensor(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """A flipped bit among the weights does not show; `verify` is what looks for it."""
+        file = trained / "checkpoint-000000012" / "model.safetensors"
+        flip_bit(file, file.stat().st_size - 1)
+
+        assert call(capsys, "show", trained / "checkpoint-000000012")[0] == 0
+
+    def test_json(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = ts.write_checkpoint(make_checkpoint(3, step=7), tmp_path, "some")
+        shown = as_json(capsys, "show", path)
+
+        assert shown["global step"] == 7
+        assert shown["plan"] == {"train_batch_size": 8}
+        assert shown["states"]["module_interface_state"]["encoder.weight"] == {"dtype": "float32", "shape": [3, 2]}
+        assert shown["states"]["rng_state"]["numpy"][1] == {"dtype": "uint32", "shape": [624]}
+        assert shown["states"]["history_state"]["loss"] == [0.5, "inf"]
+
+    def test_an_export(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "model_state: 4 tensors" in call(capsys, "show", trained / "checkpoint-model-000001")[1]
+
+
+class TestDiff:
+    def test_the_same_run_twice(self, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        train(Classifier(validate=True), tmp_path / "b", epochs=2, checkpointer_args=ts.DefaultCheckpointerArguments())
+        names = "checkpoint-000000012", "checkpoint-model-000001"
+        for name in names:
+            other = tmp_path / "b" / "checkpoints" / name
+            assert call(capsys, "diff", "--model", trained / name, other)[0] == 0
+            assert call(capsys, "diff", trained / name, trained / name)[:2][0] == 0
+
+    def test_counts_elements_and_measures_them(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        one, other = make_checkpoint(1, step=1), make_checkpoint(1, step=1)
+        assert other.module_interface_state is not None
+        other.module_interface_state["encoder.weight"] = torch.tensor([[1.0, 1.0], [1.5, 1.0], [1.0, 0.75]])
+        other.module_interface_state["encoder.bias"] = -one.module_interface_state["encoder.bias"] * 0  # type: ignore[index]
+        one.module_interface_state["encoder.bias"] *= 0  # type: ignore[index]
+        other.plan = {"train_batch_size": 9}
+        paths = [ts.write_checkpoint(c, tmp_path, name) for c, name in ((one, "a"), (other, "b"))]
+        code, out, _ = call(capsys, "diff", *paths)
+
+        assert code == 1
+        assert "module_interface_state['encoder.weight']: 2 elements differ, by at most 0.5 (float32 [3, 2])" in out
+        assert "encoder.bias']: 2 elements differ, by at most 0 " in out  # 0.0 and -0.0
+        assert "plan.train_batch_size: 8 | 9" in out
+        assert out.endswith("3 differences in all states, plans and versions\n")
+        assert [row["elements"] for row in as_json(capsys, "diff", *paths)["differences"]] == [2, 2, None]
+
+    def test_what_only_one_has(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        one, other = make_checkpoint(1), make_checkpoint(1)
+        one.callback_states = {"ema": {"decay": 0.5, "nan": float("nan")}}
+        other.callback_states = {"ema": {"nan": float("nan"), "weight": torch.ones(2)}}
+        paths = [ts.write_checkpoint(c, tmp_path, name) for c, name in ((one, "a"), (other, "b"))]
+
+        assert call(capsys, "diff", *paths)[1].splitlines()[:2] == [
+            "callback_states.ema.decay: 0.5 | absent",
+            "callback_states.ema.weight: absent | float32 [2]",
+        ]
+
+    def test_an_export_is_compared_with_the_model_of_a_checkpoint(
+        self, trained: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        last, export = trained / "checkpoint-000000012", trained / "checkpoint-model-000001"
+
+        assert call(capsys, "diff", last, export)[:2] == (0, "the weights agree in every bit\n")
+        assert call(capsys, "diff", trained / "checkpoint-000000006", export)[0] == 1
+
+    def test_a_damaged_one_is_trouble(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        last = trained / "checkpoint-000000012"
+        flip_bit(last / "model.safetensors", 200)
+        code, out, err = call(capsys, "diff", trained / "checkpoint-000000006", last)
+
+        assert (code, out) == (2, "")
+        assert "model.safetensors is damaged" in err
+
+
+def test_a_newer_format_is_answered_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as later:
+        later.setattr(manifest, "FORMAT_VERSION", 99)
+        path = ts.write_checkpoint(make_checkpoint(1), tmp_path, "some")
+
+    assert "has format version 99" in as_json(capsys, "ls", tmp_path)[0]["problem"]
+    for arguments in (("show", path), ("diff", path, path), ("verify", path)):
+        code, _, err = call(capsys, *arguments)
+        assert code == 2
+        assert err.startswith("trainstack: ")
+        assert "Upgrade trainstack" in err
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["ls"], ["ls", "a", "b"], ["list"], ["ls", ".", "--colour"], []])
+def test_a_wrong_command_line_is_answered_in_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, *words)
+
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "--help" in err
+
+
+def test_the_module_runs_as_the_command(trained: Path) -> None:
+    command = [sys.executable, "-m", "trainstack", "checkpoints", "verify", str(trained)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("intact") == 3
+
+
+@pytest.mark.parametrize("no_color", [True, False])
+def test_colours_only_in_a_terminal_and_unless_told_not_to(no_color: bool, trained: Path) -> None:
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "200"}
+    environment.pop("NO_COLOR", None)
+    if no_color:
+        environment["NO_COLOR"] = "1"
+    command = [sys.executable, "-m", "trainstack", "checkpoints", "ls", str(trained)]
+    subprocess.run(command, stdout=follower, env=environment, timeout=120, check=True)
+    os.close(follower)
+    out = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+
+    assert "checkpoint-000000012" in out
+    assert ("\x1b[" in out) is not no_color
