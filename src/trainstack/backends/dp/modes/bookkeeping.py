@@ -53,7 +53,8 @@ class BookkeepingMode(GradientMode):
             if gradient is not None:
                 raise Unsupported(
                     f"{name} is used outside of the layers that bookkeeping knows (Linear, Conv, LayerNorm, RMSNorm, "
-                    "GroupNorm, Embedding, self-attention, and parameters added to or multiplied with a batch). Write grad_mode='vmap'."
+                    "GroupNorm, Embedding, self-attention, and parameters added to or multiplied with a batch). Write "
+                    "grad_mode='vmap'."
                 )
         used = []
         with torch.no_grad(), torch.autocast(mean.device.type, enabled=False):
