@@ -123,3 +123,19 @@ REFUSED = {("ghost", "tied modules"), *((asked, "padded mean") for asked in ("bo
 
 def counts_of(clipper: Any) -> float | None:
     return float(clipper.take_counts()) if isinstance(clipper, AdaptiveClipper) else None
+
+
+@pytest.mark.parametrize("asked", ["bookkeeping", "vmap", "loop"])
+def test_norms_are_float32_inside_a_region_of_autocast_and_where_less_precision_is_allowed(asked: str) -> None:
+    module, batches = make("plain")
+    mode = MODES[asked](module, trained(module), FlatClipper(0.05))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        for seed in range(20):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                mode.add(run, batches(1, seed=seed), 1)
+            norm = math.sqrt(sum(float(total.square().sum()) for total in mode.take()))
+            assert 0.05 * (1 - 1e-3) <= norm <= 0.05 * (1 + 1e-3)
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstack.backends.dp.clipping import Clipper
+from trainstack.backends.dp.modes.precision import full_float32
 from trainstack.errors import ConfigurationError
 
 Run = Callable[[nn.Module, Any], Any]
@@ -77,12 +78,13 @@ class GradientMode(ABC):
 
     def _add_rows(self, gradients: Sequence[Tensor | None], records: int) -> None:
         """Clip and add per-record gradients, `(records, *shape)` each; None is zero."""
-        rows = [None if g is None else g.detach().reshape(records, -1).float() for g in gradients]
-        nothing = self.sums[0].new_zeros(records)
-        squares = [nothing if row is None else torch.linalg.vector_norm(row, dim=1).square() for row in rows]
-        factors = self.clipper.factors(torch.stack(squares))
-        for total, row, factor in zip(self.sums, rows, factors.rows, strict=True):
-            if row is not None:
-                if factors.dropped is not None:
-                    row = row.masked_fill(factors.dropped[:, None], 0.0)
-                total.view(-1).addmv_(row.t(), factor)
+        with torch.no_grad(), full_float32():
+            rows = [None if g is None else g.detach().reshape(records, -1).float() for g in gradients]
+            nothing = self.sums[0].new_zeros(records)
+            squares = [nothing if row is None else torch.linalg.vector_norm(row, dim=1).square() for row in rows]
+            factors = self.clipper.factors(torch.stack(squares))
+            for total, row, factor in zip(self.sums, rows, factors.rows, strict=True):
+                if row is not None:
+                    if factors.dropped is not None:
+                        row = row.masked_fill(factors.dropped[:, None], 0.0)
+                    total.view(-1).addmv_(row.t(), factor)

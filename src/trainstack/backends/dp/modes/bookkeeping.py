@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
 from trainstack.backends.dp.modes.outputs import finished, loss_in, mean_of
+from trainstack.backends.dp.modes.precision import full_float32
 from trainstack.backends.dp.modes.sites import Site, squared_norms
 from trainstack.backends.dp.modes.taps import Taps
 
@@ -35,7 +36,7 @@ class BookkeepingMode(GradientMode):
         mean = mean_of(losses, records)
         sites = self._receive(taps.sites, mean, records)
         outputs = finished(outputs, mean)
-        with torch.no_grad(), torch.autocast(mean.device.type, enabled=False):
+        with torch.no_grad(), full_float32():
             self._add_sites(sites, records)
         return outputs
 
@@ -57,7 +58,7 @@ class BookkeepingMode(GradientMode):
                     "grad_mode='vmap'."
                 )
         used = []
-        with torch.no_grad(), torch.autocast(mean.device.type, enabled=False):
+        with torch.no_grad(), full_float32():
             for site, gradient in zip(sites, found, strict=False):
                 if gradient is not None:
                     if site.was_changed:

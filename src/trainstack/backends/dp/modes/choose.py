@@ -32,8 +32,9 @@ AUTOMATIC = (BookkeepingMode, VmapMode, HooksMode)
 Scaling = Callable[[Tensor, Tensor], Tensor]
 """Factors from squared norms, `(parameters, records)`, and joint norms, `(records,)`; of the shape of the former."""
 
-_EXACT, _ROUNDED = 1e-4, 5e-2
-"""Allowed differences from the loop, relative to the sum of the records' norms: in float32, and under autocast."""
+_EXACT, _ROUNDED = 1e-4, 0.2
+"""Allowed differences from the loop, relative to the sum of the records' norms: in float32, which shows mistakes, and
+under autocast, which shows whether it works there at all."""
 
 
 def choose_mode(

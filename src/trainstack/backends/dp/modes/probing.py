@@ -13,15 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from trainstack.backends.dp.modes.precision import full_float32
+
 
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Dropout does nothing and noise is constant; buffers and states of random generators are put back at the end."""
+    """Dropout does nothing, noise is constant and float32 is not rounded to TF32.
+
+    Buffers, states of random generators and precisions are put back at the end.
+    """
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.is_cuda})
     host, array = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices), Calm():
+        with torch.random.fork_rng(devices), full_float32(), Calm():
             yield
     finally:
         random.setstate(host)
