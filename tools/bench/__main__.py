@@ -1,4 +1,7 @@
-"""`python -m tools.bench`: measure, print a table for each workload, and keep the figures if asked to."""
+"""`python -m tools.bench`: measure, print a table for each workload, and keep the figures if asked to.
+
+`python -m tools.bench private` measures gradient modes of private training instead.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,11 @@ CHECKPOINT = "checkpoint"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 if two contenders that do the same arithmetic ended with different bits."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["private"]:
+        from tools.bench.private import main as private
+
+        return private(argv[1:])
     options = _parser().parse_args(argv)
     torch.set_num_threads(1)
     contenders = [c for c in find_contenders() if not options.only or c.name in {"raw", "raw_clip", *options.only}]

@@ -1,0 +1,1 @@
+"""Differentially private training: what bounds, noises and accounts for what one record can change."""
