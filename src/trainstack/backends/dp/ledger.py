@@ -1,9 +1,9 @@
 """`SpendLedger`: how many private steps a run has taken, on disk before they are taken.
 
-A checkpoint knows the steps before it, but not those that ran after it and were lost; their results may have been seen,
-so they are spent. The ledger therefore records steps ahead, a block at a time: one synced line of the file lets the next
-16 steps run. A clean end hands the unused rest back by a line of its own. Killed at any moment, a run has recorded at
-least what it did, and at most a block more.
+A checkpoint knows the steps before it, but not those that ran after it and were lost; their results may have been
+seen, so they are spent. The ledger therefore records steps ahead, a block at a time: one synced line of the file lets
+the next 16 steps run. A clean end hands the unused rest back by a line of its own. Killed at any moment, a run has
+recorded at least what it did, and at most a block more.
 
 Steps belong to a run's id, which lies in its checkpoints: whatever resumes from any of them, however often and also at
 the same time, adds to the same sum.
@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-from trainstack.backends.dp.accounting import merged
 from trainstack.backends.dp.accountants import Entry
+from trainstack.backends.dp.accounting import merged
 from trainstack.backends.dp.ledger_file import LedgerFile
 from trainstack.errors import PrivacyLedgerError
 
