@@ -84,11 +84,11 @@ def _run_epsilon(args: argparse.Namespace) -> int:
     lines = [
         f"epsilon {_shown(found['epsilon'])} at delta {args.delta:g}",
         _both_line(found),
-        f"without Poisson samples: epsilon {_shown(found['fixed_order'])} if batches came in a fixed order"
+        f"without Poisson samples: epsilon {_shown(found['fixed_order'])} with batches in a fixed order"
         + (
             ""
             if found["shuffled_at_least"] is None
-            else f", at least {found['shuffled_at_least']:.4g} if shuffled in each epoch"
+            else f", at least {found['shuffled_at_least']:.4g} with shuffled ones"
         ),
     ]
     return _answer(args, found, q, {"noise_multiplier": args.noise_multiplier, "steps": steps}, lines)

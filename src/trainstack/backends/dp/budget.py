@@ -10,7 +10,7 @@ from typing import Any
 from trainstack.backends.dp.accountants import Entry
 from trainstack.backends.dp.accounting import epsilon_of, merged, steps_within
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
-from trainstack.backends.dp.ledger import SpendLedger
+from trainstack.backends.dp.ledger import BLOCK, SpendLedger
 from trainstack.backends.dp.plan import PrivacyPlan
 from trainstack.errors import CheckpointMismatchError, PrivacyBudgetError, PrivacyLedgerError
 
@@ -68,19 +68,23 @@ class Accountant:
 
     def allows(self, steps: int = 1) -> bool:
         """Whether `steps` more stay within the budget. The first call may take seconds, the others microseconds."""
+        return self._room(steps) >= steps
+
+    def _room(self, steps: int) -> int:
+        """How many steps fit, of which `steps` are certainly looked at."""
         plan = self.plan
         if plan.max_epsilon is None:
-            return True
+            return steps + BLOCK
         mechanism = (plan.noise_multiplier, plan.sample_rate)
         history = self.history
-        wanted = steps + sum(taken for *kind, taken in history if tuple(kind) == mechanism)
+        taken = sum(entry[2] for entry in history if entry[:2] == mechanism)
         beside = [entry for entry in history if entry[:2] != mechanism]
-        if beside != self._beside or wanted > self._searched:
-            self._beside, self._searched = beside, max(wanted, plan.planned_steps)
+        if beside != self._beside or taken + steps > self._searched:
+            self._beside, self._searched = beside, max(taken + steps, plan.planned_steps)
             self._limit = steps_within(
                 plan.max_epsilon, beside, *mechanism, plan.delta, plan.accountant, at_most=self._searched
             )
-        return wanted <= self._limit
+        return self._limit - taken
 
     def charge(self) -> None:
         """Spend one step. Call it before the noise is drawn; when it raises, nothing was spent and no step may follow.
@@ -89,14 +93,14 @@ class Accountant:
             PrivacyBudgetError: the step would exceed the budget.
             PrivacyLedgerError: the step could not be recorded.
         """
-        plan = self.plan
-        if not self.allows(1):
+        plan, room = self.plan, self._room(1)
+        if room < 1:
             raise PrivacyBudgetError(
                 f"The privacy budget is spent: epsilon is {self.epsilon():.4g} after {self.steps} steps, and one more "
                 f"would exceed max_epsilon={plan.max_epsilon}. Keep the model as it is, or decide on a larger budget."
             )
         if self._ledger is not None:
-            self._ledger.charge(self.run, plan.noise_multiplier, plan.sample_rate)
+            self._ledger.charge(self.run, plan.noise_multiplier, plan.sample_rate, at_most=room)
         self._counted = merged([*self._counted, (plan.noise_multiplier, plan.sample_rate, 1)])
 
     def settle(self) -> None:

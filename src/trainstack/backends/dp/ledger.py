@@ -58,8 +58,8 @@ class SpendLedger:
             [(sigma, q, steps - self._unused[run, sigma, q]) for (sigma, q), steps in recorded.items() if steps]
         )
 
-    def charge(self, run: str, sigma: float, q: float) -> None:
-        """Count one step of `run`, which may begin when this returns.
+    def charge(self, run: str, sigma: float, q: float, *, at_most: int = BLOCK) -> None:
+        """Count one step of `run`, which may begin when this returns; record `at_most` ahead, this step included.
 
         Raises:
             PrivacyLedgerError: it cannot be recorded; the step must not be taken.
@@ -67,8 +67,9 @@ class SpendLedger:
         self._forget_the_block_of_a_parent()
         key = (run, float(sigma), float(q))
         if self._unused[key] == 0:
-            self._write(*key, self._block)
-            self._unused[key] += self._block
+            ahead = max(1, min(self._block, at_most))
+            self._write(*key, ahead)
+            self._unused[key] += ahead
         self._unused[key] -= 1
 
     def settle(self) -> None:
