@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from typing import Any
 
@@ -85,11 +86,7 @@ def _run_epsilon(args: argparse.Namespace) -> int:
         f"epsilon {_shown(found['epsilon'])} at delta {args.delta:g}",
         _both_line(found),
         f"without Poisson samples: epsilon {_shown(found['fixed_order'])} with batches in a fixed order"
-        + (
-            ""
-            if found["shuffled_at_least"] is None
-            else f", at least {found['shuffled_at_least']:.4g} with shuffled ones"
-        ),
+        + _at_least(found["shuffled_at_least"]),
     ]
     return _answer(args, found, q, {"noise_multiplier": args.noise_multiplier, "steps": steps}, lines)
 
@@ -153,9 +150,14 @@ def _both_line(found: dict[str, Any]) -> str:
 
 
 def _shuffled(sigma: float, q: float, steps: int, delta: float) -> float | None:
-    """The lower bound for one epoch, if there is a whole one."""
-    a_whole_epoch = int(1 / q) if q > 0 else 0
-    return shuffled_epsilon_at_least(sigma, a_whole_epoch, delta) if 0 < a_whole_epoch <= steps else None
+    """The lower bound for one epoch, if there is a whole one. It falls with its steps, so they are rounded up."""
+    if q == 0 or steps < round(1 / q):
+        return None
+    return shuffled_epsilon_at_least(sigma, math.ceil(round(1 / q, 6)), delta)
+
+
+def _at_least(epsilon: float | None) -> str:
+    return "" if epsilon is None else f", at least {_shown(epsilon)} with shuffled ones"
 
 
 def _shown(epsilon: float) -> str:

@@ -165,6 +165,7 @@ def test_another_plan_is_refused_unless_it_is_allowed(change: dict[str, Any], wo
 def test_both_parts_of_a_changed_plan_count_against_the_budget() -> None:
     state = through_json(spend(make_accountant(), 50))
     changed = make_accountant(noise_multiplier=2.0, max_epsilon=2.0, allow_plan_change=True)
+    assert changed.allows(100)
     changed.update_state(state)
     steps = spend_all(changed)
     assert changed.history == [(1.0, 0.02, 50), (2.0, 0.02, steps)]
