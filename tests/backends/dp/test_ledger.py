@@ -49,9 +49,9 @@ def test_steps_are_recorded_a_block_ahead_and_the_rest_is_given_back(tmp_path: P
     assert (ledger.spent(RUN), path.exists()) == ([], False)
     charge(ledger, 5)
     assert ledger.spent(RUN) == [(SIGMA, Q, 5)]
-    assert total(path) == 8
+    assert (total(path), ledger.reserved(RUN, SIGMA, Q)) == (8, 3)
     ledger.settle()
-    assert total(path) == 5
+    assert (total(path), ledger.reserved(RUN, SIGMA, Q)) == (5, 0)
     ledger.settle()
     charge(ledger, 1)
     assert (ledger.spent(RUN), total(path)) == ([(SIGMA, Q, 6)], 9)

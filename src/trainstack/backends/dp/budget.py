@@ -76,6 +76,8 @@ class Accountant:
         if plan.max_epsilon is None:
             return steps + BLOCK
         mechanism = (plan.noise_multiplier, plan.sample_rate)
+        if self._ledger is not None and (reserved := self._ledger.reserved(self.run, *mechanism)) >= steps:
+            return reserved  # they fitted when they were recorded, and everyone has counted them since
         history = self.history
         taken = sum(entry[2] for entry in history if entry[:2] == mechanism)
         beside = [entry for entry in history if entry[:2] != mechanism]

@@ -58,6 +58,11 @@ class SpendLedger:
             [(sigma, q, steps - self._unused[run, sigma, q]) for (sigma, q), steps in recorded.items() if steps]
         )
 
+    def reserved(self, run: str, sigma: float, q: float) -> int:
+        """How many steps of `run` this process has recorded ahead and may take without looking at the file."""
+        self._forget_the_block_of_a_parent()
+        return self._unused[run, float(sigma), float(q)]
+
     def charge(self, run: str, sigma: float, q: float, *, at_most: int = BLOCK) -> None:
         """Count one step of `run`, which may begin when this returns; record `at_most` ahead, this step included.
 
