@@ -12,7 +12,7 @@ from typing import NoReturn
 from trainstack import __version__
 from trainstack.errors import TrainstackError
 
-COMMANDS = ("checkpoints",)
+COMMANDS = ("checkpoints", "privacy")
 """Modules of this package. Each has `add(subparsers)`, which sets the default `run`: arguments to exit code."""
 
 TROUBLE = 2
