@@ -4,8 +4,10 @@ TrainstackError
 ├── ConfigurationError (ValueError)      an argument, or a combination of arguments, is wrong
 │   ├── BackendSpecError                 the backend string is wrong
 │   ├── MissingExtraError (ImportError)  an optional package is needed and not installed
-│   └── ApexUnavailableError             the apex that is installed, if any, has no amp that works here
+│   ├── ApexUnavailableError             the apex that is installed, if any, has no amp that works here
+│   └── PrivacyError                     private training could not keep its promise like this
 ├── ModuleContractError (TypeError)      the user's module, optimizer or loader broke its contract
+├── PrivacyBudgetError                   the privacy budget is used up
 ├── NonFiniteError (ArithmeticError)     a loss or gradient became inf or nan
 ├── PeerError (RuntimeError)             another process failed
 ├── LaunchError (RuntimeError)           a process that launch() started failed
@@ -45,6 +47,14 @@ class MissingExtraError(ConfigurationError, ImportError):
 
 class ApexUnavailableError(ConfigurationError):
     """A backend needs `apex.amp`; the message says which apex was found and what to write instead."""
+
+
+class PrivacyError(ConfigurationError):
+    """The stated privacy would not hold; the message lists every reason, each with what to write instead."""
+
+
+class PrivacyBudgetError(TrainstackError):
+    """Another step would cost more privacy than `max_epsilon` allows."""
 
 
 class ModuleContractError(TrainstackError, TypeError):

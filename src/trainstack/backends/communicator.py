@@ -47,6 +47,12 @@ class Communicator:
         """
         return rows
 
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace `tensor` in place by its sum over the processes; on the device on which gradients are."""
+
+    def take_from_main(self, tensor: Tensor) -> None:
+        """Replace `tensor` in place by that of rank 0; on the device on which gradients are."""
+
     def agree(self, error: BaseException | None, doing: str) -> None:
         """Go on together or stop together.
 
@@ -108,6 +114,12 @@ class GroupCommunicator(Communicator):
                 )
             begin += count
         return whole
+
+    def add_up(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+
+    def take_from_main(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, src=0)
 
     def post_failure(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))

@@ -48,11 +48,14 @@ class LossMeter:
 
     Args:
         tolerant: a non-finite loss is no error where its step moved nothing.
+        bounded: a non-finite loss is no error at all, for it had no influence; it counts as 0.
         comm: how the processes of the run talk.
     """
 
-    def __init__(self, *, tolerant: bool = False, comm: Communicator | None = None) -> None:
-        self._tolerant = tolerant
+    def __init__(
+        self, *, tolerant: bool = False, bounded: bool = False, comm: Communicator | None = None
+    ) -> None:
+        self._tolerant, self._bounded = tolerant, bounded
         self._comm = comm or Communicator()
         self.entries: list[StepEntry] = []
         self.interval = WeightedMean()
@@ -114,6 +117,8 @@ class LossMeter:
         self.skipped_in_a_row = state["skipped_in_a_row"]
 
     def _count(self, entry: StepEntry, values: list[float], norm: float | None) -> None:
+        if self._bounded:
+            values = [value if math.isfinite(value) else 0.0 for value in values]
         if entry.moved or not self._tolerant:
             self._refuse_nonfinite_loss(entry, values)
         if not entry.moved:

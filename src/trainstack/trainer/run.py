@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import SequentialSampler
 
 from trainstack.backends import Clipping, Communicator, TrainerBackend, Workload, World
-from trainstack.errors import ModuleContractError, annotate
+from trainstack.errors import ModuleContractError, PrivacyBudgetError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.collector import as_arguments
@@ -83,7 +83,8 @@ class Run:
         epochs = args.epochs - self.state.epoch if args.reset_optimizers_schedulers else args.epochs
         made = self.module.get_optimizers_schedulers(plan.estimated_global_steps_per_epoch, max(epochs, 1))
         optimizers, schedulers = checked_optimizers_schedulers(made, self.module, self.log)
-        work = self.stack.prepare(Workload.of(self.module, optimizers, self.world, _clipping(args)))
+        work = Workload.of(self.module, optimizers, self.world, _clipping(args), self.data.training_set)
+        work = self.stack.prepare(work)
         keep = args.collect_train_outputs
         return TrainLoop(
             self.stack,
@@ -139,7 +140,7 @@ class Run:
             self.epoch_rng = capture_rng(device)
         if hook is not None:
             hook(state.global_step, state.epoch)
-        windows = self.data.windows(state)
+        windows = self.data.windows(state, self.stack.sampling)
         if within:
             restore_rng(now, device)
             self.pending_rng = None
@@ -249,6 +250,21 @@ class Run:
         if save_every is not None:
             due.append(save_every - step % save_every)
         return step + min(due)
+
+    @property
+    def why_over(self) -> str | None:
+        """Why no further step may be made, as a sentence; None if one may."""
+        sampling = self.stack.sampling
+        return sampling.why_over() if sampling is not None and sampling.steps_left() == 0 else None
+
+    def refuse_over(self) -> None:
+        """Refuse to train when no step may be made.
+
+        Raises:
+            PrivacyBudgetError: saying what is used up.
+        """
+        if self.state.epoch < self.args.epochs and self.why_over is not None:
+            raise PrivacyBudgetError(self.why_over)
 
     def restore_rng_once(self) -> None:
         """Go on with the random state of the checkpoint, if that has not happened yet."""

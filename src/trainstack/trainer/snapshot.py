@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -123,8 +124,13 @@ def take_checkpoint(trainer: Trainer, epoch_rng: Mapping[str, Any] | None) -> Ch
         history_state=trainer.history.get_state(),
         plan=trainer.plan.to_dict(),
         global_step=trainer.state.global_step,
-        metadata={"backend": trainer.trainer_backend.spec, "epoch": trainer.state.epoch},
+        metadata={"backend": trainer.trainer_backend.spec, "epoch": trainer.state.epoch, **_privacy_of(trainer)},
     )
+
+
+def _privacy_of(trainer: Trainer) -> dict[str, Any]:
+    stack = trainer.trainer_backend
+    return {"privacy": json.loads(stack.privacy_statement().to_json())} if stack.is_private else {}
 
 
 def rng_of_rank(rng_state: Mapping[str, Any] | None, world: World, state: RunState) -> Mapping[str, Any] | None:

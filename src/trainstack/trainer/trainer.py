@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from torch.utils.data import SequentialSampler
 
-from trainstack.backends import TrainerBackend, World, build_trainer_backend
+from trainstack.backends import PrivacyStatement, TrainerBackend, World, build_trainer_backend
 from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.stage import Stage
@@ -98,7 +98,8 @@ class Trainer(TrainerProperties):
             if state.epoch >= self.args.epochs:
                 reporter.text(f"all {self.args.epochs} epochs are trained already; nothing is left to do")
             self.module.train()
-            while state.epoch < self.args.epochs:
+            run.refuse_over()
+            while state.epoch < self.args.epochs and run.why_over is None:
                 run.train_epoch(reporter, self.save_checkpoint, self.checkpointer.every_n_steps)
             run.restore_rng_once()
             self._saver.save(run, force=True, unless_saved=True)
@@ -106,6 +107,8 @@ class Trainer(TrainerProperties):
             if run.hooks.end_train is not None:
                 run.hooks.end_train(state.global_step)
             reporter.write()
+            if self.trainer_backend.is_private:
+                reporter.end_private_run(self.privacy_statement(), run.why_over)
             self._finished = True
         except BaseException as error:
             origin = self.world.comm.origin_of(error)
@@ -164,6 +167,11 @@ class Trainer(TrainerProperties):
         if self.is_main_process if once == "world" else self.world.local_rank == 0:
             sys.stdout.write(" ".join(map(str, values)) + "\n")
             sys.stdout.flush()
+
+    def privacy_statement(self) -> PrivacyStatement:
+        """What is guaranteed, at this moment, to those whose records are trained on; `.text` and `.to_json()`."""
+        self._ready()
+        return self.trainer_backend.privacy_statement()
 
     def close(self) -> None:
         """Give back what the backend took from the outside, such as a process group."""
