@@ -11,10 +11,12 @@ TrainstackError
 ├── NonFiniteError (ArithmeticError)     a loss or gradient became inf or nan
 ├── PeerError (RuntimeError)             another process failed
 ├── LaunchError (RuntimeError)           a process that launch() started failed
+├── PrivacyBudgetError (RuntimeError)    a private step would exceed the budget
 └── CheckpointError                      a checkpoint cannot be written or read
     ├── CheckpointNotFoundError (FileNotFoundError)
     ├── CheckpointDamagedError           a file is missing, truncated or altered
     ├── CheckpointMismatchError          an intact checkpoint of something else
+    ├── PrivacyLedgerError               the record of what a private run spent is missing, old or damaged
     └── UnsupportedStateError (TypeError) a value that the format cannot hold
 
 Each message says what was given, what is wrong with it and what to write instead.
@@ -88,6 +90,10 @@ class LaunchError(TrainstackError, RuntimeError):
         self.child_traceback = child_traceback
 
 
+class PrivacyBudgetError(TrainstackError, RuntimeError):
+    """A private step would take epsilon above the budget; the step was not taken and nothing was spent."""
+
+
 class CheckpointError(TrainstackError):
     """A checkpoint cannot be written or read."""
 
@@ -102,6 +108,10 @@ class CheckpointDamagedError(CheckpointError):
 
 class CheckpointMismatchError(CheckpointError):
     """An intact checkpoint, but of another model, backend or data set."""
+
+
+class PrivacyLedgerError(CheckpointError):
+    """The ledger of what a private run has spent is missing, older than the checkpoint, or damaged."""
 
 
 class UnsupportedStateError(CheckpointError, TypeError):

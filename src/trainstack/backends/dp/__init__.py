@@ -1,0 +1,34 @@
+"""Differential privacy: what a private run may spend, what it has spent, and how that is said.
+
+`arguments.py` is what a user writes and `plan.py` the constants that follow from it; `accounting.py` turns steps into
+epsilon, with opacus behind `accountants.py` and without any package in `gaussian.py`; `budget.py` counts the steps of a
+run and refuses those beyond its budget; `ledger.py` keeps the count on disk over crashes; `statement.py` says what holds.
+
+Importing this package imports neither opacus nor scipy: `opacus_import.py` does, when a number is asked for.
+"""
+
+from trainstack.backends.dp.accounting import calibrate_noise, delta_of, epsilon_of, steps_within
+from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
+from trainstack.backends.dp.budget import Accountant
+from trainstack.backends.dp.gaussian import fixed_order_epsilon, gaussian_epsilon, shuffled_epsilon_at_least
+from trainstack.backends.dp.ledger import SpendLedger
+from trainstack.backends.dp.plan import PrivacyPlan, plan_privacy
+from trainstack.backends.dp.statement import PrivacyStatement, no_guarantee, private_statement
+
+__all__ = [
+    "Accountant",
+    "DifferentialPrivacyArguments",
+    "PrivacyPlan",
+    "PrivacyStatement",
+    "SpendLedger",
+    "calibrate_noise",
+    "delta_of",
+    "epsilon_of",
+    "fixed_order_epsilon",
+    "gaussian_epsilon",
+    "no_guarantee",
+    "plan_privacy",
+    "private_statement",
+    "shuffled_epsilon_at_least",
+    "steps_within",
+]

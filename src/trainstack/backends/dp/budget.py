@@ -1,0 +1,181 @@
+"""`Accountant`: what a run has spent and may still spend. Charged before the noise of a step is drawn."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from trainstack.backends.dp.accountants import Entry
+from trainstack.backends.dp.accounting import epsilon_of, merged, steps_within
+from trainstack.backends.dp.ledger import SpendLedger
+from trainstack.backends.dp.plan import PrivacyPlan
+from trainstack.errors import CheckpointMismatchError, PrivacyBudgetError, PrivacyLedgerError
+
+_log = logging.getLogger("trainstack")
+
+_FIXED = ("noise_multiplier", "sample_rate", "delta")
+"""What makes the mechanism: a checkpoint of another one is not gone on from by accident."""
+
+_STATE = ("run", "plan", "history", "overrides")
+
+NO_LEDGER = "steps of this run that were lost in a crash may not be counted, because its ledger was missing"
+
+
+class Accountant:
+    """Counts the steps of one run over all its resumes, and refuses the step that would exceed the budget.
+
+    With a ledger, the count is the ledger's: the steps of every process that has gone on from a checkpoint of this run.
+    If several do at the same time, each sees the others' blocks, and the budget may be exceeded by one; epsilon has it.
+    In a run over several processes the main one holds the ledger; the others have none, count alike, and take over its
+    `get_state` when a run is resumed.
+
+    Args:
+        plan: the mechanism and the budget.
+        ledger: where steps are recorded before they are taken; None keeps the count in memory and checkpoints only.
+        allow_plan_change: accept a checkpoint with another noise, rate or delta.
+        on_unsafe: `"error"` refuses a checkpoint whose ledger is missing; `"report"` goes on, without a guarantee.
+    """
+
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        ledger: SpendLedger | None = None,
+        *,
+        allow_plan_change: bool = False,
+        on_unsafe: str = "error",
+    ) -> None:
+        self.plan = plan
+        self.run = secrets.token_hex(16)
+        self.overrides: tuple[str, ...] = ()
+        self._ledger = ledger
+        self._allow_plan_change = allow_plan_change
+        self._on_unsafe = on_unsafe
+        self._counted: list[Entry] = []
+        self._beside: list[Entry] = []  # steps of other mechanisms than the plan's, with which
+        self._searched = 0  # up to so many of the plan's were looked at,
+        self._limit = 0  # and so many of those fit
+
+    @property
+    def history(self) -> list[Entry]:
+        """All steps as (sigma, q, steps), one entry a mechanism."""
+        return list(self._counted) if self._ledger is None else self._ledger.spent(self.run)
+
+    @property
+    def steps(self) -> int:
+        """All steps, of all mechanisms, those lost in crashes included."""
+        return sum(steps for _, _, steps in self.history)
+
+    def epsilon(self) -> float:
+        """An upper bound of what is spent so far, at the plan's delta; inf without noise."""
+        plan = self.plan
+        return epsilon_of(self.history, plan.delta, plan.accountant, eps_error=plan.eps_error)
+
+    def allows(self, steps: int = 1) -> bool:
+        """Whether `steps` more steps stay within the budget. The first call may take seconds, the others microseconds."""
+        plan = self.plan
+        if plan.max_epsilon is None:
+            return True
+        mechanism = (plan.noise_multiplier, plan.sample_rate)
+        history = self.history
+        wanted = steps + sum(taken for *kind, taken in history if tuple(kind) == mechanism)
+        beside = [entry for entry in history if entry[:2] != mechanism]
+        if beside != self._beside or wanted > self._searched:
+            self._beside, self._searched = beside, max(wanted, plan.planned_steps)
+            self._limit = steps_within(
+                plan.max_epsilon, beside, *mechanism, plan.delta, plan.accountant, at_most=self._searched
+            )
+        return wanted <= self._limit
+
+    def charge(self) -> None:
+        """Spend one step. Call it before the noise is drawn; when it raises, nothing was spent and no step may follow.
+
+        Raises:
+            PrivacyBudgetError: the step would exceed the budget.
+            PrivacyLedgerError: the step could not be recorded.
+        """
+        plan = self.plan
+        if not self.allows(1):
+            raise PrivacyBudgetError(
+                f"The privacy budget is spent: epsilon is {self.epsilon():.4g} after {self.steps} steps, and one more "
+                f"would exceed max_epsilon={plan.max_epsilon}. Keep the model as it is, or decide on a larger budget."
+            )
+        if self._ledger is not None:
+            self._ledger.charge(self.run, plan.noise_multiplier, plan.sample_rate)
+        self._counted = merged([*self._counted, (plan.noise_multiplier, plan.sample_rate, 1)])
+
+    def settle(self) -> None:
+        """Hand back what the ledger recorded ahead: at a checkpoint and at a clean end, on the process that holds it."""
+        if self._ledger is not None:
+            self._ledger.settle()
+
+    def get_state(self) -> dict[str, Any]:
+        """Plain numbers and text for a checkpoint. No random state: that is never stored."""
+        return {
+            "run": self.run,
+            "plan": {name: getattr(self.plan, name) for name in _FIXED},
+            "history": [list(entry) for entry in self.history],
+            "overrides": list(self.overrides),
+        }
+
+    def update_state(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from `get_state`'s result, and from what the ledger knows beyond it.
+
+        Raises:
+            CheckpointMismatchError: `state` is missing or incomplete, or its plan is another one.
+            PrivacyLedgerError: the ledger does not know this run, or knows less of it than the checkpoint.
+        """
+        if not state or any(name not in state for name in _STATE):
+            raise CheckpointMismatchError(
+                "The checkpoint says nothing of what was spent, so epsilon of its steps is unknown. Resume from one that "
+                "a private run has written, or begin afresh with the model alone if it never saw private data."
+            )
+        self._compare_plan(state["plan"])
+        history = merged(state["history"])
+        overrides = tuple(str(reason) for reason in state["overrides"])
+        run = str(state["run"])
+        if self._ledger is not None and (missing := _beyond(self._ledger.spent(run), history)):
+            self._accept_missing(self._ledger, run, missing, history)
+            overrides = tuple(dict.fromkeys((*overrides, NO_LEDGER)))
+        self.run, self.overrides, self._counted = run, overrides, history
+        self._tell_what_was_lost(history)
+
+    def _compare_plan(self, earlier: Mapping[str, Any]) -> None:
+        changed = [
+            f"{name} was {earlier.get(name)}, is {getattr(self.plan, name)}"
+            for name in _FIXED
+            if earlier.get(name) != getattr(self.plan, name)
+        ]
+        if changed and not self._allow_plan_change:
+            raise CheckpointMismatchError(
+                f"The checkpoint was trained under another privacy plan: {'; '.join(changed)}. Resume with the same "
+                "arguments (target_epsilon gives another noise for other epochs or batches), or write "
+                "allow_plan_change=True: then both parts are accounted for."
+            )
+
+    def _accept_missing(self, ledger: SpendLedger, run: str, missing: list[Entry], history: list[Entry]) -> None:
+        unknown, all_steps = (sum(steps for _, _, steps in entries) for entries in (missing, history))
+        if self._on_unsafe != "report":
+            raise PrivacyLedgerError(
+                f"The privacy ledger {ledger.path} lacks {unknown} of the {all_steps} steps before this checkpoint, so "
+                "it cannot know how many came after it. Copy the ledger file of the run to there, in its latest state; "
+                "or write on_unsafe='report' and go on without a guarantee."
+            )
+        ledger.carry(run, missing)
+
+    def _tell_what_was_lost(self, history: list[Entry]) -> None:
+        lost = self.steps - sum(steps for _, _, steps in history)
+        if lost:
+            _log.warning(
+                "%d private steps beyond the checkpoint are spent as well: the ledger has them, from a run that was "
+                "cut short or from another one that went on from this run",
+                lost,
+            )
+
+
+def _beyond(known: list[Entry], history: list[Entry]) -> list[Entry]:
+    """The part of `history` that `known` lacks."""
+    have = {(sigma, q): steps for sigma, q, steps in known}
+    lacking = [(sigma, q, steps - have.get((sigma, q), 0)) for sigma, q, steps in history]
+    return [entry for entry in lacking if entry[2] > 0]

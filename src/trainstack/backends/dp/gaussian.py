@@ -1,0 +1,83 @@
+"""Gaussian noise without the help of sampling: closed forms, which need no package.
+
+A record that takes part in k steps, whichever those are as long as it is fixed beforehand, is protected as by one
+Gaussian mechanism of `mu = sqrt(sum of 1/sigma^2)` (Dong, Roth, Su 2019), whose delta for a given epsilon is exact
+(Balle, Wang 2018). Both are for adding or removing one record, with everything else in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+_BISECTIONS = 200
+
+
+def log_normal_cdf(z: float) -> float:
+    """The logarithm of the standard normal distribution function, accurate far into the lower tail."""
+    if z > -30.0:
+        return math.log1p(-0.5 * math.erfc(z / math.sqrt(2))) if z > 0 else math.log(0.5 * math.erfc(-z / math.sqrt(2)))
+    series = 1 - 1 / z**2 + 3 / z**4 - 15 / z**6  # asymptotic; the next term is below 1e-9 here
+    return -z * z / 2 - math.log(-z * math.sqrt(2 * math.pi)) + math.log(series)
+
+
+def gaussian_delta(mu: float, epsilon: float) -> float:
+    """The least delta at `epsilon` of a Gaussian mechanism of sensitivity `mu` and noise 1."""
+    if mu == 0.0:
+        return 0.0
+    first = math.exp(log_normal_cdf(-epsilon / mu + mu / 2))
+    return max(0.0, first - math.exp(epsilon + log_normal_cdf(-epsilon / mu - mu / 2)))
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """The least epsilon at `delta` of a Gaussian mechanism of sensitivity `mu` and noise 1, rounded up by 1e-12."""
+    if math.isinf(mu):
+        return math.inf
+    return _least_epsilon(lambda epsilon: gaussian_delta(mu, epsilon), delta)
+
+
+def fixed_order_epsilon(history: Iterable[tuple[float, float, int]], delta: float) -> float:
+    """Epsilon of the same steps (sigma, q, steps) if batches were not drawn, but cut from one order fixed beforehand.
+
+    Each record then takes part once an epoch, `ceil(steps * q)` times in all, and nobody need guess in which steps.
+    Batches that are shuffled in each epoch lie between `shuffled_epsilon_at_least` and this.
+    """
+    taken = [(sigma, math.ceil(round(steps * q, 9))) for sigma, q, steps in history]
+    if any(sigma == 0 and times for sigma, times in taken):
+        return math.inf
+    return gaussian_epsilon(math.sqrt(sum(times / sigma**2 for sigma, times in taken if times)), delta)
+
+
+def shuffled_epsilon_at_least(sigma: float, steps_per_epoch: int, delta: float) -> float:
+    """A lower bound of epsilon for one or more epochs over shuffled batches, by an attack that reaches it.
+
+    The attack looks at the largest of the epoch's noisy sums: with the record in place it is near 2 in one step, without
+    it near 1 (all other gradients point the opposite way), and else near 0 (Chua et al. 2024, adaptive batch queries).
+    """
+    if sigma == 0:
+        return math.inf
+    thresholds = [2 * (i / 2000) * (1 + 6 * sigma) for i in range(2001)]
+    pairs = []
+    for threshold in thresholds:
+        others = (steps_per_epoch - 1) * log_normal_cdf(threshold / sigma)
+        above = [-math.expm1(log_normal_cdf((threshold - mean) / sigma) + others) for mean in (2, 1)]
+        pairs.append((above[0], above[1]))
+    return _least_epsilon(lambda epsilon: max(p - math.exp(epsilon) * q for p, q in pairs), delta)
+
+
+def _least_epsilon(delta_at: Callable[[float], float], delta: float) -> float:
+    """The smallest epsilon from 0 with `delta_at(epsilon) <= delta`, from above; `delta_at` falls."""
+    if delta_at(0.0) <= delta:
+        return 0.0
+    low, high = 0.0, 1.0
+    while delta_at(high) > delta:
+        low, high = high, 2 * high
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if delta_at(middle) > delta:
+            low = middle
+        else:
+            high = middle
+        if high - low <= 1e-12 * high:
+            break
+    return high

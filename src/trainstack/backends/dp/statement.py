@@ -1,0 +1,202 @@
+"""`PrivacyStatement`: what a run guarantees, to whom and against what, in words and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainstack.backends.dp.accountants import Entry
+from trainstack.backends.dp.accounting import epsilon_of, merged
+from trainstack.backends.dp.gaussian import fixed_order_epsilon
+from trainstack.backends.dp.opacus_import import opacus_version
+from trainstack.backends.dp.plan import PrivacyPlan
+from trainstack.errors import ConfigurationError
+
+FORMAT = 1
+
+Randomness = Literal["os-seeded generator", "os entropy", "debug seed"]
+
+UNIT = "one item of the training data set"
+RELATION = "one item added or removed, the rest unchanged"
+COVERED = ("the weights after every step, all of them together, and whatever is computed from them",)
+NOT_COVERED = (
+    "validation and tests on private data",
+    "hyper-parameters, early stopping and the choice of a checkpoint, if private data guided them",
+    "statistics of the data used to prepare it",
+    "outputs that callbacks write",
+)
+TRAIN_LOSS = "the training loss, which was logged"
+ARITHMETIC = "the guarantee is that of real numbers; noise is drawn and added in floating point"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivacyStatement:
+    """What holds at this moment of a run.
+
+    Attributes:
+        epsilon: an upper bound of what was spent; None where nothing is guaranteed.
+        delta: of the guarantee; None where nothing is.
+        overrides: why nothing is guaranteed; empty where `epsilon` holds.
+        accountant: `"prv"` or `"rdp"`; None, like all that follows, without a privacy layer.
+        eps_error: by how much prv's bound may lie above the truth, as a rule.
+        history: (noise multiplier, sampling rate, steps) each.
+        clipping, max_grad_norm: how each record's gradient was bounded; adaptive clipping gives the norm of now.
+        expected_batch_size, dataset_size: public constants, whose ratio is the sampling rate.
+        planned_steps, max_epsilon: of the plan.
+        stopped_by_budget: whether the next step would exceed `max_epsilon`.
+        fixed_order_epsilon: what epsilon would be if batches had been cut from an order that is fixed beforehand.
+        randomness: where sampling and noise come from.
+        grad_mode, world_size: how it was computed.
+        unit, relation: what neighbouring data sets differ by.
+        covered, not_covered: what the guarantee is about.
+        versions: of the packages, as (name, version).
+    """
+
+    epsilon: float | None
+    delta: float | None
+    overrides: tuple[str, ...]
+    accountant: str | None = None
+    eps_error: float | None = None
+    history: tuple[Entry, ...] = ()
+    clipping: str | None = None
+    max_grad_norm: tuple[float, ...] = ()
+    expected_batch_size: int | None = None
+    dataset_size: int | None = None
+    planned_steps: int | None = None
+    max_epsilon: float | None = None
+    stopped_by_budget: bool = False
+    fixed_order_epsilon: float | None = None
+    randomness: str | None = None
+    grad_mode: str | None = None
+    world_size: int | None = None
+    unit: str = UNIT
+    relation: str = RELATION
+    covered: tuple[str, ...] = ()
+    not_covered: tuple[str, ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken, those lost in crashes included."""
+        return sum(steps for _, _, steps in self.history)
+
+    @property
+    def replace_one(self) -> tuple[float, float] | None:
+        """(epsilon, delta) where one item is replaced by another: a removal and an addition, by group privacy."""
+        if self.epsilon is None or self.delta is None:
+            return None
+        return 2 * self.epsilon, min(1.0, (1 + math.exp(min(self.epsilon, 700.0))) * self.delta)
+
+    @property
+    def text(self) -> str:
+        """The statement in words, one idea a line."""
+        from trainstack.backends.dp.statement_text import text_of
+
+        return text_of(self)
+
+    def to_json(self) -> str:
+        """The statement as one JSON object."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> PrivacyStatement:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigurationError: it is no such thing.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            if fields.pop("format") != FORMAT:
+                raise ValueError("it is of another format")
+            return cls(**{name: _as_tuple(value) for name, value in fields.items()})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigurationError(
+                f"This is not a privacy statement: {error}. Give the text that PrivacyStatement.to_json wrote."
+            ) from error
+
+
+def private_statement(
+    plan: PrivacyPlan,
+    history: Iterable[Sequence[float]],
+    *,
+    clipping: str,
+    max_grad_norm: Sequence[float],
+    randomness: Randomness,
+    grad_mode: str,
+    world_size: int,
+    train_loss_is_logged: bool,
+    overrides: Sequence[str] = (),
+) -> PrivacyStatement:
+    """The statement of a run with a privacy layer.
+
+    Args:
+        plan: its constants.
+        history: (noise multiplier, sampling rate, steps) of all steps so far.
+        clipping: the kind.
+        max_grad_norm: C, or one number a layer.
+        randomness: where sampling and noise come from; a debug seed voids the guarantee.
+        grad_mode: how per-sample gradients were computed.
+        world_size: processes.
+        train_loss_is_logged: it is no part of the guarantee.
+        overrides: every other reason for which the guarantee does not hold.
+    """
+    entries = tuple(merged(history))
+    epsilon = epsilon_of(entries, plan.delta, plan.accountant, eps_error=plan.eps_error)
+    reasons = list(overrides)
+    if randomness == "debug seed":
+        reasons.append("debug_seed makes sampling and noise known to whoever knows it")
+    if math.isinf(epsilon):
+        reasons.append("steps were taken without noise")
+    return PrivacyStatement(
+        epsilon=None if reasons else epsilon,
+        delta=None if reasons else plan.delta,
+        overrides=tuple(reasons),
+        accountant=plan.accountant,
+        eps_error=plan.eps_error,
+        history=entries,
+        clipping=clipping,
+        max_grad_norm=tuple(float(norm) for norm in max_grad_norm),
+        expected_batch_size=plan.expected_batch_size,
+        dataset_size=plan.dataset_size,
+        planned_steps=plan.planned_steps,
+        max_epsilon=plan.max_epsilon,
+        stopped_by_budget=_is_stopped(plan, entries),
+        fixed_order_epsilon=None if reasons else fixed_order_epsilon(entries, plan.delta),
+        randomness=randomness,
+        grad_mode=grad_mode,
+        world_size=world_size,
+        covered=() if reasons else COVERED,
+        not_covered=(*((TRAIN_LOSS,) if train_loss_is_logged else ()), *NOT_COVERED),
+        versions=_versions(),
+    )
+
+
+def no_guarantee(backend: str) -> PrivacyStatement:
+    """The statement of a run without a privacy layer."""
+    return PrivacyStatement(
+        epsilon=None,
+        delta=None,
+        overrides=(f"backend {backend!r} has no privacy layer, so no limit on what the weights reveal is known",),
+    )
+
+
+def _is_stopped(plan: PrivacyPlan, entries: tuple[Entry, ...]) -> bool:
+    if plan.max_epsilon is None:
+        return False
+    further = [*entries, (plan.noise_multiplier, plan.sample_rate, 1)]
+    return epsilon_of(further, plan.delta, plan.accountant, eps_error=plan.eps_error) > plan.max_epsilon
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    from importlib.metadata import version
+
+    return (("trainstack", version("trainstack")), ("torch", version("torch")), ("opacus", opacus_version()))
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value

@@ -1,0 +1,172 @@
+"""`trainstack privacy`: what training privately would spend, computed without training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from trainstack.backends.dp import (
+    calibrate_noise,
+    epsilon_of,
+    fixed_order_epsilon,
+    shuffled_epsilon_at_least,
+    steps_within,
+)
+from trainstack.backends.dp.accounting import ACCOUNTANTS
+from trainstack.backends.dp.plan import check_delta_for, sampling_rate
+from trainstack.backends.dp.statement_text import rounded_up
+from trainstack.errors import ConfigurationError
+
+ASSUMES = (
+    "assumes: each step a Poisson sample; one item added or removed (not replaced); one item of the data set is what is "
+    "protected; N and the batch size are public"
+)
+_MOST_STEPS = 2**30
+
+
+def add(subparsers: Any) -> None:
+    """Add the command and its three questions."""
+    parser = subparsers.add_parser("privacy", help="epsilon, noise or steps of private training, without training")
+    questions = parser.add_subparsers(title="questions", metavar="QUESTION", required=True)
+
+    epsilon = questions.add_parser("epsilon", help="what so many steps with this noise spend")
+    _add_noise(epsilon)
+    _add_steps(epsilon)
+    epsilon.set_defaults(run=_run_epsilon)
+
+    noise = questions.add_parser("noise", help="the noise with which so many steps stay within a budget")
+    noise.add_argument("--target-epsilon", type=float, required=True, metavar="EPSILON")
+    _add_steps(noise)
+    noise.set_defaults(run=_run_noise)
+
+    steps = questions.add_parser("steps", help="how many steps with this noise stay within a budget")
+    steps.add_argument("--max-epsilon", type=float, required=True, metavar="EPSILON")
+    _add_noise(steps)
+    steps.set_defaults(run=_run_steps)
+
+    for question in (epsilon, noise, steps):
+        _add_mechanism(question)
+
+
+def _add_noise(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--noise-multiplier", type=float, required=True, metavar="SIGMA", help="standard deviation / clipping norm"
+    )
+
+
+def _add_steps(parser: argparse.ArgumentParser) -> None:
+    duration = parser.add_mutually_exclusive_group(required=True)
+    duration.add_argument("--steps", type=int, help="of the whole training")
+    duration.add_argument("--epochs", type=int, help="of round(N / batch size) steps each")
+
+
+def _add_mechanism(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sample-rate", type=float, metavar="Q", help="batch size / N; give this, or both of those")
+    parser.add_argument("--batch-size", type=int, metavar="B", help="expected size of a step's sample")
+    parser.add_argument("--dataset-size", type=int, metavar="N", help="number of items")
+    parser.add_argument("--delta", type=float, required=True, help="smaller than 1 / N")
+    parser.add_argument("--accountant", choices=ACCOUNTANTS, default="prv", help="prv is tighter, rdp quicker")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, numbers not rounded")
+
+
+def _run_epsilon(args: argparse.Namespace) -> int:
+    q = _rate(args)
+    steps = _steps(args, q)
+    history = [(args.noise_multiplier, q, steps)]
+    found = {
+        "epsilon": epsilon_of(history, args.delta, args.accountant),
+        **_by_both(history, args.delta),
+        "fixed_order": fixed_order_epsilon(history, args.delta),
+        "shuffled_at_least": _shuffled(args.noise_multiplier, q, steps, args.delta),
+    }
+    lines = [
+        f"epsilon {_shown(found['epsilon'])} at delta {args.delta:g}",
+        _both_line(found),
+        f"without Poisson samples: epsilon {_shown(found['fixed_order'])} if batches came in a fixed order"
+        + (
+            ""
+            if found["shuffled_at_least"] is None
+            else f", at least {found['shuffled_at_least']:.4g} if shuffled in each epoch"
+        ),
+    ]
+    return _answer(args, found, q, {"noise_multiplier": args.noise_multiplier, "steps": steps}, lines)
+
+
+def _run_noise(args: argparse.Namespace) -> int:
+    q = _rate(args)
+    steps = _steps(args, q)
+    sigma = calibrate_noise(args.target_epsilon, args.delta, q, steps, args.accountant)
+    history = [(sigma, q, steps)]
+    found = {"noise_multiplier": sigma, **_by_both(history, args.delta)}
+    lines = [
+        f"noise multiplier {sigma!r} for epsilon {args.target_epsilon:g} at delta {args.delta:g}",
+        _both_line(found),
+    ]
+    return _answer(args, found, q, {"target_epsilon": args.target_epsilon, "steps": steps}, lines)
+
+
+def _run_steps(args: argparse.Namespace) -> int:
+    q, sigma = _rate(args), args.noise_multiplier
+    if q == 0 or sigma == 0:
+        raise ConfigurationError(f"noise {sigma} and rate {q}: no number of steps has a finite bound. Write more.")
+    steps = steps_within(args.max_epsilon, [], sigma, q, args.delta, args.accountant, at_most=_MOST_STEPS)
+    found = {"steps": steps, "epochs": steps * q, **_by_both([(sigma, q, steps)], args.delta)}
+    more = " or more" if steps == _MOST_STEPS else ""
+    lines = [
+        f"{steps} steps{more} ({steps * q:.4g} epochs) stay within epsilon {args.max_epsilon:g} at delta {args.delta:g}",
+        _both_line(found),
+    ]
+    return _answer(args, found, q, {"max_epsilon": args.max_epsilon, "noise_multiplier": sigma}, lines)
+
+
+def _rate(args: argparse.Namespace) -> float:
+    sizes = (args.batch_size, args.dataset_size)
+    if sizes == (None, None) and args.sample_rate is not None:
+        return float(args.sample_rate)
+    if None in sizes or args.sample_rate is not None:
+        raise ConfigurationError(
+            "How many items are in a step? Give --sample-rate, or --batch-size and --dataset-size."
+        )
+    for name, size in (("--batch-size", args.batch_size), ("--dataset-size", args.dataset_size)):
+        if size < 1:
+            raise ConfigurationError(f"{name} {size}: write a whole number above 0.")
+    check_delta_for(args.delta, args.dataset_size)
+    return sampling_rate(args.batch_size, args.dataset_size)
+
+
+def _steps(args: argparse.Namespace, q: float) -> int:
+    if args.steps is not None:
+        return int(args.steps)
+    if not 0 < q <= 1:
+        raise ConfigurationError(f"--epochs with --sample-rate {q}: write --steps, or a rate above 0 and up to 1.")
+    return int(args.epochs * max(1, round(1 / q)))
+
+
+def _by_both(history: list[tuple[float, float, int]], delta: float) -> dict[str, Any]:
+    return {kind: epsilon_of(history, delta, kind) for kind in ACCOUNTANTS}
+
+
+def _both_line(found: dict[str, Any]) -> str:
+    return f"by accountant: prv {_shown(found['prv'])} (the smaller of both), rdp {_shown(found['rdp'])}"
+
+
+def _shuffled(sigma: float, q: float, steps: int, delta: float) -> float | None:
+    """The lower bound for one epoch, if there is a whole one."""
+    a_whole_epoch = int(1 / q) if q > 0 else 0
+    return shuffled_epsilon_at_least(sigma, a_whole_epoch, delta) if 0 < a_whole_epoch <= steps else None
+
+
+def _shown(epsilon: float) -> str:
+    return "infinite" if epsilon == float("inf") else rounded_up(epsilon)
+
+
+def _answer(args: argparse.Namespace, found: dict[str, Any], q: float, given: dict[str, Any], lines: list[str]) -> int:
+    if args.json:
+        numbers = {**given, "sample_rate": q, "delta": args.delta, "accountant": args.accountant, **found}
+        plain = {k: None if v == float("inf") else v for k, v in numbers.items()}
+        sys.stdout.write(json.dumps({**plain, "assumes": ASSUMES}) + "\n")
+    else:
+        sys.stdout.write("\n".join([*lines, ASSUMES]) + "\n")
+    return 0
