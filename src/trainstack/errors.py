@@ -7,7 +7,6 @@ TrainstackError
 │   ├── ApexUnavailableError             the apex that is installed, if any, has no amp that works here
 │   └── PrivacyError                     private training could not keep its promise like this
 ├── ModuleContractError (TypeError)      the user's module, optimizer or loader broke its contract
-├── PrivacyBudgetError                   the privacy budget is used up
 ├── NonFiniteError (ArithmeticError)     a loss or gradient became inf or nan
 ├── PeerError (RuntimeError)             another process failed
 ├── LaunchError (RuntimeError)           a process that launch() started failed
@@ -53,10 +52,6 @@ class ApexUnavailableError(ConfigurationError):
 
 class PrivacyError(ConfigurationError):
     """The stated privacy would not hold; the message lists every reason, each with what to write instead."""
-
-
-class PrivacyBudgetError(TrainstackError):
-    """Another step would cost more privacy than `max_epsilon` allows."""
 
 
 class ModuleContractError(TrainstackError, TypeError):

@@ -14,8 +14,8 @@ _OLDEST = (1, 6)
 """Before 1.6 opacus' adaptive clipping made its accountant under-report."""
 
 
-def import_opacus(module: str = "opacus") -> ModuleType:
-    """Import `module`, opacus or a part of it, and leave logging and the warning filters as they were.
+def import_opacus(module: str = "opacus", feature: str = "Differential privacy") -> ModuleType:
+    """Import `module`, opacus or a part of it, for `feature`; logging and the warning filters stay as they were.
 
     Raises:
         MissingExtraError: opacus is not installed.
@@ -30,7 +30,7 @@ def import_opacus(module: str = "opacus") -> ModuleType:
     except ModuleNotFoundError as missing:
         if missing.name not in ("opacus", "scipy"):
             raise
-        raise MissingExtraError("Differential privacy", missing.name, "dp") from missing
+        raise MissingExtraError(feature, missing.name, "dp") from missing
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)

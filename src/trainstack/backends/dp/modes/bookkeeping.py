@@ -1,0 +1,107 @@
+"""`bookkeeping`: one forward and one backward pass for all records, at little more than the price of ordinary training.
+
+The backward pass computes gradients of layers' outputs only. From them and the layers' inputs follow the norm of each
+record's gradient, and then, with the factors known, one weighted parameter gradient for each layer (Bu et al. 2022, arXiv 2210.00038).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
+from trainstack.backends.dp.modes.outputs import finished, loss_in, mean_of
+from trainstack.backends.dp.modes.sites import Site, squared_norms
+from trainstack.backends.dp.modes.taps import Taps
+
+
+class BookkeepingMode(GradientMode):
+    """Exact if each record's gradient is `records` times its share of the gradient of the mean loss.
+
+    That holds if the loss is a plain mean over records and no record influences another, which cannot be seen here:
+    `choose_mode` compares with the loop.
+    """
+
+    name: ClassVar[str] = "bookkeeping"
+
+    def add(self, run: Run, batch: Any, records: int) -> Any:
+        with Taps(self.trained, self.names, records) as taps:
+            outputs = run(self.module, batch)
+        losses = loss_in(outputs)
+        mean = mean_of(losses, records)
+        sites = self._receive(taps.sites, mean, records)
+        outputs = finished(outputs, mean)
+        with torch.no_grad(), torch.autocast(mean.device.type, enabled=False):
+            self._add_sites(sites, records)
+        return outputs
+
+    def _receive(self, sites: list[Site], mean: Tensor, records: int) -> list[Site]:
+        """Give each site the gradient of its output; returns those on which the loss depends."""
+        if not mean.requires_grad:
+            raise Unsupported("train_step returned a loss that no gradient flows through: no trained parameter is used")
+        found = torch.autograd.grad(
+            mean,
+            [*(site.edge for site in sites), *self.trained],  # type: ignore[arg-type]
+            grad_outputs=torch.full_like(mean, records),
+            allow_unused=True,
+        )
+        for name, gradient in zip(self.names, found[len(sites) :], strict=True):
+            if gradient is not None:
+                raise Unsupported(
+                    f"{name} is used outside of the layers that bookkeeping knows (Linear, Conv, LayerNorm, RMSNorm, "
+                    "GroupNorm, Embedding, and parameters added to or multiplied with a batch). Write grad_mode='vmap'."
+                )
+        used = []
+        with torch.no_grad(), torch.autocast(mean.device.type, enabled=False):
+            for site, gradient in zip(sites, found, strict=False):
+                if gradient is not None:
+                    if site.was_changed:
+                        raise Unsupported(
+                            f"the input of {self._name_of(site)} is changed in place later on. Write `x = x + y` "
+                            "instead of `x += y`."
+                        )
+                    site.receive(gradient.float(), records)
+                    used.append(site)
+        return used
+
+    def _name_of(self, site: Site) -> str:
+        return self.names[next(i for i in (site.weight, site.bias) if i is not None)]
+
+    def _add_sites(self, sites: Sequence[Site], records: int) -> None:
+        shared = self._shared(sites)
+        squares = {}
+        for site in sites:
+            squares.update(site.squares() if not shared else _of_others(site, shared))
+        joint = {i: torch.stack([site.per_record()[i] for site in users]).sum(0) for i, users in shared.items()}
+        squares.update({i: squared_norms(rows) for i, rows in joint.items()})
+        nothing = self.sums[0].new_zeros(records)
+        factors = self.clipper.factors(torch.stack([squares.get(i, nothing) for i in range(len(self.trained))]))
+        if factors.dropped is not None:
+            for site in sites:
+                site.drop(factors.dropped)
+            joint = {i: rows.masked_fill(factors.dropped[:, None], 0.0) for i, rows in joint.items()}
+        for site in sites:
+            for i, total in site.weighted(factors.rows).items():
+                if i not in joint:
+                    self.sums[i] += total.reshape(self.sums[i].shape)
+        for i, rows in joint.items():
+            self.sums[i] += (factors.rows[i] @ rows).reshape(self.sums[i].shape)
+
+    def _shared(self, sites: Sequence[Site]) -> dict[int, list[Site]]:
+        """The parameters that are used more than once, with their sites."""
+        users: dict[int, list[Site]] = {}
+        for site in sites:
+            for i in (site.weight, site.bias):
+                if i is not None:
+                    users.setdefault(i, []).append(site)
+        return {i: found for i, found in users.items() if len(found) > 1}
+
+
+def _of_others(site: Site, shared: dict[int, list[Site]]) -> dict[int, Tensor]:
+    """The squared norms of a site's parameters that no other site uses."""
+    if all(i is None or i in shared for i in (site.weight, site.bias)):
+        return {}
+    return {i: square for i, square in site.squares().items() if i not in shared}

@@ -1,0 +1,240 @@
+"""`Taps`: finds the sites of a forward pass, by looking at each function of torch that is called with a trained parameter.
+
+Looking at functions rather than at modules means that a custom layer that calls `F.linear` is understood as well, and
+that a parameter that is used twice has two sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from trainstack.backends.dp.modes.base import Unsupported
+from trainstack.backends.dp.modes.sites import ConvSite, ElementwiseSite, EmbeddingSite, NormSite, ProductSite, Site
+
+
+class Taps(TorchFunctionMode):
+    """While it is active, known uses of `trained` leave a site, and no edge to the parameter in the graph.
+
+    So if the graph of the loss leads to a trained parameter all the same, it was used in a way that is not known.
+
+    Attributes:
+        sites: in the order of use.
+    """
+
+    def __init__(self, trained: Sequence[nn.Parameter], names: Sequence[str], records: int) -> None:
+        super().__init__()
+        self.sites: list[Site] = []
+        self.records = records
+        self.names = names
+        self._number = {id(parameter): i for i, parameter in enumerate(trained)}
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None or not torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        return handler(self, func, *args, **(kwargs or {}))
+
+    def number_of(self, parameter: Tensor | None) -> int | None:
+        """The number of a trained parameter, None for anything else."""
+        return None if parameter is None else self._number.get(id(parameter))
+
+    def leave(self, site: Site, x: Tensor, output: Tensor, kept: Tensor | None = None) -> Tensor:
+        """Record `site`; returns the output to go on with."""
+        if x.dim() == 0 or x.shape[0] % self.records or output.shape[0] % self.records:
+            name = self.names[next(i for i in (site.weight, site.bias) if i is not None)]
+            raise Unsupported(
+                f"{name} is used on an input of shape {tuple(x.shape)}, which has no dimension of {self.records} "
+                "records in front. Write grad_mode='vmap', or give the layer an input for each record."
+            )
+        if not output.requires_grad:
+            output = _Anchored.apply(output, self._anchor)  # type: ignore[no-untyped-call]
+        site.keep(x if kept is None else kept)
+        site.edge = get_gradient_edge(output)
+        self.sites.append(site)
+        return output
+
+
+class _Anchored(torch.autograd.Function):
+    """Makes a tensor part of a graph. Unlike a leaf it may then be changed in place, as by `ReLU(inplace=True)`."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+def _cut_off(parameter: Any) -> Any:
+    return parameter.detach() if isinstance(parameter, Tensor) else parameter
+
+
+def _linear(taps: Taps, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    w, b = taps.number_of(weight), taps.number_of(bias)
+    if w is None and b is None:
+        return func(input, weight, bias)  # type: ignore[no-any-return]
+    output = func(input, weight if w is None else weight.detach(), bias if b is None else _cut_off(bias))
+    return taps.leave(ProductSite(w, b), input, output)
+
+
+def _conv(
+    taps: Taps,
+    func: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    w, b = taps.number_of(weight), taps.number_of(bias)
+    rest = (stride, padding, dilation, groups)
+    if w is None and b is None or input.dim() != weight.dim():
+        return func(input, weight, bias, *rest)  # type: ignore[no-any-return]
+    kernel = tuple(weight.shape[2:])
+    dilations = _each(dilation, kernel)
+    site = ConvSite(
+        w,
+        b,
+        kernel=kernel,
+        stride=_each(stride, kernel),
+        padding=_sides(padding, kernel, dilations),
+        dilation=dilations,
+        groups=groups,
+    )
+    output = func(input, weight if w is None else weight.detach(), bias if b is None else _cut_off(bias), *rest)
+    return taps.leave(site, input, output)
+
+
+def _each(value: Any, kernel: tuple[int, ...]) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * len(kernel) if len(values) == 1 else values
+
+
+def _sides(padding: Any, kernel: tuple[int, ...], dilations: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The padding before and after, for each dimension."""
+    if padding == "valid":
+        return [(0, 0)] * len(kernel)
+    if padding == "same":
+        totals = [dilation * (size - 1) for dilation, size in zip(dilations, kernel, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(side, side) for side in _each(padding, kernel)]
+
+
+def _layer_norm(
+    taps: Taps,
+    func: Any,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    w, b = taps.number_of(weight), taps.number_of(bias)
+    if w is None and b is None:
+        return func(input, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
+    output = func(
+        input, normalized_shape, weight if w is None else _cut_off(weight), bias if b is None else _cut_off(bias), eps
+    )
+    with torch.no_grad():
+        plain = input if w is None else func(input, normalized_shape, None, None, eps)
+    return taps.leave(NormSite(w, b, len(normalized_shape)), input, output, plain)
+
+
+def _rms_norm(
+    taps: Taps, func: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    w = taps.number_of(weight)
+    if w is None:
+        return func(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]
+    output = func(input, normalized_shape, _cut_off(weight), eps)
+    with torch.no_grad():
+        plain = func(input, normalized_shape, None, eps)
+    return taps.leave(NormSite(w, None, len(normalized_shape)), input, output, plain)
+
+
+def _group_norm(
+    taps: Taps,
+    func: Any,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    w, b = taps.number_of(weight), taps.number_of(bias)
+    if w is None and b is None:
+        return func(input, num_groups, weight, bias, eps)  # type: ignore[no-any-return]
+    output = func(
+        input, num_groups, weight if w is None else _cut_off(weight), bias if b is None else _cut_off(bias), eps
+    )
+    with torch.no_grad():
+        plain = input if w is None else func(input, num_groups, None, None, eps)
+    return taps.leave(NormSite(w, b, None), input, output, plain)
+
+
+def _embedding(
+    taps: Taps,
+    func: Any,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    w = taps.number_of(weight)
+    if w is None:
+        return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)  # type: ignore[no-any-return]
+    if max_norm is not None or scale_grad_by_freq:
+        what = "max_norm" if max_norm is not None else "scale_grad_by_freq"
+        raise Unsupported(f"{taps.names[w]}: an Embedding with {what} lets records change each other. Leave it out.")
+    site = EmbeddingSite(w, weight.shape, padding_idx)
+    return taps.leave(site, input, func(input, weight.detach(), padding_idx))
+
+
+def _elementwise(taps: Taps, func: Any, left: Any, right: Any, **options: Any) -> Any:
+    """A parameter that is broadcast over records: each record is given a copy, whose gradients are its own."""
+    operands = [left, right]
+    for mine, other in ((0, 1), (1, 0)):
+        number = taps.number_of(operands[mine]) if isinstance(operands[mine], nn.Parameter) else None
+        if number is not None and _is_broadcast(operands[mine], operands[other], taps.records):
+            shape = operands[mine].shape
+            ones = (1,) * (operands[other].dim() - operands[mine].dim())
+            copies = operands[mine].detach().reshape(ones + shape).expand(taps.records, *(ones + shape)[1:])
+            operands[mine] = taps.leave(ElementwiseSite(number, None), copies, copies.view_as(copies))
+    return func(*operands, **options)
+
+
+def _is_broadcast(parameter: Tensor, other: Any, records: int) -> bool:
+    if not isinstance(other, Tensor) or other.dim() == 0 or other.shape[0] != records:
+        return False
+    return other.dim() > parameter.dim() or (other.dim() == parameter.dim() and parameter.shape[0] == 1)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    F.conv1d: _conv,
+    F.conv2d: _conv,
+    F.conv3d: _conv,
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    F.group_norm: _group_norm,
+    F.embedding: _embedding,
+    **dict.fromkeys(
+        (torch.add, torch.mul, torch.sub, Tensor.add, Tensor.mul, Tensor.sub, Tensor.__add__, Tensor.__radd__), _elementwise
+    ),
+    **dict.fromkeys((Tensor.__mul__, Tensor.__rmul__, Tensor.__sub__, Tensor.__rsub__), _elementwise),
+}

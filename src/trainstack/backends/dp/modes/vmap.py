@@ -1,0 +1,111 @@
+"""`vmap`: the whole of `train_step` on a batch of one, vectorised over records by `torch.func`.
+
+A record's gradient is computed from that record alone, so no other can leak into it. What it needs is that `train_step`
+can be traced: no `.item()`, no branch on a tensor's value, no change of a buffer in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.utils import _pytree as pytree
+
+from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
+from trainstack.backends.dp.modes.loop import one_loss
+from trainstack.backends.dp.modes.outputs import detached, finished, loss_in
+from trainstack.backends.dp.modes.records import rows_of
+
+_FLOATS_AT_ONCE = 1 << 25
+"""Per-record gradients that are kept at a time: 128 MiB."""
+
+
+class _Called(nn.Module):
+    """Calls `module` with other parameters; what `run` is given as the model."""
+
+    def __init__(self, module: nn.Module, parameters: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._call = lambda args, kwargs: functional_call(module, parameters, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's."""
+        return self._call(args, kwargs)
+
+
+class VmapMode(GradientMode):
+    """`vmap(grad(train_step))`, in chunks of records whose gradients fit into memory."""
+
+    name: ClassVar[str] = "vmap"
+
+    def add(self, run: Run, batch: Any, records: int) -> Any:
+        at_once = max(1, _FLOATS_AT_ONCE // sum(p.numel() for p in self.trained))
+        parts = []
+        for start in range(0, records, at_once):
+            rows = slice(start, min(start + at_once, records))
+            part = batch if at_once >= records else rows_of(batch, records, rows)
+            parts.append(self._add_chunk(run, part, rows.stop - rows.start))
+        return _concatenated(parts, records)
+
+    def _add_chunk(self, run: Run, batch: Any, records: int) -> tuple[Tensor, Any]:
+        """Returns the losses, `(records,)`, and the outputs with the records along dimension 0."""
+        leaves, structure = _tensors_of(batch, records)
+        others: list[Any] = []
+
+        def loss_of_one(trained: tuple[Tensor, ...], example: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+            model = _Called(self.module, dict(zip(self.names, trained, strict=True)))
+            one = pytree.tree_unflatten([None if v is None else v[None] for v in _like(leaves, example)], structure)
+            outputs = run(model, one)
+            found, form = pytree.tree_flatten(outputs)
+            others[:] = [form, *(None if isinstance(v, Tensor) else v for v in found)]
+            return one_loss(outputs), tuple(v.detach() for v in found if isinstance(v, Tensor))
+
+        each = vmap(grad_and_value(loss_of_one, has_aux=True), in_dims=(None, 0), randomness="different")
+        parameters = tuple(p.detach() for p in self.trained)
+        try:
+            gradients, (losses, tensors) = each(parameters, tuple(v for v in leaves if v is not None))
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            raise Unsupported(_why(error)) from error
+        self._add_rows(gradients, records)
+        form, *values = others
+        rows = iter([v.flatten(0, 1) if v.dim() > 1 and v.shape[1] == 1 else v for v in tensors])
+        found = [next(rows) if value is None else value for value in values]
+        return losses, detached(pytree.tree_unflatten(found, form))
+
+
+def _tensors_of(batch: Any, records: int) -> tuple[list[Tensor | None], Any]:
+    """The leaves of `batch`, all of them tensors or None, and its structure."""
+    rows_of(batch, records, slice(0, 1))  # says what cannot be cut
+    leaves, structure = pytree.tree_flatten(batch)
+    wrong = next((type(v).__name__ for v in leaves if v is not None and not isinstance(v, Tensor)), None)
+    if wrong is not None:
+        raise Unsupported(f"the batch holds a {wrong}, which vmap cannot vectorise. Write grad_mode='loop'.")
+    uncut = next((tuple(v.shape) for v in leaves if v is not None and (v.dim() == 0 or v.shape[0] != records)), None)
+    if uncut is not None:
+        raise Unsupported("the batch is a list with one item a record, which vmap cannot vectorise: stack it.")
+    return leaves, structure
+
+
+def _like(leaves: list[Tensor | None], values: tuple[Tensor, ...]) -> list[Tensor | None]:
+    given = iter(values)
+    return [None if leaf is None else next(given) for leaf in leaves]
+
+
+def _concatenated(parts: list[tuple[Tensor, Any]], records: int) -> Any:
+    losses = torch.cat([loss for loss, _ in parts])
+    if len(parts) == 1:
+        outputs = parts[0][1]
+    else:
+        flat, structure = zip(*(pytree.tree_flatten(output) for _, output in parts), strict=True)
+        columns = [torch.cat(v) if isinstance(v[0], Tensor) else v[0] for v in zip(*flat, strict=True)]
+        outputs = pytree.tree_unflatten(columns, structure[0])
+    return finished(outputs, losses.mean())
+
+
+def _why(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0][:300]
+    return (
+        f"train_step cannot be vectorised over records: {text} Avoid .item(), branches on values and buffers that change "
+        "(BatchNorm), or write grad_mode='loop'."
+    )
