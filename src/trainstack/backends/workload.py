@@ -46,6 +46,7 @@ class Workload:
         gradients_reduced_by: the name of the layer that sums gradients over processes, if one does.
         gradients_bounded_by: the name of the layer that bounds the gradient of each record, if one does: then no loss,
             be it inf or nan, is a reason to stop or to leave out a step.
+        loss_may_be_seen: whether the training loss may be logged.
         data: the training data, where the library knows it.
     """
 
@@ -58,6 +59,7 @@ class Workload:
     clipping: Clipping = Clipping()
     gradients_reduced_by: str | None = None
     gradients_bounded_by: str | None = None
+    loss_may_be_seen: bool = True
     data: TrainingSet | None = None
 
     @classmethod

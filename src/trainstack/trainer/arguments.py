@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from trainstack.backends import DistributedTrainingArguments
+from trainstack.backends import DifferentialPrivacyArguments, DistributedTrainingArguments
 from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.argument_checks import check_arguments

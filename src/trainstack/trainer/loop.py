@@ -59,7 +59,9 @@ class TrainLoop:
         self.state = state or RunState()
         bounded = work.gradients_bounded_by is not None
         self.skip_nonfinite = skip_nonfinite and not bounded
-        self.meter = LossMeter(tolerant=skip_nonfinite, bounded=bounded, comm=work.world.comm)
+        self.meter = LossMeter(
+            tolerant=skip_nonfinite, bounded=bounded, secret=not work.loss_may_be_seen, comm=work.world.comm
+        )
         self.step_outputs = OutputCollector(device=None) if hooks.step_outputs else None
         self.epoch_outputs = OutputCollector() if keep_epoch_outputs else None
         self.attend: Callable[[], int] = lambda: NEVER

@@ -49,13 +49,12 @@ class LossMeter:
     Args:
         tolerant: a non-finite loss is no error where its step moved nothing.
         bounded: a non-finite loss is no error at all, for it had no influence; it counts as 0.
+        secret: losses are not to be told.
         comm: how the processes of the run talk.
     """
 
-    def __init__(
-        self, *, tolerant: bool = False, bounded: bool = False, comm: Communicator | None = None
-    ) -> None:
-        self._tolerant, self._bounded = tolerant, bounded
+    def __init__(self, *, tolerant: bool = False, bounded: bool = False, secret: bool = False, comm: Communicator | None = None) -> None:
+        self._tolerant, self._bounded, self._secret = tolerant, bounded, secret
         self._comm = comm or Communicator()
         self.entries: list[StepEntry] = []
         self.interval = WeightedMean()
@@ -134,6 +133,8 @@ class LossMeter:
         self.last_norm = norm
         if norm is not None and not math.isfinite(norm):
             raise NonFiniteError(f"the norm of the gradients is {norm} at {_place(entry)}. {_ADVICE}")
+        if self._secret:
+            return
         loss = sum(value * weight for value, weight in zip(values, entry.weights, strict=True) if weight)
         self.interval.add(loss, entry.items)
         self.epoch.add(loss, entry.items)

@@ -73,9 +73,10 @@ class Run:
         self.busy = self.save_asked = False
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log)
-        module.plan, module._history, module._run_state = self.data.plan, history, state
+        module.plan, module._history, module._run_state = self.data.plan, RunHistory(), state
         self.hooks = Hooks(module)
         self.loop = self._make_loop()
+        module._history = history  # what a layer tried out on the module was written elsewhere
         self.watched = finite_tensors(module, self.loop.work)
 
     def _make_loop(self) -> TrainLoop:

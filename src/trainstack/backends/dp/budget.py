@@ -91,7 +91,12 @@ class Accountant:
     @property
     def steps_left(self) -> int | None:
         """How many steps still fit into the budget, counted no further than the plan goes; None without a budget."""
-        return None if self.plan.max_epsilon is None else int(self.allows(1) and self._room or 0)
+        if self.plan.max_epsilon is None:
+            return None
+        if not self.allows(1):
+            return 0
+        mechanism = (self.plan.noise_multiplier, self.plan.sample_rate)
+        return self._limit - sum(taken for *kind, taken in self.history if tuple(kind) == mechanism)
 
     def why_over(self) -> str:
         """What the budget was and what was spent, when no further step fits."""

@@ -66,7 +66,12 @@ class DP(AbstractTrainerBackendDecorator):
                 "DifferentialPrivacyArguments(delta=..., target_epsilon=...) in TrainerArguments."
             )
         self._mechanism = self._make_mechanism(work, self._args)
-        return replace(work, gradients_reduced_by=self.name, gradients_bounded_by=self.name)
+        return replace(
+            work,
+            gradients_reduced_by=self.name,
+            gradients_bounded_by=self.name,
+            loss_may_be_seen=self._args.log_train_loss,
+        )
 
     def _make_mechanism(self, work: Workload, args: DifferentialPrivacyArguments) -> Mechanism:
         from trainstack.backends.dp.preparing import make_mechanism

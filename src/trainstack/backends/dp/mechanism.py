@@ -188,8 +188,8 @@ def count_records(batch: Any) -> int:
         if isinstance(leaf, list):
             return len(leaf)
     raise PrivacyError(
-        f"cannot tell how many records a batch of type {type(batch).__name__} holds. Let collate_fn return tensors with "
-        "the records along dimension 0."
+        f"cannot tell how many records a batch of type {type(batch).__name__} holds. Let collate_fn return tensors "
+        "with the records along dimension 0."
     )
 
 

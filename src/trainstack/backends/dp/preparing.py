@@ -128,9 +128,7 @@ def _randomness(args: DifferentialPrivacyArguments, comm: Communicator) -> Rando
     return SeededRandomness(comm.share(secrets.randbits(128)))
 
 
-def _agree_on(
-    comm: Communicator, work: Workload, plan: PrivacyPlan, args: DifferentialPrivacyArguments
-) -> None:
+def _agree_on(comm: Communicator, work: Workload, plan: PrivacyPlan, args: DifferentialPrivacyArguments) -> None:
     """One mechanism on all processes, or none."""
     shapes = [(name, tuple(p.shape), p.requires_grad) for name, p in work.module.named_parameters()]
     facts = {"model": shapes, "plan": plan, "data set": work.data and work.data.length, "arguments": args}

@@ -31,7 +31,7 @@ def unsafe(work: Workload) -> list[str]:
 
 def _about_data(data: TrainingSet | None, args: DifferentialPrivacyArguments) -> Iterator[str]:
     if data is None:
-        yield "the stack is driven without a Trainer: private training draws the records itself. Use Trainer(...).train()."
+        yield "the stack is driven without a Trainer, but private training draws the records itself. Use a Trainer."
         return
     if data.length is None:
         yield (
@@ -74,7 +74,10 @@ def _about_parameters(work: Workload) -> Iterator[str]:
         if isinstance(p, UninitializedParameter):
             yield f"{name}: has no shape yet. Run the module once on a batch before training."
         elif p.dtype not in (torch.float32, torch.float64):
-            yield f"{name}: is {p.dtype}, too coarse for clipping and noise. Keep parameters float32; write backend='...-bf16'."
+            yield (
+                f"{name}: is {p.dtype}, too coarse for clipping and noise. Keep parameters in float32; half precision "
+                "is what backend='sp-dp-bf16' is for."
+            )
 
 
 def _about_modules(module: nn.Module) -> Iterator[str]:
