@@ -36,14 +36,7 @@ class Factors:
 
 
 class Clipper(ABC):
-    """Turns the norms of per-record gradients into factors.
-
-    Args:
-        parameters: how many trained parameters there are.
-    """
-
-    def __init__(self, parameters: int) -> None:
-        self._parameters = parameters
+    """Turns the norms of per-record gradients into factors."""
 
     @property
     @abstractmethod
@@ -73,8 +66,7 @@ class Clipper(ABC):
 class FlatClipper(Clipper):
     """All parameters together: `min(1, limit / (norm + 1e-6))`, Abadi et al. 2016 (arXiv 1607.00133)."""
 
-    def __init__(self, parameters: int, limit: float) -> None:
-        super().__init__(parameters)
+    def __init__(self, limit: float) -> None:
         self.limit = _positive("max_grad_norm", limit)
 
     @property
@@ -82,7 +74,7 @@ class FlatClipper(Clipper):
         return self.limit
 
     def _rows(self, squares: Tensor, joint: Tensor, finite: Tensor) -> tuple[Tensor, ...]:
-        return (_at_most(self.limit, joint),) * self._parameters
+        return (_at_most(self.limit, joint),) * len(squares)
 
 
 class PerLayerClipper(Clipper):
@@ -94,7 +86,6 @@ class PerLayerClipper(Clipper):
     """
 
     def __init__(self, groups: Sequence[int], limits: Sequence[float]) -> None:
-        super().__init__(len(groups))
         self.limits = tuple(_positive("max_grad_norm", limit) for limit in limits)
         self._groups = tuple(groups)
         if sorted(set(self._groups)) != list(range(len(self.limits))):
@@ -119,12 +110,12 @@ class AutomaticClipper(FlatClipper):
     There is no threshold to tune: `limit` only scales the learning rate, and the noise with it.
     """
 
-    def __init__(self, parameters: int, limit: float = 1.0, stability: float = 0.01) -> None:
-        super().__init__(parameters, limit)
+    def __init__(self, limit: float = 1.0, stability: float = 0.01) -> None:
+        super().__init__(limit)
         self.stability = _positive("stability", stability)
 
     def _rows(self, squares: Tensor, joint: Tensor, finite: Tensor) -> tuple[Tensor, ...]:
-        return (self.limit / (joint + self.stability),) * self._parameters
+        return (self.limit / (joint + self.stability),) * len(squares)
 
 
 class AdaptiveClipper(FlatClipper):
@@ -136,8 +127,8 @@ class AdaptiveClipper(FlatClipper):
             private until noise was added. A record that is not finite counts for 0.
     """
 
-    def __init__(self, parameters: int, limit: float) -> None:
-        super().__init__(parameters, limit)
+    def __init__(self, limit: float) -> None:
+        super().__init__(limit)
         self.counts = torch.zeros(())
 
     def take_counts(self) -> Tensor:
@@ -163,7 +154,9 @@ def per_layer_clipper(names: Sequence[str], limits: float | Sequence[float]) -> 
         ConfigurationError: there are as many limits as neither.
     """
     if isinstance(limits, int | float):
-        return PerLayerClipper(range(len(names)), [_positive("max_grad_norm", limits) / math.sqrt(len(names))] * len(names))
+        return PerLayerClipper(
+            range(len(names)), [_positive("max_grad_norm", limits) / math.sqrt(len(names))] * len(names)
+        )
     tops = list(dict.fromkeys(name.split(".")[0] for name in names))
     if len(limits) == len(names):
         return PerLayerClipper(range(len(names)), limits)

@@ -69,7 +69,7 @@ class GradientMode(ABC):
         sums, self.sums = self.sums, self._zeros()
         return sums
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most modes leave nothing behind
         """Leave the module as it was found."""
 
     def _zeros(self) -> list[Tensor]:

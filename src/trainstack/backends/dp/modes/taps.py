@@ -1,4 +1,4 @@
-"""`Taps`: finds the sites of a forward pass, by looking at each function of torch that is called with a trained parameter.
+"""`Taps`: finds the sites of a forward pass: the functions of torch that are called with a trained parameter.
 
 Looking at functions rather than at modules means that a custom layer that calls `F.linear` is understood as well, and
 that a parameter that is used twice has two sites.
@@ -16,7 +16,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from trainstack.backends.dp.modes.base import Unsupported
-from trainstack.backends.dp.modes.sites import ConvSite, ElementwiseSite, EmbeddingSite, NormSite, ProductSite, Site
+from trainstack.backends.dp.modes.product_sites import ConvSite, EmbeddingSite, ProductSite
+from trainstack.backends.dp.modes.sites import ElementwiseSite, NormSite, Site
 
 
 class Taps(TorchFunctionMode):
@@ -100,7 +101,7 @@ def _conv(
 ) -> Tensor:
     w, b = taps.number_of(weight), taps.number_of(bias)
     rest = (stride, padding, dilation, groups)
-    if w is None and b is None or input.dim() != weight.dim():
+    if (w is None and b is None) or input.dim() != weight.dim():
         return func(input, weight, bias, *rest)  # type: ignore[no-any-return]
     kernel = tuple(weight.shape[2:])
     dilations = _each(dilation, kernel)
@@ -211,11 +212,23 @@ def _elementwise(taps: Taps, func: Any, left: Any, right: Any, **options: Any) -
     for mine, other in ((0, 1), (1, 0)):
         number = taps.number_of(operands[mine]) if isinstance(operands[mine], nn.Parameter) else None
         if number is not None and _is_broadcast(operands[mine], operands[other], taps.records):
-            shape = operands[mine].shape
             ones = (1,) * (operands[other].dim() - operands[mine].dim())
-            copies = operands[mine].detach().reshape(ones + shape).expand(taps.records, *(ones + shape)[1:])
-            operands[mine] = taps.leave(ElementwiseSite(number, None), copies, copies.view_as(copies))
+            shape = (*ones, *operands[mine].shape)
+            copies = operands[mine].detach().reshape(shape).expand(taps.records, *shape[1:])
+            operands[mine] = taps.leave(ElementwiseSite(number, shape), copies, copies.view_as(copies))
     return func(*operands, **options)
+
+
+def _expand(taps: Taps, func: Any, parameter: Tensor, *size: Any, **options: Any) -> Any:
+    """A parameter that is expanded over records, such as a class token."""
+    number = taps.number_of(parameter)
+    copies = func(parameter if number is None else parameter.detach(), *size, **options)
+    shape = (1,) * (copies.dim() - parameter.dim()) + tuple(parameter.shape)
+    if number is None:
+        return copies
+    if copies.dim() == 0 or shape[0] != 1 or copies.shape[0] != taps.records:
+        return func(parameter, *size, **options)
+    return taps.leave(ElementwiseSite(number, shape), copies, copies.view_as(copies))
 
 
 def _is_broadcast(parameter: Tensor, other: Any, records: int) -> bool:
@@ -233,8 +246,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.rms_norm: _rms_norm,
     F.group_norm: _group_norm,
     F.embedding: _embedding,
-    **dict.fromkeys(
-        (torch.add, torch.mul, torch.sub, Tensor.add, Tensor.mul, Tensor.sub, Tensor.__add__, Tensor.__radd__), _elementwise
-    ),
-    **dict.fromkeys((Tensor.__mul__, Tensor.__rmul__, Tensor.__sub__, Tensor.__rsub__), _elementwise),
+    Tensor.expand: _expand,
+    **dict.fromkeys((torch.add, torch.sub, torch.mul, torch.div), _elementwise),
+    **dict.fromkeys((Tensor.add, Tensor.sub, Tensor.mul, Tensor.div), _elementwise),
 }

@@ -9,13 +9,16 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
 from trainstack.backends.dp.modes.loop import one_loss
-from trainstack.backends.dp.modes.outputs import detached, finished, loss_in
+from trainstack.backends.dp.modes.outputs import detached, finished
 from trainstack.backends.dp.modes.records import rows_of
 
 _FLOATS_AT_ONCE = 1 << 25
@@ -27,11 +30,27 @@ class _Called(nn.Module):
 
     def __init__(self, module: nn.Module, parameters: dict[str, Tensor]) -> None:
         super().__init__()
-        self._call = lambda args, kwargs: functional_call(module, parameters, args, kwargs)
+        self._module, self._replaced = (module,), parameters  # in a tuple, for it is no submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's."""
-        return self._call(args, kwargs)
+        return functional_call(self._module[0], self._replaced, args, kwargs)
+
+
+class _WideNorms(TorchFunctionMode):
+    """Normalises bfloat16 in float32, as the kernels do inside.
+
+    Vectorised, their backward pass returns float32 for a bfloat16 input, which the layer before then refuses.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _NORMS and args and args[0].dtype is torch.bfloat16 and not args[0].is_cuda:
+            return func(args[0].float(), *args[1:], **kwargs).to(torch.bfloat16)
+        return func(*args, **kwargs)
+
+
+_NORMS = {F.layer_norm, F.group_norm, F.rms_norm}
 
 
 class VmapMode(GradientMode):
@@ -64,7 +83,8 @@ class VmapMode(GradientMode):
         each = vmap(grad_and_value(loss_of_one, has_aux=True), in_dims=(None, 0), randomness="different")
         parameters = tuple(p.detach() for p in self.trained)
         try:
-            gradients, (losses, tensors) = each(parameters, tuple(v for v in leaves if v is not None))
+            with _WideNorms(), sdpa_kernel(SDPBackend.MATH):  # fused attention is not vectorised, only repeated
+                gradients, (losses, tensors) = each(parameters, tuple(v for v in leaves if v is not None))
         except (RuntimeError, NotImplementedError, ValueError) as error:
             raise Unsupported(_why(error)) from error
         self._add_rows(gradients, records)
@@ -106,6 +126,6 @@ def _concatenated(parts: list[tuple[Tensor, Any]], records: int) -> Any:
 def _why(error: Exception) -> str:
     text = str(error).strip().split("\n")[0][:300]
     return (
-        f"train_step cannot be vectorised over records: {text} Avoid .item(), branches on values and buffers that change "
-        "(BatchNorm), or write grad_mode='loop'."
+        f"train_step cannot be vectorised over records: {text} Avoid .item(), branches on values and buffers that "
+        "change (BatchNorm), or write grad_mode='loop'."
     )

@@ -1,0 +1,259 @@
+"""Choosing a gradient mode: the fastest that agrees with the loop on a batch of the data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainstack.backends.dp.clipping import Clipper
+from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
+from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
+from trainstack.backends.dp.modes.ghost import GhostMode
+from trainstack.backends.dp.modes.hooks import HooksMode
+from trainstack.backends.dp.modes.loop import LoopMode
+from trainstack.backends.dp.modes.probing import changed_buffers, undisturbed
+from trainstack.backends.dp.modes.records import rows_of
+from trainstack.backends.dp.modes.vmap import VmapMode
+from trainstack.errors import ConfigurationError, MissingExtraError
+
+_logger = logging.getLogger("trainstack")
+
+MODES: dict[str, type[GradientMode]] = {
+    mode.name: mode for mode in (BookkeepingMode, VmapMode, HooksMode, GhostMode, LoopMode)
+}
+AUTOMATIC = (BookkeepingMode, VmapMode, HooksMode)
+
+Scaling = Callable[[Tensor, Tensor], Tensor]
+"""Factors from squared norms, `(parameters, records)`, and joint norms, `(records,)`; of the shape of the former."""
+
+_EXACT, _ROUNDED = 1e-4, 5e-2
+"""Allowed differences from the loop, relative to the sum of the records' norms: in float32, and under autocast."""
+
+
+def choose_mode(
+    asked: str,
+    module: nn.Module,
+    trained: Sequence[nn.Parameter],
+    clipper: Clipper,
+    run: Run,
+    probe: Any,
+    records: int,
+) -> GradientMode:
+    """The gradient mode to train with, compared with the loop on `probe`.
+
+    Args:
+        asked: `"auto"`, or a key of `MODES`. `"auto"` takes the first exact one of bookkeeping, vmap, hooks and loop.
+        module: in the mode that it will be trained in.
+        trained: see `GradientMode`.
+        clipper: see `GradientMode`.
+        run: see `Run`.
+        probe: a batch of the training data, as `run` takes it, of at least 2 records. The more its records differ, in
+            length, class and weight, the more it shows.
+        records: how many.
+
+    Raises:
+        Unsupported: `asked` cannot give the module's per-record gradients, or nothing can.
+        ConfigurationError: `asked` is no mode, or there are less than 2 records.
+    """
+    if asked != "auto" and asked not in MODES:
+        raise ConfigurationError(f"grad_mode={asked!r}: write one of 'auto', {', '.join(map(repr, MODES))}.")
+    if records < 2:
+        raise ConfigurationError(f"a probe of {records} records cannot show whether records influence each other: 2.")
+    with undisturbed(module):
+        judge = Judge(module, trained, run, probe, records, _joint if asked == "ghost" else _levelled)
+        if asked != "auto":
+            return judge.tried(MODES[asked], clipper)
+        reasons = []
+        for kind in AUTOMATIC:
+            try:
+                mode = judge.tried(kind, clipper)
+            except (Unsupported, MissingExtraError) as error:
+                reasons.append(f"{kind.name}: {error}")
+                continue
+            _logger.info("%s", " | ".join([f"gradient mode {mode.name!r}, exact on a probe", *reasons]))
+            return mode
+    _logger.warning("%s", " | ".join(["gradient mode 'loop', one record at a time, is slow", *reasons]))
+    return LoopMode(module, trained, clipper)
+
+
+class Judge:
+    """Compares modes with the loop, which is run once.
+
+    Raises:
+        Unsupported: `train_step` cannot be run on single records, or buffers learn from them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trained: Sequence[nn.Parameter],
+        run: Run,
+        probe: Any,
+        records: int,
+        leveller: Scaling,
+    ) -> None:
+        self._module, self._trained = module, tuple(trained)
+        self._autocast = False
+        self._run, self._plain_run = run, lambda model, batch: run(_Plain(model, self._note), batch)
+        before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        half = rows_of(probe, records, slice(0, records // 2))
+        try:
+            self._cases = [
+                self._case(batch, count, scaling, self._plain_run)
+                for batch, count in ((probe, records), (half, records // 2))
+                for scaling in (_whole, leveller)
+            ]
+            again = self._case(probe, records, _whole, self._plain_run)
+            self._rounded = self._case(probe, records, _whole, run) if self._autocast else None
+        except Unsupported:
+            raise
+        except Exception as error:
+            raise Unsupported(f"train_step fails on a single record{_suspects(module)}: {error}") from error
+        self._is_random = self._cases[0].differs(again.sums, again.scales, _EXACT) is not None
+        learning = changed_buffers(module, before)
+        if learning:
+            raise Unsupported(
+                f"{learning[0]} changes in a forward pass: it would learn from records without clipping and noise"
+                f"{_suspects(module)}. Use GroupNorm in place of BatchNorm, or freeze the layer in eval mode."
+            )
+
+    def tried(self, kind: type[GradientMode], clipper: Clipper) -> GradientMode:
+        """A mode of this kind, if it agrees with the loop.
+
+        Raises:
+            Unsupported: it does not.
+        """
+        mode = kind(self._module, self._trained, clipper)
+        try:
+            self._try(mode)
+        except Exception as error:
+            mode.close()
+            if isinstance(error, ConfigurationError):
+                raise
+            raise Unsupported(f"grad_mode={kind.name!r} fails: {type(error).__name__}: {error}") from error
+        mode.clipper = clipper
+        return mode
+
+    def _try(self, mode: GradientMode) -> None:
+        if self._rounded is not None and isinstance(mode, GhostMode):
+            raise Unsupported("grad_mode='ghost' under autocast clips too little. Write grad_mode='auto'.")
+        if isinstance(mode, LoopMode):
+            return
+        if self._is_random and not isinstance(mode, VmapMode):
+            raise Unsupported(
+                f"train_step draws random numbers, so grad_mode={mode.name!r} cannot be compared with the loop. Write "
+                "grad_mode='vmap', in which no record can influence another."
+            )
+        for case in self._cases:
+            self._compare(mode, case, self._plain_run, _EXACT)
+        if self._rounded is not None:
+            self._compare(mode, self._rounded, self._run, _ROUNDED)
+
+    def _compare(self, mode: GradientMode, case: _Case, run: Run, tolerance: float) -> None:
+        wrong = case.differs(*self._sums(mode, case.batch, case.records, case.scaling, run), tolerance)
+        if wrong is None or self._is_random:
+            return
+        raise Unsupported(
+            f"grad_mode={mode.name!r} gives a wrong gradient for {mode.names[wrong]}: that of {case.records} records "
+            "together is not the sum of those of each alone. Either the loss is no plain mean over records (it is "
+            "normalised over the batch, or compares records), or a layer mixes them, or the parameter is used outside "
+            "of its layer. Write grad_mode='vmap'."
+        )
+
+    def _case(self, batch: Any, records: int, scaling: Scaling, run: Run) -> _Case:
+        loop = LoopMode(self._module, self._trained, _Scaler(scaling))
+        sums, scales = self._sums(loop, batch, records, scaling, run)
+        return _Case(batch=batch, records=records, scaling=scaling, sums=sums, scales=scales)
+
+    def _sums(
+        self, mode: GradientMode, batch: Any, records: int, scaling: Scaling, run: Run
+    ) -> tuple[list[Tensor], Tensor]:
+        """The sums of a mode, and for each parameter the sum of the norms of what was added."""
+        mode.clipper = clipper = _Scaler(scaling)
+        mode.add(run, batch, records)
+        return mode.take(), clipper.scales
+
+    def _note(self, autocast: bool) -> None:
+        self._autocast |= autocast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """A batch, how its gradients are scaled, and what the loop makes of it."""
+
+    batch: Any
+    records: int
+    scaling: Scaling
+    sums: list[Tensor]
+    scales: Tensor
+
+    def differs(self, sums: Sequence[Tensor], scales: Tensor, tolerance: float) -> int | None:
+        """The number of a parameter whose sum, or whose norms, are not as the loop has them; None if there is none."""
+        allowed = tolerance * (self.scales + 1e-2 * self.scales.max())
+        wrong = [i for i, fits in enumerate((scales - self.scales).abs() <= allowed) if not fits]
+        errors = zip(sums, self.sums, allowed, strict=True)
+        wrong += [i for i, (mine, its, limit) in enumerate(errors) if not (mine - its).norm() <= limit]
+        return wrong[0] if wrong else None
+
+
+def _whole(squares: Tensor, joint: Tensor) -> Tensor:
+    """Gradients as they are: shows a wrong scale."""
+    return torch.ones_like(squares)
+
+
+def _levelled(squares: Tensor, joint: Tensor) -> Tensor:
+    """Each record's gradient of each parameter at about norm 1: shows a wrong norm, and mistakes in small gradients."""
+    return 1.0 / (squares.sqrt() + 1e-3 * joint + 1e-30)
+
+
+def _joint(squares: Tensor, joint: Tensor) -> Tensor:
+    """Each record's gradient at norm 1, with one factor for all parameters, which is all that ghost clipping has."""
+    return (1.0 / (joint + 1e-30)).expand_as(squares)
+
+
+class _Scaler(Clipper):
+    """A scaling in the place of a clipper, which also sums up the norms of what is added."""
+
+    def __init__(self, scaling: Scaling) -> None:
+        self._scaling = scaling
+        self.scales = torch.zeros(())
+
+    @property
+    def sensitivity(self) -> float:
+        return float("inf")
+
+    def _rows(self, squares: Tensor, joint: Tensor, finite: Tensor) -> tuple[Tensor, ...]:
+        rows = self._scaling(squares, joint)
+        added = torch.where(finite, rows * squares.sqrt(), 0.0).sum(1)
+        self.scales = self.scales.to(added) + added
+        return tuple(rows)
+
+
+class _Plain(nn.Module):
+    """Calls a model without autocast, whatever is around it, so that differences are mistakes and not rounding."""
+
+    def __init__(self, model: nn.Module, note: Any) -> None:
+        super().__init__()
+        self._model, self._note = (model,), note  # in a tuple, for it is no submodule
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        device = next((v for v in kwargs.values() if isinstance(v, torch.device)), torch.device("cpu"))
+        self._note(torch.is_autocast_enabled(device.type))
+        with torch.autocast(device.type, enabled=False):
+            return self._model[0](*args, **kwargs)
+
+
+def _suspects(module: nn.Module) -> str:
+    """The layers that normalise over the batch, in words."""
+    names = [
+        f"{name} ({type(layer).__name__})"
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and (layer.training or not layer.track_running_stats)
+    ]
+    return f", and {', '.join(names)} normalises records by each other" if names else ""

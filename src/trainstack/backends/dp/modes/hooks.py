@@ -1,0 +1,105 @@
+"""`hooks`: per-record gradients from opacus' hooks on the layers, all of them in memory at once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from trainstack.backends.dp.clipping import Clipper
+from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
+from trainstack.backends.dp.modes.outputs import finished, loss_in, mean_of
+from trainstack.backends.dp.opacus_import import import_opacus
+
+
+class HooksMode(GradientMode):
+    """`opacus.grad_sample.GradSampleHooks`, attached to the module without wrapping it.
+
+    Exact under the same condition as `bookkeeping`, and like that compared with the loop before it is used.
+    """
+
+    name: ClassVar[str] = "hooks"
+
+    def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter], clipper: Clipper) -> None:
+        super().__init__(module, trained, clipper)
+        self._hooks = attached("GradSampleHooks", "grad_mode='hooks'", module)
+
+    def add(self, run: Run, batch: Any, records: int) -> Any:
+        outputs = run(self.module, batch)
+        loss = mean_of(loss_in(outputs), records)
+        try:
+            with described(self.name, self.module):
+                loss.backward()  # type: ignore[no-untyped-call]
+            self._add_rows([self._rows(i, records) for i in range(len(self.trained))], records)
+        finally:
+            forget(self.module)
+        return finished(outputs, loss)
+
+    def _rows(self, i: int, records: int) -> Tensor | None:
+        parameter = self.trained[i]
+        rows = getattr(parameter, "grad_sample", None)
+        if rows is None and parameter.grad is None:
+            return None
+        if not isinstance(rows, Tensor) or rows.shape[0] != records:
+            raise Unsupported(
+                f"{self.names[i]} is used outside of its module's forward, or on an input that has no dimension of "
+                f"{records} records in front: opacus' hooks do not see it. Write grad_mode='vmap'."
+            )
+        return rows
+
+    def close(self) -> None:
+        self._hooks.cleanup()
+
+
+def attached(kind: str, feature: str, module: nn.Module, **options: Any) -> Any:
+    """Opacus' hooks of this kind on `module`.
+
+    Raises:
+        MissingExtraError: opacus is not installed.
+        Unsupported: opacus refuses the module.
+    """
+    make = getattr(import_opacus("opacus.grad_sample", feature), kind)
+    try:
+        return make(module, loss_reduction="mean", **options)
+    except (NotImplementedError, ValueError) as error:
+        raise Unsupported(f"opacus refuses the module: {error} Write grad_mode='vmap'.") from error
+
+
+@contextmanager
+def described(mode: str, module: nn.Module) -> Iterator[None]:
+    """Turns what opacus' hooks fail with into one sentence, and silences a warning that comes with every step."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            yield
+    except (RuntimeError, IndexError, ValueError, NotImplementedError, AttributeError, TypeError, KeyError) as error:
+        where = [
+            f"{name or 'the module itself'} ({type(layer).__name__}), which has parameters of its own "
+            f"({', '.join(parameter for parameter, _ in layer.named_parameters(recurse=False))})"
+            for name, layer in module.named_modules()
+            if any(not inputs for inputs in layer.__dict__.get("activations", ()))
+        ]
+        raise Unsupported(
+            f"grad_mode={mode!r} needs layers that are called with positional tensors; "
+            f"{' and '.join(where) or f'opacus says: {error}'}"
+            f"{' is called without any' if where else ''}. Write grad_mode='vmap'."
+        ) from error
+
+
+def forget(module: nn.Module) -> None:
+    """Drop what a backward pass under opacus' hooks left behind, also one that failed half-way."""
+    for parameter in module.parameters():
+        parameter.grad = None
+        for name in ("_current_grad_sample", "_norm_sample"):
+            if hasattr(parameter, name):
+                delattr(parameter, name)
+        if hasattr(parameter, "grad_sample"):
+            parameter.grad_sample = None
+            parameter._forward_counter = 0  # type: ignore[attr-defined]
+    for layer in module.modules():
+        for name in ("activations", "max_batch_len"):
+            if name in layer.__dict__:
+                delattr(layer, name)
