@@ -20,8 +20,8 @@ from trainstack.backends.dp.statement_text import rounded_up
 from trainstack.errors import ConfigurationError
 
 ASSUMES = (
-    "assumes: each step a Poisson sample; one item added or removed (not replaced); one item of the data set is what is "
-    "protected; N and the batch size are public"
+    "assumes: each step a Poisson sample; what is protected is one item of the data set, added or removed (not "
+    "replaced); its size N and the batch size are public"
 )
 _MOST_STEPS = 2**30
 
@@ -84,11 +84,11 @@ def _run_epsilon(args: argparse.Namespace) -> int:
     lines = [
         f"epsilon {_shown(found['epsilon'])} at delta {args.delta:g}",
         _both_line(found),
-        f"without Poisson samples: epsilon {_shown(found['fixed_order'])} if batches came in a fixed order"
+        f"without Poisson samples: epsilon {_shown(found['fixed_order'])} with batches in a fixed order"
         + (
             ""
             if found["shuffled_at_least"] is None
-            else f", at least {found['shuffled_at_least']:.4g} if shuffled in each epoch"
+            else f", at least {found['shuffled_at_least']:.4g} with shuffled ones"
         ),
     ]
     return _answer(args, found, q, {"noise_multiplier": args.noise_multiplier, "steps": steps}, lines)
@@ -115,7 +115,7 @@ def _run_steps(args: argparse.Namespace) -> int:
     found = {"steps": steps, "epochs": steps * q, **_by_both([(sigma, q, steps)], args.delta)}
     more = " or more" if steps == _MOST_STEPS else ""
     lines = [
-        f"{steps} steps{more} ({steps * q:.4g} epochs) stay within epsilon {args.max_epsilon:g} at delta {args.delta:g}",
+        f"{steps} steps{more}, {steps * q:.4g} epochs, within epsilon {args.max_epsilon:g} at delta {args.delta:g}",
         _both_line(found),
     ]
     return _answer(args, found, q, {"max_epsilon": args.max_epsilon, "noise_multiplier": sigma}, lines)

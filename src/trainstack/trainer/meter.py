@@ -179,6 +179,13 @@ class ExactSum:
             value = high
         self.parts = [*kept, value]
 
+    def canonical(self) -> list[float]:
+        """Parts that depend on the sum alone, not on how it came about: each is what is left of it, rounded."""
+        parts: list[float] = []
+        while rest := math.fsum([*self.parts, *(-part for part in parts)]):
+            parts.append(rest)
+        return parts
+
     def value(self) -> float:
         """The sum, rounded once."""
         return math.fsum(self.parts)
@@ -218,7 +225,7 @@ class WeightedMean:
 
     def get_state(self) -> list[Any]:
         """What is settled."""
-        return [self.settled.parts, self.items]
+        return [self.settled.canonical(), self.items]
 
 
 def read_scalars(tensors: Sequence[Tensor]) -> list[float]:

@@ -6,7 +6,8 @@ gradients, clipped by `clipping.py`, and `randomness.py` the noise.
 
 `arguments.py` is what a user writes and `plan.py` the constants that follow from it; `accounting.py` turns steps into
 epsilon, with opacus behind `accountants.py` and without any package in `gaussian.py`; `budget.py` counts the steps of a
-run and refuses those beyond its budget; `ledger.py` keeps the count on disk over crashes; `statement.py` says what holds.
+run and refuses those beyond its budget; `ledger.py` keeps the count on disk over crashes; `statement.py` says what
+holds.
 
 Importing this package imports neither opacus nor scipy: `opacus_import.py` does, when a number is asked for.
 """

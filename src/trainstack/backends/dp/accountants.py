@@ -67,7 +67,8 @@ def prv_epsilon(history: Sequence[Entry], delta: float, eps_error: float, rdp: f
     Args:
         history: entries with steps, sampling and noise, no two of the same sigma and q.
         delta: above 0.
-        eps_error: what the result may lie above the truth; raised, to 2 % of `rdp` at most, where the grid would not fit.
+        eps_error: what the result may lie above the truth; raised where the grid would not fit, at most to 2 % of
+            `rdp`.
         rdp: what `rdp_epsilon` says of the same.
     """
     if len(history) > _MOST_DISTINCT or rdp > _LARGEST_EPSILON:

@@ -151,8 +151,8 @@ def steps_within(
 ) -> int:
     """How many steps of (sigma, q) may follow `history` before epsilon exceeds `max_epsilon`.
 
-    The largest T with `epsilon_of(history + T steps) <= max_epsilon`, by doubling from what Renyi accounting allows, and
-    bisection; `at_most` if all of those fit, which is found first.
+    The largest T with `epsilon_of(history + T steps) <= max_epsilon`, by doubling from what Renyi accounting allows and
+    by bisection; `at_most` if all of those fit, which is found first.
 
     Raises:
         ConfigurationError: a number is out of its range.

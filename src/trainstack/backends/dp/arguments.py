@@ -144,8 +144,8 @@ def _check_clipping(args: DifferentialPrivacyArguments) -> None:
             )
     if several and (args.clipping != "per_layer" or not norms):
         raise ConfigurationError(
-            f"per_sample_max_grad_norm={norms!r} with clipping={args.clipping!r}: several norms are one for each layer. "
-            "Write clipping='per_layer', or one number."
+            f"per_sample_max_grad_norm={norms!r} with clipping={args.clipping!r}: several norms are one for each "
+            "layer. Write clipping='per_layer', or one number."
         )
     if not 0 < args.target_quantile < 1:
         raise ConfigurationError(f"target_quantile={args.target_quantile!r}: write a number between 0 and 1.")

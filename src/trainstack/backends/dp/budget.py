@@ -9,7 +9,8 @@ from typing import Any
 
 from trainstack.backends.dp.accountants import Entry
 from trainstack.backends.dp.accounting import epsilon_of, merged, steps_within
-from trainstack.backends.dp.ledger import SpendLedger
+from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
+from trainstack.backends.dp.ledger import BLOCK, SpendLedger
 from trainstack.backends.dp.plan import PrivacyPlan
 from trainstack.errors import CheckpointMismatchError, PrivacyBudgetError, PrivacyLedgerError
 
@@ -33,25 +34,18 @@ class Accountant:
 
     Args:
         plan: the mechanism and the budget.
+        args: of which `allow_plan_change` and `on_unsafe` say what is accepted of a checkpoint.
         ledger: where steps are recorded before they are taken; None keeps the count in memory and checkpoints only.
-        allow_plan_change: accept a checkpoint with another noise, rate or delta.
-        on_unsafe: `"error"` refuses a checkpoint whose ledger is missing; `"report"` goes on, without a guarantee.
     """
 
     def __init__(
-        self,
-        plan: PrivacyPlan,
-        ledger: SpendLedger | None = None,
-        *,
-        allow_plan_change: bool = False,
-        on_unsafe: str = "error",
+        self, plan: PrivacyPlan, args: DifferentialPrivacyArguments, ledger: SpendLedger | None = None
     ) -> None:
         self.plan = plan
         self.run = secrets.token_hex(16)
         self.overrides: tuple[str, ...] = ()
         self._ledger = ledger
-        self._allow_plan_change = allow_plan_change
-        self._on_unsafe = on_unsafe
+        self._args = args
         self._counted: list[Entry] = []
         self._beside: list[Entry] = []  # steps of other mechanisms than the plan's, with which
         self._searched = 0  # up to so many of the plan's were looked at,
@@ -73,30 +67,31 @@ class Accountant:
         return epsilon_of(self.history, plan.delta, plan.accountant, eps_error=plan.eps_error)
 
     def allows(self, steps: int = 1) -> bool:
-        """Whether `steps` more steps stay within the budget. The first call may take seconds, the others microseconds."""
+        """Whether `steps` more stay within the budget. The first call may take seconds, the others microseconds."""
+        return self._room(steps) >= steps
+
+    def _room(self, steps: int) -> int:
+        """How many steps fit, of which `steps` are certainly looked at."""
         plan = self.plan
         if plan.max_epsilon is None:
-            return True
+            return steps + BLOCK
         mechanism = (plan.noise_multiplier, plan.sample_rate)
         history = self.history
-        wanted = steps + sum(taken for *kind, taken in history if tuple(kind) == mechanism)
+        taken = sum(entry[2] for entry in history if entry[:2] == mechanism)
         beside = [entry for entry in history if entry[:2] != mechanism]
-        if beside != self._beside or wanted > self._searched:
-            self._beside, self._searched = beside, max(wanted, plan.planned_steps)
+        if beside != self._beside or taken + steps > self._searched:
+            self._beside, self._searched = beside, max(taken + steps, plan.planned_steps)
             self._limit = steps_within(
                 plan.max_epsilon, beside, *mechanism, plan.delta, plan.accountant, at_most=self._searched
             )
-        return wanted <= self._limit
+        return self._limit - taken
 
     @property
     def steps_left(self) -> int | None:
         """How many steps still fit into the budget, counted no further than the plan goes; None without a budget."""
         if self.plan.max_epsilon is None:
             return None
-        if not self.allows(1):
-            return 0
-        mechanism = (self.plan.noise_multiplier, self.plan.sample_rate)
-        return self._limit - sum(taken for *kind, taken in self.history if tuple(kind) == mechanism)
+        return max(0, int(self._room(1)))
 
     def why_over(self) -> str:
         """What the budget was and what was spent, when no further step fits."""
@@ -112,15 +107,15 @@ class Accountant:
             PrivacyBudgetError: the step would exceed the budget.
             PrivacyLedgerError: the step could not be recorded.
         """
-        plan = self.plan
-        if not self.allows(1):
+        plan, room = self.plan, self._room(1)
+        if room < 1:
             raise PrivacyBudgetError(self.why_over())
         if self._ledger is not None:
-            self._ledger.charge(self.run, plan.noise_multiplier, plan.sample_rate)
+            self._ledger.charge(self.run, plan.noise_multiplier, plan.sample_rate, at_most=room)
         self._counted = merged([*self._counted, (plan.noise_multiplier, plan.sample_rate, 1)])
 
     def settle(self) -> None:
-        """Hand back what the ledger recorded ahead: at a checkpoint and at a clean end, on the process that holds it."""
+        """Hand back what the ledger recorded ahead: call it at checkpoints and at a clean end."""
         if self._ledger is not None:
             self._ledger.settle()
 
@@ -142,8 +137,8 @@ class Accountant:
         """
         if not state or any(name not in state for name in _STATE):
             raise CheckpointMismatchError(
-                "The checkpoint says nothing of what was spent, so epsilon of its steps is unknown. Resume from one that "
-                "a private run has written, or begin afresh with the model alone if it never saw private data."
+                "The checkpoint says nothing of what was spent, so epsilon of its steps is unknown. Resume from one "
+                "that a private run has written, or begin afresh with the model alone if it never saw private data."
             )
         self._compare_plan(state["plan"])
         history = merged(state["history"])
@@ -161,7 +156,7 @@ class Accountant:
             for name in _FIXED
             if earlier.get(name) != getattr(self.plan, name)
         ]
-        if changed and not self._allow_plan_change:
+        if changed and not self._args.allow_plan_change:
             raise CheckpointMismatchError(
                 f"The checkpoint was trained under another privacy plan: {'; '.join(changed)}. Resume with the same "
                 "arguments (target_epsilon gives another noise for other epochs or batches), or write "
@@ -170,7 +165,7 @@ class Accountant:
 
     def _accept_missing(self, ledger: SpendLedger, run: str, missing: list[Entry], history: list[Entry]) -> None:
         unknown, all_steps = (sum(steps for _, _, steps in entries) for entries in (missing, history))
-        if self._on_unsafe != "report":
+        if self._args.on_unsafe != "report":
             raise PrivacyLedgerError(
                 f"The privacy ledger {ledger.path} lacks {unknown} of the {all_steps} steps before this checkpoint, so "
                 "it cannot know how many came after it. Copy the ledger file of the run to there, in its latest state; "

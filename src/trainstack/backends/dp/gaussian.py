@@ -51,8 +51,9 @@ def fixed_order_epsilon(history: Iterable[tuple[float, float, int]], delta: floa
 def shuffled_epsilon_at_least(sigma: float, steps_per_epoch: int, delta: float) -> float:
     """A lower bound of epsilon for one or more epochs over shuffled batches, by an attack that reaches it.
 
-    The attack looks at the largest of the epoch's noisy sums: with the record in place it is near 2 in one step, without
-    it near 1 (all other gradients point the opposite way), and else near 0 (Chua et al. 2024, adaptive batch queries).
+    The attack looks at the largest of the epoch's noisy sums: near 2 in one step with the record in place, near 1
+    without it (all other gradients point the opposite way), and near 0 in all other steps (Chua et al. 2024, adaptive
+    batch queries).
     """
     if sigma == 0:
         return math.inf

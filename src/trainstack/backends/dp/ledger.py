@@ -1,9 +1,9 @@
 """`SpendLedger`: how many private steps a run has taken, on disk before they are taken.
 
-A checkpoint knows the steps before it, but not those that ran after it and were lost; their results may have been seen,
-so they are spent. The ledger therefore records steps ahead, a block at a time: one synced line of the file lets the next
-16 steps run. A clean end hands the unused rest back by a line of its own. Killed at any moment, a run has recorded at
-least what it did, and at most a block more.
+A checkpoint knows the steps before it, but not those that ran after it and were lost; their results may have been
+seen, so they are spent. The ledger therefore records steps ahead, a block at a time: one synced line of the file lets
+the next 16 steps run. A clean end hands the unused rest back by a line of its own. Killed at any moment, a run has
+recorded at least what it did, and at most a block more.
 
 Steps belong to a run's id, which lies in its checkpoints: whatever resumes from any of them, however often and also at
 the same time, adds to the same sum.
@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-from trainstack.backends.dp.accounting import merged
 from trainstack.backends.dp.accountants import Entry
+from trainstack.backends.dp.accounting import merged
 from trainstack.backends.dp.ledger_file import LedgerFile
 from trainstack.errors import PrivacyLedgerError
 
@@ -58,8 +58,8 @@ class SpendLedger:
             [(sigma, q, steps - self._unused[run, sigma, q]) for (sigma, q), steps in recorded.items() if steps]
         )
 
-    def charge(self, run: str, sigma: float, q: float) -> None:
-        """Count one step of `run`, which may begin when this returns.
+    def charge(self, run: str, sigma: float, q: float, *, at_most: int = BLOCK) -> None:
+        """Count one step of `run`, which may begin when this returns; record `at_most` ahead, this step included.
 
         Raises:
             PrivacyLedgerError: it cannot be recorded; the step must not be taken.
@@ -67,8 +67,9 @@ class SpendLedger:
         self._forget_the_block_of_a_parent()
         key = (run, float(sigma), float(q))
         if self._unused[key] == 0:
-            self._write(*key, self._block)
-            self._unused[key] += self._block
+            ahead = max(1, min(self._block, at_most))
+            self._write(*key, ahead)
+            self._unused[key] += ahead
         self._unused[key] -= 1
 
     def settle(self) -> None:

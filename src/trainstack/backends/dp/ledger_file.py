@@ -1,7 +1,7 @@
 """An append-only file of small records, each on the disk before `append` returns, readable after any crash.
 
 A line is a checksum and a JSON object. Only the last line can be torn, for a line is written and synced under a lock
-before the next one begins; a torn line is one whose `append` has not returned, so nothing relies on it and it is cut off.
+before the next one begins; a torn line is one whose `append` has not returned: nothing relies on it, and it is cut off.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class LedgerFile:
             if digest == _digest(text):
                 return dict(json.loads(text))
         raise PrivacyLedgerError(
-            f"The privacy ledger {self.path} is damaged in the line {line[:40]!r}..., so it does not say what was spent. "
-            "Put an undamaged copy of the file in its place."
+            f"The privacy ledger {self.path} is damaged in the line {line[:40]!r}..., so it does not say what was "
+            "spent. Put an undamaged copy of the file in its place."
         )
 
 

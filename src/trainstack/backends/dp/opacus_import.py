@@ -47,6 +47,6 @@ def _check_version() -> None:
     version = opacus_version()
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         raise ConfigurationError(
-            f"opacus {version} is installed, which is too old: before 1.6 it reports too small an epsilon with adaptive "
-            "clipping. Install a newer one with: pip install 'trainstack[dp]'"
+            f"opacus {version} is installed, which is too old: before 1.6 it reports too small an epsilon with "
+            "adaptive clipping. Install a newer one with: pip install 'trainstack[dp]'"
         )

@@ -101,8 +101,8 @@ def check_delta_for(delta: float, records: int) -> None:
     """
     if delta >= 1 / records:
         raise ConfigurationError(
-            f"delta={delta} with {records} records: a mechanism that publishes each record with probability delta would "
-            f"pass. Write less than 1/{records} = {1 / records:.2g}, for example {_round_down(0.5 / records)}."
+            f"delta={delta} with {records} records: a mechanism that publishes each record with probability delta "
+            f"would pass. Write less than 1/{records} = {1 / records:.2g}, for example {_round_down(0.5 / records)}."
         )
 
 

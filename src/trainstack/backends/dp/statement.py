@@ -7,18 +7,18 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from trainstack.backends.dp.accountants import Entry
 from trainstack.backends.dp.accounting import epsilon_of, merged
+from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.gaussian import fixed_order_epsilon
 from trainstack.backends.dp.opacus_import import opacus_version
 from trainstack.backends.dp.plan import PrivacyPlan
+from trainstack.backends.dp.statement_text import text_of
 from trainstack.errors import ConfigurationError
 
 FORMAT = 1
-
-Randomness = Literal["os-seeded generator", "os entropy", "debug seed"]
 
 UNIT = "one item of the training data set"
 RELATION = "one item added or removed, the rest unchanged"
@@ -30,7 +30,6 @@ NOT_COVERED = (
     "outputs that callbacks write",
 )
 TRAIN_LOSS = "the training loss, which was logged"
-ARITHMETIC = "the guarantee is that of real numbers; noise is drawn and added in floating point"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +93,6 @@ class PrivacyStatement:
     @property
     def text(self) -> str:
         """The statement in words, one idea a line."""
-        from trainstack.backends.dp.statement_text import text_of
-
         return text_of(self)
 
     def to_json(self) -> str:
@@ -122,36 +119,28 @@ class PrivacyStatement:
 
 def private_statement(
     plan: PrivacyPlan,
+    args: DifferentialPrivacyArguments,
     history: Iterable[Sequence[float]],
     *,
-    clipping: str,
     max_grad_norm: Sequence[float],
-    randomness: Randomness,
     grad_mode: str,
     world_size: int,
-    train_loss_is_logged: bool,
     overrides: Sequence[str] = (),
 ) -> PrivacyStatement:
     """The statement of a run with a privacy layer.
 
     Args:
         plan: its constants.
+        args: what the user wrote; a debug seed voids the guarantee.
         history: (noise multiplier, sampling rate, steps) of all steps so far.
-        clipping: the kind.
-        max_grad_norm: C, or one number a layer.
-        randomness: where sampling and noise come from; a debug seed voids the guarantee.
-        grad_mode: how per-sample gradients were computed.
+        max_grad_norm: C, or one number a layer; with adaptive clipping that of now.
+        grad_mode: how per-sample gradients were computed, "auto" resolved.
         world_size: processes.
-        train_loss_is_logged: it is no part of the guarantee.
         overrides: every other reason for which the guarantee does not hold.
     """
     entries = tuple(merged(history))
     epsilon = epsilon_of(entries, plan.delta, plan.accountant, eps_error=plan.eps_error)
-    reasons = list(overrides)
-    if randomness == "debug seed":
-        reasons.append("debug_seed makes sampling and noise known to whoever knows it")
-    if math.isinf(epsilon):
-        reasons.append("steps were taken without noise")
+    reasons = [*overrides, *_reasons(args, epsilon)]
     return PrivacyStatement(
         epsilon=None if reasons else epsilon,
         delta=None if reasons else plan.delta,
@@ -159,7 +148,7 @@ def private_statement(
         accountant=plan.accountant,
         eps_error=plan.eps_error,
         history=entries,
-        clipping=clipping,
+        clipping=args.clipping,
         max_grad_norm=tuple(float(norm) for norm in max_grad_norm),
         expected_batch_size=plan.expected_batch_size,
         dataset_size=plan.dataset_size,
@@ -167,13 +156,31 @@ def private_statement(
         max_epsilon=plan.max_epsilon,
         stopped_by_budget=_is_stopped(plan, entries),
         fixed_order_epsilon=None if reasons else fixed_order_epsilon(entries, plan.delta),
-        randomness=randomness,
+        randomness=_randomness(args),
         grad_mode=grad_mode,
         world_size=world_size,
         covered=() if reasons else COVERED,
-        not_covered=(*((TRAIN_LOSS,) if train_loss_is_logged else ()), *NOT_COVERED),
+        not_covered=(TRAIN_LOSS, *NOT_COVERED) if args.log_train_loss else NOT_COVERED,
         versions=_versions(),
     )
+
+
+def _reasons(args: DifferentialPrivacyArguments, epsilon: float) -> list[str]:
+    """Why there is no guarantee, as far as arguments and steps show it."""
+    reasons = []
+    if args.debug_seed is not None:
+        reasons.append("whoever knows debug_seed knows which items were sampled and what the noise was")
+    if math.isinf(epsilon):
+        reasons.append("steps were taken without noise")
+    return reasons
+
+
+def _randomness(args: DifferentialPrivacyArguments) -> str:
+    if args.debug_seed is not None:
+        return "debug_seed, the same in every run"
+    if args.secure:
+        return "every mask and every noise value from the operating system's entropy"
+    return "generators seeded by the operating system, not by the run's seed; never stored"
 
 
 def no_guarantee(backend: str) -> PrivacyStatement:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trainstack.backends.dp.statement import PrivacyStatement
 
+ARITHMETIC = "the guarantee is that of real numbers; noise is drawn and added in floating point"
+
 
 def text_of(statement: PrivacyStatement) -> str:
     """Return the statement's lines, the first of which says what holds, or that nothing does."""
@@ -27,8 +29,6 @@ def _headline(statement: PrivacyStatement) -> str:
 
 
 def _details(s: PrivacyStatement) -> list[tuple[str, str]]:
-    from trainstack.backends.dp.statement import ARITHMETIC
-
     found = [("Steps", _steps(s)), ("Mechanism", _mechanism(s))]
     if s.epsilon is not None and s.replace_one is not None:
         replaced, delta = s.replace_one

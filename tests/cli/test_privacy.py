@@ -1,0 +1,105 @@
+"""`trainstack privacy` answers what the library computes, says what it assumes, and refuses in one line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+
+from trainstack.backends.dp import calibrate_noise, epsilon_of, fixed_order_epsilon, steps_within
+from trainstack.cli import privacy
+from trainstack.errors import ConfigurationError
+
+RATE = ["--batch-size", "150", "--dataset-size", "60000", "--delta", "1e-5"]
+
+
+def ask(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    parser = argparse.ArgumentParser(prog="trainstack")
+    privacy.add(parser.add_subparsers(required=True))
+    args = parser.parse_args(["privacy", *words])
+    assert args.run(args) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    return shown.out
+
+
+def ask_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    return dict(json.loads(ask(capsys, *words, "--json")))
+
+
+def test_epsilon_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = ask(capsys, "epsilon", "--noise-multiplier", "1.3", "--epochs", "15", *RATE)
+    assert shown.splitlines() == [
+        "epsilon 0.6501 at delta 1e-05",
+        "by accountant: prv 0.6501 (the smaller of both), rdp 0.7243",
+        "without Poisson samples: epsilon 16.53 with batches in a fixed order, at least 1.389 with shuffled ones",
+        privacy.ASSUMES,
+    ]
+
+
+def test_epsilon_as_json_is_not_rounded(capsys: pytest.CaptureFixture[str]) -> None:
+    found = ask_json(capsys, "epsilon", "--noise-multiplier", "1.3", "--steps", "6000", *RATE)
+    history = [(1.3, 150 / 60000, 6000)]
+    assert found["epsilon"] == found["prv"] == epsilon_of(history, 1e-5)
+    assert found["rdp"] == epsilon_of(history, 1e-5, "rdp")
+    assert found["fixed_order"] == fixed_order_epsilon(history, 1e-5)
+    assert (found["steps"], found["sample_rate"], found["accountant"]) == (6000, 0.0025, "prv")
+
+
+def test_the_accountant_decides_which_epsilon_is_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    found = ask_json(capsys, "epsilon", "--noise-multiplier", "1.3", "--steps", "60", *RATE, "--accountant", "rdp")
+    assert found["epsilon"] == found["rdp"] > found["prv"]
+
+
+@pytest.mark.spec("O14")
+def test_an_epoch_has_all_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """`int(1 / q)` loses a step for 1364 of these loader lengths."""
+    lengths = range(1, 20_001)
+    assert sum(int(1 / (1 / length)) != length for length in lengths) == 1364
+    args = argparse.Namespace(steps=None, epochs=3)
+    assert all(privacy._steps(args, 1 / length) == 3 * length for length in lengths)
+    words = ["--noise-multiplier", "2", "--epochs", "1", "--delta", "1e-5"]
+    assert ask_json(capsys, "epsilon", "--sample-rate", str(1 / 93), *words)["steps"] == 93
+
+
+def test_without_noise_epsilon_is_infinite(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["epsilon", "--noise-multiplier", "0", "--steps", "1", *RATE]
+    assert ask(capsys, *words).startswith("epsilon infinite at delta 1e-05")
+    assert ask_json(capsys, *words)["epsilon"] is None
+
+
+def test_noise_for_a_target(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["noise", "--target-epsilon", "8", "--sample-rate", "0.04", "--steps", "2250", "--delta", "1e-5"]
+    assert ask(capsys, *words).splitlines()[0] == "noise multiplier 1.34765625 for epsilon 8 at delta 1e-05"
+    found = ask_json(capsys, *words)
+    assert found["noise_multiplier"] == calibrate_noise(8.0, 1e-5, 0.04, 2250)
+    assert 7.98 < found["prv"] <= 8.0
+
+
+def test_steps_within_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["steps", "--max-epsilon", "2", "--noise-multiplier", "1", "--sample-rate", "0.02", "--delta", "1e-3"]
+    steps = steps_within(2.0, [], 1.0, 0.02, 1e-3)
+    assert ask(capsys, *words).startswith(f"{steps} steps, {steps * 0.02:.4g} epochs, within epsilon 2 at delta 0.001")
+    assert ask_json(capsys, *words)["steps"] == steps
+
+
+MISTAKES = [
+    (["epsilon", "--noise-multiplier", "1", "--steps", "5", "--delta", "1e-5"], "How many items are in a step"),
+    (["epsilon", "--noise-multiplier", "1", "--steps", "5", *RATE, "--sample-rate", "0.1"], "How many items"),
+    (["epsilon", "--noise-multiplier", "1", "--steps", "5", *RATE[:-1], "0.1"], r"delta=0\.1 with 60000 records"),
+    (["epsilon", "--noise-multiplier", "-1", "--steps", "5", *RATE], r"noise_multiplier=-1\.0"),
+    (["epsilon", "--noise-multiplier", "1", "--epochs", "5", "--sample-rate", "0", "--delta", "0.1"], "write --steps"),
+    (["noise", "--target-epsilon", "0", "--steps", "5", *RATE], r"target_epsilon=0\.0"),
+    (["noise", "--target-epsilon", "1", "--steps", "0", *RATE], "nothing is spent"),
+    (["steps", "--max-epsilon", "2", "--noise-multiplier", "0", *RATE], "no number of steps has a finite bound"),
+    (["steps", "--max-epsilon", "2", "--noise-multiplier", "1", "--batch-size", "0", *RATE[2:]], "--batch-size 0"),
+]
+
+
+@pytest.mark.parametrize(("words", "reason"), MISTAKES)
+def test_a_mistake_is_answered_in_one_line(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigurationError, match=reason) as raised:
+        ask(capsys, *words)
+    assert "\n" not in str(raised.value)
