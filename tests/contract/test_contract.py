@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import trainstack as ts
-from tests.helpers.modules import Classifier, Noisy, arguments, numbers, train, weights
+from tests.helpers.modules import REPRODUCIBLE, Classifier, Noisy, arguments, numbers, train, weights
 from tests.helpers.specs import every_stack
 
 # Half precision rounds each sum in its own way; the reference is the same stack on the undivided batch.
@@ -139,7 +139,8 @@ def test_what_explain_says_is_what_happens(spec: str, tmp_path: Path, monkeypatc
     from trainstack.backends.explain import way_of
 
     reached: dict[str, list[str]] = {verb: [] for verb in ts.VERBS}
-    stack = ts.build_trainer_backend(spec)
+    options = {"dp": {"args": REPRODUCIBLE}} if "dp" in spec.split("-") else {}
+    stack = ts.build_trainer_backend(spec, **options)
     for layer in stack.layers():
         for verb in ts.VERBS:
             monkeypatch.setattr(layer, verb, recording(getattr(layer, verb), reached[verb], layer.name))

@@ -53,7 +53,9 @@ class LossMeter:
         comm: how the processes of the run talk.
     """
 
-    def __init__(self, *, tolerant: bool = False, bounded: bool = False, secret: bool = False, comm: Communicator | None = None) -> None:
+    def __init__(
+        self, *, tolerant: bool = False, bounded: bool = False, secret: bool = False, comm: Communicator | None = None
+    ) -> None:
         self._tolerant, self._bounded, self._secret = tolerant, bounded, secret
         self._comm = comm or Communicator()
         self.entries: list[StepEntry] = []

@@ -134,7 +134,9 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
             raise ConfigurationError(
                 f"log({name!r}, ...): this module is not being run by a Trainer, so there is nowhere to record it."
             )
-        self._history.update_metric(name, _without_wrappers(value), step=self._run_state.current_step, epoch=self._run_state.epoch)
+        self._history.update_metric(
+            name, _without_wrappers(value), step=self._run_state.current_step, epoch=self._run_state.epoch
+        )
 
     def get_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the module; its `state_dict` unless overridden."""
@@ -148,7 +150,7 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
 
 def _without_wrappers(value: Any) -> Any:
     """The mean over records of a value that `torch.func.vmap` is computing for each of them; other values as they are."""
-    plain, functorch = value, torch._C._functorch  # type: ignore[attr-defined]
+    plain, functorch = value, torch._C._functorch
     while isinstance(plain, torch.Tensor) and functorch.is_functorch_wrapped_tensor(plain):
         plain = functorch.get_unwrapped(plain)
     return value if plain is value else plain.detach().float().mean()

@@ -77,11 +77,13 @@ class Mechanism:
         self._world.comm.add_up(flat)
         flat /= self.accountant.plan.expected_batch_size
         gradient = flat if adaptive is None else flat[:-1]
-        for parameter, part in zip(self.mode.trained, gradient.split([part.numel() for part in sums]), strict=True):
+        parts = torch.split(gradient, [part.numel() for part in sums])
+        for parameter, part in zip(self.mode.trained, parts, strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
         if adaptive is not None:
             self._follow_quantile(adaptive, float(flat[-1]))
-        return torch.linalg.vector_norm(gradient)
+        norm: Tensor = torch.linalg.vector_norm(gradient)
+        return norm
 
     def _noise(self, count: int, adaptive: AdaptiveClipper | None, device: torch.device) -> Tensor:
         """Of standard deviation sigma times the sensitivity; for adaptive clipping the last number is the count's.
@@ -159,13 +161,11 @@ class Mechanism:
             norms = self.mode.clipper.limit
         return private_statement(
             self.accountant.plan,
+            self.args,
             self.accountant.history,
-            clipping=self.args.clipping,
             max_grad_norm=[norms] if isinstance(norms, int | float) else norms,
-            randomness=self._randomness.kind,
             grad_mode=self.mode.name,
             world_size=self._world.size,
-            train_loss_is_logged=self.args.log_train_loss,
             overrides=self.accountant.overrides,
         )
 

@@ -59,7 +59,7 @@ def make_mechanism(
     if found and args.on_unsafe == "error":
         raise PrivacyError(_told(found))
     book = SpendLedger(ledger) if ledger is not None and work.world.is_main else None
-    accountant = Accountant(plan, book, allow_plan_change=args.allow_plan_change, on_unsafe=args.on_unsafe)
+    accountant = Accountant(plan, args, book)
     accountant.overrides = (*seen, *found)
     randomness = _randomness(args, comm)
     sampling = PoissonSampling(
@@ -117,7 +117,7 @@ def _clipper(args: DifferentialPrivacyArguments, names: list[str]) -> Clipper:
         return per_layer_clipper(names, norm)
     assert isinstance(norm, int | float)
     kinds = {"flat": FlatClipper, "automatic": AutomaticClipper, "adaptive": AdaptiveClipper}
-    return kinds[args.clipping](len(names), float(norm))
+    return kinds[args.clipping](float(norm))
 
 
 def _randomness(args: DifferentialPrivacyArguments, comm: Communicator) -> Randomness:

@@ -1,9 +1,9 @@
 """Experiments on a few records before training begins: is a record's influence really bounded?
 
-The neighbour probe compares the clipped sum over a batch with that over the same batch without one record, as the loader
-would have collated it. Their difference must be no longer than the clipping norm, whatever the record. It is made with a
-norm so small that every gradient is clipped: then the smallest coupling between records shows. The idea is that of
-record-level testing in Re:cord-play (arXiv 2602.17454).
+The neighbour probe compares the clipped sum over a batch with that over the same batch without one record, as the
+loader would have collated it. Their difference must be no longer than the clipping norm, whatever the record. It is
+made with a norm so small that every gradient is clipped: then the smallest coupling between records shows. The idea is
+that of record-level testing in Re:cord-play (arXiv 2602.17454).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _limit_that_clips(mode: GradientMode, run: Run, data: TrainingSet, index: Te
 
 
 def _summing(mode: GradientMode, run: Run, data: TrainingSet, limit: float) -> Callable[[Tensor], Tensor]:
-    trial = type(mode)(mode.module, mode.trained, FlatClipper(len(mode.trained), limit))
+    trial = type(mode)(mode.module, mode.trained, FlatClipper(limit))
     device = mode.trained[0].device
 
     def sum_of(index: Tensor) -> Tensor:

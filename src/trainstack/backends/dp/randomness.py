@@ -6,7 +6,7 @@ import math
 import os
 import secrets
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,9 @@ class Randomness(ABC):
     """Where masks and noise come from.
 
     Attributes:
-        kind: what the privacy statement says of it.
         everywhere_alike: whether all processes draw the same masks.
     """
 
-    kind: Literal["os-seeded generator", "os entropy", "debug seed"]
     everywhere_alike = True
 
     @abstractmethod
@@ -41,8 +39,6 @@ class SeededRandomness(Randomness):
     Args:
         mask_key: 128 bits, the same on all processes.
     """
-
-    kind = "os-seeded generator"
 
     def __init__(self, mask_key: int) -> None:
         self._masks = np.random.Generator(np.random.Philox(key=mask_key))
@@ -64,7 +60,6 @@ class SystemRandomness(Randomness):
     floating-point numbers (Holohan and Braghin: Secure Random Sampling in Differential Privacy, 2021).
     """
 
-    kind = "os entropy"
     everywhere_alike = False
 
     def mask(self, step: int, records: int, rate: float) -> Tensor:
@@ -80,8 +75,6 @@ class SystemRandomness(Randomness):
 
 class DebugRandomness(Randomness):
     """Reproducible, and therefore not private: everything is a function of a seed and the step."""
-
-    kind = "debug seed"
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
