@@ -4,7 +4,8 @@ TrainstackError
 ├── ConfigurationError (ValueError)      an argument, or a combination of arguments, is wrong
 │   ├── BackendSpecError                 the backend string is wrong
 │   ├── MissingExtraError (ImportError)  an optional package is needed and not installed
-│   └── ApexUnavailableError             the apex that is installed, if any, has no amp that works here
+│   ├── ApexUnavailableError             the apex that is installed, if any, has no amp that works here
+│   └── PrivacyError                     private training could not keep its promise like this
 ├── ModuleContractError (TypeError)      the user's module, optimizer or loader broke its contract
 ├── NonFiniteError (ArithmeticError)     a loss or gradient became inf or nan
 ├── PeerError (RuntimeError)             another process failed
@@ -49,6 +50,10 @@ class MissingExtraError(ConfigurationError, ImportError):
 
 class ApexUnavailableError(ConfigurationError):
     """A backend needs `apex.amp`; the message says which apex was found and what to write instead."""
+
+
+class PrivacyError(ConfigurationError):
+    """The stated privacy would not hold; the message lists every reason, each with what to write instead."""
 
 
 class ModuleContractError(TrainstackError, TypeError):

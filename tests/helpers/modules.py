@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import trainstack as ts
 
 FEATURES, CLASSES = 6, 3
+REPRODUCIBLE = ts.DifferentialPrivacyArguments(delta=1e-4, noise_multiplier=0.1, debug_seed=3)
+"""For runs of private backends that are compared with each other; they are not private."""
 
 
 def numbers(count: int, *, dtype: torch.dtype = torch.float32, seed: int = 1) -> TensorDataset:
@@ -97,6 +99,8 @@ def arguments(directory: Any, **changes: Any) -> ts.TrainerArguments:
         "checkpointer_args": ts.DefaultCheckpointerArguments(checkpoint=False),
         "device": "cpu",
     }
+    if "dp" in changes.get("backend", "sp").split("-"):
+        values["differential_privacy_args"] = REPRODUCIBLE
     return ts.TrainerArguments(**{**values, **changes})
 
 

@@ -8,6 +8,9 @@ from trainstack.backends.build import build_trainer_backend
 from trainstack.backends.communicator import Communicator
 from trainstack.backends.ddp import DDP
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
+from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
+from trainstack.backends.dp.layer import DP
+from trainstack.backends.dp.statement import PrivacyStatement
 from trainstack.backends.driving import TrainerBackendArguments
 from trainstack.backends.empty import EMPTY
 from trainstack.backends.environment import (
@@ -30,6 +33,9 @@ __all__ = [
     "AbstractTrainerBackendDecorator",
     "Amp",
     "DDP",
+    "DP",
+    "DifferentialPrivacyArguments",
+    "PrivacyStatement",
     "EMPTY",
     "AmpApex",
     "BFloat16",

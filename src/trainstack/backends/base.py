@@ -21,7 +21,9 @@ from trainstack.errors import CheckpointMismatchError, ConfigurationError
 from trainstack.stage import Stage
 
 if TYPE_CHECKING:
+    from trainstack.backends.dp.statement import PrivacyStatement
     from trainstack.backends.driving import Driver, TrainerBackendArguments
+    from trainstack.backends.sampling import Sampling
 
 VERBS = ("open", "prepare", "accumulate", "forward", "backward", "clip", "step", "gather", "close")
 
@@ -89,6 +91,22 @@ class TrainerBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what `open` took. May be called twice."""
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """How the training data is drawn, if a layer does that itself; known once `prepare` was called."""
+        return None
+
+    @property
+    def is_private(self) -> bool:
+        """Whether a layer of the stack bounds what training reveals of a record."""
+        return any(layer.name == "dp" for layer in self.layers())
+
+    def privacy_statement(self) -> PrivacyStatement:
+        """What is guaranteed to those whose records are trained on."""
+        from trainstack.backends.dp.statement import no_guarantee
+
+        return no_guarantee(self.spec)
 
     def claim(self, owner: object) -> None:
         """Belong to `owner`, for layers keep what belongs to one run, such as a gradient scaler.

@@ -49,6 +49,12 @@ class Communicator:
         """
         return rows
 
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace `tensor` in place by its sum over the processes; on the device on which gradients are."""
+
+    def take_from_main(self, tensor: Tensor) -> None:
+        """Replace `tensor` in place by that of rank 0; on the device on which gradients are."""
+
     def agree(self, error: BaseException | None, doing: str) -> None:
         """Go on together or stop together.
 
@@ -95,11 +101,12 @@ class GroupCommunicator(Communicator):
     Args:
         group: one that carries CPU tensors.
         store: where processes leave word for each other outside of collectives.
-        groups: the others in which these processes work together. All of them are ours to break.
+        groups: the others in which these processes work together, that for gradients first. All are ours to break.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: Store, groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self._group, self._groups = group, tuple(groups)
+        self._for_gradients = groups[0] if groups else group
         self._lookout: Lookout | None = None
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         # A group may serve one run after another. A connection of its own waits for nobody who waits on the store.
@@ -126,6 +133,12 @@ class GroupCommunicator(Communicator):
                 dist.broadcast(piece.view(torch.uint8), group=self._group, group_src=rank)  # gloo lacks some dtypes
             begin += count
         return whole
+
+    def add_up(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self._for_gradients)
+
+    def take_from_main(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, group=self._for_gradients, group_src=0)
 
     def post(self, name: str, text: str) -> None:
         self._store.set(f"said/{name}", text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from trainstack.backends.base import TrainerBackend
 from trainstack.backends.workload import Workload
 from trainstack.backends.world import World
 from trainstack.stage import Stage
+
+if TYPE_CHECKING:
+    from trainstack.backends.dp.statement import PrivacyStatement
+    from trainstack.backends.sampling import Sampling
 
 
 class AbstractTrainerBackendDecorator(TrainerBackend):
@@ -49,6 +53,13 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
 
     def step(self, work: Workload) -> bool:
         return self.inner.step(work)
+
+    @property
+    def sampling(self) -> Sampling | None:
+        return self.inner.sampling
+
+    def privacy_statement(self) -> PrivacyStatement:
+        return self.inner.privacy_statement()
 
     def gather(self, outputs: Any) -> Any:
         return self.inner.gather(outputs)

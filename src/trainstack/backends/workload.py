@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from trainstack.backends.sampling import TrainingSet
 from trainstack.backends.world import World
 from trainstack.errors import ConfigurationError
 
@@ -43,6 +44,10 @@ class Workload:
         world: this process's place and device.
         clipping: what `clip` does.
         gradients_reduced_by: the name of the layer that sums gradients over processes, if one does.
+        gradients_bounded_by: the name of the layer that bounds the gradient of each record, if one does: then no loss,
+            be it inf or nan, is a reason to stop or to leave out a step.
+        loss_may_be_seen: whether the training loss may be logged.
+        data: the training data, where the library knows it.
     """
 
     module: nn.Module
@@ -53,9 +58,19 @@ class Workload:
     world: World
     clipping: Clipping = Clipping()
     gradients_reduced_by: str | None = None
+    gradients_bounded_by: str | None = None
+    loss_may_be_seen: bool = True
+    data: TrainingSet | None = None
 
     @classmethod
-    def of(cls, module: nn.Module, optimizers: Any, world: World, clipping: Clipping | None = None) -> Workload:
+    def of(
+        cls,
+        module: nn.Module,
+        optimizers: Any,
+        world: World,
+        clipping: Clipping | None = None,
+        data: TrainingSet | None = None,
+    ) -> Workload:
         """A workload as `prepare` first gets it: nothing wrapped, nothing placed."""
         optimizers = tuple(optimizers)
         return cls(
@@ -66,6 +81,7 @@ class Workload:
             trained=_held_by(optimizers),
             world=world,
             clipping=clipping or Clipping(),
+            data=data,
         )
 
     def refreshed(self) -> Workload:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainstack.backends import TrainerBackend, parse_spec
+from trainstack.backends import DifferentialPrivacyArguments, TrainerBackend, parse_spec
 from trainstack.backends.registry import registered_backend
 from trainstack.checkpointing import AbstractCheckpointer, DefaultCheckpointerArguments
 from trainstack.errors import ConfigurationError
@@ -147,6 +147,11 @@ def _check_nested(args: TrainerArguments) -> None:
             f"checkpointer_args={args.checkpointer_args!r}: write DefaultCheckpointerArguments(...), or give your own "
             "checkpointer to Trainer(..., checkpointer=...)."
         )
+    given = args.differential_privacy_args
+    if given is not None and not isinstance(given, DifferentialPrivacyArguments):
+        raise ConfigurationError(
+            f"differential_privacy_args={given!r}: write DifferentialPrivacyArguments(delta=..., target_epsilon=...)."
+        )
     if not isinstance(args.output_dir, str | PathLike):
         raise ConfigurationError(f"output_dir={args.output_dir!r}: write the path of a folder.")
     if not isinstance(args.device, str | torch.device):
@@ -191,6 +196,12 @@ def _check_backend(args: TrainerArguments) -> None:
         raise ConfigurationError(
             f"differential_privacy_args with backend={args.backend!r}, which has no privacy layer: the run would not "
             "be private. Leave them out, or choose a backend with 'dp'."
+        )
+    if "dp" in tokens and args.differential_privacy_args is None and "args" not in args.backend_options.get("dp", {}):
+        raise ConfigurationError(
+            f"backend={args.backend!r} without differential_privacy_args: nothing says how private the run is to be. "
+            "Write differential_privacy_args=DifferentialPrivacyArguments(delta=1e-6, target_epsilon=3.0), with a "
+            "delta well below one over the number of records."
         )
     if args.distributed_training_args is not None and "ddp" not in tokens:
         raise ConfigurationError(

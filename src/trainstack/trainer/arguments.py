@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from trainstack.backends import DistributedTrainingArguments
+from trainstack.backends import DifferentialPrivacyArguments, DistributedTrainingArguments
 from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.argument_checks import check_arguments
@@ -110,7 +110,7 @@ class TrainerArguments:
     stats_args: StatsArguments | None = None
     writer_args: WriterArguments | None = None
     distributed_training_args: DistributedTrainingArguments | None = None
-    differential_privacy_args: Any = None
+    differential_privacy_args: DifferentialPrivacyArguments | None = None
     amp_backend_native: bool = False
     amp_backend_apex: bool = False
     amp_level_apex: str = "O1"
@@ -146,6 +146,10 @@ class TrainerArguments:
         options = {layer: dict(chosen) for layer, chosen in self.backend_options.items()}
         if self.distributed_training_args is not None:
             options.setdefault("ddp", {}).setdefault("place", self.distributed_training_args)
+        if self.differential_privacy_args is not None:
+            private = options.setdefault("dp", {})
+            private.setdefault("args", self.differential_privacy_args)
+            private.setdefault("ledger", Path(self.output_dir) / "privacy-ledger.jsonl")
         if self.amp_level_apex != "O1":
             options.setdefault("amp_apex", {})["opt_level"] = self.amp_level_apex
         return options
@@ -196,6 +200,7 @@ class TrainerArguments:
 
 _NESTED: dict[str, type] = {
     "distributed_training_args": DistributedTrainingArguments,
+    "differential_privacy_args": DifferentialPrivacyArguments,
     "checkpointer_args": DefaultCheckpointerArguments,
     "stats_args": StatsArguments,
     "writer_args": WriterArguments,

@@ -77,9 +77,10 @@ class Fetcher:
             return ([tensor[row] for tensor in tensors] for row in rows)
         if self.loader.num_workers > 0 or (self.loader.pin_memory and torch.accelerator.is_available()):
             return self._from_workers(epoch, indices)
-        return (self._load(epoch, index) for index in indices)
+        return (self.load(epoch, index) for index in indices)
 
-    def _load(self, epoch: int, index: Tensor) -> Any:
+    def load(self, epoch: int, index: Tensor) -> Any:
+        """One collated batch, loaded in this process."""
         with host_rng_kept():
             samples = self._seeded.__getitems__([(epoch, i) for i in index.tolist()])
             return self.loader.collate_fn(samples)

@@ -35,7 +35,8 @@ class TrainLoop:
         hooks: of the module.
         schedules: what is stepped after a global step that moved the weights, and when.
         state: advanced after each global step.
-        skip_nonfinite: leave out steps whose loss or gradient is inf or nan (reads the device in every step).
+        skip_nonfinite: leave out steps whose loss or gradient is inf or nan (reads the device in every step). A layer
+            that bounds each record's gradient leaves nothing to skip.
         keep_epoch_outputs: collect what `train_step` returns over a whole epoch.
 
     Attributes:
@@ -60,8 +61,11 @@ class TrainLoop:
         self.schedules = schedules or Schedules()
         self.schedulers = self.schedules.schedulers
         self.state = state or RunState()
-        self.skip_nonfinite = skip_nonfinite
-        self.meter = LossMeter(tolerant=skip_nonfinite, comm=work.world.comm)
+        bounded = work.gradients_bounded_by is not None
+        self.skip_nonfinite = skip_nonfinite and not bounded
+        self.meter = LossMeter(
+            tolerant=skip_nonfinite, bounded=bounded, secret=not work.loss_may_be_seen, comm=work.world.comm
+        )
         self.step_outputs = OutputCollector(device=None) if hooks.step_outputs else None
         self.epoch_outputs = OutputCollector() if keep_epoch_outputs else None
         self.attend: Callable[[], None] = lambda: None
@@ -169,7 +173,7 @@ class Buffers:
 
 
 def _advance(state: RunState, window: Window, moved: bool) -> None:
-    micro_batches = len(window.batches)
+    micro_batches = len(window.batches) if window.counted is None else window.counted
     state.global_step += 1
     state.steps_in_epoch += 1
     state.samples_in_epoch += window.samples

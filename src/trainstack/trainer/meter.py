@@ -48,11 +48,15 @@ class LossMeter:
 
     Args:
         tolerant: a non-finite loss is no error where its step moved nothing.
+        bounded: a non-finite loss is no error at all, for it had no influence; it counts as 0.
+        secret: losses are not to be told.
         comm: how the processes of the run talk.
     """
 
-    def __init__(self, *, tolerant: bool = False, comm: Communicator | None = None) -> None:
-        self._tolerant = tolerant
+    def __init__(
+        self, *, tolerant: bool = False, bounded: bool = False, secret: bool = False, comm: Communicator | None = None
+    ) -> None:
+        self._tolerant, self._bounded, self._secret = tolerant, bounded, secret
         self._comm = comm or Communicator()
         self.entries: list[StepEntry] = []
         self.interval = WeightedMean()
@@ -114,6 +118,8 @@ class LossMeter:
         self.skipped_in_a_row = state["skipped_in_a_row"]
 
     def _count(self, entry: StepEntry, values: list[float], norm: float | None) -> None:
+        if self._bounded:
+            values = [value if math.isfinite(value) else 0.0 for value in values]
         if entry.moved or not self._tolerant:
             self._refuse_nonfinite_loss(entry, values)
         if not entry.moved:
@@ -129,6 +135,8 @@ class LossMeter:
         self.last_norm = norm
         if norm is not None and not math.isfinite(norm):
             raise NonFiniteError(f"the norm of the gradients is {norm} at {_place(entry)}. {_ADVICE}")
+        if self._secret:
+            return
         loss = sum(value * weight for value, weight in zip(values, entry.weights, strict=True) if weight)
         self.interval.add(loss, entry.items)
         self.epoch.add(loss, entry.items)
@@ -173,6 +181,13 @@ class ExactSum:
             value = high
         self.parts = [*kept, value]
 
+    def canonical(self) -> list[float]:
+        """Parts that depend on the sum alone, not on how it came about: each is what is left of it, rounded."""
+        parts: list[float] = []
+        while rest := math.fsum([*self.parts, *(-part for part in parts)]):
+            parts.append(rest)
+        return parts
+
     def value(self) -> float:
         """The sum, rounded once."""
         return math.fsum(self.parts)
@@ -212,7 +227,7 @@ class WeightedMean:
 
     def get_state(self) -> list[Any]:
         """What is settled."""
-        return [self.settled.parts, self.items]
+        return [self.settled.canonical(), self.items]
 
 
 def read_scalars(tensors: Sequence[Tensor]) -> list[float]:

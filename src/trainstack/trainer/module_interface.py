@@ -153,7 +153,9 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
             raise ConfigurationError(
                 f"log({name!r}, ...): this module is not being run by a Trainer, so there is nowhere to record it."
             )
-        self._history.update_metric(name, value, step=self._run_state.current_step, epoch=self._run_state.epoch)
+        self._history.update_metric(
+            name, _without_wrappers(value), step=self._run_state.current_step, epoch=self._run_state.epoch
+        )
 
     def get_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the module; its `state_dict` unless overridden."""
@@ -163,3 +165,11 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
         """Take back what `get_state` returned; does nothing for None."""
         if state:
             self.load_state_dict(state)
+
+
+def _without_wrappers(value: Any) -> Any:
+    """The mean over records of a value that `torch.func.vmap` computes for each; other values as they are."""
+    plain, functorch = value, torch._C._functorch
+    while isinstance(plain, torch.Tensor) and functorch.is_functorch_wrapped_tensor(plain):
+        plain = functorch.get_unwrapped(plain)
+    return value if plain is value else plain.detach().float().mean()

@@ -119,3 +119,15 @@ class TrainerProperties(AbstractTrainer):
         if self.is_main_process if once == "world" else self.world.local_rank == 0:
             sys.stdout.write(" ".join(map(str, values)) + "\n")
             sys.stdout.flush()
+
+    def request_stop(self, reason: str) -> None:
+        """Ask for the end of the training at the next step boundary; `train()` then returns.
+
+        Hooks, other threads and signal handlers may call it, on one process or on all. Asked in a validation, the
+        training ends after the epoch. An epoch under way is not ended: its hooks and its validation are left out, and
+        `train()` called again goes on exactly there.
+
+        Args:
+            reason: what `stop_reason` says afterwards.
+        """
+        self._stopper.ask(reason)

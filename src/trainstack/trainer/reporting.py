@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch.optim import Optimizer
 
+from trainstack.backends import TrainerBackend
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.meter import LossMeter
@@ -28,6 +29,7 @@ class Reporter:
     def __init__(self, args: TrainerArguments, history: RunHistory, *, is_main: bool = True) -> None:
         self.history = history
         self._writers = WriterGroup(build_writers(args.writers, args.log_dir) if is_main else [])
+        self._log_dir, self._is_main = args.log_dir, is_main
         self._kind = "none" if args.disable_tqdm or not is_main else args.progress
         self.progress: ProgressDisplay = NoProgress()
         self._last_loss: float | None = None
@@ -103,6 +105,19 @@ class Reporter:
     def text(self, line: str) -> None:
         """Write one line."""
         self._writers.text(line)
+
+    def end_private_run(self, stack: TrainerBackend, why_over: str | None) -> None:
+        """Say what a private run guarantees, and keep it beside the logs; nothing for other runs."""
+        if not stack.is_private:
+            return
+        statement = stack.privacy_statement()
+        if why_over is not None:
+            self.text(why_over)
+        self.text(statement.text)
+        if self._is_main:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            (self._log_dir / "privacy_statement.txt").write_text(statement.text + "\n", encoding="utf-8")
+            (self._log_dir / "privacy_statement.json").write_text(statement.to_json() + "\n", encoding="utf-8")
 
     def close(self) -> None:
         """Leave the terminal and the files in order."""

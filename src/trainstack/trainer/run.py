@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from trainstack.backends import Clipping, TrainerBackend, Workload, World
-from trainstack.errors import ModuleContractError, annotate
+from trainstack.errors import ModuleContractError, PrivacyBudgetError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.collector import as_arguments
 from trainstack.trainer.evaluator import Evaluator
@@ -80,9 +80,10 @@ class Run:
         self.busy = self.save_asked = self.pin_asked = False
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log)
-        module.plan, module._history, module._run_state = self.data.plan, history, state
+        module.plan, module._history, module._run_state = self.data.plan, RunHistory(), state
         self.hooks = Hooks(module)
         self.loop = self._make_loop()
+        module._history = history  # what a layer tried out on the module was written elsewhere
         self.watched = finite_tensors(module, self.loop.work)
 
     def _make_loop(self) -> TrainLoop:
@@ -90,7 +91,8 @@ class Run:
         epochs = max(1, args.epochs - (self.state.epoch if args.reset_optimizers_schedulers else 0))
         made = self.module.get_optimizers_schedulers(plan.estimated_global_steps_per_epoch, epochs)
         optimizers, schedulers = checked_optimizers_schedulers(made, self.module, self.log)
-        work = self.stack.prepare(Workload.of(self.module, optimizers, self.world, _clipping(args)))
+        work = Workload.of(self.module, optimizers, self.world, _clipping(args), self.data.training_set)
+        work = self.stack.prepare(work)
         keep = args.collect_train_outputs
         return TrainLoop(
             self.stack,
@@ -161,7 +163,7 @@ class Run:
             self.epoch_rng = capture_rng(device)
         if hook is not None:
             hook(state.global_step, state.epoch)
-        windows = self.data.windows(state) if state.validated < 0 else iter(())
+        windows = self.data.windows(state, self.stack.sampling) if state.validated < 0 else iter(())
         if within:
             restore_rng(now, device)
             self.pending_rng = None
@@ -216,6 +218,21 @@ class Run:
         self.loop.attend_at = step + min(due)
         if self.stopper.is_asked or self.save_asked:  # looked at last: later ones move `attend_at` themselves
             self.loop.attend_at = 0
+
+    @property
+    def why_over(self) -> str | None:
+        """Why no further step may be made, as a sentence; None if one may."""
+        sampling = self.stack.sampling
+        return sampling.why_over() if sampling is not None and sampling.steps_left() == 0 else None
+
+    def refuse_over(self) -> None:
+        """Refuse to train when no step may be made.
+
+        Raises:
+            PrivacyBudgetError: saying what is used up.
+        """
+        if self.state.epoch < self.args.epochs and self.why_over is not None:
+            raise PrivacyBudgetError(self.why_over)
 
     def restore_rng_once(self) -> None:
         """Go on with the random state of the checkpoint, if that has not happened yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -148,9 +149,11 @@ def take_checkpoint(
 
 
 def facts_of(trainer: Trainer) -> dict[str, Any]:
-    """What should be readable in a manifest: the backend, the epoch under way, and what was measured at this step."""
-    metrics = trainer.history.values_at(trainer.state.global_step)
-    return {"backend": trainer.trainer_backend.spec, "epoch": trainer.state.epoch, "metrics": metrics}
+    """What should be readable in a manifest: the backend, the epoch under way, what was measured at this step, and what
+    a private run has promised so far."""
+    metrics, stack = trainer.history.values_at(trainer.state.global_step), trainer.trainer_backend
+    facts = {"backend": stack.spec, "epoch": trainer.state.epoch, "metrics": metrics}
+    return facts | ({"privacy": json.loads(stack.privacy_statement().to_json())} if stack.is_private else {})
 
 
 EXCEPTION = "exception"

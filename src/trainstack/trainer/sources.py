@@ -24,12 +24,14 @@ class Window(NamedTuple):
         weights: the share of each in the step; over all processes they sum to one (to zero if nothing counts).
         items: what the step's loss is a mean over, on all processes together: samples, tokens, ...
         samples: samples on all processes together; 0 where unknown.
+        counted: how many micro-batches counters are told of, where that is not how many there are.
     """
 
     batches: Sequence[Any]
     weights: Sequence[float]
     items: float
     samples: int
+    counted: int | None = None
 
 
 Weigher = Callable[[Any], float]

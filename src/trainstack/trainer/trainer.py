@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch.utils.data import SequentialSampler
 
-from trainstack.backends import TrainerBackend, World, build_trainer_backend
+from trainstack.backends import PrivacyStatement, TrainerBackend, World, build_trainer_backend
 from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.stage import Stage
@@ -125,8 +125,9 @@ class Trainer(TrainerProperties):
         if state.epoch >= self.args.epochs:
             reporter.text(f"all {self.args.epochs} epochs are trained already; nothing is left to do")
         self.module.train()
+        run.refuse_over()
         with suppress(Stopped):
-            while state.epoch < self.args.epochs:
+            while state.epoch < self.args.epochs and run.why_over is None:
                 run.train_epoch(reporter, self.save_checkpoint, save_every)
         run.restore_rng_once()
         reporter.write()  # a history counts as written once it is saved
@@ -140,19 +141,8 @@ class Trainer(TrainerProperties):
         if run.hooks.end_train is not None:
             run.hooks.end_train(state.global_step)
         reporter.write()
+        reporter.end_private_run(self.trainer_backend, run.why_over)
         self._finished = state.epoch >= self.args.epochs
-
-    def request_stop(self, reason: str) -> None:
-        """Ask for the end of the training at the next step boundary; `train()` then returns.
-
-        Hooks, other threads and signal handlers may call it, on one process or on all. Asked in a validation, the
-        training ends after the epoch. An epoch under way is not ended: its hooks and its validation are left out, and
-        `train()` called again goes on exactly there.
-
-        Args:
-            reason: what `stop_reason` says afterwards.
-        """
-        self._stopper.ask(reason)
 
     @by_all
     def validate(self) -> dict[str, Any]:
@@ -199,6 +189,11 @@ class Trainer(TrainerProperties):
         """
         self._ready()
         return self.trainer_backend.gather(outputs)
+
+    def privacy_statement(self) -> PrivacyStatement:
+        """What is guaranteed, at this moment, to those whose records are trained on; `.text` and `.to_json()`."""
+        self._ready()
+        return self.trainer_backend.privacy_statement()
 
     def close(self) -> None:
         """Give back what the backend took from the outside, such as a process group."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from trainstack.backends import World
+from trainstack.backends.sampling import Sampling, TrainingSet
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.fetching import Fetcher
@@ -17,6 +18,7 @@ from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.order import DataOrder
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run_state import RunState
+from trainstack.trainer.sampled import SampledSource
 from trainstack.trainer.sources import ForeignSource, OrderedSource, Window, own_weigher, why_foreign
 
 
@@ -32,7 +34,8 @@ class TrainingData:
 
     Attributes:
         plan: the run's step arithmetic.
-        loader_memory: the state of a loader that keeps one.
+            loader_memory: the state of a loader that keeps one.
+            training_set: what the layers of the stack may know of the data.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class TrainingData:
         loader = self._ask()
         self.loader_memory.meet(loader)
         self.plan = self._make_plan(loader)
+        self.training_set = self._training_set(loader)
         if loader is not None and self.plan.steps_per_epoch is None:
             log.warning(
                 "the training loader has no length, so the steps of an epoch are unknown: get_optimizers_schedulers "
@@ -53,8 +57,8 @@ class TrainingData:
                 "number."
             )
 
-    def windows(self, state: RunState) -> Iterator[Window]:
-        """The global steps of `state.epoch` that are still to be made.
+    def windows(self, state: RunState, sampling: Sampling | None = None) -> Iterator[Window]:
+        """The global steps of `state.epoch` that are still to be made, their samples drawn by `sampling` if given.
 
         Raises:
             ModuleContractError: the module has no usable training data.
@@ -66,6 +70,8 @@ class TrainingData:
                 "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))."
             )
         reason = why_foreign(loader)
+        if sampling is not None:
+            return self._sampled(loader, sampling, state)
         if reason is None:
             return self._ordered(loader).windows(state.epoch, state.samples_in_epoch, state.batches_in_epoch)
         self._say_foreign(reason, loader, state)
@@ -74,6 +80,28 @@ class TrainingData:
             batches, self.plan.accumulation, self._module.batch_weight, self._world.rank, self._world.size
         )
         return source.windows(state.epoch, state.samples_in_epoch, 0 if positioned else state.batches_in_epoch)
+
+    def _training_set(self, loader: Any) -> TrainingSet:
+        problem = "get_train_dataloader returned None" if loader is None else why_foreign(loader)
+        return TrainingSet(
+            length=None if problem else len(loader.dataset),
+            fetch=lambda index: self._fetcher_of(loader).load(0, index),
+            global_batch=self.plan.global_batch,
+            most_at_once=self._args.gpu_batch_size_limit,
+            total_steps=self.plan.total_steps,
+            problem=problem,
+        )
+
+    def _sampled(self, loader: Any, sampling: Sampling, state: RunState) -> Iterator[Window]:
+        plan = self.plan
+        assert plan.steps_per_epoch is not None
+        source = SampledSource(self._fetcher_of(loader), sampling, self.training_set, plan.accumulation)
+        return source.windows(state.epoch, state.global_step + 1, plan.steps_per_epoch - state.steps_in_epoch)
+
+    def _fetcher_of(self, loader: Any) -> Fetcher:
+        if self._fetcher is None or not self._fetcher.serves(loader):
+            self._fetcher = Fetcher(loader, self._seed)
+        return self._fetcher
 
     def _ask(self) -> Any:
         try:
@@ -132,8 +160,6 @@ class TrainingData:
                 f"train_batch_size={plan.global_batch} with drop_last=True and {len(loader.dataset)} samples leaves no "
                 "global step at all. Lower train_batch_size or write drop_last=False."
             )
-        if self._fetcher is None or not self._fetcher.serves(loader):
-            self._fetcher = Fetcher(loader, self._seed)
         order = DataOrder(
             length=len(loader.dataset),
             global_batch=plan.global_batch,
@@ -144,7 +170,7 @@ class TrainingData:
             shuffle=not isinstance(loader.sampler, SequentialSampler),
             drop_last=loader.drop_last,
         )
-        return OrderedSource(self._fetcher, order, own_weigher(self._module), world.comm)
+        return OrderedSource(self._fetcher_of(loader), order, own_weigher(self._module), world.comm)
 
     def _planned_length(self, loader: Any) -> int:
         length, planned = len(loader.dataset), self.plan.samples_per_epoch

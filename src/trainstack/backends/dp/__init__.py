@@ -1,4 +1,8 @@
-"""Differential privacy: what a private run may spend, what it has spent, and how that is said.
+"""Differential privacy: what a private run promises, how it keeps that, and what it has spent.
+
+`layer.py` is the layer of the stack. `preparing.py` refuses what is unsafe (`refusals.py`), tries the module out
+(`probes.py`) and builds the `mechanism.py` of a run: `poisson.py` draws its records, `modes/` gives the sum of their
+gradients, clipped by `clipping.py`, and `randomness.py` the noise.
 
 `arguments.py` is what a user writes and `plan.py` the constants that follow from it; `accounting.py` turns steps into
 epsilon, with opacus behind `accountants.py` and without any package in `gaussian.py`; `budget.py` counts the steps of a

@@ -88,6 +88,20 @@ class Accountant:
             )
         return self._limit - taken
 
+    @property
+    def steps_left(self) -> int | None:
+        """How many steps still fit into the budget, counted no further than the plan goes; None without a budget."""
+        if self.plan.max_epsilon is None:
+            return None
+        return max(0, int(self._room(1)))
+
+    def why_over(self) -> str:
+        """What the budget was and what was spent, when no further step fits."""
+        return (
+            f"The privacy budget is spent: epsilon is {self.epsilon():.4g} after {self.steps} steps, and one more "
+            f"would exceed max_epsilon={self.plan.max_epsilon}. Keep the model as it is, or decide on a larger budget."
+        )
+
     def charge(self) -> None:
         """Spend one step. Call it before the noise is drawn; when it raises, nothing was spent and no step may follow.
 
@@ -97,10 +111,7 @@ class Accountant:
         """
         plan, room = self.plan, self._room(1)
         if room < 1:
-            raise PrivacyBudgetError(
-                f"The privacy budget is spent: epsilon is {self.epsilon():.4g} after {self.steps} steps, and one more "
-                f"would exceed max_epsilon={plan.max_epsilon}. Keep the model as it is, or decide on a larger budget."
-            )
+            raise PrivacyBudgetError(self.why_over())
         if self._ledger is not None:
             self._ledger.charge(self.run, plan.noise_multiplier, plan.sample_rate, at_most=room)
         self._counted = merged([*self._counted, (plan.noise_multiplier, plan.sample_rate, 1)])

@@ -1,0 +1,126 @@
+"""`dp`: DP-SGD. Each record's gradient is bounded, noise is added to the sum, and every step is accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from os import PathLike
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from trainstack.backends.decorator import AbstractTrainerBackendDecorator
+from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
+from trainstack.backends.dp.budget import Accountant
+from trainstack.backends.dp.mechanism import Mechanism
+from trainstack.backends.dp.statement import PrivacyStatement
+from trainstack.backends.empty import EMPTY
+from trainstack.backends.registry import Slot, register_layer
+from trainstack.backends.sampling import Sampling
+from trainstack.backends.workload import Workload
+from trainstack.errors import ConfigurationError
+from trainstack.stage import Stage
+
+_SCALER = (
+    "a gradient scaler skips steps and changes its scale by what the data are, without noise. The half precision for "
+    "private training is 'bf16'."
+)
+
+
+@register_layer("dp", slot=Slot.PRIVACY)
+class DP(AbstractTrainerBackendDecorator):
+    """Private training: (epsilon, delta)-differential privacy for each record of the training data.
+
+    A global step is one Poisson sample over the whole data set. The gradient of each record is clipped, in float32;
+    their sum gets noise, once, and is divided by the expected batch size, a constant. Abadi et al.: Deep Learning with
+    Differential Privacy (2016).
+
+    Args:
+        inner: the layer inside this one.
+        args: what is promised, and how.
+        ledger: the file in which every step is recorded before it is taken.
+    """
+
+    summary: ClassVar[str] = "bounds each record's gradient, adds noise to their sum and accounts for every step"
+    collectives: ClassVar[str] = "one all-reduce of the noisy sum each global step"
+    excludes: ClassVar[Mapping[str, str]] = {"amp": _SCALER, "amp-apex": _SCALER}
+    state_must_survive: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        inner: Any,
+        *,
+        args: DifferentialPrivacyArguments | None = None,
+        ledger: str | PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(inner)
+        self._args, self._ledger = args, ledger
+        self._mechanism: Mechanism | None = None
+
+    def prepare(self, work: Workload) -> Workload:
+        work = self.inner.prepare(work)
+        if self._args is None:
+            raise ConfigurationError(
+                f"backend {self.spec!r} was not told how private the run is to be. Write differential_privacy_args="
+                "DifferentialPrivacyArguments(delta=..., target_epsilon=...) in TrainerArguments."
+            )
+        self._mechanism = self._make_mechanism(work, self._args)
+        return replace(
+            work,
+            gradients_reduced_by=self.name,
+            gradients_bounded_by=self.name,
+            loss_may_be_seen=self._args.log_train_loss,
+        )
+
+    def _make_mechanism(self, work: Workload, args: DifferentialPrivacyArguments) -> Mechanism:
+        from trainstack.backends.dp.preparing import make_mechanism
+
+        return make_mechanism(work, args, self._ledger, lambda model, batch: self._run(work, model, batch, step=1))
+
+    def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
+        """In training, forwards and backwards: what comes back is finished, but for a loss that may be logged."""
+        if stage is not Stage.TRAIN:
+            return self.inner.forward(work, stage, batch, step)
+        if batch is EMPTY:
+            return torch.zeros((), device=work.world.device, requires_grad=True)
+        return self._ready.add(lambda model, part: self._run(work, model, part, step), batch)
+
+    def _run(self, work: Workload, model: nn.Module, batch: Any, step: int) -> Any:
+        return self.inner.forward(replace(work, model=model), Stage.TRAIN, batch, step)
+
+    def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
+        """Nothing is left to do: gradients were taken record by record."""
+
+    def clip(self, work: Workload) -> Tensor | None:
+        """Charge the step, then release the noisy mean of the clipped gradients; returns its norm."""
+        return self._ready.release(work)
+
+    @property
+    def sampling(self) -> Sampling | None:
+        return None if self._mechanism is None else self._mechanism.sampling
+
+    @property
+    def accountant(self) -> Accountant:
+        """What was spent and may still be."""
+        return self._ready.accountant
+
+    def privacy_statement(self) -> PrivacyStatement:
+        return self._ready.statement()
+
+    def get_layer_state(self) -> dict[str, Any] | None:
+        return {} if self._mechanism is None else self._mechanism.get_state()
+
+    def update_layer_state(self, state: dict[str, Any]) -> None:
+        self._ready.update_state(state)
+
+    def close(self) -> None:
+        if self._mechanism is not None:
+            self._mechanism.close()
+        self.inner.close()
+
+    @property
+    def _ready(self) -> Mechanism:
+        if self._mechanism is None:
+            raise ConfigurationError("the privacy layer was asked before the module was made ready by a Trainer.")
+        return self._mechanism

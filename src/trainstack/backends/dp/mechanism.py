@@ -1,0 +1,197 @@
+"""The private step: from the sums of clipped gradients to gradients that may be used, and what a run must remember."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
+from trainstack.backends.dp.budget import Accountant
+from trainstack.backends.dp.clipping import AdaptiveClipper
+from trainstack.backends.dp.modes.base import GradientMode, Run
+from trainstack.backends.dp.randomness import Randomness
+from trainstack.backends.dp.statement import PrivacyStatement, private_statement
+from trainstack.backends.sampling import Sampling
+from trainstack.backends.single_process import move_to_device
+from trainstack.backends.workload import Workload
+from trainstack.backends.world import World
+from trainstack.errors import CheckpointMismatchError, PrivacyError
+
+
+class Mechanism:
+    """The Poisson-subsampled Gaussian mechanism of one run, on all its processes.
+
+    Args:
+        args: what was promised.
+        accountant: is charged before the noise of a step is drawn.
+        mode: gives the sums of clipped gradients.
+        randomness: of the noise.
+        sampling: draws the records.
+        world: this process's place; the main process draws the noise.
+    """
+
+    def __init__(
+        self,
+        *,
+        args: DifferentialPrivacyArguments,
+        accountant: Accountant,
+        mode: GradientMode,
+        randomness: Randomness,
+        sampling: Sampling,
+        world: World,
+    ) -> None:
+        self.args, self.accountant, self.mode, self.sampling = args, accountant, mode, sampling
+        self._randomness, self._world = randomness, world
+        self._released = 0
+        self._checked: Workload | None = None
+
+    def add(self, run: Run, batch: Any) -> Any:
+        """Add a micro-batch to the step under way; returns what `train_step` returned, without its graph."""
+        batch = move_to_device(batch, self._world.device)
+        return self.mode.add(run, batch, count_records(batch))
+
+    def release(self, work: Workload) -> Tensor:
+        """End the step: charge it, add noise to the sum over all processes, and set the gradients.
+
+        Returns:
+            The joint L2 norm of the gradients, 0-dim.
+
+        Raises:
+            PrivacyBudgetError: the step would exceed the budget; nothing is released.
+        """
+        self._check_parameters(work)
+        self.accountant.charge()
+        self._released += 1
+        sums = self.mode.take()
+        clipper = self.mode.clipper
+        adaptive = clipper if isinstance(clipper, AdaptiveClipper) else None
+        counts = [] if adaptive is None else [adaptive.take_counts().to(sums[0].device).reshape(1)]
+        flat = torch.cat([part.flatten() for part in sums] + counts)
+        if self._world.is_main:
+            flat += self._noise(len(flat), adaptive, flat.device)
+        self._world.comm.add_up(flat)
+        flat /= self.accountant.plan.expected_batch_size
+        gradient = flat if adaptive is None else flat[:-1]
+        parts = torch.split(gradient, [part.numel() for part in sums])
+        for parameter, part in zip(self.mode.trained, parts, strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+        if adaptive is not None:
+            self._follow_quantile(adaptive, float(flat[-1]))
+        norm: Tensor = torch.linalg.vector_norm(gradient)
+        return norm
+
+    def _noise(self, count: int, adaptive: AdaptiveClipper | None, device: torch.device) -> Tensor:
+        """Of standard deviation sigma times the sensitivity; for adaptive clipping the last number is the count's.
+
+        The count and the gradients then share what one step may spend: Andrew et al. 2019, theorem 1.
+        """
+        sigma = self.accountant.plan.noise_multiplier
+        noise = self._randomness.normal(self._released, count, device)
+        if adaptive is None or sigma == 0:
+            return noise.mul_(sigma * self.mode.clipper.sensitivity)
+        noise[-1] *= self._count_noise
+        noise[:-1] *= (sigma**-2 - (2 * self._count_noise) ** -2) ** -0.5 * adaptive.sensitivity
+        return noise
+
+    @property
+    def _count_noise(self) -> float:
+        return self.args.count_noise_multiplier or max(
+            self.accountant.plan.expected_batch_size / 20, self.accountant.plan.noise_multiplier
+        )
+
+    def _follow_quantile(self, clipper: AdaptiveClipper, share: float) -> None:
+        unclipped = 0.5 + share
+        clipper.limit *= math.exp(-self.args.clip_learning_rate * (unclipped - self.args.target_quantile))
+
+    def _check_parameters(self, work: Workload) -> None:
+        """What is clipped must be what is trained; looked at when the loop hands over another workload."""
+        if work is self._checked:
+            return
+        mine = {id(p) for p in self.mode.trained}
+        now = {id(p) for p in work.trained if p.requires_grad}
+        if mine != now or any(p.requires_grad and id(p) not in now for p in work.parameters):
+            raise PrivacyError(
+                "the parameters that are trained have changed since training was made ready, so their gradients are "
+                "not those that are clipped. Freeze and unfreeze before the Trainer runs, or train each phase with a "
+                "Trainer of its own."
+            )
+        self._checked = work
+
+    def get_state(self) -> dict[str, Any]:
+        """What was spent, how many steps were released, and the clipping norm; no random state."""
+        self.accountant.settle()
+        clipper = self.mode.clipper
+        limit = clipper.limit if isinstance(clipper, AdaptiveClipper) else None
+        return {"accountant": self.accountant.get_state(), "released": self._released, "clipping_norm": limit}
+
+    def update_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `get_state` returned; the main process consults the ledger, the others follow it.
+
+        Raises:
+            CheckpointMismatchError: it lacks what was spent, or was under another plan.
+        """
+        if "accountant" not in state:
+            raise CheckpointMismatchError(
+                "the checkpoint does not tell what privacy its training has cost, so it cannot be accounted for. "
+                "Resume from a checkpoint of a private run."
+            )
+        comm, failure = self._world.comm, None
+        if self._world.is_main:
+            try:
+                self.accountant.update_state(state["accountant"])
+            except Exception as error:
+                failure = error
+        comm.agree(failure, "reading the privacy account")
+        spent = comm.share(self.accountant.get_state())
+        if not self._world.is_main:
+            self.accountant.update_state(spent)
+        self._released = int(state["released"])
+        if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
+            self.mode.clipper.limit = float(state["clipping_norm"])
+
+    def statement(self) -> PrivacyStatement:
+        """What is guaranteed at this moment."""
+        norms = self.args.per_sample_max_grad_norm
+        if isinstance(self.mode.clipper, AdaptiveClipper):
+            norms = self.mode.clipper.limit
+        return private_statement(
+            self.accountant.plan,
+            self.args,
+            self.accountant.history,
+            max_grad_norm=[norms] if isinstance(norms, int | float) else norms,
+            grad_mode=self.mode.name,
+            world_size=self._world.size,
+            overrides=self.accountant.overrides,
+        )
+
+    def close(self) -> None:
+        """Leave the module as it was found, and the ledger with what was really spent."""
+        self.mode.close()
+        self.accountant.settle()
+
+
+def count_records(batch: Any) -> int:
+    """How many records a collated batch holds: the length of what comes first in it.
+
+    Whether everything else in it agrees is for the gradient mode to see.
+    """
+    leaves = pytree.tree_leaves(batch, is_leaf=lambda value: isinstance(value, list) and not _has_tensors(value))
+    for leaf in leaves:
+        shape = getattr(leaf, "shape", None)
+        if shape:
+            return int(shape[0])
+        if isinstance(leaf, list):
+            return len(leaf)
+    raise PrivacyError(
+        f"cannot tell how many records a batch of type {type(batch).__name__} holds. Let collate_fn return tensors "
+        "with the records along dimension 0."
+    )
+
+
+def _has_tensors(values: list[Any]) -> bool:
+    return any(hasattr(leaf, "shape") for leaf in pytree.tree_leaves(values))

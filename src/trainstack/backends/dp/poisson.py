@@ -1,0 +1,51 @@
+"""Poisson sampling: each record is in a step with the same probability, whatever the others and the other steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trainstack.backends.dp.randomness import Randomness
+from trainstack.backends.sampling import Draw, Sampling
+from trainstack.backends.world import World
+
+
+class PoissonSampling(Sampling):
+    """One Poisson sample over the whole data set a global step, however many processes share it.
+
+    Args:
+        records: in the data set.
+        rate: the probability of each.
+        world: process `rank` takes every `size`-th of the sample.
+        randomness: where the sample comes from. Where processes draw alike, they cut one sample; else each draws
+            among the records that are its own, which is the same law.
+        steps_left: what the budget allows.
+        why_over: why it allows no more.
+    """
+
+    def __init__(
+        self,
+        *,
+        records: int,
+        rate: float,
+        world: World,
+        randomness: Randomness,
+        steps_left: Callable[[], int | None],
+        why_over: Callable[[], str],
+    ) -> None:
+        self._records, self._rate, self._randomness = records, rate, randomness
+        self._rank, self._size = world.rank, world.size
+        self._steps_left, self._why_over = steps_left, why_over
+
+    def draw(self, step: int) -> Draw:
+        if self._randomness.everywhere_alike or self._size == 1:
+            chosen = self._randomness.mask(step, self._records, self._rate)
+            return Draw(mine=chosen[self._rank :: self._size], total=float(len(chosen)))
+        own = len(range(self._rank, self._records, self._size))
+        mine = self._randomness.mask(step, own, self._rate) * self._size + self._rank
+        return Draw(mine=mine, total=self._records * self._rate)
+
+    def steps_left(self) -> int | None:
+        return self._steps_left()
+
+    def why_over(self) -> str:
+        return self._why_over()

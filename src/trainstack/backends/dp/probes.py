@@ -1,0 +1,76 @@
+"""Experiments on a few records before training begins: is a record's influence really bounded?
+
+The neighbour probe compares the clipped sum over a batch with that over the same batch without one record, as the
+loader would have collated it. Their difference must be no longer than the clipping norm, whatever the record. It is
+made with a norm so small that every gradient is clipped: then the smallest coupling between records shows. The idea is
+that of record-level testing in Re:cord-play (arXiv 2602.17454).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from trainstack.backends.dp.clipping import FlatClipper
+from trainstack.backends.dp.modes.base import GradientMode, Run
+from trainstack.backends.dp.modes.probing import undisturbed
+from trainstack.backends.sampling import TrainingSet
+from trainstack.backends.single_process import move_to_device
+
+TOLERANCE = 1e-3
+"""By how much more than the clipping norm a record may move the sum: rounding, and nothing else."""
+
+_RECORDS, _LEFT_OUT = 6, 4
+
+
+def probe_records(data: TrainingSet, count: int = _RECORDS) -> Tensor:
+    """Some records, chosen by the operating system: indices, int64."""
+    assert data.length is not None
+    chosen = secrets.SystemRandom().sample(range(data.length), min(count, data.length))
+    return torch.tensor(sorted(chosen))
+
+
+def neighbour_problems(mode: GradientMode, run: Run, data: TrainingSet, index: Tensor) -> Iterator[str]:
+    """What the neighbour probe finds on the records `index`, in sentences; nothing if each has a bounded influence."""
+    limit = _limit_that_clips(mode, run, data, index)
+    if limit == 0.0:
+        yield (
+            "the loss has no gradient for a record alone, as one that only compares records with each other does. "
+            "Write a loss that is a mean over the records, each of which counts by itself."
+        )
+        return
+    sum_of = _summing(mode, run, data, limit)
+    whole = sum_of(index)
+    for left_out in range(min(_LEFT_OUT, len(index))):
+        others = torch.cat([index[:left_out], index[left_out + 1 :]])
+        moved = float((whole - sum_of(others)).norm()) / limit
+        if moved > 1 + TOLERANCE:
+            yield (
+                f"the gradients of other records change when one is left out (its influence is {moved:.3f} times the "
+                "clipping norm), so clipping does not bound it. Let the loss be a mean over records that depend on "
+                "themselves alone: no statistics over the batch, no division by what the batch holds or by the length "
+                "to which it was padded."
+            )
+            return
+
+
+def _limit_that_clips(mode: GradientMode, run: Run, data: TrainingSet, index: Tensor) -> float:
+    """A hundredth of the shortest gradient among the records that have one."""
+    sum_of = _summing(mode, run, data, float(torch.finfo(torch.float32).max) ** 0.5)
+    norms = [float(sum_of(index[i : i + 1]).norm()) for i in range(len(index))]
+    return min((norm for norm in norms if norm > 0), default=0.0) / 100
+
+
+def _summing(mode: GradientMode, run: Run, data: TrainingSet, limit: float) -> Callable[[Tensor], Tensor]:
+    trial = type(mode)(mode.module, mode.trained, FlatClipper(limit))
+    device = mode.trained[0].device
+
+    def sum_of(index: Tensor) -> Tensor:
+        with undisturbed(mode.module):
+            trial.add(run, move_to_device(data.fetch(index), device), len(index))
+        return torch.cat([part.flatten() for part in trial.take()])
+
+    return sum_of

@@ -1,0 +1,102 @@
+"""The random numbers that privacy rests on. They come from the operating system and are never stored."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 20
+
+
+class Randomness(ABC):
+    """Where masks and noise come from.
+
+    Attributes:
+        everywhere_alike: whether all processes draw the same masks.
+    """
+
+    everywhere_alike = True
+
+    @abstractmethod
+    def mask(self, step: int, records: int, rate: float) -> Tensor:
+        """The indices (int64, ascending) of a Poisson sample: each of `records` with probability `rate`, alone."""
+
+    @abstractmethod
+    def normal(self, step: int, count: int, device: torch.device) -> Tensor:
+        """`count` independent standard normal numbers, float32 on `device`."""
+
+
+class SeededRandomness(Randomness):
+    """Generators seeded by the operating system: Philox for masks, torch's own for noise.
+
+    Args:
+        mask_key: 128 bits, the same on all processes.
+    """
+
+    def __init__(self, mask_key: int) -> None:
+        self._masks = np.random.Generator(np.random.Philox(key=mask_key))
+        self._noise: dict[torch.device, torch.Generator] = {}
+
+    def mask(self, step: int, records: int, rate: float) -> Tensor:
+        return _chosen(self._masks.random(records) < rate)
+
+    def normal(self, step: int, count: int, device: torch.device) -> Tensor:
+        if device not in self._noise:
+            self._noise[device] = torch.Generator(device).manual_seed(secrets.randbits(63))
+        return torch.randn(count, generator=self._noise[device], device=device)
+
+
+class SystemRandomness(Randomness):
+    """Every single number from the operating system's entropy.
+
+    Noise is made in float64 by the method of Box and Muller, four numbers summed and halved, which hides the grid of
+    floating-point numbers (Holohan and Braghin: Secure Random Sampling in Differential Privacy, 2021).
+    """
+
+    everywhere_alike = False
+
+    def mask(self, step: int, records: int, rate: float) -> Tensor:
+        return _chosen(_uniform(records) < rate)
+
+    def normal(self, step: int, count: int, device: torch.device) -> Tensor:
+        out = np.empty(count, dtype=np.float32)
+        for begin in range(0, count, _CHUNK):
+            part = out[begin : begin + _CHUNK]
+            part[:] = sum(_box_muller(len(part)) for _ in range(4)) / 2
+        return torch.from_numpy(out).to(device)
+
+
+class DebugRandomness(Randomness):
+    """Reproducible, and therefore not private: everything is a function of a seed and the step."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def mask(self, step: int, records: int, rate: float) -> Tensor:
+        return _chosen(np.random.default_rng([self._seed, step, 0]).random(records) < rate)
+
+    def normal(self, step: int, count: int, device: torch.device) -> Tensor:
+        noise = np.random.default_rng([self._seed, step, 1]).standard_normal(count, dtype=np.float32)
+        return torch.from_numpy(noise).to(device)
+
+
+def _chosen(mask: Any) -> Tensor:
+    return torch.from_numpy(np.flatnonzero(mask)).long()
+
+
+def _uniform(count: int) -> Any:
+    """Uniform on [0, 1) with 53 random bits, float64."""
+    bits = np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _box_muller(count: int) -> Any:
+    radius = np.sqrt(-2.0 * np.log1p(-_uniform(count)))  # 1 - u lies in (0, 1]
+    return radius * np.cos(2.0 * math.pi * _uniform(count))
