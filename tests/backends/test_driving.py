@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import trainstack as ts
-from tests.helpers.specs import every_stack
+from tests.helpers.modules import REPRODUCIBLE
+from tests.helpers.specs import every_stack_without_a_trainer
 
 
 class Square(ts.ModuleInterface):
@@ -48,7 +49,7 @@ def driven(spec: str, **changes: Any) -> tuple[Any, Square, Any]:
 BATCHES = [torch.zeros(4, 3), torch.zeros(3, 3), torch.zeros(4, 3), torch.zeros(3, 3)]
 
 
-@every_stack
+@every_stack_without_a_trainer
 class TestEveryStack:
     @pytest.mark.spec("B1", "PMT-25", "PMB-04")
     def test_one_global_step(self, spec: str) -> None:
@@ -117,3 +118,16 @@ def test_a_stack_with_nothing_to_train() -> None:
 def test_one_process_in_a_world_of_many_is_refused() -> None:
     with pytest.raises(ts.ConfigurationError, match="'sp' in a world of 4 processes"):
         ts.SingleProcess(environ={"WORLD_SIZE": "4", "RANK": "1"}).open()
+
+
+def test_private_training_needs_a_trainer() -> None:
+    with pytest.raises(
+        ts.PrivacyError, match="driven without a Trainer, but private training draws the records itself"
+    ):
+        driven_privately()
+
+
+def driven_privately() -> None:
+    backend = ts.build_trainer_backend("sp-dp", dp={"args": REPRODUCIBLE})
+    module = Square()
+    backend.init(ts.TrainerBackendArguments(model=module, optimizers=[torch.optim.SGD(module.parameters(), lr=0.1)]))

@@ -23,3 +23,7 @@ def stacks_that_run_here() -> list[Any]:
 
 
 every_stack = pytest.mark.parametrize("spec", stacks_that_run_here())
+every_stack_without_a_trainer = pytest.mark.parametrize(
+    "spec", [spec for spec in stacks_that_run_here() if "dp" not in str(getattr(spec, "values", (spec,))[0]).split("-")]
+)
+"""Those that may be driven by `train_dl`; private training draws its records itself and needs a `Trainer`."""

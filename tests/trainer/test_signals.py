@@ -281,8 +281,8 @@ def test_whoever_supplies_the_data_may_end_training(tmp_path: Path, monkeypatch:
     run = trainer._ready()
     whole = run.data.windows
 
-    def spent(state: Any) -> Iterator[Any]:
-        for window in whole(state):
+    def spent(state: Any, sampling: Any) -> Iterator[Any]:
+        for window in whole(state, sampling):
             if state.global_step == 14:
                 run.stopper.ask("the budget is spent")
                 return
