@@ -22,6 +22,9 @@ from tests.helpers.private_runs import (
 )
 from tests.helpers.private_shapes import SHAPES, make
 
+NEVER = ("contrastive", "batch norm without affine", "batch norm frozen")
+"""Shapes of which no gradient belongs to one record."""
+
 
 def trained(module: Any, directory: Path, args: Any = None, **changes: Any) -> ts.Trainer:
     trainer = ts.Trainer(module, private(directory, args, **changes))
@@ -57,8 +60,10 @@ def test_schedulers_tick_once_a_step(tmp_path: Path) -> None:
     assert rates == pytest.approx([0.2 * 0.9**6, 0.05 * 0.9**6])
 
 
-@pytest.mark.parametrize("backend", ["sp-dp", "sp-dp-bf16"])
-@pytest.mark.parametrize("mode", ["auto", "vmap", "hooks", "loop"])
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [("sp-dp", "auto"), ("sp-dp", "vmap"), ("sp-dp", "hooks"), ("sp-dp-bf16", "auto"), ("sp-dp-bf16", "vmap")],
+)
 def test_norms_are_those_of_float32_also_in_half_precision(backend: str, mode: str, tmp_path: Path) -> None:
     module = Recorded(numbers(30))
     args = promise(grad_mode=mode, per_sample_max_grad_norm=0.01)
@@ -99,20 +104,23 @@ def test_one_record_more_moves_what_is_released_by_no_more_than_the_limit(
     x, y = batches(9)
     if x.is_floating_point():
         x[8] *= 30  # an outlier, which is there or is not
-    released = []
+    data, released, refusal = torch.utils.data.TensorDataset(x, y), [], ""
     for records in (9, 8):
-        module = Shaped(make(shape, per_record=mode == "ghost")[0], torch.utils.data.TensorDataset(x, y), range(records))
+        module = Shaped(make(shape, per_record=mode == "ghost")[0], data, range(records))
         args = promise(grad_mode=mode, dataset_size=9, delta=1e-2)
         try:
             trained(module, tmp_path, args, train_batch_size=9, gpu_batch_size_limit=5)
         except ts.PrivacyError as error:
-            assert mode != "auto" or shape in ("contrastive", "batch norm without affine", "batch norm frozen")  # noqa: PT017
-            assert any(word in str(error) for word in ("grad_mode=", "GroupNorm", "a record alone", "reduction='none'"))  # noqa: PT017
-            return
+            refusal = str(error)
+            break
         released.append(module.made.seen[0])
+    if refusal:
+        assert mode != "auto" or shape in NEVER
+        assert any(word in refusal for word in ("grad_mode=", "GroupNorm", "a record alone", "reduction='none'"))
+        return
     moved = float((released[0] - released[1]).norm()) * 9
-    assert moved <= LIMIT * (1 + 1e-3)
-    assert moved > 0
+    assert shape not in NEVER
+    assert 0 < moved <= LIMIT * (1 + 1e-3)
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic", "adaptive"])
