@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,3 +120,26 @@ class Shaped(ts.ModuleInterface):
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         return self.shape.train_step(batch)
+
+
+def private_ranks(directory: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What each of some runs over processes leaves; an error's text for one that is refused."""
+    found: dict[str, Any] = {}
+    for name, options in runs.items():
+        options = dict(options)
+        args = promise(**options.pop("promise", {}))
+        module = TwoOptimizers(seed=int(os.environ["RANK"]))  # of which only the main process's weights count
+        trainer = ts.Trainer(module, private(f"{directory}/{name}", args, backend="ddp-dp", **options))
+        try:
+            trainer.train()
+        except ts.TrainstackError as error:
+            found[name] = {"error": str(error)}
+            continue
+        statement = trainer.privacy_statement()
+        found[name] = {
+            "weights": weights(module).tolist(),
+            "steps": statement.steps,
+            "epsilon": statement.epsilon,
+            "planned": trainer.plan.total_steps,
+        }
+    return found

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, weights
+from tests.helpers.private_runs import private_ranks  # noqa: F401 - found by its name
 
 RANK = int(os.environ.get("RANK", 0))
 
