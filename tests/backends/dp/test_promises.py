@@ -23,6 +23,8 @@ from tests.helpers.modules import Classifier, arguments, numbers, weights
 from tests.helpers.private_runs import Recorded, Recording, private, promise
 from trainstack.backends.dp import epsilon_of
 from trainstack.backends.dp.randomness import SeededRandomness, SystemRandomness
+from trainstack.checkpointing.decoding import StateDecoder
+from trainstack.checkpointing.manifest import parse
 from trainstack.errors import CheckpointMismatchError, PrivacyBudgetError, PrivacyError, PrivacyLedgerError
 
 SAVING = ts.DefaultCheckpointerArguments(every_n_steps=5)
@@ -164,8 +166,9 @@ def test_an_account_can_neither_be_dropped_nor_begun_half_way(first: str, then: 
 
 def states_in(directory: Path) -> list[dict[str, Any]]:
     """The privacy facts of every checkpoint under `directory`, oldest first."""
-    found = [json.loads(path.read_text()) for path in sorted(directory.rglob("manifest.json"))]
-    facts = [manifest["metadata"]["privacy"] for manifest in found]
+    found = [parse(path.read_bytes(), path) for path in sorted(directory.rglob("MANIFEST.json"))]
+    facts = [StateDecoder({}).decode(content.metadata) for content in found]
+    facts = [one["privacy"] for one in facts if one and "privacy" in one]
     assert len(facts) >= 2
     return facts
 

@@ -86,6 +86,7 @@ class DP(AbstractTrainerBackendDecorator):
             return self.inner.forward(work, stage, batch, step)
         if batch is EMPTY:
             return torch.zeros((), device=work.world.device, requires_grad=True)
+        self._ready.check_parameters(work)
         return self._ready.add(lambda model, part: self._run(work, model, part, step), batch)
 
     def _run(self, work: Workload, model: nn.Module, batch: Any, step: int) -> Any:

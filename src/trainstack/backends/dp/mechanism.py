@@ -83,7 +83,7 @@ class Mechanism:
         Raises:
             PrivacyBudgetError: the step would exceed the budget; nothing is released.
         """
-        self._check_parameters(work)
+        self.check_parameters(work)
         self.accountant.charge()
         self._released += 1
         sums = self.mode.take()
@@ -129,8 +129,12 @@ class Mechanism:
         unclipped = 0.5 + share
         clipper.limit *= math.exp(-self.args.clip_learning_rate * (unclipped - self.args.target_quantile))
 
-    def _check_parameters(self, work: Workload) -> None:
-        """What is clipped must be what is trained."""
+    def check_parameters(self, work: Workload) -> None:
+        """What is clipped must be what is trained.
+
+        Raises:
+            PrivacyError: it is not.
+        """
         mine = {id(p) for p in self.mode.trained}
         if any({id(p) for p in ps if p.requires_grad} != mine for ps in (work.trained, work.parameters)):
             raise PrivacyError(

@@ -116,8 +116,15 @@ class Judge:
         except Unsupported:
             raise
         except Exception as error:
-            raise Unsupported(f"train_step fails on a single record{_suspects(module)}: {error}") from error
+            raise Unsupported(
+                f"train_step fails on a single record{_suspects(module)}: {error}. Let it take a batch of one, and put "
+                "the records along dimension 0 of everything that collate_fn returns."
+            ) from error
         self._is_random = self._cases[0].differs(again.sums, again.scales, _EXACT) is not None
+        self._refuse_what_learns(before, remembered)
+
+    def _refuse_what_learns(self, before: dict[str, Tensor], remembered: dict[str, Tensor]) -> None:
+        module = self._module
         kept = [name for name, value in memories(module).items() if not _is_same(value, remembered.get(name))]
         if self._is_random and kept:
             raise Unsupported(
