@@ -32,6 +32,7 @@ def trained(module: Any, directory: Path, args: Any = None, **changes: Any) -> t
     return trainer
 
 
+@pytest.mark.spec("PMB-13")
 @pytest.mark.parametrize("mode", ["auto", "bookkeeping", "vmap", "hooks", "loop"])
 def test_without_noise_it_is_the_sum_of_clipped_gradients_over_the_public_batch_size(mode: str, tmp_path: Path) -> None:
     module = TwoOptimizers()

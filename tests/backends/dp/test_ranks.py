@@ -14,6 +14,7 @@ from trainstack.backends.dp import epsilon_of
 NOISY = {"noise_multiplier": 0.7}
 
 
+@pytest.mark.spec("PMB-22")
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_carry_out_the_mechanism_of_one(size: int, tmp_path: Path) -> None:
     batch = 8 if size == 2 else 9
