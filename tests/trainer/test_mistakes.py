@@ -260,7 +260,7 @@ def test_steps_that_are_all_skipped_end_the_run(tmp_path: Path) -> None:
 def test_a_loss_that_is_nan_is_hidden_by_no_layer(backend: str, tmp_path: Path) -> None:
     module = broken(**steps(lambda s, b: s.net(b[0]).sum() * float("nan")))
 
-    with pytest.raises((ts.NonFiniteError, ts.PrivacyError), match="the loss is nan (at global step 1|or inf)"):
+    with pytest.raises((ts.NonFiniteError, ts.PrivacyError), match=r"the loss is nan (at global step 1|or inf)"):
         train(module, tmp_path, backend=backend)
 
 
