@@ -12,7 +12,6 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from trainstack.backends.dp.opacus_import import import_opacus
 
@@ -24,9 +23,6 @@ _ORDERS = [1 + tenth / 10 for tenth in range(1, 100)] + [
 ]
 """opacus' own orders, which end at 63, and higher ones: without them epsilon never falls below 0.1 at delta 1e-5."""
 
-_OPACUS_ORDERS = 151
-"""How many of them are opacus' own."""
-
 _MOST_DISTINCT = 20
 """Entries that prv still composes: each costs as much as the first."""
 
@@ -37,17 +33,17 @@ _LARGEST_EPSILON = 50.0
 """Above this rdp alone: the grid grows with epsilon, and no one calls such a figure private."""
 
 
-def rdp_epsilon(history: Sequence[Entry], delta: float, orders: int = len(_ORDERS)) -> float:
-    """Epsilon by Renyi accounting at the first `orders`; `history` holds only entries with steps, sampling and noise."""
+def rdp_epsilon(history: Sequence[Entry], delta: float) -> float:
+    """Epsilon by Renyi accounting; `history` holds only entries with steps, sampling and noise."""
     import numpy as np
 
-    totals = np.zeros(orders)
+    totals = np.zeros(len(_ORDERS))
     for sigma, q, steps in history:
-        totals += steps * np.array(_renyi(sigma, q)[:orders])
+        totals += steps * np.array(_renyi(sigma, q))
     analysis = import_opacus("opacus.accountants.analysis.rdp")
     with warnings.catch_warnings():  # "optimal order is the largest": the bound holds all the same
         warnings.simplefilter("ignore")
-        epsilon, _ = analysis.get_privacy_spent(orders=_ORDERS[:orders], rdp=totals, delta=delta)
+        epsilon, _ = analysis.get_privacy_spent(orders=_ORDERS, rdp=totals, delta=delta)
     return max(0.0, float(epsilon))
 
 
@@ -93,7 +89,6 @@ def _prv(history: tuple[Entry, ...], delta: float, eps_error: float) -> float:
 
     accountant = import_opacus("opacus.accountants").PRVAccountant()
     accountant.history = list(history)
-    accountant._get_domain = _domain
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
@@ -101,16 +96,3 @@ def _prv(history: tuple[Entry, ...], delta: float, eps_error: float) -> float:
     except (ValueError, RuntimeError, OverflowError, ZeroDivisionError):
         return math.inf  # it says itself that it has no answer
     return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
-
-
-def _domain(prvs: Sequence[Any], num_self_compositions: Sequence[int], eps_error: float, delta_error: float) -> Any:
-    """The grid that opacus chooses, to the bit, by divergences that are kept: computing them is most of its time."""
-    import numpy as np
-
-    steps = sum(num_self_compositions)
-    kinds = [(prv.noise_multiplier, prv.sample_rate) for prv in prvs]
-    history = [(*kind, count) for kind, count in zip(kinds, num_self_compositions, strict=True)]
-    bounds = [rdp_epsilon([(*kind, 1)], delta_error / (8 * steps), _OPACUS_ORDERS) for kind in kinds]
-    reach = max(rdp_epsilon(history, delta_error / 4, _OPACUS_ORDERS), *bounds, eps_error) + 3
-    mesh = eps_error / np.sqrt(steps * np.log(12 / delta_error) / 2)
-    return import_opacus("opacus.accountants.analysis.prv").Domain.create_aligned(-reach, reach, mesh)
