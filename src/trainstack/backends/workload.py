@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -48,6 +50,7 @@ class Workload:
             be it inf or nan, is a reason to stop or to leave out a step.
         loss_may_be_seen: whether the training loss may be logged.
         data: the training data, where the library knows it.
+        folder: where the run keeps its files, if it has a place for them.
     """
 
     module: nn.Module
@@ -61,6 +64,7 @@ class Workload:
     gradients_bounded_by: str | None = None
     loss_may_be_seen: bool = True
     data: TrainingSet | None = None
+    folder: Path | None = None
 
     @classmethod
     def of(
@@ -70,6 +74,7 @@ class Workload:
         world: World,
         clipping: Clipping | None = None,
         data: TrainingSet | None = None,
+        folder: str | PathLike[str] | None = None,
     ) -> Workload:
         """A workload as `prepare` first gets it: nothing wrapped, nothing placed."""
         optimizers = tuple(optimizers)
@@ -82,6 +87,7 @@ class Workload:
             world=world,
             clipping=clipping or Clipping(),
             data=data,
+            folder=None if folder is None else Path(folder),
         )
 
     def refreshed(self) -> Workload:

@@ -147,9 +147,7 @@ class TrainerArguments:
         if self.distributed_training_args is not None:
             options.setdefault("ddp", {}).setdefault("place", self.distributed_training_args)
         if self.differential_privacy_args is not None:
-            private = options.setdefault("dp", {})
-            private.setdefault("args", self.differential_privacy_args)
-            private.setdefault("ledger", Path(self.output_dir) / "privacy-ledger.jsonl")
+            options.setdefault("dp", {}).setdefault("args", self.differential_privacy_args)
         if self.amp_level_apex != "O1":
             options.setdefault("amp_apex", {})["opt_level"] = self.amp_level_apex
         return options

@@ -17,7 +17,7 @@ from trainstack.backends import EMPTY, TrainerBackend, Workload
 from trainstack.errors import ModuleContractError
 from trainstack.stage import Stage
 from trainstack.trainer.collector import OutputCollector
-from trainstack.trainer.hooks import Hooks
+from trainstack.trainer.hooks import Hooks, needs_outputs
 from trainstack.trainer.meter import LossMeter
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.schedulers.schedules import Schedules
@@ -142,11 +142,12 @@ def _bind_end_train_step(loop: TrainLoop) -> Callable[[], None] | None:
     hook, collector, state = loop.hooks.end_train_step, loop.step_outputs, loop.state
     if hook is None:
         return None
+    insists = needs_outputs(hook)
 
     def end_train_step() -> None:
         if collector is None:
             hook(state.global_step)
-        else:
+        elif not (collector.is_empty and insists):  # a step may be without samples, on one process or on all
             outputs = collector.as_arguments
             collector.reset()
             hook(state.global_step, *outputs)

@@ -91,7 +91,9 @@ class Run:
         epochs = max(1, args.epochs - (self.state.epoch if args.reset_optimizers_schedulers else 0))
         made = self.module.get_optimizers_schedulers(plan.estimated_global_steps_per_epoch, epochs)
         optimizers, schedulers = checked_optimizers_schedulers(made, self.module, self.log)
-        work = Workload.of(self.module, optimizers, self.world, _clipping(args), self.data.training_set)
+        work = Workload.of(
+            self.module, optimizers, self.world, _clipping(args), self.data.training_set, args.output_dir
+        )
         work = self.stack.prepare(work)
         keep = args.collect_train_outputs
         return TrainLoop(
@@ -223,7 +225,7 @@ class Run:
     def why_over(self) -> str | None:
         """Why no further step may be made, as a sentence; None if one may."""
         sampling = self.stack.sampling
-        return sampling.why_over() if sampling is not None and sampling.steps_left() == 0 else None
+        return sampling.why_over() if sampling is not None and sampling.steps_allowed(1) == 0 else None
 
     def refuse_over(self) -> None:
         """Refuse to train when no step may be made.

@@ -39,7 +39,8 @@ class DP(AbstractTrainerBackendDecorator):
     Args:
         inner: the layer inside this one.
         args: what is promised, and how.
-        ledger: the file in which every step is recorded before it is taken.
+        ledger: the file in which every step is recorded before it is taken; by default `privacy-ledger.jsonl` in the
+            run's folder.
     """
 
     summary: ClassVar[str] = "bounds each record's gradient, adds noise to their sum and accounts for every step"
@@ -76,7 +77,8 @@ class DP(AbstractTrainerBackendDecorator):
     def _make_mechanism(self, work: Workload, args: DifferentialPrivacyArguments) -> Mechanism:
         from trainstack.backends.dp.preparing import make_mechanism
 
-        return make_mechanism(work, args, self._ledger, lambda model, batch: self._run(work, model, batch, step=1))
+        ledger = self._ledger or (work.folder and work.folder / "privacy-ledger.jsonl")
+        return make_mechanism(work, args, ledger, lambda model, batch: self._run(work, model, batch, step=1))
 
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
         """In training, forwards and backwards: what comes back is finished, but for a loss that may be logged."""

@@ -17,7 +17,7 @@ from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
 from trainstack.backends.dp.modes.ghost import GhostMode
 from trainstack.backends.dp.modes.hooks import HooksMode
 from trainstack.backends.dp.modes.loop import LoopMode
-from trainstack.backends.dp.modes.probing import changed_buffers, undisturbed
+from trainstack.backends.dp.modes.probing import changed_tensors, undisturbed, values_of
 from trainstack.backends.dp.modes.records import rows_of
 from trainstack.backends.dp.modes.vmap import VmapMode
 from trainstack.errors import ConfigurationError, MissingExtraError
@@ -102,7 +102,7 @@ class Judge:
         self._module, self._trained = module, tuple(trained)
         self._autocast = False
         self._run, self._plain_run = run, lambda model, batch: run(_Plain(model, self._note), batch)
-        before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        before = values_of(module)
         half = rows_of(probe, records, slice(0, records // 2))
         try:
             self._cases = [
@@ -117,7 +117,7 @@ class Judge:
         except Exception as error:
             raise Unsupported(f"train_step fails on a single record{_suspects(module)}: {error}") from error
         self._is_random = self._cases[0].differs(again.sums, again.scales, _EXACT) is not None
-        learning = changed_buffers(module, before)
+        learning = changed_tensors(module, before)
         if learning:
             raise Unsupported(
                 f"{learning[0]} changes in a forward pass: it would learn from records without clipping and noise"
