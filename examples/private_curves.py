@@ -20,7 +20,9 @@ def draw_costs(picture, tasks):
         axes.axhline(without, color="0.3", linestyle="--", label=f"without privacy: {without:.3f}")
         axes.axhline(guessing, color="0.7", linestyle=":", label=f"guessing: {guessing:g}")
         epsilons, values = zip(*sorted(points), strict=True)
-        axes.vlines(epsilons, [min(v) for v in values], [max(v) for v in values], color="#0072B2", linewidth=3, alpha=0.4)
+        axes.vlines(
+            epsilons, [min(v) for v in values], [max(v) for v in values], color="#0072B2", linewidth=3, alpha=0.4
+        )
         axes.plot(epsilons, [fmean(v) for v in values], color="#0072B2", marker="o", label="private: mean and range")
         axes.set(title=title, xlabel="epsilon (less is more private)", ylabel=metric, xscale="log")
         axes.set_xticks(epsilons, [f"{epsilon:.2g}" for epsilon in epsilons])

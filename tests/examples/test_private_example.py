@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "private.py"
 @pytest.mark.spec("PMB-13")
 def test_a_short_run_keeps_its_budget_and_learns_on_both_data_sets(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--epsilons", "3", "--epochs", "4"],
+        [sys.executable, str(SCRIPT), "--epsilons", "3", "--epochs", "4", "--runs", "1"],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -40,7 +40,8 @@ def test_a_short_run_keeps_its_budget_and_learns_on_both_data_sets(tmp_path: Pat
     runs = tmp_path / "runs" / "private"
     assert (runs / "cost-of-privacy.png").read_bytes().startswith(b"\x89PNG")
     for name, steps in (("insurance", 4 * 16), ("digits", 4 * 6)):
-        statement = PrivacyStatement.from_json((runs / name / "epsilon-3" / "privacy_statement.json").read_text())
+        written = (runs / name / "epsilon-3" / "run-1" / "privacy_statement.json").read_text()
+        statement = PrivacyStatement.from_json(written)
         assert statement.steps == steps
         assert 2.9 < statement.epsilon <= 3.0
         assert not (runs / name / "not-private" / "privacy_statement.json").exists()

@@ -86,11 +86,12 @@ def _about_parameters(work: Workload) -> Iterator[str]:
         name = names.get(id(p), "?")
         if isinstance(p, UninitializedParameter):
             yield f"{name}: has no shape yet. Run the module once on a batch before training."
-        elif p.dtype not in (torch.float32, torch.float64):
-            yield (
-                f"{name}: is {p.dtype}, too coarse for clipping and noise. Keep parameters in float32; half precision "
-                "is what backend='sp-dp-bf16' is for."
-            )
+    coarse = [p for p in work.trained if p.dtype not in (torch.float32, torch.float64)]
+    if coarse:
+        yield (
+            f"{_listed(names.get(id(p), '?') for p in coarse)}: in {_listed({str(p.dtype) for p in coarse})}, too coarse "
+            "for clipping and noise. Keep parameters in float32; half precision is what backend='sp-dp-bf16' is for."
+        )
 
 
 def _about_modules(module: nn.Module) -> Iterator[str]:
