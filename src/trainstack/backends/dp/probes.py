@@ -48,7 +48,7 @@ def _problems(sum_of: _Summing, index: Tensor) -> Iterator[str]:
     limit = _limit_that_clips(sum_of, index)
     if limit == 0.0:
         yield (
-            "the loss has no gradient for a record alone, as one that only compares records with each other does. "
+            "no record has a gradient by itself: the loss is nan or inf, or it only compares records with each other. "
             "Write a loss that is a mean over the records, each of which counts by itself."
         )
         return
