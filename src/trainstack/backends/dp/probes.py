@@ -37,11 +37,12 @@ def probe_records(data: TrainingSet, count: int = _RECORDS) -> Tensor:
 
 def neighbour_problems(mode: GradientMode, run: Run, data: TrainingSet, index: Tensor) -> Iterator[str]:
     """What the neighbour probe finds on the records `index`, in sentences; nothing if each has a bounded influence."""
-    trial = type(mode)(mode.module, mode.trained, FlatClipper(1.0))
+    clipper = mode.clipper
     try:
-        yield from _problems(_Summing(trial, run, data), index)
+        yield from _problems(_Summing(mode, run, data), index)
     finally:
-        trial.close()
+        mode.take()
+        mode.clipper = clipper
 
 
 def _problems(sum_of: _Summing, index: Tensor) -> Iterator[str]:

@@ -17,7 +17,7 @@ from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
 from trainstack.backends.dp.modes.ghost import GhostMode
 from trainstack.backends.dp.modes.hooks import HooksMode
 from trainstack.backends.dp.modes.loop import LoopMode
-from trainstack.backends.dp.modes.probing import changed_tensors, undisturbed, values_of
+from trainstack.backends.dp.modes.probing import changed_tensors, memories, undisturbed, values_of
 from trainstack.backends.dp.modes.records import rows_of
 from trainstack.backends.dp.modes.vmap import VmapMode
 from trainstack.errors import ConfigurationError, MissingExtraError
@@ -110,6 +110,7 @@ class Judge:
                 for batch, count in ((probe, records), (half, records // 2))
                 for scaling in (_whole, leveller)
             ]
+            remembered = memories(module)
             again = self._case(probe, records, _whole, self._plain_run)
             self._rounded = self._case(probe, records, _whole, run) if self._autocast else None
         except Unsupported:
@@ -117,6 +118,13 @@ class Judge:
         except Exception as error:
             raise Unsupported(f"train_step fails on a single record{_suspects(module)}: {error}") from error
         self._is_random = self._cases[0].differs(again.sums, again.scales, _EXACT) is not None
+        kept = [name for name, value in memories(module).items() if not _is_same(value, remembered.get(name))]
+        if self._is_random and kept:
+            raise Unsupported(
+                f"{kept[0]} changes in a forward pass, and the same records then have other gradients: it would carry "
+                "what one record is into the steps of others, without clipping and noise. Let nothing but parameters "
+                "be kept from one forward pass to the next."
+            )
         learning = changed_tensors(module, before)
         if learning:
             raise Unsupported(
@@ -142,8 +150,11 @@ class Judge:
         return mode
 
     def _try(self, mode: GradientMode) -> None:
-        if self._rounded is not None and isinstance(mode, GhostMode):
-            raise Unsupported("grad_mode='ghost' under autocast clips too little. Write grad_mode='auto'.")
+        if self._rounded is not None and isinstance(mode, GhostMode | HooksMode):
+            raise Unsupported(
+                f"grad_mode={mode.name!r} under autocast: opacus rounds the gradients of single records to half "
+                "precision, so that a record moves the sum by more than its limit. Write grad_mode='auto'."
+            )
         if isinstance(mode, LoopMode):
             return
         if self._is_random and not isinstance(mode, VmapMode):
@@ -248,6 +259,10 @@ class _Plain(nn.Module):
         self._note(torch.is_autocast_enabled(device.type))
         with torch.autocast(device.type, enabled=False):
             return self._model[0](*args, **kwargs)
+
+
+def _is_same(left: Tensor, right: Tensor | None) -> bool:
+    return right is not None and left.shape == right.shape and torch.equal(left, right)
 
 
 def _suspects(module: nn.Module) -> str:

@@ -82,6 +82,16 @@ def changed_tensors(module: nn.Module, before: dict[str, Tensor]) -> list[str]:
     ]
 
 
+def memories(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the tensors that modules hold as plain attributes, and that are neither parameters nor buffers."""
+    return {
+        f"{name}.{key}" if name else key: value.detach().clone()
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, Tensor)
+    }
+
+
 class Watch:
     """Notices a forward pass that writes into parameters or buffers; costs microseconds, and reads no values."""
 
@@ -99,7 +109,7 @@ class Watch:
         self._marks = [_mark(held.get(key)) for held, key, _ in self._places]
 
     def changed(self) -> str | None:
-        """The name of what has been written to since `begin`."""
+        """The name of what has been written to or put in another's place since `begin`."""
         for (held, key, name), mark in zip(self._places, self._marks, strict=True):
             if _mark(held.get(key)) != mark:
                 return name
