@@ -88,9 +88,10 @@ def _about_parameters(work: Workload) -> Iterator[str]:
             yield f"{name}: has no shape yet. Run the module once on a batch before training."
     coarse = [p for p in work.trained if p.dtype not in (torch.float32, torch.float64)]
     if coarse:
+        which, dtypes = _listed(names.get(id(p), "?") for p in coarse), _listed({str(p.dtype) for p in coarse})
         yield (
-            f"{_listed(names.get(id(p), '?') for p in coarse)}: in {_listed({str(p.dtype) for p in coarse})}, too coarse "
-            "for clipping and noise. Keep parameters in float32; half precision is what backend='sp-dp-bf16' is for."
+            f"{which}: {dtypes} is too coarse for clipping and noise. Keep parameters in float32; half precision is "
+            "what backend='sp-dp-bf16' is for."
         )
 
 
