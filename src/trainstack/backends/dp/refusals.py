@@ -5,7 +5,7 @@ Each finding is a sentence that names what was found and says what to write inst
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -82,6 +82,10 @@ def _about_parameters(work: Workload) -> Iterator[str]:
             f"{foreign} parameters of the optimizers are not parameters of the module. Make the optimizer from "
             "self.parameters()."
         )
+    yield from _about_shapes_and_dtypes(work, names)
+
+
+def _about_shapes_and_dtypes(work: Workload, names: Mapping[int, str]) -> Iterator[str]:
     for p in work.trained:
         name = names.get(id(p), "?")
         if isinstance(p, UninitializedParameter):
