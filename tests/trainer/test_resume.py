@@ -177,7 +177,7 @@ class TestWhatDoesNotFit:
     @pytest.mark.spec("PMB-12")
     def test_another_backend(self, tmp_path: Path) -> None:
         with pytest.raises(
-            ts.CheckpointMismatchError, match=r"backend 'sp-amp': it has none for \['amp'\].*written under"
+            ts.CheckpointMismatchError, match=r"backend 'sp-amp': it has no state for \['amp'\].*written under"
         ):
             self.resume(Classifier(), tmp_path, backend="sp-amp")
 

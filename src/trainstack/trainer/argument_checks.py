@@ -195,7 +195,7 @@ def _check_backend(args: TrainerArguments) -> None:
     if args.differential_privacy_args is not None and "dp" not in tokens:
         raise ConfigurationError(
             f"differential_privacy_args with backend={args.backend!r}, which has no privacy layer: the run would not "
-            "be private. Leave them out, or choose a backend with 'dp'."
+            "be private. Write backend='sp-dp', or leave them out."
         )
     if "dp" in tokens and args.differential_privacy_args is None and "args" not in args.backend_options.get("dp", {}):
         raise ConfigurationError(

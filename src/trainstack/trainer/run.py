@@ -223,9 +223,11 @@ class Run:
 
     @property
     def why_over(self) -> str | None:
-        """Why no further step may be made, as a sentence; None if one may."""
-        sampling = self.stack.sampling
-        return sampling.why_over() if sampling is not None and sampling.steps_allowed(1) == 0 else None
+        """Why no further step may be made, as a sentence; None if one may, or if none is planned."""
+        sampling, planned = self.stack.sampling, self.data.plan.total_steps
+        if sampling is None or (planned is not None and self.state.global_step >= planned):
+            return None
+        return sampling.why_over() if sampling.steps_allowed(1) == 0 else None
 
     def refuse_over(self) -> None:
         """Refuse to train when no step may be made.

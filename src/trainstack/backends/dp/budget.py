@@ -12,6 +12,7 @@ from trainstack.backends.dp.accounting import epsilon_of, merged, steps_within
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.ledger import BLOCK, SpendLedger
 from trainstack.backends.dp.plan import PrivacyPlan
+from trainstack.backends.dp.statement_text import rounded_up
 from trainstack.errors import CheckpointMismatchError, PrivacyBudgetError, PrivacyLedgerError
 
 _log = logging.getLogger("trainstack")
@@ -102,8 +103,9 @@ class Accountant:
     def why_over(self) -> str:
         """What the budget was and what was spent, when no further step fits."""
         return (
-            f"The privacy budget is spent: epsilon is {self.epsilon():.4g} after {self.steps} steps, and one more "
-            f"would exceed max_epsilon={self.plan.max_epsilon}. Keep the model as it is, or decide on a larger budget."
+            f"The privacy budget is spent: epsilon is {rounded_up(self.epsilon())} after {self.steps} steps, and one "
+            f"more would exceed max_epsilon={self.plan.max_epsilon}. Keep the model as it is, or decide on a larger "
+            "budget: max_epsilon=... in DifferentialPrivacyArguments."
         )
 
     def charge(self) -> None:

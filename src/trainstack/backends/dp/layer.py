@@ -24,7 +24,7 @@ from trainstack.stage import Stage
 
 _SCALER = (
     "a gradient scaler skips steps and changes its scale by what the data are, without noise. The half precision for "
-    "private training is 'bf16'."
+    "private training is 'bf16', as in 'sp-dp-bf16'."
 )
 
 

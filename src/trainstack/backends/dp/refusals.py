@@ -5,7 +5,7 @@ Each finding is a sentence that names what was found and says what to write inst
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -82,15 +82,21 @@ def _about_parameters(work: Workload) -> Iterator[str]:
             f"{foreign} parameters of the optimizers are not parameters of the module. Make the optimizer from "
             "self.parameters()."
         )
+    yield from _about_shapes_and_dtypes(work, names)
+
+
+def _about_shapes_and_dtypes(work: Workload, names: Mapping[int, str]) -> Iterator[str]:
     for p in work.trained:
         name = names.get(id(p), "?")
         if isinstance(p, UninitializedParameter):
             yield f"{name}: has no shape yet. Run the module once on a batch before training."
-        elif p.dtype not in (torch.float32, torch.float64):
-            yield (
-                f"{name}: is {p.dtype}, too coarse for clipping and noise. Keep parameters in float32; half precision "
-                "is what backend='sp-dp-bf16' is for."
-            )
+    coarse = [p for p in work.trained if p.dtype not in (torch.float32, torch.float64)]
+    if coarse:
+        which, dtypes = _listed(names.get(id(p), "?") for p in coarse), _listed({str(p.dtype) for p in coarse})
+        yield (
+            f"{which}: {dtypes} is too coarse for clipping and noise. Keep parameters in float32; half precision is "
+            "what backend='sp-dp-bf16' is for."
+        )
 
 
 def _about_modules(module: nn.Module) -> Iterator[str]:

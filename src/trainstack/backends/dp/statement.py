@@ -197,6 +197,8 @@ def _is_stopped(plan: PrivacyPlan, entries: tuple[Entry, ...]) -> bool:
     if plan.max_epsilon is None:
         return False
     further = [*entries, (plan.noise_multiplier, plan.sample_rate, 1)]
+    if epsilon_of(further, plan.delta, "rdp") <= plan.max_epsilon:
+        return False  # which most statements of a run learn in microseconds
     return epsilon_of(further, plan.delta, plan.accountant, eps_error=plan.eps_error) > plan.max_epsilon
 
 

@@ -91,13 +91,7 @@ class Judge:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        trained: Sequence[nn.Parameter],
-        run: Run,
-        probe: Any,
-        records: int,
-        leveller: Scaling,
+        self, module: nn.Module, trained: Sequence[nn.Parameter], run: Run, probe: Any, records: int, leveller: Scaling
     ) -> None:
         self._module, self._trained = module, tuple(trained)
         self._autocast = False
