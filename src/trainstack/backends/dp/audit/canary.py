@@ -28,10 +28,12 @@ class Observed:
     Attributes:
         updates: float64 of shape `(steps, canaries)`: the noisy sums over each step's records, in units of the
             clipping norm. A canary adds 1 to its column; the noise's standard deviation is sigma.
+        included: bool of shape `(canaries,)`: those that were trained on, on all processes.
         statement: what the run says of itself.
     """
 
     updates: Tensor
+    included: Tensor
     statement: PrivacyStatement
 
     @property
@@ -102,7 +104,7 @@ def train_canaries(subject: Subject, included: Tensor) -> Observed:
         trainer.train()
         statement = trainer.privacy_statement()
         trainer.close()
-    return Observed(updates=torch.stack(module.recorder.sums), statement=statement)
+    return Observed(updates=torch.stack(module.recorder.sums), included=included, statement=statement)
 
 
 _ARGUMENTS = {

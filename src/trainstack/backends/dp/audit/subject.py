@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.errors import ConfigurationError
 
@@ -47,6 +50,25 @@ class Subject:
     def steps(self) -> int:
         """T, the global steps of the run."""
         return self.epochs * -(-self.dataset_size // self.train_batch_size)
+
+    @property
+    def text(self) -> str:
+        """Backend, privacy settings and numbers, in one line."""
+        args = self.args
+        noise = (
+            f"noise multiplier {args.noise_multiplier:g}"
+            if args.noise_multiplier is not None
+            else f"target epsilon {args.target_epsilon:g}"
+        )
+        return (
+            f"{self.backend}: {noise}, {args.clipping} clipping, batches of {self.train_batch_size} out of "
+            f"{self.dataset_size}, {self.steps} steps"
+        )
+
+    @property
+    def everybody(self) -> Tensor:
+        """All records as canaries: bool of shape `(dataset_size,)`."""
+        return torch.ones(self.dataset_size, dtype=torch.bool)
 
     @property
     def norms(self) -> tuple[float, ...]:
