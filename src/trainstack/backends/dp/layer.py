@@ -108,10 +108,6 @@ class DP(AbstractTrainerBackendDecorator):
     def privacy_statement(self) -> PrivacyStatement:
         return self._ready.statement()
 
-    def probe_neighbours(self) -> list[str]:
-        """Try once more, on other records, whether each has a bounded influence; what speaks against it, in words."""
-        return self._ready.probe()
-
     def get_layer_state(self) -> dict[str, Any] | None:
         return {} if self._mechanism is None else self._mechanism.get_state()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ class Mechanism:
         randomness: of the noise.
         sampling: draws the records.
         world: this process's place; the main process draws the noise.
-        probe: tries out on a few records whether each has a bounded influence; see `neighbour_problems`.
     """
 
     def __init__(
@@ -45,10 +44,9 @@ class Mechanism:
         randomness: Randomness,
         sampling: Sampling,
         world: World,
-        probe: Callable[[], list[str]],
     ) -> None:
         self.args, self.accountant, self.mode, self.sampling = args, accountant, mode, sampling
-        self._randomness, self._world, self.probe = randomness, world, probe
+        self._randomness, self._world = randomness, world
         self._released = 0
         self._checked: Workload | None = None
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from os import PathLike
 
 from torch import nn
@@ -74,13 +71,7 @@ def make_mechanism(
         why_over=accountant.why_over,
     )
     return Mechanism(
-        args=args,
-        accountant=accountant,
-        mode=mode,
-        randomness=randomness,
-        sampling=sampling,
-        world=work.world,
-        probe=partial(_probe, work, mode, run),
+        args=args, accountant=accountant, mode=mode, randomness=randomness, sampling=sampling, world=work.world
     )
 
 
@@ -105,32 +96,18 @@ def _mode(
     """How gradients are taken, and what the neighbour probe has against it."""
     trained = tuple(p for p in work.trained if p.requires_grad)
     names = {id(p): name for name, p in work.module.named_parameters()}
+    was_training = {part: part.training for part in work.module.modules()}
+    work.module.train()
     try:
-        with _training(work.module):
-            clipper = _clipper(args, [names[id(p)] for p in trained])
-            batch = move_to_device(data.fetch(work.world.comm.share(probe_records(data))), work.world.device)
-            mode = choose_mode(args.grad_mode, work.module, trained, clipper, run, batch, count_records(batch))
-        return mode, _probe(work, mode, run)
+        clipper = _clipper(args, [names[id(p)] for p in trained])
+        index = work.world.comm.share(probe_records(data))
+        batch = move_to_device(data.fetch(index), work.world.device)
+        mode = choose_mode(args.grad_mode, work.module, trained, clipper, run, batch, count_records(batch))
+        return mode, list(neighbour_problems(mode, run, data, index))
     except Unsupported as error:
         raise PrivacyError(_told([str(error)])) from error
-
-
-def _probe(work: Workload, mode: GradientMode, run: Run) -> list[str]:
-    """What the neighbour probe finds on records chosen anew, the same on all processes."""
-    assert work.data is not None
-    with _training(work.module):
-        return list(neighbour_problems(mode, run, work.data, work.world.comm.share(probe_records(work.data))))
-
-
-@contextmanager
-def _training(module: nn.Module) -> Iterator[None]:
-    """A block in which `module` is in training mode."""
-    before = {part: part.training for part in module.modules()}
-    module.train()
-    try:
-        yield
     finally:
-        for part, training in before.items():
+        for part, training in was_training.items():
             part.training = training
 
 

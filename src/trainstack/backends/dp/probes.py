@@ -65,15 +65,12 @@ def _limit_that_clips(mode: GradientMode, run: Run, data: TrainingSet, index: Te
 
 
 def _summing(mode: GradientMode, run: Run, data: TrainingSet, limit: float) -> Callable[[Tensor], Tensor]:
+    trial = type(mode)(mode.module, mode.trained, FlatClipper(limit))
     device = mode.trained[0].device
 
     def sum_of(index: Tensor) -> Tensor:
-        kept, mode.clipper = mode.clipper, FlatClipper(limit)
-        try:
-            with undisturbed(mode.module):
-                mode.add(run, move_to_device(data.fetch(index), device), len(index))
-            return torch.cat([part.flatten() for part in mode.take()])
-        finally:
-            mode.clipper = kept
+        with undisturbed(mode.module):
+            trial.add(run, move_to_device(data.fetch(index), device), len(index))
+        return torch.cat([part.flatten() for part in trial.take()])
 
     return sum_of

@@ -29,8 +29,8 @@ def audit(
         args: the privacy settings.
         backend: the backend string, with `dp` in it.
         level: `"quick"` takes seconds, `"full"` a minute.
-        **numbers: `train_batch_size`, `dataset_size`, `epochs`, `gpu_batch_size_limit` and `device` of the runs that are
-            made. The defaults (500, 2000, 2) make eight steps in which canaries are easy to tell.
+        **numbers: `train_batch_size`, `dataset_size`, `epochs`, `gpu_batch_size_limit` and `device` of the runs that
+            are made. The defaults (500, 2000, 2) make eight steps in which canaries are easy to tell.
 
     Raises:
         ConfigurationError: a number is out of its range, or the settings promise nothing.

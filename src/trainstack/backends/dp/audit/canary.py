@@ -49,8 +49,6 @@ class CanaryModel(nn.Module):
         super().__init__()
         norms = subject.norms
         self.tables = nn.ModuleList(nn.Embedding(subject.dataset_size + 1, 1) for _ in norms)
-        for table in self.tables:
-            nn.init.zeros_(table.weight)
         self.rows = torch.empty(0)
         self.recorder = Recorder(self.parameters(), norms, subject.train_batch_size)
         self._length = _LONG * max(norms)
@@ -64,7 +62,7 @@ class CanaryModel(nn.Module):
         return DataLoader(records, sampler=sampler(records), batch_size=batch_size)
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Tensor:
-        losses = self._length * sum(table(batch[0])[:, 0] for table in self.tables)
+        losses = self._length * torch.stack([table(batch[0])[:, 0] for table in self.tables]).sum(0)
         return losses if self._losses_of_records else losses.mean()
 
 
@@ -77,7 +75,7 @@ class Recorder(torch.optim.Optimizer):
         self._factors = [batch * norm / sum(n**2 for n in norms) for norm in norms]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         tables = self.param_groups[0]["params"]
         rows = [factor * table.grad[:-1, 0].double() for factor, table in zip(self._factors, tables, strict=True)]
         self.sums.append(torch.stack(rows).sum(0).cpu())

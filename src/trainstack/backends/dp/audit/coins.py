@@ -1,9 +1,9 @@
 """The canary audit: can it be told from the updates which canaries were trained on, and how well?
 
-Every canary is in the data by the toss of a coin. An adversary who sees all updates ranks the canaries by the likelihood
-ratio of the stated mechanism and calls the first r of them trained on, for few r that are fixed beforehand. How many of
-those calls are right bounds epsilon from below. Canaries of several runs count as those of one, since no run sees the
-canaries of another.
+Every canary is in the data by the toss of a coin. An adversary who sees all updates ranks the canaries by the
+likelihood ratio of the stated mechanism and calls the first r of them trained on, for few r that are fixed beforehand.
+How many of those calls are right bounds epsilon from below. Canaries of several runs count as those of one, since no
+run sees the canaries of another.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,13 +86,15 @@ def judge_guesses(
     told = ", ".join(f"{right} of {guesses}" for guesses, right in outcomes) + " guesses right"
 
     def by_tradeoff(profile: Any) -> float:
-        return min(1.0, tries * min(tradeoff_p_value(profile, canaries=canaries, guesses=g, right=v) for g, v in outcomes))
+        single = (tradeoff_p_value(profile, canaries=canaries, guesses=g, right=v) for g, v in outcomes)
+        return min(1.0, tries * min(single))
 
-    single = min(guess_p_value(claimed, delta, canaries=canaries, guesses=g, right=v) for g, v in outcomes)
+    as_claimed = min(guess_p_value(claimed, delta, canaries=canaries, guesses=g, right=v) for g, v in outcomes)
+    as_stated = by_tradeoff(privacy_profile(*mechanism))
     return CanaryBounds(
         findings=[
-            _finding(f"guesses are as bad as epsilon {claimed:.4g} makes them", told, min(1.0, tries * single)),
-            _finding("guesses are as bad as the stated noise makes them", told, by_tradeoff(privacy_profile(*mechanism))),
+            _finding(f"guesses are as bad as epsilon {claimed:.4g} makes them", told, min(1.0, tries * as_claimed)),
+            _finding("guesses are as bad as the stated noise makes them", told, as_stated),
         ],
         claimed=claimed,
         one_run=max(
@@ -104,7 +105,9 @@ def judge_guesses(
     )
 
 
-def _epsilon_by_tradeoff(by_tradeoff: Callable[[Any], float], mechanism: tuple[float, float, int], delta: float) -> float:
+def _epsilon_by_tradeoff(
+    by_tradeoff: Callable[[Any], float], mechanism: tuple[float, float, int], delta: float
+) -> float:
     """epsilon of the largest noise, with sampling and steps as stated, under which such guesses are implausible."""
     sigma, rate, steps = mechanism
     quietest = -math.log(min(sigma, max(sigma / 8, 0.2)))
@@ -116,7 +119,7 @@ def _epsilon_by_tradeoff(by_tradeoff: Callable[[Any], float], mechanism: tuple[f
     if not excluded(found):
         return 0.0
     profile = privacy_profile(math.exp(-found), rate, steps)
-    return float(EPSILONS[min(np.searchsorted(-profile, -delta), len(EPSILONS) - 1)])
+    return float(EPSILONS[profile > delta].max(initial=0.0))
 
 
 def _finding(claim: str, seen: str, p_value: float) -> Finding:

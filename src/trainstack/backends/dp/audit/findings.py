@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from scipy import stats
 
 IMPLAUSIBLE = 1e-6
-"""A p-value below this is no accident: one correct audit in many thousands reaches it."""
+"""A p-value below this is no accident: with every test of an audit together, one in many thousands reaches it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,21 +39,15 @@ def two_sided(below: float, above: float) -> float:
     return float(min(1.0, 2 * min(below, above)))
 
 
-def of_normal(z: float) -> float:
-    """The two-sided p-value of a standard normal number."""
-    return two_sided(stats.norm.cdf(z), stats.norm.sf(z))
+def largest_of_normal(z: Any) -> float:
+    """The p-value of the number that is furthest from 0 among several standard normal ones, by Bonferroni."""
+    return min(1.0, np.size(z) * 2 * float(stats.norm.sf(np.abs(z).max())))
 
 
-def strongest_correlation(products: Any, among: int) -> tuple[float, float]:
-    """The largest of many correlations, and its p-value for all of them together.
-
-    Args:
-        products: sums of `among` products of independent numbers of mean 0 and variance 1.
-        among: at least some hundreds, so that their sum is nearly normal.
-
-    Returns:
-        The correlation, and a p-value by Bonferroni.
-    """
-    products = np.atleast_1d(products).ravel()
-    z = float(products[np.argmax(np.abs(products))]) / math.sqrt(among)
-    return z / math.sqrt(among), min(1.0, len(products) * of_normal(z))
+def most_unlikely_count(counts: Any, trials: int, probability: float) -> tuple[int, float]:
+    """Of several counts, each binomial, the one that is hardest to believe, and its p-value by Bonferroni."""
+    counts = np.ravel(counts)
+    law = stats.binom(trials, probability)
+    tails = np.minimum(law.cdf(counts), law.sf(counts - 1))
+    place = int(tails.argmin())
+    return int(counts[place]), min(1.0, 2 * counts.size * float(tails[place]))

@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import tempfile
+from dataclasses import replace
+from typing import Any
 
+from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.audit.findings import Finding
 from trainstack.backends.dp.audit.report import AuditReport
-from trainstack.backends.dp.layer import DP
-from trainstack.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from trainstack.trainer import ModuleInterface, TrainerArguments
+from trainstack.backends.dp.audit.subject import check_private
 
 
-def audit_module(module: ModuleInterface, args: TrainerArguments, *, rounds: int = 20) -> AuditReport:
-    """Leave records out of small batches, and see whether the sum of clipped gradients changes by more than the norm.
+def audit_module(module: Any, args: Any, *, rounds: int = 5) -> AuditReport:
+    """Make a module ready for private training several times, and collect what speaks against it.
 
-    Every private run does this once before it trains; here it is done `rounds` times, with other records each time.
-    The module is made ready for training, but not trained.
+    Each time, some of its records are drawn and left out one by one, and the sum of clipped gradients must not change
+    by more than the clipping norm. A private run does this once before it trains; here it is done for other records
+    each time. The module is not trained, and nothing is written.
 
     Args:
-        module: as for a `Trainer`.
-        args: with a private backend and `differential_privacy_args`.
-        rounds: how often; in each, four records are left out.
+        module: a `ModuleInterface`, as for a `Trainer`.
+        args: the `TrainerArguments`, with a private backend and `differential_privacy_args`.
+        rounds: how often.
 
     Raises:
-        PrivacyError: a private run with this module would be refused.
+        PrivacyError: a private run with this module would be refused whatever the records.
         ConfigurationError: the backend is not private.
     """
+    check_private(args.backend)
+    problems = [problem for _ in range(rounds) for problem in _problems(module, args)]
+    finding = Finding(
+        probe="neighbours",
+        claim="a record moves the clipped sum by the clipping norm at most",
+        seen=f"{rounds} batches, {len(problems)} problems" + (f": {problems[0]}" if problems else ""),
+        p_value=float(not problems),
+    )
+    return AuditReport(subject=f"{type(module).__name__} on {args.backend}", findings=(finding,))
+
+
+def _problems(module: Any, args: Any) -> tuple[str, ...]:
     from trainstack.trainer import Trainer
 
-    trainer = Trainer(module, args)
-    layer = next((layer for layer in trainer.trainer_backend.layers() if isinstance(layer, DP)), None)
-    if layer is None:
-        raise ConfigurationError(f"backend {args.backend!r} is not private, so there is nothing to audit. Write 'sp-dp'.")
-    try:
-        steps = trainer.plan.total_steps
-        problems = [problem for _ in range(rounds) for problem in layer.probe_neighbours()]
-    finally:
-        trainer.close()
-    seen = f"{rounds} batches, {len(problems)} with too much influence" + (f": {problems[0]}" if problems else "")
-    claim = "a record moves the clipped sum by the clipping norm at most"
-    finding = Finding(probe="neighbours", claim=claim, seen=seen, p_value=float(not problems))
-    return AuditReport(subject=f"{type(module).__name__} on {args.backend}, {steps} steps", findings=(finding,))
+    private: DifferentialPrivacyArguments | None = args.differential_privacy_args
+    with tempfile.TemporaryDirectory() as folder:
+        reporting = replace(
+            args,
+            output_dir=folder,
+            resume=False,
+            writers=(),
+            differential_privacy_args=private and replace(private, on_unsafe="report", debug_seed=None),
+        )
+        trainer = Trainer(module, reporting)
+        try:
+            return trainer.privacy_statement().overrides
+        finally:
+            trainer.close()

@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from trainstack.backends.dp.audit.canary import train_canaries
-from trainstack.backends.dp.audit.findings import Finding, strongest_correlation, two_sided
+from trainstack.backends.dp.audit.findings import Finding, largest_of_normal, two_sided
 from trainstack.backends.dp.audit.subject import Subject
 
 PROBE = "noise"
@@ -46,15 +46,21 @@ def judge_noise(first: Tensor, second: Tensor) -> Iterator[Finding]:
     )
     steps, weights = z.shape
     if steps > 1:
-        pairs = (z @ z.T)[np.triu_indices(steps, 1)]
-        yield _uncorrelated("it is new in every step", pairs, weights)
-    yield _uncorrelated("it is new for every weight", (z[:, 1:] * z[:, :-1]).sum(), steps * (weights - 1))
-    yield _uncorrelated("it is new in every run", z @ other.T, weights)
+        yield _unrelated("it is new in every step", projections(z, z)[np.triu_indices(steps, 1)], weights)
+    even, odd = z[:, : weights - 1 : 2].reshape(1, -1), z[:, 1::2].reshape(1, -1)
+    yield _unrelated("it is new for every weight", projections(even, odd), odd.size)
+    yield _unrelated("it is new in every run", projections(z, other), weights)
 
 
-def _uncorrelated(claim: str, products: Any, among: int) -> Finding:
-    correlation, p_value = strongest_correlation(products, among)
-    return _finding(claim, f"correlation {correlation:+.4f} at most", p_value)
+def projections(left: Any, right: Any) -> Any:
+    """Each row of `left` along the direction of each of `right`: standard normal if that has nothing to do with it."""
+    lengths = np.maximum(np.linalg.norm(right, axis=1), np.finfo(np.float64).tiny)
+    return left @ (right / lengths[:, None]).T
+
+
+def _unrelated(claim: str, z: Any, among: int) -> Finding:
+    seen = f"correlation {np.abs(z).max() / among**0.5:.4f} at most"
+    return _finding(claim, seen, largest_of_normal(z))
 
 
 def _finding(claim: str, seen: str, p_value: float) -> Finding:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, special, stats
 from torch import Tensor
 
 from trainstack.backends.dp.audit.canary import train_canaries
-from trainstack.backends.dp.audit.findings import Finding, of_normal, strongest_correlation, two_sided
+from trainstack.backends.dp.audit.findings import Finding, most_unlikely_count
 from trainstack.backends.dp.audit.subject import Subject
 
 PROBE = "sampling"
@@ -34,55 +34,52 @@ def judge_influence(updates: Tensor) -> Finding:
     """No record may add more than the clipping norm; `updates` are in its units, shape `(steps, records)`."""
     largest = float(updates.abs().max())
     bounded = largest <= 1 + TOLERANCE
-    return _finding(
-        "no record adds more than the clipping norm", f"{largest:.4g} times that at most", float(bounded)
-    )
+    return _finding("no record adds more than the clipping norm", f"{largest:.4g} times that at most", float(bounded))
 
 
 def judge_masks(first: Tensor, second: Tensor, rate: float) -> Iterator[Finding]:
     """Test two runs' masks, bool of shape `(steps, records)`, against independent coins of probability `rate`."""
-    mask, other = first.numpy(), second.numpy()
-    count, steps, records = int(mask.sum()), *mask.shape
+    mask, other = first.double().numpy(), second.double().numpy()
+    steps, records = mask.shape
+    count, p_value = most_unlikely_count(mask.sum(), mask.size, rate)
     yield _finding(
         "a record is in a step with the probability stated",
         f"{count / mask.size:.5g} where {rate:.5g} is stated",
-        two_sided(stats.binom.cdf(count, mask.size, rate), stats.binom.sf(count - 1, mask.size, rate)),
+        p_value,
     )
     if rate == 1:
         return  # all records in all steps; nothing else is left to chance
-    variance = rate * (1 - rate)
-    sizes = float(((mask.sum(1) - records * rate) ** 2).sum()) / (records * variance)
-    yield _finding(
-        "batch sizes vary as coins make them",
-        f"variance {sizes / steps:.3g} times that",
-        two_sided(stats.chi2.cdf(sizes, steps), stats.chi2.sf(sizes, steps)),
-    )
-    yield _participation(mask, rate)
-    z, other = (mask - rate) / math.sqrt(variance), (other - rate) / math.sqrt(variance)
+    yield _spread("batch sizes vary as coins make them", mask.sum(1), records, rate)
+    yield _spread("records take part as often as coins make them", mask.sum(0), steps, rate)
     if steps > 1:
-        pairs = (z @ z.T)[np.triu_indices(steps, 1)]
-        yield _uncorrelated("each step is drawn anew", pairs, records)
-    yield _uncorrelated("each record is drawn alone", (z[:, 1:] * z[:, :-1]).sum(), steps * (records - 1))
-    yield _uncorrelated("each run is drawn anew", z @ other.T, records)
+        yield _shared("each step is drawn anew", (mask @ mask.T)[np.triu_indices(steps, 1)], records, rate)
+    pairs = (mask[:, : records - 1 : 2] * mask[:, 1::2]).sum()
+    yield _shared("each record is drawn alone", pairs, steps * (records // 2), rate)
+    yield _shared("each run is drawn anew", mask @ other.T, records, rate)
 
 
-def _participation(mask: Any, rate: float) -> Finding:
-    """How often each record took part: the sum of squares over records, nearly normal by the moments of a binomial."""
-    steps, records = mask.shape
-    expected = steps * rate * (1 - rate)
-    squares = float(((mask.sum(0) - steps * rate) ** 2).sum())
-    spread = math.sqrt(records * (2 * expected**2 + expected * (1 - 6 * rate * (1 - rate))))
+def _spread(claim: str, counts: Any, trials: int, rate: float) -> Finding:
+    """Whether counts, each binomial, are as far from their mean as they should be: Chernoff's bound on the squares."""
+    values = np.arange(trials + 1)
+    chances, squares = stats.binom.logpmf(values, trials, rate), (values - trials * rate) ** 2
+    variance = trials * rate * (1 - rate)
+    total = float(((counts - trials * rate) ** 2).sum())
+
+    def log_bound(slope: float) -> float:
+        exponent = slope / variance
+        return float(len(counts) * special.logsumexp(chances + exponent * squares) - exponent * total)
+
+    sides = [optimize.minimize_scalar(log_bound, bounds=b, method="bounded").fun for b in ((0, 50), (-50, 0))]
     return _finding(
-        "records take part as often as coins make them",
-        f"variance {squares / (records * expected):.3g} times that",
-        of_normal((squares - records * expected) / spread) if spread > 0 else 1.0,
+        claim, f"variance {total / (len(counts) * variance):.3g} times that", 2 * math.exp(min(0.0, *sides))
     )
 
 
-def _uncorrelated(claim: str, products: Any, among: int) -> Finding:
-    correlation, p_value = strongest_correlation(products, among)
-    return _finding(claim, f"correlation {correlation:+.4f} at most", p_value)
+def _shared(claim: str, counts: Any, trials: int, rate: float) -> Finding:
+    """Whether both of two coins fell as often as coins do that know nothing of each other."""
+    count, p_value = most_unlikely_count(counts, trials, rate**2)
+    return _finding(claim, f"{count} in common where {trials * rate**2:.1f} are expected", p_value)
 
 
 def _finding(claim: str, seen: str, p_value: float) -> Finding:
-    return Finding(probe=PROBE, claim=claim, seen=seen, p_value=p_value)
+    return Finding(probe=PROBE, claim=claim, seen=seen, p_value=min(1.0, p_value))

@@ -12,6 +12,12 @@ from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.errors import ConfigurationError
 
 
+def check_private(backend: str) -> None:
+    """Refuse a backend string without `dp`."""
+    if "dp" not in backend.split("-"):
+        raise ConfigurationError(f"backend {backend!r} is not private: there is nothing to audit. Write 'sp-dp'.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """A private run that is audited.
@@ -33,8 +39,7 @@ class Subject:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if "dp" not in self.backend.split("-"):
-            raise ConfigurationError(f"backend {self.backend!r} is not private, so there is nothing to audit. Write 'sp-dp'.")
+        check_private(self.backend)
         if self.dataset_size < 100 or not 1 <= self.train_batch_size <= self.dataset_size or self.epochs < 1:
             raise ConfigurationError(
                 f"an audit with dataset_size={self.dataset_size}, train_batch_size={self.train_batch_size}, "
@@ -89,9 +94,7 @@ class Subject:
 
     def without_noise(self) -> Subject:
         """The same run, but for noise and budget."""
-        return replace(
-            self, args=replace(self.args, noise_multiplier=0.0, target_epsilon=None, max_epsilon=None)
-        )
+        return replace(self, args=replace(self.args, noise_multiplier=0.0, target_epsilon=None, max_epsilon=None))
 
     def gradient_noise(self, noise_multiplier: float) -> float:
         """The standard deviation of the gradient's noise over the clipping norm; counts cost adaptive clipping some."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trainstack.backends.dp.audit.profile import EPSILONS, privacy_profile
+from trainstack.backends.dp.audit.profile import EPSILONS
 
 _GROWTH = np.exp(EPSILONS)
 
