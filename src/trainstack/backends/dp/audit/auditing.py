@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from trainstack.backends.build import build_trainer_backend
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.audit.coins import canary_audit
 from trainstack.backends.dp.audit.noise import noise_probe
@@ -41,8 +42,13 @@ def audit(
         raise ConfigurationError("noise_multiplier=0 promises nothing, so there is nothing to audit. Write more.")
     subject = Subject(args=args, backend=backend, **numbers)
     longer = replace(subject, epochs=5 * subject.epochs) if level == "full" else subject
-    findings = [*noise_probe(longer), *sampling_probe(longer)]
-    bounds = canary_audit(subject, LEVELS[level])
+    together = build_trainer_backend(backend)
+    together.open(subject.device)  # one process group for all runs
+    try:
+        findings = [*noise_probe(longer), *sampling_probe(longer)]
+        bounds = canary_audit(subject, LEVELS[level])
+    finally:
+        together.close()
     return AuditReport(
         subject=subject.text,
         findings=(*findings, *bounds.findings),
