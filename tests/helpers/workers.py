@@ -450,7 +450,7 @@ def audited(**changes: Any) -> dict[str, Any]:
     from trainstack.backends.dp.audit import audit
 
     private = ts.DifferentialPrivacyArguments(delta=1e-6, noise_multiplier=2.0, **changes)
-    report = audit(private, "ddp-dp", train_batch_size=50, dataset_size=200)
+    report = audit(private, "ddp-dp", train_batch_size=50, dataset_size=200, epochs=1)
     return {"report": report.to_dict(), "text": report.text}
 
 

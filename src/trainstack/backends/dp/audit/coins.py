@@ -23,7 +23,7 @@ from trainstack.backends.dp.audit.findings import Finding
 from trainstack.backends.dp.audit.one_run import epsilon_at_least, guess_p_value, largest
 from trainstack.backends.dp.audit.profile import EPSILONS, privacy_profile
 from trainstack.backends.dp.audit.subject import Subject
-from trainstack.backends.dp.audit.tradeoff import tradeoff_p_value
+from trainstack.backends.dp.audit.tradeoff import less_likely, tradeoff_p_value
 
 PROBE = "canaries"
 SHARES = (0.01, 0.03, 0.1)
@@ -85,40 +85,40 @@ def judge_guesses(
     claimed = epsilon_of([mechanism], delta, accountant)
     told = ", ".join(f"{right} of {guesses}" for guesses, right in outcomes) + " guesses right"
 
-    def by_tradeoff(profile: Any) -> float:
-        single = (tradeoff_p_value(profile, canaries=canaries, guesses=g, right=v) for g, v in outcomes)
-        return min(1.0, tries * min(single))
-
+    stated = privacy_profile(*mechanism)
     as_claimed = min(guess_p_value(claimed, delta, canaries=canaries, guesses=g, right=v) for g, v in outcomes)
-    as_stated = by_tradeoff(privacy_profile(*mechanism))
+    as_stated = min(tradeoff_p_value(stated, canaries=canaries, guesses=g, right=v) for g, v in outcomes)
+
+    def excluded(profile: Any) -> bool:
+        most = SIGNIFICANCE / tries
+        return any(less_likely(profile, most, canaries=canaries, guesses=g, right=v) for g, v in outcomes)
+
     return CanaryBounds(
         findings=[
             _finding(f"guesses are as bad as epsilon {claimed:.4g} makes them", told, min(1.0, tries * as_claimed)),
-            _finding("guesses are as bad as the stated noise makes them", told, as_stated),
+            _finding("guesses are as bad as the stated noise makes them", told, min(1.0, tries * as_stated)),
         ],
         claimed=claimed,
         one_run=max(
             epsilon_at_least(delta, canaries=canaries, guesses=g, right=v, significance=SIGNIFICANCE / tries)
             for g, v in outcomes
         ),
-        tradeoff=_epsilon_by_tradeoff(by_tradeoff, mechanism, delta),
+        tradeoff=_epsilon_by_tradeoff(excluded, mechanism, delta),
     )
 
 
-def _epsilon_by_tradeoff(
-    by_tradeoff: Callable[[Any], float], mechanism: tuple[float, float, int], delta: float
-) -> float:
+def _epsilon_by_tradeoff(excluded: Callable[[Any], bool], mechanism: tuple[float, float, int], delta: float) -> float:
     """epsilon of the largest noise, with sampling and steps as stated, under which such guesses are implausible."""
     sigma, rate, steps = mechanism
     quietest = -math.log(min(sigma, max(sigma / 8, 0.2)))
 
-    def excluded(logarithm: float) -> bool:
-        return by_tradeoff(privacy_profile(math.exp(-logarithm), rate, steps)) < SIGNIFICANCE
+    def profile_of(logarithm: float) -> Any:
+        return privacy_profile(math.exp(-logarithm), rate, steps)
 
-    found = largest(excluded, -math.log(8 * sigma), quietest, bisections=9)
-    if not excluded(found):
+    found = largest(lambda logarithm: excluded(profile_of(logarithm)), -math.log(8 * sigma), quietest, bisections=9)
+    profile = profile_of(found)
+    if not excluded(profile):
         return 0.0
-    profile = privacy_profile(math.exp(-found), rate, steps)
     return float(EPSILONS[profile > delta].max(initial=0.0))
 
 

@@ -47,12 +47,9 @@ def _composed_delta(loss: Any, mass: Any, steps: int) -> Any:
     grid = np.bincount(np.ceil((loss - low) / unit).astype(int), weights=mass, minlength=_GRID)
     spectrum = np.fft.rfft(grid) ** steps
     total = np.maximum(np.fft.irfft(spectrum, n=_GRID), 0.0)
-    places = np.arange(_GRID)
-    centre = round(steps * (mean - low) / unit)  # the grid is a circle: unroll it around the mean
-    places += np.round((centre - places) / _GRID).astype(int) * _GRID
-    summed = steps * low + places * unit
-    order = np.argsort(summed)
-    summed, total = summed[order], total[order]
+    first_place = round(steps * (mean - low) / unit) - _GRID // 2  # the grid is a circle: unroll it around the mean
+    summed = steps * low + (first_place + np.arange(_GRID)) * unit
+    total = np.roll(total, -first_place)
     tail = np.append(np.cumsum(total[::-1])[::-1], 0.0)
     weighted = np.append(np.cumsum((total * np.exp(-np.maximum(summed, -50)))[::-1])[::-1], 0.0)
     first = np.searchsorted(summed, EPSILONS, side="right")

@@ -13,6 +13,9 @@ NO_PROOF = (
     "An audit can show that privacy is broken, not that it holds: it sees what these experiments can see, for the "
     "records that they use."
 )
+SUSPICIOUS = (
+    "that is more than is stated, which chance does in one correct audit of ten at most: audit again with level 'full'"
+)
 NOTHING_FOUND = "nothing found"
 
 
@@ -57,13 +60,14 @@ class AuditReport:
         return "\n".join([f"audit of {self.subject}", *table, *self._bounds(), self.verdict, NO_PROOF])
 
     def _bounds(self) -> list[str]:
-        if self.epsilon_claimed is None:
+        claimed, single, tradeoff = self.epsilon_claimed, self.epsilon_at_least, self.epsilon_at_least_tradeoff
+        if claimed is None or single is None or tradeoff is None:
             return []
-        return [
-            f"epsilon is stated as {self.epsilon_claimed:.4g} at delta {self.delta:.2g}; the guesses prove (95 %) that "
-            f"it is at least {self.epsilon_at_least:.3g}, or {self.epsilon_at_least_tradeoff:.3g} if the mechanism is "
-            "as stated but for its noise"
-        ]
+        line = (
+            f"epsilon is stated as {claimed:.4g} at delta {self.delta:.2g}; the guesses prove (95 %) that it is at "
+            f"least {single:.3g}, or {tradeoff:.3g} if the mechanism is as stated but for its noise"
+        )
+        return [line, SUSPICIOUS] if max(single, tradeoff) > claimed and not self.broken else [line]
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""

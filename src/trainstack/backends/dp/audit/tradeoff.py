@@ -26,20 +26,22 @@ def tradeoff_p_value(profile: Any, *, canaries: int, guesses: int, right: int) -
         canaries, guesses, right: as in `one_run.guess_p_value`.
     """
     low, high = math.log(1e-30), 0.0
-    if not _impossible(profile, canaries, guesses, right, 1.0):
+
+    def below(logarithm: float) -> bool:
+        return less_likely(profile, math.exp(logarithm), canaries=canaries, guesses=guesses, right=right)
+
+    if not below(high):
         return 1.0
-    if _impossible(profile, canaries, guesses, right, math.exp(low)):
+    if below(low):
         return math.exp(low)
     while high - low > 0.01:
         middle = (low + high) / 2
-        low, high = (
-            (low, middle) if _impossible(profile, canaries, guesses, right, math.exp(middle)) else (middle, high)
-        )
+        low, high = (low, middle) if below(middle) else (middle, high)
     return math.exp(high)
 
 
-def _impossible(profile: Any, canaries: int, guesses: int, right: int, probability: float) -> bool:
-    """Whether `right` or more right guesses cannot have this probability, since all outcomes would have more than 1."""
+def less_likely(profile: Any, probability: float, *, canaries: int, guesses: int, right: int) -> bool:
+    """Whether `right` or more right guesses are less likely than `probability`: else all outcomes together exceed 1."""
     share = probability / canaries
     hit, missed = share * right, share * (guesses - right)
     offset = 1 - profile - _GROWTH
