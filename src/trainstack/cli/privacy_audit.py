@@ -31,7 +31,7 @@ def add(questions: Any) -> None:
     parser.add_argument("--batch-size", type=int, default=500, dest="train_batch_size", metavar="B")
     parser.add_argument("--dataset-size", type=int, default=2000, metavar="N", help="canaries in each run")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--level", choices=("quick", "full"), default="quick", help="seconds, or a minute")
+    parser.add_argument("--level", choices=("quick", "full"), default="quick", help="full takes three times as long")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
 

@@ -29,7 +29,7 @@ def audit(
     Args:
         args: the privacy settings.
         backend: the backend string, with `dp` in it.
-        level: `"quick"` takes seconds, `"full"` a minute.
+        level: `"quick"` takes a second or so, `"full"` some three times as long.
         **numbers: `train_batch_size`, `dataset_size`, `epochs`, `gpu_batch_size_limit` and `device` of the runs that
             are made. The defaults (500, 2000, 2) make eight steps in which canaries are easy to tell.
 
