@@ -14,8 +14,8 @@ NO_PROOF = (
     "records that they use."
 )
 SUSPICIOUS = (
-    "that is more than is stated, which chance does in one correct audit of ten at most: audit again, and believe it if "
-    "it happens again"
+    "that is more than is stated, which chance does in one correct audit of ten at most: audit again, and believe it "
+    "if it happens again"
 )
 NOTHING_FOUND = "nothing found"
 
