@@ -476,6 +476,15 @@ def streams(directory: str, stop_at: int | None = None, **changes: Any) -> dict[
     }
 
 
+def audited(**changes: Any) -> dict[str, Any]:
+    """A privacy audit by all processes, of two small runs of each probe."""
+    from trainstack.backends.dp.audit import audit
+
+    private = ts.DifferentialPrivacyArguments(delta=1e-6, noise_multiplier=2.0, **changes)
+    report = audit(private, "ddp-dp", train_batch_size=50, dataset_size=200, epochs=1)
+    return {"report": report.to_dict(), "text": report.text}
+
+
 def main() -> None:
     what, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
     result = globals()[what](**options)
