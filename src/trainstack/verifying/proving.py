@@ -1,0 +1,123 @@
+"""One training unbroken, the same killed and resumed until it ends, again and again, and the ends compared."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainstack.checkpointing import CheckpointInfo, list_checkpoints
+from trainstack.checkpointing.difference import Difference, differences
+from trainstack.checkpointing.manifest import MODEL_FILE
+from trainstack.checkpointing.reading import read_states
+from trainstack.errors import ConfigurationError
+from trainstack.verifying.attempt import attempt
+from trainstack.verifying.report import Kill, ResumeReport
+
+MOST_KILLS = 4
+"""In one training: with more, each process would be killed before it has come anywhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is put to the test.
+
+    Attributes:
+        backend: the backend string.
+        nproc: how many processes find each other; None for one that stands alone.
+        call_in: pickled `(module_factory, (args,))` of a training that keeps everything in this folder.
+        context: of `multiprocessing`: how processes are started.
+        timeout_s: seconds for each process.
+    """
+
+    backend: str
+    nproc: int | None
+    call_in: Callable[[Path], bytes]
+    context: Any
+    timeout_s: float
+
+
+def prove(subject: Subject, kills: int, draw: random.Random, folder: Path) -> ResumeReport:
+    """Train unbroken, then kill `kills` times at moments that `draw` gives, and compare; all of it below `folder`.
+
+    Raises:
+        ConfigurationError: the training saves nothing before its end, or is over before it can be killed.
+        LaunchError: a process failed.
+    """
+    whole = folder / "unbroken"
+    with attempt(
+        subject.call_in(whole), folder / "process-0", subject.nproc, subject.context, subject.timeout_s
+    ) as run:
+        began = time.monotonic()
+        run.is_over()
+        seconds = time.monotonic() - began
+    end = _end_of(whole)
+    report = ResumeReport(
+        backend=subject.backend,
+        nproc=subject.nproc or 1,
+        steps=end.global_step or 0,
+        seconds=seconds,
+        kills=(),
+        model_hash=read_states(end.path, tensors=False)[0].files[MODEL_FILE].xxh3_128,
+    )
+    training = 0
+    while len(report.kills) < kills and report.same:
+        training += 1
+        if training > 2 * kills + 10:
+            raise ConfigurationError(
+                f"verify_resume: the training takes {seconds:.2f} s, too short to be killed in time. Write more epochs."
+            )
+        left = min(kills - len(report.kills), MOST_KILLS)
+        moments = [draw.uniform(0, 2 * seconds / (left + 1)) for _ in range(left)]
+        place = folder / f"training-{training}"
+        struck = _train(subject, place, training, moments)
+        found = _first_difference(end, _end_of(place, killed=True))
+        report = replace(report, kills=(*report.kills, *struck), difference=found, folder=folder if found else None)
+        if report.same:
+            shutil.rmtree(place)
+    return report
+
+
+def _train(subject: Subject, place: Path, training: int, moments: list[float]) -> list[Kill]:
+    """Train to the end in as many processes as it takes, the first of which are killed at `moments`."""
+    call = subject.call_in(place)
+    struck: list[Kill] = []
+    for number, moment in enumerate([*moments, None]):
+        words = place.parent / f"process-{training}.{number}"
+        with attempt(call, words, subject.nproc, subject.context, subject.timeout_s) as run:
+            if struck:
+                struck[-1] = replace(struck[-1], resumed_from=run.began_from)
+            began = time.monotonic()
+            ended = run.is_over(moment)
+            lasted = time.monotonic() - began
+            step = run.kill()
+        if ended:
+            break
+        struck.append(Kill(training=training, at_step=step, resumed_from=0, seconds=lasted))
+    return struck
+
+
+def _end_of(place: Path, *, killed: bool = False) -> CheckpointInfo:
+    """The last checkpoint of a training."""
+    found = [info for info in list_checkpoints(place / "checkpoints") if info.kind == "checkpoint"]
+    if not killed and found[-1].sequence == 1:
+        raise ConfigurationError(
+            f"verify_resume: the training saves only once, at its end after step {found[-1].global_step}, so there is "
+            "nothing to go on from. Write checkpointer_args=DefaultCheckpointerArguments(every_n_steps=...), or more "
+            "epochs."
+        )
+    return found[-1]
+
+
+def _first_difference(one: CheckpointInfo, other: CheckpointInfo) -> str | None:
+    """The first tensor that differs, else the first thing; None if every bit agrees."""
+    found = list(differences(read_states(one.path)[1], read_states(other.path)[1]))
+    if not found:
+        return None
+    first: Difference = next((row for row in found if row.elements is not None), found[0])
+    more = f"; {len(found) - 1} more differ" if len(found) > 1 else ""
+    return f"{first}{more}"
