@@ -12,6 +12,8 @@ from typing import Any
 
 from trainstack.checkpointing import CheckpointInfo, list_checkpoints
 from trainstack.checkpointing.difference import Difference, differences
+from trainstack.checkpointing.directory import read_manifest
+from trainstack.checkpointing.leftovers import TEMPORARY
 from trainstack.checkpointing.manifest import MODEL_FILE
 from trainstack.checkpointing.reading import read_states
 from trainstack.errors import ConfigurationError
@@ -62,7 +64,7 @@ def prove(subject: Subject, kills: int, draw: random.Random, folder: Path) -> Re
         steps=end.global_step or 0,
         seconds=seconds,
         kills=(),
-        model_hash=read_states(end.path, tensors=False)[0].files[MODEL_FILE].xxh3_128,
+        model_hash=read_manifest(end.path).files[MODEL_FILE].xxh3_128,
     )
     training = 0
     while len(report.kills) < kills and report.same:
@@ -91,14 +93,19 @@ def _train(subject: Subject, place: Path, training: int, moments: list[float]) -
         with attempt(call, words, subject.nproc, subject.context, subject.timeout_s) as run:
             if struck:
                 struck[-1] = replace(struck[-1], resumed_from=run.began_from)
-            began = time.monotonic()
+            before, began = _half_written(place), time.monotonic()
             ended = run.is_over(moment)
             lasted = time.monotonic() - began
             step = run.kill()
         if ended:
             break
-        struck.append(Kill(training=training, at_step=step, resumed_from=0, seconds=lasted))
+        saving = bool(_half_written(place) - before)
+        struck.append(Kill(training=training, at_step=step, resumed_from=0, seconds=lasted, while_saving=saving))
     return struck
+
+
+def _half_written(place: Path) -> set[str]:
+    return {path.name for path in (place / "checkpoints").glob(f"{TEMPORARY}*")}
 
 
 def _end_of(place: Path, *, killed: bool = False) -> CheckpointInfo:

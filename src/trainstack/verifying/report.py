@@ -15,12 +15,14 @@ class Kill:
         at_step: the global step that was last finished, as far as was seen: looked at every 2 ms.
         resumed_from: the global step that the next process went on from; 0 where there was no checkpoint yet.
         seconds: how long the killed process had trained.
+        while_saving: whether it left a checkpoint half written.
     """
 
     training: int
     at_step: int
     resumed_from: int
     seconds: float
+    while_saving: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,10 @@ class ResumeReport:
         ]
         for number, kill in enumerate(self.kills, 1):
             begin = f"step {kill.resumed_from}" if kill.resumed_from else "the start"
-            lines.append(f"{number:>4}  {kill.training:>8}  {kill.at_step:>7}  {begin:>12}  {kill.seconds:>7.2f}")
+            saving = "  while saving" if kill.while_saving else ""
+            lines.append(
+                f"{number:>4}  {kill.training:>8}  {kill.at_step:>7}  {begin:>12}  {kill.seconds:>7.2f}{saving}"
+            )
         return "\n".join([*lines, self.verdict])
 
     @property
