@@ -3,8 +3,8 @@
     make kills                                   200 SIGKILLs
     python -m tools.kills --kills 12 --seed 3    fewer, at other moments
 
-Every backend saves in the foreground and in the background. Saving takes a good share of the time, so that many kills fall into
-it. Processes are forks of one that has imported torch and does nothing else. Exit code 1 if any bit differs.
+Every backend saves in the foreground and in the background. Processes are forks of one that has imported torch and does
+nothing else. Exit code 1 if any bit differs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import pickle
 import random
 import shutil
 import sys
@@ -22,76 +21,22 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
 import trainstack as ts
+from tools.kills.training import STEPS_PER_EPOCH, call_in
 from trainstack.verifying.proving import Subject, prove
 
 BACKENDS = ("sp", "sp-amp", "ddp")
-SAMPLES, WIDTH = 400, 384
+LATER = ("torch._dynamo", "torch.onnx", "torch.distributed.algorithms.join", "numpy.random")
+"""What torch imports when the first optimizer is made, and takes seconds for."""
 TIMEOUT_S = 120.0
 HEAD = "backend  saving      kills  while saving  within an epoch  trainings  seconds  result"
-
-
-class Heavy(ts.ModuleInterface):
-    """Little to compute and much to save: 300,000 parameters with the state of Adam, dropout and a schedule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(8, WIDTH),
-            nn.ReLU(),
-            nn.Dropout(0.3),
-            nn.Linear(WIDTH, 2 * WIDTH),
-            nn.ReLU(),
-            nn.Linear(2 * WIDTH, 2),
-        )
-        inputs = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
-        self.data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
-
-    def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-        steps = estimated_global_steps_per_epoch * epochs
-        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)]
-
-    def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
-        return DataLoader(self.data, sampler=sampler(self.data), batch_size=batch_size)
-
-    def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
-        return DataLoader(self.data, sampler=sampler(self.data), batch_size=batch_size)
-
-    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-
-def call_in(place: Path, backend: str, async_save: bool) -> bytes:
-    """A training of `Heavy` in `place`, for `Subject`: 3 epochs of 25 steps, saved after every third step."""
-    args = ts.TrainerArguments(
-        epochs=3,
-        train_batch_size=16,
-        val_batch_size=100,
-        backend=backend,
-        device="cpu",
-        log_every=10,
-        resume="auto",
-        output_dir=str(place),
-        checkpointer_args=ts.DefaultCheckpointerArguments(every_n_steps=3, keep_last=3, async_save=async_save),
-        writers=[],
-        progress="none",
-    )
-    return pickle.dumps((Heavy, (args,)))
 
 
 def preloaded() -> Any:
     """Starts processes as forks of one that has imported everything."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported there
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "trainstack.verifying.child", "tools.kills"])
+    context.set_forkserver_preload(["tools.kills.training", "trainstack.verifying.child", *LATER])
     return context
 
 
@@ -104,7 +49,7 @@ def row(report: ts.ResumeReport, async_save: bool, seconds: float) -> str:
     """One line of the table."""
     kills = report.kills
     saving, trainings = sum(kill.while_saving for kill in kills), len({kill.training for kill in kills})
-    within = sum(bool(kill.resumed_from % (SAMPLES // 16)) for kill in kills)
+    within = sum(bool(kill.resumed_from % STEPS_PER_EPOCH) for kill in kills)
     return (
         f"{report.backend:<8} {'background' if async_save else 'foreground'}  {len(kills):>5}  {saving:>12}  "
         f"{within:>15}  {trainings:>9}  {seconds:>7.0f}  {'the same bits' if report.same else report.verdict}"
