@@ -26,7 +26,7 @@ from trainstack.errors import (
 from trainstack.launching import launch
 from trainstack.ranks import main_process_first, print_once, rank_zero_only
 from trainstack.trainer import *  # noqa: F403
-from trainstack.verifying import Kill, ResumeReport, verify_resume
+from trainstack.verifying import Kill, Parting, ResumeReport, verify_resume
 
 __version__ = "0.1.0"
 
@@ -43,6 +43,7 @@ __all__ = [
     "MissingExtraError",
     "ModuleContractError",
     "NonFiniteError",
+    "Parting",
     "PeerError",
     "Preempted",
     "PrivacyBudgetError",

@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,40 @@ def shares(kills: int, parts: int) -> list[int]:
 def row(report: ts.ResumeReport, async_save: bool, seconds: float) -> str:
     """One line of the table."""
     kills = report.kills
-    saving, trainings = sum(kill.while_saving for kill in kills), len({kill.training for kill in kills})
+    saving, trainings = sum(kill.while_saving for kill in kills), report.trainings
     within = sum(bool(kill.resumed_from % STEPS_PER_EPOCH) for kill in kills)
     return (
         f"{report.backend:<8} {'background' if async_save else 'foreground'}  {len(kills):>5}  {saving:>12}  "
         f"{within:>15}  {trainings:>9}  {seconds:>7.0f}  {'the same bits' if report.same else report.verdict}"
     )
+
+
+def run(cases: Sequence[tuple[str, bool]], kills: int, seed: int, verbose: bool = False) -> bool:
+    """Kill trainings of these backends, with saves in the background or not; whether all ended with the same bits."""
+    draw, folder, all_same = random.Random(seed), Path(tempfile.mkdtemp(prefix="trainstack-kills-")), True
+    context, began = preloaded(), time.monotonic()
+    print(HEAD, flush=True)
+    for (backend, async_save), share in zip(cases, shares(kills, len(cases)), strict=True):
+        if not share:
+            continue
+        start = time.monotonic()
+        subject = Subject(
+            backend=backend,
+            nproc=2 if backend == "ddp" else None,
+            call_in=lambda place, backend=backend, async_save=async_save: call_in(place, backend, async_save),
+            context=context,
+            timeout_s=TIMEOUT_S,
+        )
+        place = folder / f"{backend}-{async_save}"
+        report = prove(subject, share, draw, place)
+        print(report if verbose else row(report, async_save, time.monotonic() - start), flush=True)
+        all_same &= report.same
+        if report.same:
+            shutil.rmtree(place)
+    if all_same:
+        shutil.rmtree(folder)
+    print(f"{kills} kills in {time.monotonic() - began:.0f} s: {'the same bits' if all_same else 'NOT THE SAME'}")
+    return all_same
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,31 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.kills < 1:
         parser.error(f"--kills {given.kills}: write 1 or more")
-    draw, folder, all_same = random.Random(given.seed), Path(tempfile.mkdtemp(prefix="trainstack-kills-")), True
-    context, began = preloaded(), time.monotonic()
     cases = list(product(BACKENDS, (False, True)))
-    print(HEAD, flush=True)
-    for (backend, async_save), kills in zip(cases, shares(given.kills, len(cases)), strict=True):
-        if not kills:
-            continue
-        start = time.monotonic()
-        subject = Subject(
-            backend=backend,
-            nproc=2 if backend == "ddp" else None,
-            call_in=lambda place, backend=backend, async_save=async_save: call_in(place, backend, async_save),
-            context=context,
-            timeout_s=TIMEOUT_S,
-        )
-        place = folder / f"{backend}-{async_save}"
-        report = prove(subject, kills, draw, place)
-        print(report if given.verbose else row(report, async_save, time.monotonic() - start), flush=True)
-        all_same &= report.same
-        if report.same:
-            shutil.rmtree(place)
-    if all_same:
-        shutil.rmtree(folder)
-    print(f"{given.kills} kills in {time.monotonic() - began:.0f} s: {'the same bits' if all_same else 'NOT THE SAME'}")
-    return 0 if all_same else 1
+    return 0 if run(cases, given.kills, given.seed, given.verbose) else 1
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import struct
@@ -15,8 +16,10 @@ from pathlib import Path
 import torch
 
 from trainstack.trainer import Trainer, seed_everything
+from trainstack.verifying.forgotten import forgotten, marks_of
 
 LOOK_EVERY_S = 0.002
+_FORGOTTEN = "forgotten.json"
 _PROGRESS = struct.Struct("qq")
 
 
@@ -57,6 +60,11 @@ def read_progress(folder: Path) -> tuple[int, int] | None:
     return _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else None
 
 
+def read_forgotten(folder: Path) -> tuple[str, ...]:
+    """What the training of this folder changed in its module, and did not save."""
+    return tuple(json.loads((folder / _FORGOTTEN).read_text()))
+
+
 def work(job: Job) -> None:
     """Train to the end, unless killed."""
     os.setsid()  # so that all that this process starts can be killed with it
@@ -70,8 +78,12 @@ def work(job: Job) -> None:
     seed_everything(args.seed)
     trainer = Trainer(factory(), args)
     _ = trainer.plan  # makes it ready: from here on it is training
+    before = marks_of(trainer.module)
     with _telling(trainer, job.folder) if job.rank == 0 else nullcontext():
         trainer.train()
+    if job.rank == 0:
+        names = forgotten(trainer.module, before, trainer.module.get_state())
+        (job.folder / _FORGOTTEN).write_text(json.dumps(names))
     trainer.close()
     job.done.touch()
 

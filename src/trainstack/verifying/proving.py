@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainstack.checkpointing import CheckpointInfo, list_checkpoints
-from trainstack.checkpointing.difference import Difference, differences
 from trainstack.checkpointing.directory import read_manifest
 from trainstack.checkpointing.leftovers import TEMPORARY
 from trainstack.checkpointing.manifest import MODEL_FILE
-from trainstack.checkpointing.reading import read_states
 from trainstack.errors import ConfigurationError
 from trainstack.verifying.attempt import attempt
+from trainstack.verifying.child import read_forgotten
+from trainstack.verifying.comparing import checkpoints_of, compare
 from trainstack.verifying.report import Kill, ResumeReport
 
 MOST_KILLS = 4
@@ -57,7 +56,8 @@ def prove(subject: Subject, kills: int, draw: random.Random, folder: Path) -> Re
         began = time.monotonic()
         run.is_over()
         seconds = time.monotonic() - began
-    end = _end_of(whole)
+    _refuse_unsaved(whole)
+    end = checkpoints_of(whole)[-1]
     report = ResumeReport(
         backend=subject.backend,
         nproc=subject.nproc or 1,
@@ -66,9 +66,8 @@ def prove(subject: Subject, kills: int, draw: random.Random, folder: Path) -> Re
         kills=(),
         model_hash=read_manifest(end.path).files[MODEL_FILE].xxh3_128,
     )
-    training = 0
     while len(report.kills) < kills and report.same:
-        training += 1
+        training = report.trainings + 1
         if training > 2 * kills + 10:
             raise ConfigurationError(
                 f"verify_resume: the training takes {seconds:.2f} s, too short to be killed in time. Write more epochs."
@@ -77,10 +76,12 @@ def prove(subject: Subject, kills: int, draw: random.Random, folder: Path) -> Re
         moments = [draw.uniform(0, 2 * seconds / (left + 1)) for _ in range(left)]
         place = folder / f"training-{training}"
         struck = _train(subject, place, training, moments)
-        found = _first_difference(end, _end_of(place, killed=True))
-        report = replace(report, kills=(*report.kills, *struck), difference=found, folder=folder if found else None)
+        parting = compare(whole, place)
+        report = replace(report, kills=(*report.kills, *struck), trainings=training, parting=parting)
         if report.same:
             shutil.rmtree(place)
+        else:
+            report = replace(report, folder=folder, forgotten=read_forgotten(folder / "process-0"))
     return report
 
 
@@ -108,23 +109,10 @@ def _half_written(place: Path) -> set[str]:
     return {path.name for path in (place / "checkpoints").glob(f"{TEMPORARY}*")}
 
 
-def _end_of(place: Path, *, killed: bool = False) -> CheckpointInfo:
-    """The last checkpoint of a training."""
-    found = [info for info in list_checkpoints(place / "checkpoints") if info.kind == "checkpoint"]
-    if not killed and found[-1].sequence == 1:
+def _refuse_unsaved(place: Path) -> None:
+    found = checkpoints_of(place)
+    if not found or found[-1].sequence == 1:
         raise ConfigurationError(
-            f"verify_resume: the training saves only once, at its end after step {found[-1].global_step}, so there is "
-            "nothing to go on from. Write checkpointer_args=DefaultCheckpointerArguments(every_n_steps=...), or more "
-            "epochs."
+            "verify_resume: the training saves only once, at its end, so there is nothing to go on from. Write "
+            "checkpointer_args=DefaultCheckpointerArguments(every_n_steps=...), or more epochs."
         )
-    return found[-1]
-
-
-def _first_difference(one: CheckpointInfo, other: CheckpointInfo) -> str | None:
-    """The first tensor that differs, else the first thing; None if every bit agrees."""
-    found = list(differences(read_states(one.path)[1], read_states(other.path)[1]))
-    if not found:
-        return None
-    first: Difference = next((row for row in found if row.elements is not None), found[0])
-    more = f"; {len(found) - 1} more differ" if len(found) > 1 else ""
-    return f"{first}{more}"
