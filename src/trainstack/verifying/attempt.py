@@ -62,6 +62,17 @@ class Attempt:
             self._refuse_late()
         return not running
 
+    def is_over_by(self, moment: float, step: int, lag: float) -> bool:
+        """Whether it ends within `moment` seconds, and within `lag` seconds after `step` is finished.
+
+        Raises:
+            LaunchError: as for `is_over`.
+        """
+        until, over = time.monotonic() + moment, False
+        while not over and time.monotonic() < until and self._step() < step:
+            over = self.is_over(LOOK_EVERY_S)
+        return over or self.is_over(max(0.0, min(lag, until - time.monotonic())))
+
     def kill(self) -> int:
         """SIGKILL all that still runs; returns the last step that was finished."""
         for process in self._processes:
@@ -72,6 +83,9 @@ class Attempt:
         for process in self._processes:
             if process.pid is not None:
                 process.join()
+        return self._step()
+
+    def _step(self) -> int:
         return (read_progress(self._jobs[0].folder) or (0, 0))[1]
 
     def _refuse_late(self) -> None:

@@ -22,6 +22,8 @@ from trainstack.verifying.report import Kill, ResumeReport
 MOST_KILLS = 4
 """In one training: with more, each process would be killed before it has come anywhere."""
 
+_LAG_STEPS = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
@@ -73,7 +75,7 @@ def prove(subject: Subject, kills: int, draw: random.Random, folder: Path) -> Re
                 f"verify_resume: the training takes {seconds:.2f} s, too short to be killed in time. Write more epochs."
             )
         left = min(kills - len(report.kills), MOST_KILLS)
-        moments = [draw.uniform(0, 2 * seconds / (left + 1)) for _ in range(left)]
+        moments = _moments(draw, left, report)
         place = folder / f"training-{training}"
         struck = _train(subject, place, training, moments)
         parting = compare(whole, place)
@@ -85,7 +87,18 @@ def prove(subject: Subject, kills: int, draw: random.Random, folder: Path) -> Re
     return report
 
 
-def _train(subject: Subject, place: Path, training: int, moments: list[float]) -> list[Kill]:
+def _moments(draw: random.Random, count: int, report: ResumeReport) -> list[tuple[float, int, float]]:
+    """When to kill each of `count` processes: after a time, or, if it is quicker than that, a little after a step.
+
+    A step that is followed by a save lasts longer than others, so the lag is drawn from the time of a few.
+    """
+    seconds = [draw.uniform(0, 2 * report.seconds / (count + 1)) for _ in range(count)]
+    steps = sorted(draw.randint(1, max(1, report.steps - 1)) for _ in range(count))
+    lags = [draw.uniform(0, _LAG_STEPS * report.seconds / max(1, report.steps)) for _ in range(count)]
+    return list(zip(seconds, steps, lags, strict=True))
+
+
+def _train(subject: Subject, place: Path, training: int, moments: list[tuple[float, int, float]]) -> list[Kill]:
     """Train to the end in as many processes as it takes, the first of which are killed at `moments`."""
     call = subject.call_in(place)
     struck: list[Kill] = []
@@ -95,7 +108,7 @@ def _train(subject: Subject, place: Path, training: int, moments: list[float]) -
             if struck:
                 struck[-1] = replace(struck[-1], resumed_from=run.began_from)
             before, began = _half_written(place), time.monotonic()
-            ended = run.is_over(moment)
+            ended = run.is_over() if moment is None else run.is_over_by(*moment)
             lasted = time.monotonic() - began
             step = run.kill()
         if ended:

@@ -45,7 +45,7 @@ def verify_resume(
         args: of the training. Few steps are enough, as long as it saves within them. `resume` and where to save or load
             from are set here.
         kills: how many.
-        seed: of the moments, which are uniform over the time that the unbroken training took.
+        seed: of the moments: after a time or at a step, whichever comes first, both uniform over the unbroken training.
         nproc: processes of the training, for a backend that joins several; by default 2.
         timeout_s: seconds for each process.
         quiet: do not print the report.
