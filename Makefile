@@ -14,7 +14,7 @@ export OMP_NUM_THREADS = 1
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test check bench docs lock clean help
+.PHONY: demo test check bench kills docs lock clean help
 
 demo: .venv/.stamp ## train, interrupt and resume a small model, and show that the results agree
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -31,6 +31,9 @@ check: .venv/.stamp ## format, lint, types, the conformance table and the docume
 
 bench: .venv/.stamp ## time a training step
 	$(BIN)/python -m tools.bench $(ARGS)
+
+kills: .venv/.stamp ## kill trainings at 200 random moments and compare what the resumed ones end with
+	$(BIN)/python -m tools.kills $(ARGS)
 
 docs: .venv/.stamp ## build the documentation into build/site
 	$(BIN)/mkdocs build --quiet --strict --site-dir build/site

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from trainstack.backends import Clipping, TrainerBackend, Workload, World
-from trainstack.errors import ModuleContractError, PrivacyBudgetError, annotate
+from trainstack.errors import ConfigurationError, ModuleContractError, PrivacyBudgetError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.collector import as_arguments
 from trainstack.trainer.evaluator import Evaluator
@@ -52,6 +52,7 @@ class Run:
         loop: what the loop works with.
         pending_rng: the random state to go on with; used up when training goes on.
         epoch_rng: the random state that the epoch under way began with.
+        training: whether `Trainer.train` is under way.
         busy: whether a step, a hook or a validation is under way, so that a checkpoint has to wait.
         save_asked: whether one waits.
         pin_asked: whether the next checkpoint is to be kept for good.
@@ -77,7 +78,7 @@ class Run:
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
         self.poll: Callable[[], None] = lambda: None
-        self.busy = self.save_asked = self.pin_asked = False
+        self.training = self.busy = self.save_asked = self.pin_asked = False
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log)
         module.plan, module._history, module._run_state = self.data.plan, RunHistory(), state
@@ -105,6 +106,19 @@ class Run:
             skip_nonfinite=args.nonfinite == "skip",
             keep_epoch_outputs=self.hooks.epoch_outputs if keep == "auto" else bool(keep),
         )
+
+    def begin_training(self) -> None:
+        """Refuse to train inside of `train`: two loops would move the same counters.
+
+        Raises:
+            ConfigurationError: a hook or a step calls `train` of its own trainer.
+        """
+        if self.training:
+            raise ConfigurationError(
+                f"train() was called while it runs (after global step {self.state.global_step}), from a hook or a "
+                "step. Call it again when it has returned; for more epochs write a larger TrainerArguments(epochs=...)."
+            )
+        self.training = True
 
     def train_epoch(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
         """Train what is left of the epoch under way, validate and save.

@@ -93,11 +93,13 @@ class Trainer(TrainerProperties):
             NonFiniteError: a loss or gradient became inf or nan.
             PeerError: another process has failed, or did not come to a collective in time.
             CheckpointError: a checkpoint that was asked for cannot be read, or one cannot be written.
+            ConfigurationError: it was called from one of its own hooks or steps.
         """
         run = self._ready()
         if self._finished:
             return
         reporter = Reporter(self.args, self.history, is_main=self.is_main_process)
+        run.begin_training()
         with signals_ask(self._stopper, wanted=self.args.handle_signals, says=self.is_main_process):
             try:
                 self._train(run, reporter)
@@ -107,7 +109,7 @@ class Trainer(TrainerProperties):
                     save_after(error, self, run, within_s=self._saver.grace.seconds)
                 raise
             finally:
-                run.busy = run.save_asked = run.pin_asked = False
+                run.training = run.busy = run.save_asked = run.pin_asked = False
                 reporter.close()
                 late = self._stopper.end()
         end_by_signal(
