@@ -200,6 +200,7 @@ class Run:
             self.loop.meter.drain()
             reporter.write()
         if self.save_asked or (save_every is not None and step % save_every == 0):
+            reporter.write()  # a history counts as written once it is saved
             self._save(save, True)
         if state.steps_in_epoch >= reporter.progress.next_look:
             reporter.look(state)
