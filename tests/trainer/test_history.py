@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainstack.checkpointing.decoding import StateDecoder
+from trainstack.checkpointing.encoding import StateEncoder
 from trainstack.errors import CheckpointDamagedError, ConfigurationError, ModuleContractError
 from trainstack.trainer.history import Record, RunHistory
 
@@ -319,6 +321,58 @@ def test_a_million_records_are_small_and_quick() -> None:
     assert sys.getsizeof(history._arrived) < 10_000_000
     assert seconds < 10  # about 0.5 s; ten times that on a loaded machine would still be linear
     assert history.get_latest_metric("loss") == 0.5
+
+
+def test_the_state_of_a_million_records_is_three_tensors_and_is_made_and_restored_at_once() -> None:
+    history = RunHistory()
+    for step in range(1_000_000):
+        history.update_metric("ab"[step % 2], 0.5, step=step)
+    started = time.process_time()
+    state = history.get_state()
+    other = RunHistory()
+    other.update_state(state)
+    assert time.process_time() - started < 1  # about 0.05 s
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    assert sum(tensor.nbytes for tensor in tensors) == 24_000_000
+    assert len(json.dumps([value for value in state.values() if not isinstance(value, torch.Tensor)])) < 100
+    assert other.latest_record("b") == Record("b", 0.5, 999_999, 0)
+
+
+@pytest.mark.spec("PA-37")
+def test_a_prefix_becomes_part_of_the_names_and_may_be_left_out_by_those_who_ask() -> None:
+    history = RunHistory(metric_name_prefix="fold-1/")
+    history.update_metric("loss", 1.0)
+    history.metric_name_prefix = "fold-2/"
+    history.update_metric("loss", 2.0)
+    history.update_metric("loss", torch.tensor(3.0))
+    assert history.get_metric_names() == {"fold-1/loss", "fold-2/loss"}
+    assert history.get_metric_values("loss") == [2.0, 3.0]
+    assert history.get_latest_metric("fold-1/loss") == 1.0
+    assert [record.name for record in history.flush()] == ["fold-1/loss", "fold-2/loss", "fold-2/loss"]
+
+
+def test_records_are_given_as_arrays_for_plots_and_as_plain_lists() -> None:
+    history = RunHistory()
+    history.update_metric("loss", torch.tensor(0.5), step=3, epoch=1)
+    history.update_metric("loss", 0.25, step=6, epoch=1)
+    steps, values = history.arrays("loss")
+    assert (steps.dtype, values.dtype) == (np.int64, np.float64)
+    assert steps.tolist() == [3, 6]
+    assert values.tolist() == [0.5, 0.25]
+    history.update_metric("loss", 0.125, step=9)  # the arrays are copies, so the history can still grow
+    assert len(steps) == 2
+    assert history.to_dict() == {"loss": {"value": [0.5, 0.25, 0.125], "step": [3, 6, 9], "epoch": [1, 1, 0]}}
+
+
+def test_flushed_records_of_a_step_are_counted_by_name() -> None:
+    history = RunHistory()
+    for step in (4, 5, 5):
+        history.update_metric("a", 1.0, step=step)
+    history.update_metric("b", 1.0, step=4)
+    history.flush()
+    history.update_metric("a", 1.0, step=5)
+    assert history.flushed_at(5) == {"a": 2}
+    assert history.flushed_at(6) == {}
 
 
 def test_values_at_a_step_are_the_newest_of_the_metrics_that_end_there() -> None:

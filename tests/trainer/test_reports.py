@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +44,83 @@ def test_history_and_csv_hold_every_value_with_its_step_and_epoch(tmp_path: Path
     assert written == recorded
 
 
+def rows_but_times(directory: Path) -> list[dict[str, Any]]:
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name != "time"} for line in lines]
+
+
 @pytest.mark.spec("F309", "HZ-31")
-def test_a_resumed_run_continues_the_file_and_ends_with_the_same_rows(tmp_path: Path) -> None:
-    saving = ts.DefaultCheckpointerArguments(every_n_steps=4)
-    made: dict[str, Any] = {"epochs": 2, "log_every": 1, "writers": ["csv"], "checkpointer_args": saving}
+@pytest.mark.parametrize("log_every", [1, 5, 100])
+@pytest.mark.parametrize("breaks_at", ["step 11", "validation"])
+def test_a_resumed_run_continues_the_files_and_they_end_as_those_of_an_unbroken_run(
+    tmp_path: Path, log_every: int, breaks_at: str
+) -> None:
+    """Also where the log points lie between checkpoints, and where rows of the checkpoint's own step come again."""
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=3)
+    made: dict[str, Any] = {"epochs": 2, "log_every": log_every, "writers": ["csv", "jsonl"]}
+    made["checkpointer_args"] = saving
     train(Logs(validate=True), tmp_path / "unbroken", **made)
+    breaks = BreaksInStep if breaks_at == "step 11" else BreaksAfterValidation
     with pytest.raises(KeyboardInterrupt):
-        train(Breaks(validate=True), tmp_path / "cut", **made)
-    assert max(int(row["step"]) for row in rows(tmp_path / "cut")) > 8
+        train(breaks(validate=True), tmp_path / "cut", **made)
+    saved = ts.Trainer(Logs(validate=True), arguments(tmp_path / "cut", resume=True, **made)).load_checkpoints()
+    if log_every == 1 or breaks_at == "validation":
+        assert len(rows(tmp_path / "cut")) > len(saved.history_state["values"])  # type: ignore[index]
+    assert saved.global_step == (9 if breaks_at == "step 11" else 12)
     train(Logs(validate=True), tmp_path / "cut", resume=True, **made)
 
-    assert sorted(map(str, rows(tmp_path / "cut"))) == sorted(map(str, rows(tmp_path / "unbroken")))
+    cut, unbroken = tmp_path / "cut", tmp_path / "unbroken"
+    assert sorted((cut / "metrics.csv").read_text()) == sorted((unbroken / "metrics.csv").read_text())
+    in_order = {key: [row for row in rows_but_times(cut) if row["name"] == key] for key in ("mine", "val/right")}
+    for name, kept in in_order.items():
+        assert kept == [row for row in rows_but_times(unbroken) if row["name"] == name]
+    assert len(rows_but_times(cut)) == len(rows_but_times(unbroken))
 
 
-class Breaks(Logs):
+class BreaksInStep(Logs):
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         if global_step == 11:
             raise KeyboardInterrupt
         return super().train_step(global_step, batch, device)
+
+
+class BreaksAfterValidation(Logs):
+    def on_end_val_epoch(self, global_step: int, loss: Any, predicted: Any, key: str = "default") -> None:
+        super().on_end_val_epoch(global_step, loss, predicted, key)
+        if global_step == 12:
+            self.log("val/right", 0.5)
+            raise KeyboardInterrupt
+
+
+@pytest.mark.spec("HZ-21")
+def test_log_points_may_be_a_fraction_of_all_steps(tmp_path: Path) -> None:
+    trainer = train(Logs(), tmp_path, epochs=2, log_every=0.3)  # of 12 steps: 3.6, rounded up
+    assert [r.step for r in trainer.history.records("train/loss")] == [4, 8, 12]
+    for wrong in (1.5, 0.0, -0.5, 0, True, "2"):
+        with pytest.raises(ts.ConfigurationError, match=r"log_every=.* write a whole number, .* or a fraction"):
+            arguments(tmp_path, log_every=wrong)
+
+
+@pytest.mark.spec("FN-50")
+def test_the_users_own_state_is_saved_and_comes_back(tmp_path: Path) -> None:
+    saving = ts.DefaultCheckpointerArguments()
+    trainer = ts.Trainer(Logs(), arguments(tmp_path, checkpointer_args=saving))
+    trainer.user_state.words = ["a", ("b", torch.tensor([1.5]))]
+    trainer.user_state["count"] = 3
+    trainer.train()
+    resumed = ts.Trainer(Logs(), arguments(tmp_path, checkpointer_args=saving, epochs=2, resume=True))
+    resumed.user_state.other = 1
+    resumed.train()
+
+    assert resumed.user_state.count == 3
+    word, (letter, tensor) = resumed.user_state["words"]
+    assert (word, letter, tensor.tolist()) == ("a", "b", [1.5])
+    assert set(resumed.user_state) == {"words", "count"}
+    del resumed.user_state.words
+    with pytest.raises(AttributeError, match=r"no 'words'; it has \['count'\]"):
+        _ = resumed.user_state.words
+    with pytest.raises(AttributeError, match=r"write user_state\['items'\]"):
+        resumed.user_state.items = 1
 
 
 def test_the_epoch_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

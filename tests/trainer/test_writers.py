@@ -343,7 +343,9 @@ def test_a_writer_that_fails_is_named_once_and_left_out_and_the_others_go_on(wha
     assert failing.calls.count(what) == (2 if what == "close" else 1)  # closed, and let go of once it failed
     assert failing.calls[-1] == "close"
     assert len(said) == 1
-    assert said[0].startswith(f"FailingSpy.{what}() failed: OSError: disk full in {what}. This writer gets nothing more")
+    assert said[0].startswith(
+        f"FailingSpy.{what}() failed: OSError: disk full in {what}. This writer gets nothing more"
+    )
 
 
 def test_a_writer_that_cannot_be_opened_is_an_error_and_the_others_are_closed() -> None:

@@ -35,7 +35,9 @@ class BackgroundWriter(Writer):
     def open(self, run: RunInfo) -> None:
         """Open the writer, and raise what it raises."""
         self.writer.open(run)
-        self._thread = threading.Thread(target=self._work, name=f"trainstack: {type(self.writer).__name__}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, name=f"trainstack: {type(self.writer).__name__}", daemon=True
+        )
         self._thread.start()
 
     def write(self, records: Sequence[Record]) -> None:
