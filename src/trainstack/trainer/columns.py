@@ -71,7 +71,8 @@ def unpack(state: Mapping[str, Any]) -> dict[str, Column]:
     columns, start = {}, 0
     for name, length in zip(names, lengths, strict=True):
         column = columns[name] = Column(name)
-        for packed, source in zip((column.values, column.steps, column.epochs), arrays, strict=True):
+        own: tuple[array[Any], ...] = (column.values, column.steps, column.epochs)
+        for packed, source in zip(own, arrays, strict=True):
             packed.frombytes(source[start : start + length].tobytes())
         column.flushed = length
         start += length
