@@ -47,6 +47,7 @@ def test_json_lines_continue_where_the_checkpoint_was_and_a_torn_line_is_cut_off
     assert [json.loads(line)["value"] for line in now[3:]] == [4.0]
 
 
+@pytest.mark.spec("HZ-36")
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 def test_what_was_written_is_read_back(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"metrics.{suffix}"
