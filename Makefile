@@ -6,7 +6,7 @@ TORCH ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-input --constraint constraints.txt
-EXTRAS := dev,demo,docs,dp,tensorboard
+EXTRAS := dev,cli,demo,docs,dp,tensorboard
 
 # One thread a process: results do not depend on the machine, and parallel tests do not fight for cores.
 export OMP_NUM_THREADS = 1

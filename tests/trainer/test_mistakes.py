@@ -359,7 +359,7 @@ def test_two_trainers_in_one_process_do_not_know_of_each_other(tmp_path: Path) -
     other.train()
     one.train()
 
-    assert one.history.get_state() == alone.history.get_state()
+    assert one.history.to_dict() == alone.history.to_dict()
     assert other.global_steps_finished == 4
 
 

@@ -118,6 +118,8 @@ def resume(trainer: Trainer, run: Run, checkpoint: Checkpoint) -> None:
     check_schedules(run)
     if checkpoint.history_state is not None:
         trainer.history.update_state(checkpoint.history_state)
+    if "user" in (checkpoint.trainer_state or {}):
+        trainer.user_state.update_state(checkpoint.trainer_state["user"])  # type: ignore[index]
     rng = rng_of_rank(checkpoint.rng_state, trainer.world, state)
     if rng is not None:
         run.pending_rng, run.epoch_rng = rng["now"], rng["epoch"]

@@ -81,6 +81,7 @@ class Run:
         self.training = self.busy = self.save_asked = self.pin_asked = False
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log)
+        self.log_interval = self.data.plan.steps_between(args.log_interval, "log_every")
         module.plan, module._history, module._run_state = self.data.plan, RunHistory(), state
         self.hooks = Hooks(module)
         self.loop = self._make_loop()
@@ -210,12 +211,13 @@ class Run:
     def _attend(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
         """What is due at this step: log, save, paint, stop, and moving on to the next step at which something is."""
         state, step = self.state, self.state.global_step
-        if step % self.args.log_interval == 0:
+        if step % self.log_interval == 0:
             reporter.log_point(state, self.loop.meter, self.loop.work.optimizers)
         elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
             self.loop.meter.drain()
             reporter.write()
         if self.save_asked or (save_every is not None and step % save_every == 0):
+            reporter.write()  # a history counts as written once it is saved
             self._save(save, True)
         if state.steps_in_epoch >= reporter.progress.next_look:
             reporter.look(state)
@@ -225,7 +227,7 @@ class Run:
         self.poll()  # after that: what fails later moves `attend_at` again
 
     def _set_next_attention(self, reporter: Reporter, save_every: int | None) -> None:
-        step, interval = self.state.global_step, self.args.log_interval
+        step, interval = self.state.global_step, self.log_interval
         look = reporter.progress.next_look - self.state.steps_in_epoch
         due = [interval - step % interval, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
         due.append(max(1, self.stopper.next_look - step))
