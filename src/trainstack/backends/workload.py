@@ -23,10 +23,12 @@ class Clipping:
         kind: `"norm"` scales all gradients together so that their joint L2 norm is at most `limit`;
             `"value"` clamps each element to `[-limit, limit]`; `"none"` leaves them alone.
         limit: the bound, in the unit of the gradient of the mean loss (loss scaling is undone first).
+        measured: whether `clip` computes the joint norm where it does not need it itself.
     """
 
     kind: Literal["norm", "value", "none"] = "none"
     limit: float = 0.0
+    measured: bool = True
 
     def __post_init__(self) -> None:
         if self.kind != "none" and not self.limit > 0:
@@ -89,6 +91,10 @@ class Workload:
             data=data,
             folder=None if folder is None else Path(folder),
         )
+
+    def unmeasured(self) -> Workload:
+        """The same, with no norm of the gradients computed that clipping does not need."""
+        return replace(self, clipping=replace(self.clipping, measured=False))
 
     def refreshed(self) -> Workload:
         """The same, with parameters that the module or an optimizer has been given since."""
