@@ -105,7 +105,7 @@ class Run:
             schedules=make_schedules(schedulers, work.optimizers, replace(plan, epochs=epochs)),
             state=self.state,
             skip_nonfinite=args.nonfinite == "skip",
-            measure_every=args.log_interval,
+            measure_every=self.log_interval,
             keep_epoch_outputs=self.hooks.epoch_outputs if keep == "auto" else bool(keep),
         )
 
