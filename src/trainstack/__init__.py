@@ -20,6 +20,7 @@ from trainstack.errors import (
     PrivacyBudgetError,
     PrivacyError,
     PrivacyLedgerError,
+    StopTraining,
     TrainstackError,
     UnsupportedStateError,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "PrivacyBudgetError",
     "PrivacyError",
     "PrivacyLedgerError",
+    "StopTraining",
     "TrainstackError",
     "UnsupportedStateError",
     "__version__",

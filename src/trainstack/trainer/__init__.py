@@ -6,6 +6,7 @@ from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.callback_interface import CallbackInterface
 from trainstack.trainer.collector import OutputCollector
+from trainstack.trainer.events import Callback, Event, Events, Filter, only
 from trainstack.trainer.history import Record, RunHistory
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
@@ -18,8 +19,12 @@ from trainstack.trainer.writers import CsvWriter, StdoutWriter, TensorBoardWrite
 
 __all__ = [
     "AbstractTrainer",
+    "Callback",
     "CallbackInterface",
     "CsvWriter",
+    "Event",
+    "Events",
+    "Filter",
     "ModuleInterface",
     "OutputCollector",
     "Record",
@@ -39,6 +44,7 @@ __all__ = [
     "build_optimizer",
     "build_scheduler",
     "call_with_matching_args",
+    "only",
     "placeholders",
     "schedulers",
     "seed_everything",

@@ -14,6 +14,7 @@ from torch import Tensor
 from trainstack.checkpointing import Checkpoint, export_model
 from trainstack.checkpointing.warm_start import read_weights
 from trainstack.errors import ConfigurationError, annotate
+from trainstack.trainer.events import Event
 from trainstack.trainer.grace import Grace
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run import Run
@@ -60,6 +61,7 @@ class Saver:
         refuse_diverged(trainer.module, trainer.world.comm, state.global_step)
         loader_state = run.data.loader_memory.get_state(within=state.steps_in_epoch > 0)
         checkpoint = take_checkpoint(trainer, run.epoch_rng, loader_state, pinned=pinned)
+        trainer.events.fire(Event.SAVE_CHECKPOINT, checkpoint)
         self.saved_as = self._on_main(
             lambda: trainer.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint"
         )
@@ -85,7 +87,8 @@ class Saver:
             "global_step": state.global_step,
             "metadata": {**facts_of(trainer), "module": type(trainer.module).__name__},
         }
-        module_state = trainer.module.get_state()
+        module_state = dict(trainer.module.get_state())
+        trainer.events.fire(Event.SAVE_MODEL, module_state)
 
         def write() -> None:
             if path is None:
