@@ -26,7 +26,7 @@ def end_training(trainer: Trainer, run: Run, reporter: Reporter) -> None:
             return
         reporter.text(f"stopped after global step {step}: {agreed.reason}")
     run.events.end_train("finished" if agreed is None else "stopped")
-    saver.save_model()
+    trainer.save_model_checkpoint()
     if run.hooks.end_train is not None:
         run.hooks.end_train(step)
     reporter.write()
