@@ -1,7 +1,7 @@
 """What a user touches: the module to write, its arguments, and the trainer that runs it."""
 
 from trainstack.stage import Stage
-from trainstack.trainer import placeholders, schedulers
+from trainstack.trainer import callbacks, placeholders, schedulers
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.callback_interface import CallbackInterface
@@ -44,6 +44,7 @@ __all__ = [
     "build_optimizer",
     "build_scheduler",
     "call_with_matching_args",
+    "callbacks",
     "only",
     "placeholders",
     "schedulers",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
-from trainstack.checkpointing import Checkpoint, export_model
+from trainstack.checkpointing import Checkpoint, export_model, read_model
 from trainstack.checkpointing.warm_start import read_weights
 from trainstack.errors import ConfigurationError, annotate
 from trainstack.trainer.events import Event
@@ -107,6 +107,10 @@ class Saver:
     def read_weights(self, path: str | os.PathLike[str]) -> dict[str, Tensor]:
         """The tensors at `path`, by name."""
         return self._on_main(lambda: read_weights(path), "reading the weights to begin with")
+
+    def read_export(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """The module's state in the export at `path`."""
+        return self._on_main(lambda: read_model(path), "reading an export of the model")
 
     def begin_run(self, run: Run, *, resumed: bool) -> None:
         """Tell the checkpointer that training begins; from now on saves may go on in the background."""

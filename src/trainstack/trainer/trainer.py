@@ -82,6 +82,7 @@ class Trainer(TrainerProperties):
         self._stopper = Stopper()
         self._finished = self._making_ready = False
         self.events = Events(self, callbacks)
+        self.events.fire(Event.INIT)
 
     # --- running -------------------------------------------------------------------------------------------
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from trainstack.errors import ConfigurationError, annotate
 from trainstack.trainer.events.arity import name_of
+from trainstack.trainer.events.aside import Aside
 from trainstack.trainer.events.callback import Callback
 from trainstack.trainer.events.event import SPANS, Event
 from trainstack.trainer.events.filters import Filter, filter_of
@@ -36,6 +38,7 @@ class Events:
     Attributes:
         callbacks: the objects, by their key in checkpoints.
         trainer: the one they are given.
+        aside: where trained weights lie while others are in the module, after a training.
         user_state: what users keep on the trainer; saved.
         is_training: whether `train()` is under way.
 
@@ -50,6 +53,7 @@ class Events:
         self._open = set[Event]()
         self._unclaimed: dict[str, Any] | None = None
         self.is_training = False
+        self.aside = Aside()
         self.user_state: dict[str, Any] = {}
         self._add_methods(trainer.module, type(trainer.module).__name__, 0)
         self.callbacks: dict[str, Callback] = numbered(
@@ -117,11 +121,21 @@ class Events:
                     subscription.filter.take_back()
         self._open.add(event)
 
+    def evaluation_contexts(self) -> ExitStack:
+        """A block in which the module is as it is evaluated: all callbacks' contexts, entered."""
+        with ExitStack() as contexts:
+            for callback in self.callbacks.values():
+                context = callback.evaluation_context(self.trainer)
+                if context is not None:
+                    contexts.enter_context(context)
+            return contexts.pop_all()
+
     def begin_train(self) -> None:
         """`train()` begins."""
         for key in self._unclaimed or ():
             self._log.info(f"the checkpoint has a state of {key!r}, which this trainer does not have; it is left out.")
         self._unclaimed, self.is_training = None, True
+        self.aside.put_back()
         self.fire(Event.TRAIN_BEGIN)
 
     def end_train(self, status: str) -> None:

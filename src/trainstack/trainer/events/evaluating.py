@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from trainstack.stage import Stage
@@ -32,11 +31,7 @@ def with_events(evaluate: Evaluate[Rest]) -> Evaluate[Rest]:
         with isolated_rng(mix(state.seed, stage.value, state.global_step, run.world.rank), run.world.device):
             if stage is Stage.VAL:
                 events.fire(Event.VALIDATION_BEGIN)
-            with ExitStack() as contexts:
-                for callback in events.callbacks.values():
-                    context = callback.evaluation_context(events.trainer)
-                    if context is not None:
-                        contexts.enter_context(context)
+            with events.evaluation_contexts():
                 result = evaluate(evaluator, stage, *arguments, **named)
             if stage is Stage.VAL:
                 measured = run.history.values_at(state.global_step) if events.has(Event.VALIDATION_END) else {}

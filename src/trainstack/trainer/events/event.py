@@ -16,6 +16,7 @@ class Event(Enum):
         is_certain: whether every run that trains to its end comes by it.
     """
 
+    INIT = ("init", "", "the trainer is made, nothing else is; its arguments may still be replaced", 1)
     READY = ("ready", "", "the module, its optimizers and the plan are made; a checkpoint's states are not yet back", 1)
     LOAD_CHECKPOINT = ("load_checkpoint", "checkpoint", "the run has taken all it goes on with from a checkpoint", 0)
     TRAIN_BEGIN = ("train_begin", "", "`train()` begins, also where it goes on after an interruption", 1)
