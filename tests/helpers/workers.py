@@ -491,6 +491,13 @@ def with_callbacks(directory: str, backend: str = "ddp", stop_at: int | None = N
     }
 
 
+def callbacks_cut(directory: str) -> list[dict[str, Any]]:
+    """A run that nothing stops, and one that the last process stops in the middle and that is resumed."""
+    unbroken = with_callbacks(f"{directory}/unbroken")
+    with_callbacks(f"{directory}/cut", stop_at=5)
+    return [unbroken, with_callbacks(f"{directory}/cut")]
+
+
 def main() -> None:
     what, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
     result = globals()[what](**options)
