@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import trainstack as ts
-from tests.helpers.modules import Classifier, arguments, numbers, weights
+from tests.helpers.modules import Classifier, Noisy, arguments, numbers, weights
 from tests.helpers.processes import run_world
 from tests.helpers.workers import with_callbacks
 from tests.trainer.test_hot_loop import reads_counted
@@ -168,6 +169,8 @@ def test_the_best_weights_are_in_the_module_at_the_end_and_the_last_checkpoint_i
 
     assert torch.equal(weights(module), seen[1])
     assert torch.equal(ts.read_model(tmp_path / "best")["net.0.weight"], module.net[0].weight)
+    trainer.save_checkpoint(force=True)
+    assert torch.equal(weights(module), seen[1])
     resumed = Scored(1.0, 5.0, 2.0)
     trainer_of(tmp_path, resumed, resume=True, epochs=3, checkpointer_args=EVERY_STEP).plan  # noqa: B018
     assert torch.equal(weights(resumed), seen[2])
@@ -386,6 +389,29 @@ def test_throughput_counts_samples_tokens_and_arithmetic(tmp_path: Path, monkeyp
     assert of("throughput/samples_per_s")[:3] == [16.0, 16.0, 9.0]
     assert of("throughput/tokens_per_s")[:3] == [96.0, 96.0, 54.0]
     assert of("throughput/mfu")[:3] == [0.16, 0.16, 0.09]
+
+
+def test_the_timer_tells_what_a_step_spends_its_time_on(tmp_path: Path) -> None:
+    class Slow(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(0.001)
+            return super().__getitem__(index)
+
+    class SlowUpdates(torch.optim.SGD):
+        def step(self, *given: Any) -> None:  # type: ignore[override]
+            time.sleep(0.012)
+            super().step(*given)
+
+    module = Classifier(Slow(32), optimizer=SlowUpdates, validate=True)
+    trainer = trained(tmp_path, module, cb.StepTimer(), cb.MemoryMonitor(), log_every=2, gpu_batch_size_limit=4)
+
+    of = trainer.history.get_metric_values
+    assert all(seconds >= 0.008 for seconds in of("time/fetch"))
+    assert all(seconds >= 0.012 for seconds in of("time/update"))
+    assert all(seconds > 0 for seconds in of("time/forward") + of("time/backward"))
+    assert len(of("time/fetch")) == 2
+    assert of("time/validation")[0] >= 0.032
+    assert 0.01 < of("memory/host_peak")[-1] < 100
 
 
 def test_the_profiler_writes_a_trace_of_the_steps_asked_for(tmp_path: Path) -> None:

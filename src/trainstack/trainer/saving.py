@@ -55,6 +55,15 @@ class Saver:
         if (unless_saved and place == self.saved_at) or not trainer.checkpointer.is_due(state.last_epoch, force):
             return
         began = time.monotonic()
+        with trainer.events.aside.put_back_for_now():
+            self._write(run, force)
+        self.saved_at = place
+        if not self._training:
+            self.finish()
+        self.grace.saved_in(time.monotonic() - began, run.log)
+
+    def _write(self, run: Run, force: bool) -> None:
+        trainer, state = self._trainer, self._trainer.state
         pinned, run.pin_asked = run.pin_asked, False
         run.loop.meter.drain()
         refuse_poisoned(trainer.module, run.watched, state.global_step)
@@ -65,10 +74,6 @@ class Saver:
         self.saved_as = self._on_main(
             lambda: trainer.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint"
         )
-        self.saved_at = place
-        if not self._training:
-            self.finish()
-        self.grace.saved_in(time.monotonic() - began, run.log)
 
     def last_words(self, run: Run) -> str:
         """After which step `run` was stopped, where that is saved, and how to go on."""

@@ -48,6 +48,7 @@ class Trainer(TrainerProperties):
 
     Attributes:
         history: the metrics of the run.
+        events: who subscribes to what; `on` adds to it.
         state: where the run stands.
         warm_start_report: what `init_weights_from` gave the module; None before, and where nothing was taken from it.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -110,14 +109,17 @@ class GradNormMonitor(Callback):
 class MemoryMonitor(Callback):
     """Records memory in GiB at log points.
 
-    `memory/host_peak` is the largest resident size of this process so far. On CUDA also `memory/allocated`,
-    `memory/reserved` and, since the log point before, `memory/peak`. Only the main process records its own.
+    `memory/host_peak` is the largest resident size of this process so far (not on Windows). On CUDA also
+    `memory/allocated`, `memory/reserved` and, since the log point before, `memory/peak`. Only the main process records its own.
     """
 
     def on_log(self, trainer: Trainer) -> None:
         """Record; these are counters of the host."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        record(trainer, "memory/host_peak", peak * (1 if sys.platform == "darwin" else 1024) / _GIB)
+        if sys.platform != "win32":
+            import resource
+
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            record(trainer, "memory/host_peak", peak * (1 if sys.platform == "darwin" else 1024) / _GIB)
         device = trainer.device
         if device.type == "cuda":
             record(trainer, "memory/allocated", torch.cuda.memory_allocated(device) / _GIB)

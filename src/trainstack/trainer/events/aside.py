@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 
 from torch import Tensor, nn
@@ -26,6 +28,18 @@ class Aside:
         for tensor, data in self._kept:
             tensor.data = data.clone()
         self.is_laid = True
+
+    @contextmanager
+    def put_back_for_now(self) -> Iterator[None]:
+        """A block in which the module has what was trained; for checkpoints."""
+        others = [tensor.data for tensor, _ in self._kept]
+        for tensor, data in self._kept:
+            tensor.data = data
+        try:
+            yield
+        finally:
+            for (tensor, _), data in zip(self._kept, others, strict=True):
+                tensor.data = data
 
     def put_back(self) -> None:
         """Give the module back what was trained."""
