@@ -109,8 +109,9 @@ class GradNormMonitor(Callback):
 class MemoryMonitor(Callback):
     """Records memory in GiB at log points.
 
-    `memory/host_peak` is the largest resident size of this process so far (not on Windows). On CUDA also
-    `memory/allocated`, `memory/reserved` and, since the log point before, `memory/peak`. Only the main process records its own.
+    `memory/host_peak` is the largest resident size of this process so far (not on Windows). On CUDA there are also
+    `memory/allocated`, `memory/reserved` and, since the log point before, `memory/peak`. The main process records its
+    own only.
     """
 
     def on_log(self, trainer: Trainer) -> None:
