@@ -122,11 +122,22 @@ def test_a_metric_that_never_comes_is_an_error_that_names_those_that_do(tmp_path
         trained(tmp_path, Scored(1.0), cb.EarlyStopping("accuracy"))
 
 
-def test_without_validation_data_epochs_are_judged(tmp_path: Path) -> None:
-    stopping = cb.EarlyStopping("train/loss_epoch", patience=1, min_delta=100.0)
-    trainer = trained(tmp_path, Classifier(numbers(24)), stopping, epochs=5)
+def test_without_validation_data_epochs_are_judged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stopping = cb.EarlyStopping("train/loss_epoch", patience=2, min_delta=100.0)
+    trainer = trained(tmp_path, Classifier(numbers(24)), stopping, cb.EarlyStopping(), cb.StepTimer(), epochs=3)
 
-    assert trainer.state.epoch == 2
+    assert trainer.stop_reason is not None
+    assert stopping.waited == 2
+    assert "never" not in caplog.text  # stopped, so something may yet come
+
+
+def test_a_metric_that_never_comes_is_told_at_the_end_where_there_is_no_validation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path, Classifier(numbers(24)), cb.EarlyStopping(), cb.StepTimer())
+
+    (told,) = [record.message for record in caplog.records if "never" in record.message]
+    assert told == "EarlyStopping watches 'val/loss', which never came. Recorded: train/loss_epoch."
 
 
 @pytest.mark.parametrize(

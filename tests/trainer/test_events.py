@@ -45,7 +45,7 @@ def test_the_events_of_a_run_come_in_the_order_of_the_table(tmp_path: Path) -> N
     update = ["before_optimizer_step", "after_optimizer_step", "before_zero_grad", "after_zero_grad"]
     step = ["fetch_data_begin", "fetch_data_end", *batch, *batch, *update, "train_step_end", "log"]
     assert recorder.seen == [
-        *("ready", "train_begin", "epoch_begin", "train_epoch_begin"),
+        *("init", "ready", "train_begin", "epoch_begin", "train_epoch_begin"),
         *(step + step),
         *("fetch_data_begin", "train_epoch_end", "validation_begin", "validation_end", "epoch_end"),
         *("save_checkpoint", "train_end", "save_model"),
@@ -59,11 +59,11 @@ def test_the_events_of_a_run_come_in_the_order_of_the_table(tmp_path: Path) -> N
 def test_a_subscriber_is_given_what_the_table_says(tmp_path: Path) -> None:
     given: dict[ts.Event, tuple[Any, ...]] = {}
     trainer = trainer_of(tmp_path, checkpointer_args=SAVING, log_every=1)
-    for event in ts.Event:
+    for event in set(ts.Event) - {ts.Event.INIT}:
         trainer.on(event)(lambda trainer, *rest, event=event: given.setdefault(event, rest))
     trainer.train()
 
-    never = {ts.Event.LOAD_CHECKPOINT, ts.Event.STOP_TRAINING, ts.Event.EXCEPTION}
+    never = {ts.Event.INIT, ts.Event.LOAD_CHECKPOINT, ts.Event.STOP_TRAINING, ts.Event.EXCEPTION}
     assert set(given) == set(ts.Event) - never
     assert all(len(rest) == len(event.gives) for event, rest in given.items())
     assert given[ts.Event.TRAIN_STEP_END] == (1,)
@@ -107,6 +107,9 @@ def test_a_function_that_cannot_take_what_the_event_gives_is_refused_when_it_sub
         trainer.on(ts.Event.TRAIN_STEP_END)(too_much)
     with pytest.raises(ts.ConfigurationError, match="no event"):
         trainer.on("train_step_end")  # type: ignore[arg-type]
+
+    with pytest.raises(ts.ConfigurationError, match="on_init of a Callback"):
+        trainer.on(ts.Event.INIT)
 
     class Wrong(ts.Callback):
         def on_epoch_end(self, trainer: ts.Trainer, epoch: int, results: Any) -> None: ...
@@ -362,6 +365,6 @@ def test_an_evaluation_by_itself_comes_by_its_events_and_leaves_random_numbers_a
     before = torch.get_rng_state()
     trainer.validate()
 
-    assert recorder.seen == ["ready", "validation_begin", "validation_end"]
+    assert recorder.seen == ["init", "ready", "validation_begin", "validation_end"]
     assert not trainer.is_training
     assert torch.equal(before, torch.get_rng_state())

@@ -21,6 +21,8 @@ class StepTimer(Callback):
     measured there, by events in the stream); `time/validation` is that of a whole validation, on the host.
     """
 
+    expects_all_events = False  # there may be no validation
+
     def __init__(self) -> None:
         self._steps = 0
         self._since: dict[str, Any] = {}

@@ -88,6 +88,8 @@ class Watching(Callback):
         watch: remembers the best value.
     """
 
+    expects_all_events = False  # what matters is that the value comes
+
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         self._validated = False

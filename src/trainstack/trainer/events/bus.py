@@ -68,8 +68,9 @@ class Events:
             method = getattr(owner, event.method, None)
             if method is not None:
                 label = f"{type(owner).__name__}.{event.method}"
-                counts = filter_of(method)
-                self._add(Subscription(event, method, label, counts, priority, f"{key}.{event.method}"))
+                added = Subscription(event, method, label, filter_of(method), priority, f"{key}.{event.method}")
+                added.is_expected = getattr(owner, "expects_all_events", True)
+                self._add(added)
 
     def add_function(self, event: Event, function: Callable[..., Any], counts: Filter | None, priority: int) -> None:
         """Subscribe `function`; in the loop it takes effect with the next epoch."""
@@ -133,7 +134,7 @@ class Events:
     def begin_train(self) -> None:
         """`train()` begins."""
         for key in self._unclaimed or ():
-            self._log.info(f"the checkpoint has a state of {key!r}, which this trainer does not have; it is left out.")
+            self._say(f"the checkpoint has a state of {key!r}, which this trainer does not have; it is left out.")
         self._unclaimed, self.is_training = None, True
         self.aside.put_back()
         self.fire(Event.TRAIN_BEGIN)
@@ -142,7 +143,7 @@ class Events:
         """`train()` ends in good order: "finished", "stopped" or "interrupted"."""
         self.is_training = False
         self.fire(Event.TRAIN_END, status)
-        if status == "finished":
+        if status == "finished" and self.trainer.is_main_process:
             self._say_what_never_ran()
 
     def fail(self, error: BaseException) -> None:
@@ -158,7 +159,8 @@ class Events:
     def _say_what_never_ran(self) -> None:
         for subscription in (s for others in self._subscriptions.values() for s in others):
             came = subscription.filter is not None and subscription.filter.num_called > 0
-            if subscription.why_never is not None and (came or subscription.event.is_certain):
+            expected = subscription.is_expected and subscription.event.is_certain
+            if subscription.why_never is not None and (came or expected):
                 self._log.warning(f"{subscription.label} has never run: {subscription.why_never}.")
 
     # --- checkpoints ---------------------------------------------------------------------------------------
@@ -183,7 +185,11 @@ class Events:
             if key in self._unclaimed:
                 owner.update_state(self._unclaimed.pop(key))
             elif isinstance(owner, Filter) or owner.get_state():
-                self._log.info(f"{key!r} starts anew: the checkpoint has no state of it.")
+                self._say(f"{key!r} starts anew: the checkpoint has no state of it.")
+
+    def _say(self, what: str) -> None:
+        if self.trainer.is_main_process:
+            self._log.info(what)
 
     def _filters(self) -> dict[str, Filter]:
         every = (s for others in self._subscriptions.values() for s in others)
@@ -191,7 +197,7 @@ class Events:
 
 
 def checked_event(event: Any) -> Event:
-    """`event`, if it is one.
+    """`event`, if it is one that is still to come.
 
     Raises:
         ConfigurationError: it is something else.
@@ -200,4 +206,6 @@ def checked_event(event: Any) -> Event:
         raise ConfigurationError(
             f"on({event!r}): that is no event. Write one of {', '.join(f'Event.{e.name}' for e in Event)}."
         )
+    if event is Event.INIT:
+        raise ConfigurationError("on(Event.INIT): that is over once there is a trainer. Write on_init of a Callback.")
     return event

@@ -18,10 +18,12 @@ class Callback:
 
     Attributes:
         priority: callbacks and functions with a higher one come first; among equals callbacks do, in their order.
+        expects_all_events: whether it is said at the end of a run that an event to which it subscribes never came.
         state_key: names the state in checkpoints; the name of the class if None. Several of one class are numbered.
     """
 
     priority: int = 0
+    expects_all_events: bool = True
     state_key: str | None = None
 
     def get_state(self) -> dict[str, Any]:

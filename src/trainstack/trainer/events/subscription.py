@@ -27,6 +27,7 @@ class Subscription:
 
     Attributes:
         came: whether the event has come since it subscribed.
+        is_expected: whether it is worth a word if the event never comes.
 
     Raises:
         ConfigurationError: the function needs more than the event gives.
@@ -42,7 +43,7 @@ class Subscription:
         key: str | None = None,
     ) -> None:
         self.event, self.label, self.filter, self.priority, self.key = event, label, counts, priority, key
-        self.came = False
+        self.came, self.is_expected = False, True
         self._function = fitted(function, ("trainer", *event.gives), f"Event.{event.name}")
 
     def call(self, trainer: Trainer, *given: Any) -> None:
