@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from trainstack.stage import Stage
 from trainstack.trainer.events.event import Event
@@ -15,17 +15,18 @@ if TYPE_CHECKING:
     from trainstack.trainer.evaluator import Evaluator
 
 Rest = ParamSpec("Rest")
-Evaluate = Callable[Concatenate["Evaluator", Stage, Rest], dict[str, Any]]
+Result = TypeVar("Result")
+Evaluate = Callable[Concatenate["Evaluator", Stage, Rest], Result]
 
 
-def with_events(evaluate: Evaluate[Rest]) -> Evaluate[Rest]:
+def with_events(evaluate: Evaluate[Rest, Result]) -> Evaluate[Rest, Result]:
     """Put `Evaluator.evaluate` into callbacks' contexts, and between the events if it validates.
 
     Subscribers get random numbers of their own, like all of an evaluation. One that is broken off does not end.
     """
 
     @functools.wraps(evaluate)
-    def announced(evaluator: Evaluator, stage: Stage, /, *arguments: Rest.args, **named: Rest.kwargs) -> dict[str, Any]:
+    def announced(evaluator: Evaluator, stage: Stage, /, *arguments: Rest.args, **named: Rest.kwargs) -> Result:
         run = evaluator._run
         events, state = run.events, run.state
         with isolated_rng(mix(state.seed, stage.value, state.global_step, run.world.rank), run.world.device):
