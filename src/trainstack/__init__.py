@@ -20,6 +20,7 @@ from trainstack.errors import (
     PrivacyBudgetError,
     PrivacyError,
     PrivacyLedgerError,
+    StopTraining,
     TrainstackError,
     UnsupportedStateError,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "PrivacyError",
     "PrivacyLedgerError",
     "ResumeReport",
+    "StopTraining",
     "TrainstackError",
     "UnsupportedStateError",
     "__version__",

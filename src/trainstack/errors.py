@@ -19,6 +19,7 @@ TrainstackError
     └── UnsupportedStateError (TypeError) a value that the format cannot hold
 
 Preempted (SystemExit)               a signal stopped the training in good order; no error
+StopTraining (Exception)             what you raise in a hook or callback to end the training; no error
 
 Each message says what was given, what is wrong with it and what to write instead.
 """
@@ -134,6 +135,20 @@ class Preempted(SystemExit):
 
     def __str__(self) -> str:
         return self._message
+
+
+class StopTraining(Exception):
+    """Raise it in a hook, a callback or a function that subscribes to an event, and the training ends in good order.
+
+    The others are still called and the step under way is finished; it is as if `trainer.request_stop` had been called.
+
+    Args:
+        reason: what `trainer.stop_reason` says afterwards.
+    """
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 def annotate(error: BaseException, note: str) -> None:

@@ -1,11 +1,12 @@
 """What a user touches: the module to write, its arguments, and the trainer that runs it."""
 
 from trainstack.stage import Stage
-from trainstack.trainer import placeholders, schedulers
+from trainstack.trainer import callbacks, placeholders, schedulers
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.callback_interface import CallbackInterface
 from trainstack.trainer.collector import OutputCollector
+from trainstack.trainer.events import Callback, Event, Events, Filter, only
 from trainstack.trainer.history import Record, RunHistory
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
@@ -30,8 +31,12 @@ from trainstack.trainer.writers import (
 
 __all__ = [
     "AbstractTrainer",
+    "Callback",
     "CallbackInterface",
     "CsvWriter",
+    "Event",
+    "Events",
+    "Filter",
     "JsonLinesWriter",
     "MlflowWriter",
     "ModuleInterface",
@@ -57,6 +62,8 @@ __all__ = [
     "build_optimizer",
     "build_scheduler",
     "call_with_matching_args",
+    "callbacks",
+    "only",
     "placeholders",
     "read_history",
     "schedulers",

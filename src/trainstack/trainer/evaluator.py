@@ -12,6 +12,7 @@ from trainstack.backends import Communicator
 from trainstack.stage import Stage
 from trainstack.trainer.collector import as_arguments
 from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_batches, miscounted, named_loaders
+from trainstack.trainer.events.evaluating import with_events
 from trainstack.trainer.order import mix
 from trainstack.trainer.progress import NoProgress
 from trainstack.trainer.reporting import Reporter
@@ -42,6 +43,7 @@ class Evaluator:
         if loaders:
             self.evaluate(Stage.VAL, loaders, keep=run.hooks.val_outputs, reporter=reporter)
 
+    @with_events
     def evaluate(
         self, stage: Stage, loaders: Mapping[str, Any], *, keep: bool, reporter: Reporter | None = None
     ) -> dict[str, Any]:

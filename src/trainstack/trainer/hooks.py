@@ -6,25 +6,31 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from trainstack.errors import annotate
+from trainstack.errors import StopTraining, annotate
 from trainstack.trainer.callback_interface import CallbackInterface
 
 Hook = Callable[..., Any]
+Stop = Callable[[str], None]
 
 
-def overridden(subscriber: Any, name: str) -> Hook | None:
-    """The hook `name` of `subscriber`, if it does anything; an exception in it carries its name."""
+def overridden(subscriber: Any, name: str, stop: Stop | None = None) -> Hook | None:
+    """The hook `name` of `subscriber`, if it does anything; an exception in it carries its name.
+
+    `stop` is told the reason where the hook raises `StopTraining`.
+    """
     method = getattr(subscriber, name, None)
     default = getattr(CallbackInterface, name)
     if method is None or getattr(method, "__func__", None) is default:
         return None
-    where = f"raised in {type(subscriber).__name__}.{name}"
+    label = f"{type(subscriber).__name__}.{name}"
 
     def hook(*args: Any, **kwargs: Any) -> Any:
         try:
             return method(*args, **kwargs)
         except Exception as error:
-            annotate(error, where)
+            if isinstance(error, StopTraining) and stop is not None:
+                return stop(error.reason or f"{label} raised StopTraining")
+            annotate(error, f"raised in {label}")
             raise
 
     hook.__wrapped__ = method  # type: ignore[attr-defined]
@@ -56,17 +62,21 @@ def needs_outputs(hook: Hook) -> bool:
 class Hooks:
     """The hooks of one subscriber; None where it has none.
 
+    Args:
+        subscriber: a module, or what `train_dl` is given.
+        stop: told the reason where a hook raises `StopTraining`.
+
     Attributes:
         step_outputs, epoch_outputs, val_outputs: whether somebody reads these outputs.
     """
 
-    def __init__(self, subscriber: Any) -> None:
-        self.begin_train_epoch = overridden(subscriber, "on_begin_train_epoch")
-        self.end_backward = overridden(subscriber, "on_end_backward")
-        self.end_train_step = overridden(subscriber, "on_end_train_step")
-        self.end_train_epoch = overridden(subscriber, "on_end_train_epoch")
-        self.end_val_epoch = overridden(subscriber, "on_end_val_epoch")
-        self.end_train = overridden(subscriber, "on_end_train")
+    def __init__(self, subscriber: Any, stop: Stop | None = None) -> None:
+        self.begin_train_epoch = overridden(subscriber, "on_begin_train_epoch", stop)
+        self.end_backward = overridden(subscriber, "on_end_backward", stop)
+        self.end_train_step = overridden(subscriber, "on_end_train_step", stop)
+        self.end_train_epoch = overridden(subscriber, "on_end_train_epoch", stop)
+        self.end_val_epoch = overridden(subscriber, "on_end_val_epoch", stop)
+        self.end_train = overridden(subscriber, "on_end_train", stop)
         self.step_outputs = wants_outputs(self.end_train_step)
         self.epoch_outputs = wants_outputs(self.end_train_epoch)
         self.val_outputs = wants_outputs(self.end_val_epoch)

@@ -17,6 +17,15 @@ from trainstack.backends import EMPTY, TrainerBackend, Workload
 from trainstack.errors import ModuleContractError
 from trainstack.stage import Stage
 from trainstack.trainer.collector import OutputCollector
+from trainstack.trainer.events.event import Event
+from trainstack.trainer.events.loop_events import (
+    Bind,
+    around,
+    nobody,
+    one_after_the_other,
+    with_batch_events,
+    with_fetch_events,
+)
 from trainstack.trainer.hooks import Hooks, needs_outputs
 from trainstack.trainer.meter import LossMeter
 from trainstack.trainer.run_state import RunState
@@ -39,6 +48,7 @@ class TrainLoop:
             that bounds each record's gradient leaves nothing to skip.
         keep_epoch_outputs: collect what `train_step` returns over a whole epoch.
         measure_every: global steps between those whose gradients' norm is computed even where nothing is clipped.
+        bind: gives the subscribers of an event; asked once an epoch, so that others cost nothing.
 
     Attributes:
         meter: gets the losses.
@@ -58,7 +68,9 @@ class TrainLoop:
         skip_nonfinite: bool = False,
         keep_epoch_outputs: bool = False,
         measure_every: int = 1,
+        bind: Bind = nobody,
     ) -> None:
+        self.bind = bind
         self.stack, self.work, self.hooks = stack, work, hooks
         self.schedules = schedules or Schedules()
         self.schedulers = self.schedules.schedulers
@@ -91,11 +103,12 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
     if loop.step_outputs is not None:
         loop.step_outputs.reset()
     buffers = Buffers(work.module) if loop.skip_nonfinite else None
-    clip, step, parameters, meter = stack.clip, stack.step, work.parameters, loop.meter
+    clip, parameters, meter = stack.clip, work.parameters, loop.meter
     unmeasured, measure_every = work.unmeasured(), 1 if loop.skip_nonfinite else loop.measure_every
     run_micro_batches, after_step = _bind_micro_batches(loop), _bind_end_train_step(loop)
+    step, drop_gradients = _bind_update(loop)
     _drop_gradients(parameters)
-    for window in windows:
+    for window in with_fetch_events(windows, loop.bind):
         if buffers is not None:
             buffers.keep()
         losses = run_micro_batches(window)
@@ -104,7 +117,7 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
         if left_out:
             _drop_gradients(parameters)
         moved = step(work) and not left_out and window.items > 0
-        _drop_gradients(parameters)
+        drop_gradients(parameters)
         if not moved and buffers is not None:
             buffers.put_back()
         if moved:
@@ -120,8 +133,9 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
 def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
     """Forward and backward of a step's micro-batches, with every verb and hook looked up once."""
     stack, work, state = loop.stack, loop.work, loop.state
-    accumulate, forward, backward = stack.accumulate, stack.forward, stack.backward
-    end_backward, train = loop.hooks.end_backward, Stage.TRAIN
+    accumulate, train = stack.accumulate, Stage.TRAIN
+    forward, backward = with_batch_events(stack.forward, stack.backward, loop.bind)
+    end_backward = one_after_the_other(loop.hooks.end_backward, loop.bind(Event.AFTER_BACKWARD), slice(1, None))
     collectors = [c.collect for c in (loop.step_outputs, loop.epoch_outputs) if c is not None]
     must_join, skip = work.gradients_reduced_by is not None, loop.skip_nonfinite
 
@@ -147,19 +161,30 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
     return run_micro_batches
 
 
+def _bind_update(loop: TrainLoop) -> tuple[Callable[[Workload], bool], Callable[[Iterable[nn.Parameter]], None]]:
+    """The optimizers' step and the dropping of gradients, with the events around them."""
+    bind, optimizers = loop.bind, loop.work.optimizers
+    step = around(loop.stack.step, bind(Event.BEFORE_OPTIMIZER_STEP), bind(Event.AFTER_OPTIMIZER_STEP), optimizers)
+    drop = around(_drop_gradients, bind(Event.BEFORE_ZERO_GRAD), bind(Event.AFTER_ZERO_GRAD), optimizers)
+    return step, drop
+
+
 def _bind_end_train_step(loop: TrainLoop) -> Callable[[], None] | None:
     hook, collector, state = loop.hooks.end_train_step, loop.step_outputs, loop.state
-    if hook is None:
+    fire = loop.bind(Event.TRAIN_STEP_END)
+    if hook is None and fire is None:
         return None
-    insists = needs_outputs(hook)
+    insists = hook is not None and needs_outputs(hook)
 
     def end_train_step() -> None:
-        if collector is None:
-            hook(state.global_step)
-        elif not (collector.is_empty and insists):  # a step may be without samples, on one process or on all
-            outputs = collector.as_arguments
+        outputs: tuple[Any, ...] | None = ()
+        if collector is not None:  # a step may be without samples, on one process or on all
+            outputs = None if collector.is_empty and insists else collector.as_arguments
             collector.reset()
+        if hook is not None and outputs is not None:
             hook(state.global_step, *outputs)
+        if fire is not None:
+            fire(state.global_step)
 
     return end_train_step
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
@@ -12,9 +13,13 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from trainstack.backends import World
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.events import Event, Events, Filter
+from trainstack.trainer.events.bus import checked_event
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.stopping import Stopper
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class TrainerProperties(AbstractTrainer):
@@ -22,6 +27,7 @@ class TrainerProperties(AbstractTrainer):
 
     args: TrainerArguments
     state: RunState
+    events: Events
     _stopper: Stopper
 
     @property
@@ -90,6 +96,11 @@ class TrainerProperties(AbstractTrainer):
         return None if self._stopper.agreed is None else self._stopper.agreed.reason
 
     @property
+    def is_training(self) -> bool:
+        """Whether `train()` is under way; False in a `validate()` of its own."""
+        return self.events.is_training
+
+    @property
     def train_sampler(self) -> type:
         """What `get_train_dataloader` is given as `sampler`."""
         return RandomSampler
@@ -131,3 +142,41 @@ class TrainerProperties(AbstractTrainer):
             reason: what `stop_reason` says afterwards.
         """
         self._stopper.ask(reason)
+
+    def on(
+        self,
+        event: Event,
+        *,
+        every: int | None = None,
+        once: int | bool | None = None,
+        when: Callable[..., Any] | None = None,
+        priority: int = 0,
+    ) -> Callable[[Function], Function]:
+        """Subscribe a function to `event` of this trainer, as a decorator or by `trainer.on(event)(function)`.
+
+        The function gets the trainer and what the event gives, or fewer of them from the right. A parameter with a
+        default is only filled if it is called like what stands in its place. `every`, `once` and `when` exclude each
+        other; what they have counted is saved in checkpoints.
+
+        Args:
+            event: a point of the run.
+            every: run at the calls n, 2n, 3n, ...
+            once: run at the n-th call only; True for the first.
+            when: `when(trainer, filter) -> bool`, or `when(trainer)`; `filter.num_called` counts the calls.
+            priority: subscribers with a higher one come first.
+
+        Returns:
+            A decorator, which returns the function as it is.
+
+        Raises:
+            ConfigurationError: the filter is wrong, or the function needs more than the event gives.
+        """
+        checked_event(event)
+        asked = any(value is not None for value in (every, once, when))
+        counts = Filter(every=every, once=once, when=when) if asked else None
+
+        def subscribe(function: Function) -> Function:
+            self.events.add_function(event, function, counts, priority)
+            return function
+
+        return subscribe

@@ -14,6 +14,7 @@ from trainstack.checkpointing import Checkpoint, WarmStartReport, warm_start
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.events import Event
 from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.snapshot import check_plan, rng_of_rank, say_if_inexact, update_loop_state
 
@@ -127,6 +128,8 @@ def resume(trainer: Trainer, run: Run, checkpoint: Checkpoint) -> None:
     _say_other_backend(checkpoint, trainer.trainer_backend.spec, run.log)
     _say_other_processes(checkpoint, trainer.world.size, run.log)
     trainer._saver.saved_at = (state.global_step, state.epoch)
+    trainer.events.update_state(checkpoint.callback_states)
+    trainer.events.fire(Event.LOAD_CHECKPOINT, checkpoint)
 
 
 def check_schedules(run: Run) -> None:

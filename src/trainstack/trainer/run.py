@@ -13,6 +13,7 @@ from trainstack.errors import ConfigurationError, ModuleContractError, PrivacyBu
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.collector import as_arguments
 from trainstack.trainer.evaluator import Evaluator
+from trainstack.trainer.events import Event, Events
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.hooks import Hooks
 from trainstack.trainer.logs import RunLogger
@@ -45,6 +46,7 @@ class Run:
         state: where the run stands.
         history: where metrics go.
         stopper: asked when the run is to stop, also by whoever supplies its data.
+        events: told what happens.
 
     Attributes:
         data: the training data and the plan.
@@ -69,9 +71,10 @@ class Run:
         state: RunState,
         history: RunHistory,
         stopper: Stopper,
+        events: Events,
     ) -> None:
         self.module, self.args, self.stack, self.world = module, args, stack, world
-        self.state, self.history, self.stopper = state, history, stopper
+        self.state, self.history, self.stopper, self.events = state, history, stopper, events
         self.log = RunLogger(args.log_level if world.is_main else "ERROR")  # what is said is true of all processes
         self.evaluator = Evaluator(self)
         check_signatures(module, self.log)
@@ -83,7 +86,7 @@ class Run:
             self.data = TrainingData(module, args, world, state.seed, self.log)
         self.log_interval = self.data.plan.steps_between(args.log_interval, "log_every")
         module.plan, module._history, module._run_state = self.data.plan, RunHistory(), state
-        self.hooks = Hooks(module)
+        self.hooks = Hooks(module, stopper.ask)
         self.loop = self._make_loop()
         module._history = history  # what a layer tried out on the module was written elsewhere
         self.watched = finite_tensors(module, self.loop.work)
@@ -107,6 +110,7 @@ class Run:
             skip_nonfinite=args.nonfinite == "skip",
             measure_every=self.log_interval,
             keep_epoch_outputs=self.hooks.epoch_outputs if keep == "auto" else bool(keep),
+            bind=self.events.bound,
         )
 
     def begin_training(self) -> None:
@@ -144,6 +148,7 @@ class Run:
             state.validated = 0
         self.evaluator.validate(reporter)
         self.loop.schedules.end_epoch(self.history, state.epoch, self.world.comm)
+        self.events.fire(Event.EPOCH_END, state.epoch)
         state.finish_epoch()
         reporter.end_epoch(state, self.data.plan)
         self._save(save, self.save_asked)
@@ -179,8 +184,10 @@ class Run:
         else:
             self.restore_rng_once()
             self.epoch_rng = capture_rng(device)
+        self.events.fire(Event.EPOCH_BEGIN, state.epoch)
         if hook is not None:
             hook(state.global_step, state.epoch)
+        self.events.fire(Event.TRAIN_EPOCH_BEGIN, state.epoch)
         windows = self.data.windows(state, self.stack.sampling) if state.validated < 0 else iter(())
         if within:
             restore_rng(now, device)
@@ -208,11 +215,13 @@ class Run:
             hook(self.state.global_step, *(as_arguments(outputs) if self.hooks.epoch_outputs else ()))
         if collector is not None:
             collector.reset()
+        self.events.fire(Event.TRAIN_EPOCH_END, self.state.epoch)
 
     def _attend(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
         """What is due at this step: log, save, paint, stop, and moving on to the next step at which something is."""
         state, step = self.state, self.state.global_step
         if step % self.log_interval == 0:
+            self.events.fire(Event.LOG, step)
             reporter.log_point(state, self.loop.meter, self.loop.work.optimizers)
         elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
             self.loop.meter.drain()

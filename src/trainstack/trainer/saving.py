@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
-from trainstack.checkpointing import Checkpoint, export_model
+from trainstack.checkpointing import Checkpoint, export_model, read_model
 from trainstack.checkpointing.warm_start import read_weights
 from trainstack.errors import annotate
+from trainstack.trainer.events import Event
 from trainstack.trainer.grace import Grace
 from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.plan import TrainingPlan
@@ -53,19 +54,25 @@ class Saver:
         if (unless_saved and place == self.saved_at) or not trainer.checkpointer.is_due(state.last_epoch, force):
             return
         began = time.monotonic()
+        with trainer.events.aside.put_back_for_now():
+            self._write(run, force)
+        self.saved_at = place
+        if not self._training:
+            self.finish()
+        self._hold_against_grace(time.monotonic() - began)
+
+    def _write(self, run: Run, force: bool) -> None:
+        trainer, state = self._trainer, self._trainer.state
         pinned, run.pin_asked = run.pin_asked, False
         run.loop.meter.drain()
         refuse_poisoned(trainer.module, run.watched, state.global_step)
         refuse_diverged(trainer.module, trainer.world.comm, state.global_step)
         loader_state = run.data.loader_memory.get_state(within=state.steps_in_epoch > 0)
         checkpoint = take_checkpoint(trainer, run.epoch_rng, loader_state, pinned=pinned)
+        trainer.events.fire(Event.SAVE_CHECKPOINT, checkpoint)
         self.saved_as = self._on_main(
             lambda: trainer.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint"
         )
-        self.saved_at = place
-        if not self._training:
-            self.finish()
-        self._hold_against_grace(time.monotonic() - began)
 
     def last_words(self, run: Run) -> str:
         """After which step `run` was stopped, where that is saved, and how to go on."""
@@ -84,7 +91,8 @@ class Saver:
             "global_step": state.global_step,
             "metadata": {**facts_of(trainer), "module": type(trainer.module).__name__},
         }
-        module_state = trainer.module.get_state()
+        module_state = dict(trainer.module.get_state())
+        trainer.events.fire(Event.SAVE_MODEL, module_state)
 
         def write() -> None:
             if path is None:
@@ -103,6 +111,10 @@ class Saver:
     def read_weights(self, path: str | os.PathLike[str]) -> dict[str, Tensor]:
         """The tensors at `path`, by name."""
         return self._on_main(lambda: read_weights(path), "reading the weights to begin with")
+
+    def read_export(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """The module's state in the export at `path`."""
+        return self._on_main(lambda: read_model(path), "reading an export of the model")
 
     def begin_run(self, run: Run, *, resumed: bool) -> None:
         """Tell the checkpointer that training begins; from now on saves may go on in the background."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainstack.errors import ModuleContractError
 from trainstack.trainer.callback_interface import CallbackInterface
+from trainstack.trainer.events.event import Event
 from trainstack.trainer.logs import RunLogger
 
 _STEP = ((), ("global_step", "batch", "device"))
@@ -63,7 +64,7 @@ def check_signatures(module: Any, log: RunLogger) -> None:
 
 
 def _point_at_slips(module: Any, log: RunLogger) -> None:
-    known = [name for name in dir(CallbackInterface) if name.startswith("on_")]
+    known = [name for name in dir(CallbackInterface) if name.startswith("on_")] + [e.method for e in Event]
     for name in dir(type(module)):
         if name.startswith("on_") and name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)

@@ -143,6 +143,7 @@ def take_checkpoint(
         trainer_backend_state=trainer.trainer_backend.get_state(),
         rng_state={"ranks": [rng for rng, _ in ranks]} if after is None else None,
         history_state=trainer.history.get_state(),
+        callback_states=trainer.events.get_state(),
         plan=trainer.plan.to_dict(),
         global_step=trainer.state.global_step,
         metadata=facts_of(trainer) | aside,

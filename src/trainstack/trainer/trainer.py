@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
@@ -16,7 +16,9 @@ from trainstack.stage import Stage
 from trainstack.trainer.aftermath import save_after
 from trainstack.trainer.argument_checks import check_trainer_parts
 from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.ending import end_training
 from trainstack.trainer.evaluation import named_loaders
+from trainstack.trainer.events import Callback, Event, Events
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.plan import TrainingPlan
@@ -43,9 +45,11 @@ class Trainer(TrainerProperties):
         checkpointer: keeps and finds checkpoints; by default a `DefaultCheckpointer` that saves under
             `args.output_dir`.
         run_history: where metrics are recorded; a new `RunHistory` by default.
+        callbacks: objects that subscribe to events by their methods, or classes of them.
 
     Attributes:
         history: the metrics of the run.
+        events: who subscribes to what; `on` adds to it.
         state: where the run stands.
         user_state: for data of your own; saved with checkpoints.
         warm_start_report: what `init_weights_from` gave the module; None before, and where nothing was taken from it.
@@ -62,6 +66,7 @@ class Trainer(TrainerProperties):
         checkpointer: AbstractCheckpointer | None = None,
         *,
         run_history: RunHistory | None = None,
+        callbacks: Iterable[Callback | type[Callback]] | None = None,
     ) -> None:
         check_trainer_parts(module, args, trainer_backend, checkpointer)
         self.module = module
@@ -80,6 +85,8 @@ class Trainer(TrainerProperties):
         self._saver = Saver(self)
         self._stopper = Stopper()
         self._finished = self._making_ready = False
+        self.events = Events(self, callbacks)
+        self.events.fire(Event.INIT)
 
     # --- running -------------------------------------------------------------------------------------------
 
@@ -108,6 +115,7 @@ class Trainer(TrainerProperties):
                 self._train(run, reporter)
             except BaseException as error:  # the other processes know by now
                 self._saver.finish_after(error)
+                self.events.fail(error)
                 if self.args.save_on_exception:
                     save_after(error, self, run, within_s=self._saver.grace.seconds)
                 raise
@@ -132,21 +140,11 @@ class Trainer(TrainerProperties):
         self.module.train()
         run.refuse_over()
         with suppress(Stopped):
+            self.events.begin_train()
+            stopper.settle()
             while state.epoch < self.args.epochs and run.why_over is None:
                 run.train_epoch(reporter, self.save_checkpoint, save_every)
-        run.restore_rng_once()
-        reporter.write()  # a history counts as written once it is saved
-        self._saver.save(run, force=True, unless_saved=True)
-        self._saver.finish()
-        if stopper.agreed is not None:
-            if stopper.agreed.signal is not None:
-                return
-            reporter.text(f"stopped after global step {state.global_step}: {stopper.agreed.reason}")
-        self.save_model_checkpoint()
-        if run.hooks.end_train is not None:
-            run.hooks.end_train(state.global_step)
-        reporter.write()
-        reporter.end_private_run(self.trainer_backend, run.why_over)
+        end_training(self, run, reporter)
         self._finished = state.epoch >= self.args.epochs
 
     @by_all
@@ -228,9 +226,9 @@ class Trainer(TrainerProperties):
         restore_module(self.module, checkpoint)
         self.warm_start_report = start_from_weights(self, resumed=not checkpoint.is_empty)
         self.state.update_state(checkpoint.trainer_state or {})
-        self._run = Run(
-            self.module, self.args, self.trainer_backend, self.world, self.state, self.history, self._stopper
-        )
+        args, stack, events = self.args, self.trainer_backend, self.events
+        self._run = Run(self.module, args, stack, self.world, self.state, self.history, self._stopper, events)
+        events.fire(Event.READY)
         if not checkpoint.is_empty:
             resume(self, self._run, checkpoint)
 

@@ -1,0 +1,122 @@
+"""`EMA`: an exponential moving average of the weights, updated with each global step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainstack.errors import CheckpointMismatchError, ConfigurationError
+from trainstack.trainer.events import Callback
+
+if TYPE_CHECKING:
+    from trainstack.trainer.trainer import Trainer
+
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+class EMA(Callback):
+    """Averages the parameters over global steps: `average += (1 - decay) * (parameter - average)`.
+
+    Evaluations see the averages; the trained weights themselves are not touched by that, so training gives the same
+    bits with and without it. Buffers, such as running statistics, are not averaged. Steps that moved nothing do not
+    count. The average lies beside the weights in checkpoints, in float32 where parameters have 16 bits.
+
+    Args:
+        decay: between 0 and 1.
+        warmup: begin with a lower decay, `(1 + n) / (10 + n)` at the n-th update, until that exceeds `decay`; otherwise
+            the first weights weigh too much in a short run.
+        evaluate: whether evaluations use the averages.
+        use_at_end: put them into the module when training ends, so that they are exported. If `train()` goes on later,
+            it does so from the weights trained last.
+
+    Attributes:
+        updates: how often the average was updated.
+
+    Raises:
+        ConfigurationError: the decay cannot be.
+    """
+
+    priority = 10  # what it puts into the module at the end, others may replace by something better
+
+    def __init__(
+        self, decay: float = 0.999, *, warmup: bool = True, evaluate: bool = True, use_at_end: bool = True
+    ) -> None:
+        if not 0 < decay < 1:
+            raise ConfigurationError(f"decay={decay!r}: write a number between 0 and 1, such as 0.999.")
+        self.decay, self.updates = decay, 0
+        self._warmup, self._evaluate, self._use_at_end = warmup, evaluate, use_at_end
+        self._names: list[str] = []
+        self._parameters: list[Tensor] = []
+        self._averages: list[Tensor] = []
+        self._moved = 0
+
+    def on_ready(self, trainer: Trainer) -> None:
+        """Begin with the weights as they are."""
+        named = [(name, p) for name, p in trainer.module.named_parameters() if p.is_floating_point()]
+        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
+        self._averages = [p.detach().to(_WIDE.get(p.dtype, p.dtype), copy=True) for p in self._parameters]
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Count steps from here."""
+        self._moved = trainer.state.global_step - trainer.state.skipped_steps
+
+    @torch.no_grad()
+    def on_train_step_end(self, trainer: Trainer) -> None:
+        """Move the average, if the weights have moved."""
+        moved = trainer.state.global_step - trainer.state.skipped_steps
+        if moved == self._moved:
+            return
+        self._moved = moved
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self._warmup else self.decay
+        now = [p.detach().to(a.dtype) for p, a in zip(self._parameters, self._averages, strict=True)]
+        torch._foreach_lerp_(self._averages, now, 1 - decay)
+
+    def evaluation_context(self, trainer: Trainer) -> AbstractContextManager[None] | None:
+        """The averages in the module, unless something else was put there at the end of training."""
+        return self.averaged() if self._evaluate and not trainer.events.aside.is_laid else None
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A block in which the module's parameters are the averages. Do not train in it."""
+        trained = [p.data for p in self._parameters]
+        try:
+            for parameter, average in zip(self._parameters, self._averages, strict=True):
+                parameter.data = average.to(parameter.dtype)
+            yield
+        finally:
+            for parameter, data in zip(self._parameters, trained, strict=True):
+                parameter.data = data
+
+    def on_train_end(self, trainer: Trainer, status: str) -> None:
+        """Put the averages into the module, unless the run is to go on."""
+        if self._use_at_end and status in ("finished", "stopped"):
+            trainer.events.aside.lay(trainer.module)
+            for parameter, average in zip(self._parameters, self._averages, strict=True):
+                parameter.data.copy_(average)
+
+    def get_state(self) -> dict[str, Any]:
+        """The averages by name, and how many updates are in them."""
+        return {"updates": self.updates, "averages": dict(zip(self._names, self._averages, strict=True))}
+
+    def update_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `get_state` returned.
+
+        Raises:
+            CheckpointMismatchError: the module has other parameters.
+        """
+        saved = state["averages"]
+        if {name: tuple(t.shape) for name, t in saved.items()} != {
+            name: tuple(a.shape) for name, a in zip(self._names, self._averages, strict=True)
+        }:
+            raise CheckpointMismatchError(
+                "the checkpoint's moving averages are of other parameters than the module has. Train the same module, "
+                "or leave out what EMA has kept: give it another state_key."
+            )
+        self.updates = int(state["updates"])
+        for name, average in zip(self._names, self._averages, strict=True):
+            average.copy_(saved[name])

@@ -1,0 +1,68 @@
+"""`ExtraValidation`: more data to validate on, at a rhythm of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainstack.errors import ConfigurationError
+from trainstack.stage import Stage
+from trainstack.trainer.callbacks.watch import Watch, Watched
+from trainstack.trainer.evaluation import named_loaders
+from trainstack.trainer.events import Callback
+
+if TYPE_CHECKING:
+    from trainstack.trainer.trainer import Trainer
+
+
+class ExtraValidation(Callback):
+    """Validates on further loaders at the end of epochs: every n-th, or those that brought a better value.
+
+    It is a validation like that of `get_val_dataloaders`: `val_step` and `on_end_val_epoch(key=name)` are called, and
+    the loss is recorded as `val/<name>/loss`.
+
+    Args:
+        dataloaders: a dict of loaders by name.
+        every_n_epochs: 1 for each epoch.
+        when_improved: a metric by its exact name, or a function of all that was measured; the loaders are
+            then used at the end of epochs in which it was the best so far.
+        mode: of `when_improved`: "min", "max", or "auto" for what the metric's name tells.
+
+    Raises:
+        ConfigurationError: an argument cannot be.
+    """
+
+    def __init__(
+        self,
+        dataloaders: Mapping[str, Any],
+        *,
+        every_n_epochs: int = 1,
+        when_improved: Watched | None = None,
+        mode: str = "auto",
+    ) -> None:
+        if not isinstance(dataloaders, Mapping) or not dataloaders:
+            raise ConfigurationError("ExtraValidation: write a dict of loaders by name, {'shifted': loader}.")
+        if not isinstance(every_n_epochs, int) or isinstance(every_n_epochs, bool) or every_n_epochs < 1:
+            raise ConfigurationError(f"every_n_epochs={every_n_epochs!r}: write a whole number from 1 on.")
+        self._loaders = named_loaders(dict(dataloaders), "the maker of ExtraValidation")
+        self._every = every_n_epochs
+        self._watch = None if when_improved is None else Watch(when_improved, mode)
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        """Validate, if it is time."""
+        due = (epoch + 1) % self._every == 0
+        if self._watch is not None:
+            measured = trainer.history.values_at(trainer.state.global_step)
+            due = bool(self._watch.improved(trainer, measured)) and due
+        if due:
+            run = trainer._ready()
+            run.evaluator.evaluate(Stage.VAL, self._loaders, keep=run.hooks.val_outputs)
+
+    def get_state(self) -> dict[str, Any]:
+        """The best value so far."""
+        return {} if self._watch is None else self._watch.get_state()
+
+    def update_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `get_state` returned."""
+        if self._watch is not None:
+            self._watch.update_state(state)

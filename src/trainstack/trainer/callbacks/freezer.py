@@ -1,0 +1,89 @@
+"""`Freezer`: parameters that are not trained for a while."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from trainstack.errors import ConfigurationError
+from trainstack.trainer.events import Callback
+
+if TYPE_CHECKING:
+    from trainstack.trainer.trainer import Trainer
+
+
+class Freezer(Callback):
+    """Leaves parameters as they are, for good or until an epoch begins. Give several for several groups.
+
+    In one process they need no gradients meanwhile, which saves time and memory. Where a layer of the backend sums
+    gradients over processes, it has to know from the start what will ever be trained; there their gradients are
+    computed, and dropped before clipping. In both cases optimizers pass over them: no weight decay, no momentum.
+
+    Args:
+        names: of parameters or submodules, as `named_parameters()` tells them ("net.0", "encoder.layer.1.weight"), or
+            patterns of these ("encoder.layer.[0-5]").
+        until_epoch: the epoch, counted from 0, that trains them; None for never.
+        running_statistics: whether batch norms in there leave their running statistics alone as well (they are put
+            into evaluation mode).
+
+    Raises:
+        ConfigurationError: nothing is named; when the module is made ready: a name fits nothing, or the backend is
+            private.
+    """
+
+    def __init__(self, *names: str, until_epoch: int | None = None, running_statistics: bool = True) -> None:
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ConfigurationError(f"Freezer{names!r}: name parameters or submodules, Freezer('encoder').")
+        self._names, self._until, self._norms_too = names, until_epoch, running_statistics
+        self._parameters: list[nn.Parameter] = []
+        self._norms: list[nn.Module] = []
+        self._frozen = self._drops = False
+
+    def on_ready(self, trainer: Trainer) -> None:
+        """Find the parameters."""
+        if trainer.trainer_backend.is_private:
+            raise ConfigurationError(
+                "Freezer cannot change what a private run trains. Freeze for good in the module instead: "
+                "requires_grad_(False) before it is given to the trainer."
+            )
+        named = {name: p for name, p in trainer.module.named_parameters() if p.requires_grad}
+        for pattern in self._names:
+            if not any(_fits(name, pattern) for name in named):
+                known = ", ".join(list(named)[:8])
+                raise ConfigurationError(
+                    f"Freezer({pattern!r}): no trainable parameter is called so. There are {known}"
+                )
+        self._parameters = [p for name, p in named.items() if any(_fits(name, n) for n in self._names)]
+        if self._norms_too:
+            norms = {name: m for name, m in trainer.module.named_modules() if isinstance(m, _NormBase)}
+            self._norms = [m for name, m in norms.items() if any(_fits(name, n) for n in self._names)]
+        self._drops = trainer._ready().loop.work.gradients_reduced_by is not None
+
+    def on_train_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+        """Freeze or thaw."""
+        freeze = self._until is None or epoch < self._until
+        if freeze:
+            for norm in self._norms:
+                norm.eval()
+        if freeze == self._frozen:
+            return
+        self._frozen = freeze
+        for norm in self._norms:
+            norm.train(not freeze)
+        if not self._drops:
+            for parameter in self._parameters:
+                parameter.requires_grad_(not freeze)
+
+    def on_after_backward(self, trainer: Any) -> None:
+        """Drop gradients that had to be computed."""
+        if self._frozen and self._drops:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+
+def _fits(name: str, pattern: str) -> bool:
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))

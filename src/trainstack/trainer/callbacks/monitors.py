@@ -1,0 +1,129 @@
+"""Callbacks that record learning rates, gradient norms and memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainstack.errors import ConfigurationError
+from trainstack.trainer.events import Callback
+
+if TYPE_CHECKING:
+    from trainstack.trainer.trainer import Trainer
+
+_GIB = 2**30
+
+
+def record(trainer: Trainer, name: str, value: float | Tensor) -> None:
+    """Record `value` at the step that `trainer` has just finished; a tensor is read at the log point."""
+    state = trainer.state
+    trainer.history.update_metric(name, value, step=state.global_step, epoch=state.epoch)
+
+
+class LRMonitor(Callback):
+    """Records what schedules change, after each global step, where the trainer itself records `lr` at log points only.
+
+    Names are `schedule/lr/<group>`, with the optimizer's number in front of the group where there are several; a
+    group is called as its key "name" says, or by its number.
+
+    Args:
+        every: global steps between two records.
+        momentum: record `schedule/momentum/<group>` as well (the first beta of Adam and its like).
+        weight_decay: record `schedule/weight_decay/<group>` as well.
+
+    Raises:
+        ConfigurationError: `every` is no whole number from 1 on.
+    """
+
+    def __init__(self, every: int = 1, *, momentum: bool = False, weight_decay: bool = False) -> None:
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ConfigurationError(f"every={every!r}: write a whole number from 1 on.")
+        self._every, self._momentum, self._weight_decay = every, momentum, weight_decay
+
+    def on_train_step_end(self, trainer: Trainer, step: int) -> None:
+        """Record."""
+        if step % self._every:
+            return
+        optimizers: Sequence[Optimizer] = trainer._ready().loop.work.optimizers
+        for number, optimizer in enumerate(optimizers):
+            for position, group in enumerate(optimizer.param_groups):
+                name = f"{number}/" * (len(optimizers) > 1) + str(group.get("name", position))
+                if "lr" in group:
+                    record(trainer, f"schedule/lr/{name}", group["lr"])
+                if self._momentum and ("momentum" in group or "betas" in group):
+                    record(
+                        trainer,
+                        f"schedule/momentum/{name}",
+                        group["momentum"] if "momentum" in group else group["betas"][0],
+                    )
+                if self._weight_decay and "weight_decay" in group:
+                    record(trainer, f"schedule/weight_decay/{name}", group["weight_decay"])
+
+
+class GradNormMonitor(Callback):
+    """Records the norms of the gradients of submodules at log points, as `grad_norm/<name>`, after clipping.
+
+    The norm over all, before clipping, is in `train/grad_norm` without it.
+
+    Args:
+        depth: how many parts of a parameter's name tell its submodule: 1 for "encoder", 2 for "encoder.layer".
+
+    Raises:
+        ConfigurationError: the depth cannot be; when the module is made ready: the backend is private.
+    """
+
+    def __init__(self, depth: int = 1) -> None:
+        if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
+            raise ConfigurationError(f"depth={depth!r}: write a whole number from 1 on.")
+        self._depth = depth
+        self._norms: dict[str, Tensor] = {}
+
+    def on_ready(self, trainer: Trainer) -> None:
+        """Refuse to tell what is secret."""
+        if trainer.trainer_backend.is_private:
+            raise ConfigurationError("GradNormMonitor would tell gradients of a private run. Leave it out.")
+
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+        """Compute the norms, where a log point follows; nothing is read."""
+        if trainer._ready().loop.attend_at > trainer.state.global_step + 1:
+            return
+        groups: dict[str, list[Tensor]] = {}
+        for name, parameter in trainer.module.named_parameters():
+            if parameter.grad is not None:
+                key = ".".join(name.split(".")[:-1][: self._depth]) or name
+                groups.setdefault(key, []).append(parameter.grad)
+        self._norms = {key: torch.nn.utils.get_total_norm(gradients) for key, gradients in groups.items()}
+
+    def on_log(self, trainer: Trainer) -> None:
+        """Record them."""
+        for name, norm in self._norms.items():
+            record(trainer, f"grad_norm/{name}", norm)
+        self._norms = {}
+
+
+class MemoryMonitor(Callback):
+    """Records memory in GiB at log points.
+
+    `memory/host_peak` is the largest resident size of this process so far (not on Windows). On CUDA there are also
+    `memory/allocated`, `memory/reserved` and, since the log point before, `memory/peak`. The main process records its
+    own only.
+    """
+
+    def on_log(self, trainer: Trainer) -> None:
+        """Record; these are counters of the host."""
+        if sys.platform != "win32":
+            import resource
+
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            record(trainer, "memory/host_peak", peak * (1 if sys.platform == "darwin" else 1024) / _GIB)
+        device = trainer.device
+        if device.type == "cuda":
+            record(trainer, "memory/allocated", torch.cuda.memory_allocated(device) / _GIB)
+            record(trainer, "memory/reserved", torch.cuda.memory_reserved(device) / _GIB)
+            record(trainer, "memory/peak", torch.cuda.max_memory_allocated(device) / _GIB)
+            torch.cuda.reset_peak_memory_stats(device)

@@ -1,0 +1,93 @@
+"""`Profiler`: a trace of a few steps."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.profiler import profile
+
+from trainstack.errors import ConfigurationError
+from trainstack.trainer.events import Callback
+
+if TYPE_CHECKING:
+    from trainstack.trainer.trainer import Trainer
+
+
+class Profiler(Callback):
+    """Writes a trace of `steps` global steps, `rank<r>_step<s>.json`, which chrome://tracing and Perfetto show.
+
+    Steps are counted from where `train()` begins. The step before them is traced and thrown away, as torch advises.
+    The rest of the training runs without a profiler.
+
+    Args:
+        first_step: the first step of the trace; 3 or more.
+        steps: how many.
+        path: of the folder; `profile` in `args.log_dir` if None.
+        all_processes: trace each process; otherwise the main one.
+        with_stack: keep the Python stack of each operation.
+        with_memory: follow the memory that operations take.
+
+    Raises:
+        ConfigurationError: a number cannot be.
+    """
+
+    def __init__(
+        self,
+        *,
+        first_step: int = 10,
+        steps: int = 3,
+        path: str | os.PathLike[str] | None = None,
+        all_processes: bool = False,
+        with_stack: bool = False,
+        with_memory: bool = False,
+    ) -> None:
+        for name, number, least in (("first_step", first_step, 3), ("steps", steps, 1)):
+            if not isinstance(number, int) or isinstance(number, bool) or number < least:
+                raise ConfigurationError(f"{name}={number!r}: write a whole number from {least} on.")
+        self._first, self._steps, self._path, self._all = first_step, steps, path, all_processes
+        self._with_stack, self._with_memory = with_stack, with_memory
+        self._profile: profile | None = None
+        self._done = 0
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Count from here."""
+        self._done = 0
+
+    def on_train_step_end(self, trainer: Trainer, step: int) -> None:
+        """Begin, go on or end."""
+        self._done += 1
+        if self._profile is not None:
+            self._profile.step()
+            if self._done == self._first + self._steps - 1:
+                self._stop()
+        elif self._done == self._first - 2:
+            self._start(trainer)
+
+    def on_train_end(self) -> None:
+        """The training was over before the trace."""
+        self._stop()
+
+    def _start(self, trainer: Trainer) -> None:
+        if not (self._all or trainer.is_main_process):
+            return
+        folder = trainer.args.log_dir / "profile" if self._path is None else Path(self._path)
+
+        def write(done: profile) -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            done.export_chrome_trace(str(folder / f"rank{trainer.world.rank}_step{trainer.state.global_step}.json"))
+
+        self._profile = profile(
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=self._steps, repeat=1),
+            on_trace_ready=write,
+            with_stack=self._with_stack,
+            profile_memory=self._with_memory,
+        )
+        self._profile.start()
+
+    def _stop(self) -> None:
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None

@@ -1,0 +1,206 @@
+"""Who subscribes to which event of one trainer, in which order, and what of it goes into checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from trainstack.errors import ConfigurationError, annotate
+from trainstack.trainer.events.arity import name_of
+from trainstack.trainer.events.aside import Aside
+from trainstack.trainer.events.callback import Callback
+from trainstack.trainer.events.event import SPANS, Event
+from trainstack.trainer.events.filters import Filter, filter_of
+from trainstack.trainer.events.naming import made, numbered, point_at_slips
+from trainstack.trainer.events.subscription import Subscription
+from trainstack.trainer.logs import RunLogger
+
+if TYPE_CHECKING:
+    from trainstack.trainer.trainer import Trainer
+
+Fire = Callable[..., None]
+OWN = "trainer"
+"""The key of what the trainer itself keeps among the states of callbacks."""
+
+
+class Events:
+    """The subscribers of one trainer.
+
+    Those of the same event run in this order: the hooks of `CallbackInterface`; then by `priority`, higher ones first;
+    among equals methods of the module that are named after events, callbacks as they were given, functions as they
+    were subscribed.
+
+    Args:
+        trainer: whose events these are; its module's methods subscribe as well.
+        callbacks: objects, or classes that are made without arguments.
+
+    Attributes:
+        callbacks: the objects, by their key in checkpoints.
+        trainer: the one they are given.
+        aside: where trained weights lie while others are in the module, after a training.
+        is_training: whether `train()` is under way.
+
+    Raises:
+        ConfigurationError: one is no `Callback`, or a method needs more than its event gives.
+    """
+
+    def __init__(self, trainer: Trainer, callbacks: Iterable[Any] | None) -> None:
+        self.trainer = trainer
+        self._log = RunLogger(trainer.args.log_level)
+        self._subscriptions: dict[Event, list[Subscription]] = {event: [] for event in Event}
+        self._open = set[Event]()
+        self._unclaimed: dict[str, Any] | None = None
+        self.is_training = False
+        self.aside = Aside()
+        self._add_methods(trainer.module, type(trainer.module).__name__, 0)
+        self.callbacks: dict[str, Callback] = numbered(
+            ((c.state_key or type(c).__name__, c) for c in made(callbacks)), taken={OWN}
+        )
+        for key, callback in self.callbacks.items():
+            self._add_methods(callback, key, callback.priority)
+            point_at_slips(callback, self._log)
+
+    def _add_methods(self, owner: Any, key: str, priority: int) -> None:
+        for event in Event:
+            method = getattr(owner, event.method, None)
+            if method is not None:
+                label = f"{type(owner).__name__}.{event.method}"
+                added = Subscription(event, method, label, filter_of(method), priority, f"{key}.{event.method}")
+                added.is_expected = getattr(owner, "expects_all_events", True)
+                self._add(added)
+
+    def add_function(self, event: Event, function: Callable[..., Any], counts: Filter | None, priority: int) -> None:
+        """Subscribe `function`; in the loop it takes effect with the next epoch."""
+        name = name_of(function)
+        taken = {s.key for others in self._subscriptions.values() for s in others}
+        key = next(iter(numbered([(f"{name}@{event.value}", None)], taken=taken)))
+        self._add(Subscription(event, function, name, counts, priority, key))
+
+    def _add(self, subscription: Subscription) -> None:
+        others = self._subscriptions[subscription.event]
+        others.append(subscription)
+        others.sort(key=lambda s: -s.priority)  # stable
+        if self._unclaimed and subscription.filter is not None and subscription.key in self._unclaimed:
+            subscription.filter.update_state(self._unclaimed.pop(subscription.key))
+
+    def bound(self, event: Event) -> Fire | None:
+        """What to call with all that `event` gives but the trainer; None if nobody subscribes to it."""
+        calls, trainer = [subscription.call for subscription in self._subscriptions[event]], self.trainer
+        if not calls:
+            return None
+        if len(calls) == 1:
+            only = calls[0]
+            return lambda *given: only(trainer, *given)
+
+        def fire(*given: Any) -> None:
+            for call in calls:
+                call(trainer, *given)
+
+        return fire
+
+    def has(self, event: Event) -> bool:
+        """Whether anybody subscribes to `event`."""
+        return bool(self._subscriptions[event])
+
+    def fire(self, event: Event, *given: Any) -> None:
+        """Call the subscribers of `event`."""
+        if event in SPANS:
+            self._open.discard(SPANS[event])
+        elif event in SPANS.values():
+            self._begin(event)
+        for subscription in list(self._subscriptions[event]):
+            subscription.call(self.trainer, *given)
+
+    def _begin(self, event: Event) -> None:
+        """What was interrupted begins once more: its filters have counted it already."""
+        if event in self._open:
+            for subscription in self._subscriptions[event]:
+                if subscription.filter is not None:
+                    subscription.filter.take_back()
+        self._open.add(event)
+
+    def evaluation_contexts(self) -> ExitStack:
+        """A block in which the module is as it is evaluated: all callbacks' contexts, entered."""
+        with ExitStack() as contexts:
+            for callback in self.callbacks.values():
+                context = callback.evaluation_context(self.trainer)
+                if context is not None:
+                    contexts.enter_context(context)
+            return contexts.pop_all()
+
+    def begin_train(self) -> None:
+        """`train()` begins."""
+        for key in self._unclaimed or ():
+            self._say(f"the checkpoint has a state of {key!r}, which this trainer does not have; it is left out.")
+        self._unclaimed, self.is_training = None, True
+        self.aside.put_back()
+        self.fire(Event.TRAIN_BEGIN)
+
+    def end_train(self, status: str) -> None:
+        """`train()` ends in good order: "finished", "stopped" or "interrupted"."""
+        self.is_training = False
+        self.fire(Event.TRAIN_END, status)
+        if status == "finished" and self.trainer.is_main_process:
+            self._say_what_never_ran()
+
+    def fail(self, error: BaseException) -> None:
+        """`train()` ends by `error`; what fails now is noted at it."""
+        ends = [(Event.EXCEPTION, error)]
+        for event, given in [*ends, (Event.TRAIN_END, "failed")] if self.is_training else ends:
+            try:
+                self.fire(event, given)
+            except Exception as failure:
+                annotate(error, f"also, at Event.{event.name}: {type(failure).__name__}: {failure}")
+        self.is_training = False
+
+    def _say_what_never_ran(self) -> None:
+        for subscription in (s for others in self._subscriptions.values() for s in others):
+            came = subscription.filter is not None and subscription.filter.num_called > 0
+            expected = subscription.is_expected and subscription.event.is_certain
+            if subscription.why_never is not None and (came or expected):
+                self._log.warning(f"{subscription.label} has never run: {subscription.why_never}.")
+
+    # --- checkpoints ---------------------------------------------------------------------------------------
+
+    def get_state(self) -> dict[str, Any]:
+        """The states of callbacks and the counters of filters, by key."""
+        own: dict[str, Any] = {"open": sorted(event.value for event in self._open)}
+        states: dict[str, Any] = {OWN: own}
+        states |= {key: state for key, callback in self.callbacks.items() if (state := callback.get_state())}
+        return states | {key: counts.get_state() for key, counts in self._filters().items()}
+
+    def update_state(self, states: Mapping[str, Any] | None) -> None:
+        """Take back what `get_state` returned, as far as there is somebody for it."""
+        self._unclaimed = dict(states or {})
+        own = self._unclaimed.pop(OWN, {})
+        self._open = {event for event in Event if event.value in own.get("open", ())}
+        owners: dict[str, Callback | Filter] = {**self.callbacks, **self._filters()}
+        for key, owner in owners.items():
+            if key in self._unclaimed:
+                owner.update_state(self._unclaimed.pop(key))
+            elif isinstance(owner, Filter) or owner.get_state():
+                self._say(f"{key!r} starts anew: the checkpoint has no state of it.")
+
+    def _say(self, what: str) -> None:
+        if self.trainer.is_main_process:
+            self._log.info(what)
+
+    def _filters(self) -> dict[str, Filter]:
+        every = (s for others in self._subscriptions.values() for s in others)
+        return {s.key: s.filter for s in every if s.filter is not None and s.key is not None}
+
+
+def checked_event(event: Any) -> Event:
+    """`event`, if it is one that is still to come.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if not isinstance(event, Event):
+        raise ConfigurationError(
+            f"on({event!r}): that is no event. Write one of {', '.join(f'Event.{e.name}' for e in Event)}."
+        )
+    if event is Event.INIT:
+        raise ConfigurationError("on(Event.INIT): that is over once there is a trainer. Write on_init of a Callback.")
+    return event

@@ -1,0 +1,68 @@
+"""`Event`: the one table of what one can subscribe to, in the order in which it happens."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Event(Enum):
+    """A point of a run: its name, what a subscriber gets after the trainer, and when it comes.
+
+    A method `on_<value>` of a `Callback` or of the module, and a function given to `trainer.on`, subscribe to it.
+
+    Attributes:
+        gives: the names of what a subscriber is given after `trainer`.
+        when: when it comes, in words.
+        is_certain: whether every run that trains to its end comes by it.
+    """
+
+    INIT = ("init", "", "the trainer is made, nothing else is; its arguments may still be replaced", 1)
+    READY = ("ready", "", "the module, its optimizers and the plan are made; a checkpoint's states are not yet back", 1)
+    LOAD_CHECKPOINT = ("load_checkpoint", "checkpoint", "the run has taken all it goes on with from a checkpoint", 0)
+    TRAIN_BEGIN = ("train_begin", "", "`train()` begins, also where it goes on after an interruption", 1)
+    EPOCH_BEGIN = ("epoch_begin", "epoch", "an epoch begins, or is gone on with; epochs are counted from 0", 1)
+    TRAIN_EPOCH_BEGIN = ("train_epoch_begin", "epoch", "right after that, before data is asked for", 1)
+    FETCH_DATA_BEGIN = ("fetch_data_begin", "", "before the micro-batches of a global step are fetched", 1)
+    FETCH_DATA_END = ("fetch_data_end", "batches", "they are here: a sequence, on the host as a rule", 1)
+    TRAIN_BATCH_BEGIN = ("train_batch_begin", "batch", "before the forward pass of a micro-batch", 1)
+    BEFORE_BACKWARD = ("before_backward", "outputs", "`train_step` has returned; not where a batch weighs nothing", 1)
+    AFTER_BACKWARD = ("after_backward", "loss", "after the backward pass of a micro-batch; the graph is freed", 1)
+    BEFORE_OPTIMIZER_STEP = ("before_optimizer_step", "optimizers", "once a global step; gradients are clipped", 1)
+    AFTER_OPTIMIZER_STEP = ("after_optimizer_step", "optimizers", "the optimizers have stepped, or could not", 1)
+    BEFORE_ZERO_GRAD = ("before_zero_grad", "optimizers", "the gradients of the step are still there", 1)
+    AFTER_ZERO_GRAD = ("after_zero_grad", "optimizers", "they are dropped; schedulers have not stepped", 1)
+    TRAIN_STEP_END = ("train_step_end", "step", "a global step is finished and counted", 1)
+    LOG = ("log", "step", "at each log point, before what was measured is written", 0)
+    TRAIN_EPOCH_END = ("train_epoch_end", "epoch", "after the last step of an epoch, before its validation", 1)
+    VALIDATION_BEGIN = ("validation_begin", "", "before the first validation loader", 1)
+    VALIDATION_END = ("validation_end", "results", "after the last one: what was measured at this step, by name", 1)
+    EPOCH_END = ("epoch_end", "epoch", "after training and validation, before the epoch's checkpoint", 1)
+    SAVE_CHECKPOINT = ("save_checkpoint", "checkpoint", "a checkpoint is put together and about to be written", 0)
+    STOP_TRAINING = ("stop_training", "reason", "the training was asked to stop, and has", 0)
+    EXCEPTION = ("exception", "error", "an exception ends the training; the other processes may be gone", 0)
+    TRAIN_END = ("train_end", "status", "always, once for each `train()`; before the model is exported", 1)
+    SAVE_MODEL = ("save_model", "state", "the module's state, a dict that may be changed, is about to be exported", 0)
+
+    gives: tuple[str, ...]
+    when: str
+    is_certain: bool
+
+    def __new__(cls, name: str, gives: str, when: str, certain: int) -> Event:
+        """One row of the table."""
+        event = object.__new__(cls)
+        event._value_ = name
+        event.gives, event.when, event.is_certain = tuple(gives.split()), when, bool(certain)
+        return event
+
+    @property
+    def method(self) -> str:
+        """The name of the method that subscribes to it."""
+        return f"on_{self.value}"
+
+
+SPANS = {
+    Event.EPOCH_END: Event.EPOCH_BEGIN,
+    Event.TRAIN_EPOCH_END: Event.TRAIN_EPOCH_BEGIN,
+    Event.VALIDATION_END: Event.VALIDATION_BEGIN,
+}
+"""Ends and their beginnings. What was interrupted in between begins once more, which filters do not count twice."""

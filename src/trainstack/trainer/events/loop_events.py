@@ -1,0 +1,91 @@
+"""Events within a step: verbs are wrapped where somebody subscribes, and left as they are where nobody does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from trainstack.backends import EMPTY
+from trainstack.trainer.events.bus import Fire
+from trainstack.trainer.events.event import Event
+from trainstack.trainer.sources import Window
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+Bind = Callable[[Event], Fire | None]
+
+
+def nobody(event: Event) -> None:
+    """The subscribers of a loop that has none."""
+
+
+def with_fetch_events(windows: Iterable[Window], bind: Bind) -> Iterable[Window]:
+    """`windows`, with the events around getting each."""
+    begin, end = bind(Event.FETCH_DATA_BEGIN), bind(Event.FETCH_DATA_END)
+    if begin is None and end is None:
+        return windows
+
+    def fetched() -> Iterator[Window]:
+        source = iter(windows)
+        while True:
+            if begin is not None:
+                begin()
+            window = next(source, None)
+            if window is None:
+                return
+            if end is not None:
+                end(window.batches)
+            yield window
+
+    return fetched()
+
+
+def with_batch_events(forward: Verb, backward: Verb, bind: Bind) -> tuple[Any, Any]:
+    """`forward` and `backward` with the events before each; an empty batch comes by none."""
+    begin, before_backward = bind(Event.TRAIN_BATCH_BEGIN), bind(Event.BEFORE_BACKWARD)
+    if begin is None and before_backward is None:
+        return forward, backward
+    returned: Any = EMPTY
+
+    def announced_forward(work: Any, stage: Any, batch: Any, step: int) -> Any:
+        nonlocal returned
+        if batch is not EMPTY and begin is not None:
+            begin(batch)
+        outputs = forward(work, stage, batch, step)
+        returned = EMPTY if batch is EMPTY else outputs
+        return outputs
+
+    def announced_backward(work: Any, loss: Any, weight: float) -> None:
+        if returned is not EMPTY and before_backward is not None:
+            before_backward(returned)
+        backward(work, loss, weight)
+
+    return announced_forward, announced_backward
+
+
+def around(verb: Verb, before: Fire | None, after: Fire | None, *given: Any) -> Any:
+    """`verb` between two events that give `given`."""
+    if before is None and after is None:
+        return verb
+
+    def announced(*arguments: Any) -> Any:
+        if before is not None:
+            before(*given)
+        result = verb(*arguments)
+        if after is not None:
+            after(*given)
+        return result
+
+    return announced
+
+
+def one_after_the_other(first: Fire | None, second: Fire | None, second_takes: slice = slice(None)) -> Fire | None:
+    """Calls `first`, and `second` with a part of what it is given."""
+    if second is None:
+        return first
+
+    def both(*given: Any) -> None:
+        if first is not None:
+            first(*given)
+        second(*given[second_takes])
+
+    return both
