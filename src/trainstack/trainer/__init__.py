@@ -10,6 +10,7 @@ from trainstack.trainer.history import Record, RunHistory
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
 from trainstack.trainer.plan import TrainingPlan
+from trainstack.trainer.rhythm import Every
 from trainstack.trainer.schedulers import SchedulerConfig, build_scheduler
 from trainstack.trainer.seeding import seed_everything
 from trainstack.trainer.supervised import SupervisedModule, apply_mapping, build_optimizer, call_with_matching_args
@@ -20,6 +21,7 @@ __all__ = [
     "AbstractTrainer",
     "CallbackInterface",
     "CsvWriter",
+    "Every",
     "ModuleInterface",
     "OutputCollector",
     "Record",

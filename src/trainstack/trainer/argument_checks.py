@@ -14,12 +14,18 @@ from trainstack.backends.registry import registered_backend
 from trainstack.checkpointing import AbstractCheckpointer, DefaultCheckpointerArguments
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
+from trainstack.trainer.rhythm import check_validate_every, is_number_of_steps
 
 if TYPE_CHECKING:
     from trainstack.trainer.arguments import TrainerArguments
 
-_AT_LEAST_ONE = ("train_batch_size", "gpu_batch_size_limit", "val_batch_size", "log_every")
-_AT_LEAST_ONE_OR_NONE = ("per_device_train_batch_size", "max_train_steps_per_epoch", "max_val_steps_per_epoch")
+_AT_LEAST_ONE = ("train_batch_size", "gpu_batch_size_limit")
+_AT_LEAST_ONE_OR_NONE = (
+    "per_device_train_batch_size",
+    "val_batch_size",
+    "max_train_steps_per_epoch",
+    "max_val_steps_per_epoch",
+)
 _FLAGS = (
     "clip_grads",
     "use_gpu",
@@ -96,6 +102,8 @@ def _check_numbers(args: TrainerArguments) -> None:
             f"per_device_train_batch_size={args.per_device_train_batch_size}: the first counts a step's samples on all "
             "processes together, the second on each. Leave one of them out."
         )
+    _steps("log_every", args.log_every)
+    check_validate_every(args.validate_every)
     if args.stats_args is not None:
         _whole_number("stats_args.log_steps", args.stats_args.log_steps, 1)
     for name in ("max_grad_norm", "clip_grad_value", "stop_grace_s"):
@@ -114,6 +122,14 @@ def _or_none(name: str) -> str:
 def _whole_number(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name}={value!r}: write a whole number, {least} or more.")
+
+
+def _steps(name: str, value: Any) -> None:
+    if not is_number_of_steps(value):
+        raise ConfigurationError(
+            f"{name}={value!r}: write a whole number of global steps, 1 or more, or a float above 0 and up to 1.0 for a "
+            "fraction of the run."
+        )
 
 
 def _check_choices(args: TrainerArguments) -> None:

@@ -17,6 +17,7 @@ from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.argument_checks import check_arguments
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
+from trainstack.trainer.rhythm import Every, ValidateEvery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +30,12 @@ class TrainerArguments:
         per_device_train_batch_size: samples a global step on each process, instead of `train_batch_size`: the global
             batch then grows with the number of processes.
         gpu_batch_size_limit: samples that fit into one forward pass; larger batches are accumulated.
-        val_batch_size: samples a validation batch, on each process.
+        val_batch_size: samples a validation batch, on each process; None for as many as a micro-batch.
         max_train_steps_per_epoch: cap on global steps an epoch.
         max_val_steps_per_epoch: cap on batches a validation loader.
+        validate_every: when to validate in training. None: after each epoch. A positive number counts global steps, a
+            float in (0, 1] is a fraction of the run's, a negative number counts epochs, 0 is never; or `Every(...)`, or
+            a function of the trainer, asked after each step on the main process, that returns True when it is time.
         clip_grads: limit the joint L2 norm of the gradients to `max_grad_norm`, once a global step.
         max_grad_norm: see `clip_grads`.
         clip_grad_value: clamp each element of the gradients to this magnitude instead.
@@ -54,7 +58,7 @@ class TrainerArguments:
         reset_optimizers_schedulers: on resume, take the weights but make optimizers and schedulers anew.
         checkpointer_args: of the default checkpointer.
         output_dir: where checkpoints and logs go.
-        log_every: global steps between two log points.
+        log_every: global steps between two log points; a float in (0, 1] is a fraction of the run's.
         writers: `"stdout"`, `"csv"`, `"tensorboard"`, or `Writer` objects.
         progress: `"auto"`, `"rich"`, `"plain"` or `"none"`.
         disable_tqdm: True is the same as `progress="none"`.
@@ -79,9 +83,10 @@ class TrainerArguments:
     train_batch_size: int = 1
     per_device_train_batch_size: int | None = None
     gpu_batch_size_limit: int = 512
-    val_batch_size: int = 1
+    val_batch_size: int | None = 1
     max_train_steps_per_epoch: int | None = None
     max_val_steps_per_epoch: int | None = None
+    validate_every: ValidateEvery | None = None
     clip_grads: bool = True
     max_grad_norm: float = 1.0
     clip_grad_value: float | None = None
@@ -98,7 +103,7 @@ class TrainerArguments:
     reset_optimizers_schedulers: bool = False
     checkpointer_args: DefaultCheckpointerArguments = field(default_factory=DefaultCheckpointerArguments)
     output_dir: str | PathLike[str] = "runs"
-    log_every: int = 50
+    log_every: int | float = 50
     writers: Sequence[Any] = ("stdout", "csv")
     progress: Literal["auto", "rich", "plain", "none"] | None = "auto"
     disable_tqdm: bool = False
@@ -125,8 +130,8 @@ class TrainerArguments:
         return self.train_batch_size if each is None else each * world_size
 
     @property
-    def log_interval(self) -> int:
-        """Global steps between two log points."""
+    def log_interval(self) -> int | float:
+        """Global steps between two log points, or a fraction of the run's."""
         return self.stats_args.log_steps if self.stats_args else self.log_every
 
     @property
@@ -203,6 +208,7 @@ _NESTED: dict[str, type] = {
     "differential_privacy_args": DifferentialPrivacyArguments,
     "checkpointer_args": DefaultCheckpointerArguments,
     "stats_args": StatsArguments,
+    "validate_every": Every,
     "writer_args": WriterArguments,
 }
 

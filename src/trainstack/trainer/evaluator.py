@@ -22,25 +22,32 @@ if TYPE_CHECKING:
 
 
 class Evaluator:
-    """Runs the steps of validation, test and prediction, between training steps or by themselves."""
+    """Runs the steps of validation, test and prediction, between training steps or by themselves.
+
+    Attributes:
+        has_validated: whether a validation that belongs to training has been finished.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._miscounted = set[str]()
+        self.has_validated = False
 
     def val_loaders(self) -> dict[str, Any]:
         """The module's validation loaders by name; empty if it has none."""
         run = self._run
-        loaders = run.module.get_val_dataloaders(sampler=SequentialSampler, batch_size=run.args.val_batch_size)
+        size = run.args.val_batch_size or run.data.plan.micro_batch
+        loaders = run.module.get_val_dataloaders(sampler=SequentialSampler, batch_size=size)
         return named_loaders(loaders, "get_val_dataloaders")
 
     def validate(self, reporter: Reporter) -> None:
-        """The validation that belongs to an epoch of training; nothing if the module has no data for it."""
+        """A validation within or after an epoch of training; nothing if the module has no data for it."""
         run = self._run
         with isolated_rng(mix(run.state.seed), run.world.device):
             loaders = self.val_loaders()
         if loaders:
             self.evaluate(Stage.VAL, loaders, keep=run.hooks.val_outputs, reporter=reporter)
+        self.has_validated = True
 
     def evaluate(
         self, stage: Stage, loaders: Mapping[str, Any], *, keep: bool, reporter: Reporter | None = None
@@ -58,7 +65,7 @@ class Evaluator:
         step, collected, was_busy = run.state.global_step, dict[str, Any](), run.busy
         run.busy = True
         seed = mix(run.state.seed, stage.value, step, run.world.rank)
-        done = 0 if reporter is None else run.state.validated
+        done = 0 if reporter is None else run.state.loaders_done
         for key, loader in islice(loaders.items(), done, None):
             with isolated_rng(seed, run.world.device), eval_mode(run.module):
                 outputs = self._evaluate(stage, key, loader, keep, reporter)
@@ -67,7 +74,7 @@ class Evaluator:
                 if hook is not None:
                     hook(step, *(as_arguments(outputs) if keep and run.hooks.val_outputs else ()), key=key)
             if reporter is not None:
-                run.state.validated += 1
+                run.state.finish_loader()
         run.busy = was_busy
         return collected
 

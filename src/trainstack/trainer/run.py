@@ -21,6 +21,7 @@ from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.optimizers import checked_optimizers_schedulers
 from trainstack.trainer.order import mix
 from trainstack.trainer.reporting import Reporter
+from trainstack.trainer.rhythm import ValidationSchedule, whole_steps
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.schedulers.making import make_schedules
 from trainstack.trainer.seeding import capture_rng, isolated_rng, restore_rng
@@ -49,6 +50,8 @@ class Run:
     Attributes:
         data: the training data and the plan.
         evaluator: runs validation, test and prediction.
+        validation: when to validate in training.
+        log_interval: global steps between two log points.
         loop: what the loop works with.
         pending_rng: the random state to go on with; used up when training goes on.
         epoch_rng: the random state that the epoch under way began with.
@@ -80,6 +83,8 @@ class Run:
         self.busy = self.save_asked = self.pin_asked = False
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log)
+        self.validation = ValidationSchedule(args.validate_every, self.data.plan)
+        self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
         module.plan, module._history, module._run_state = self.data.plan, RunHistory(), state
         self.hooks = Hooks(module)
         self.loop = self._make_loop()
@@ -124,8 +129,10 @@ class Run:
             reporter.end_training_epoch(state, self.loop.meter)
             self._end_train_epoch()
             state.validated = 0
-        self.evaluator.validate(reporter)
-        self.loop.schedules.end_epoch(self.history, state.epoch, self.world.comm)
+        if self.validation.after_epoch(state.epoch):
+            self.evaluator.validate(reporter)
+        may_lack = self.validation.is_sparse and not self.evaluator.has_validated
+        self.loop.schedules.end_epoch(self.history, state.epoch, self.world.comm, may_lack=may_lack)
         state.finish_epoch()
         reporter.end_epoch(state, self.data.plan)
         self._save(save, self.save_asked)
@@ -140,6 +147,8 @@ class Run:
         cap = self.args.max_train_steps_per_epoch
         try:
             with suppress(Stopped):
+                if state.validating >= 0:  # it was broken off there
+                    self._validate_within(reporter)
                 train_windows(loop, islice(windows, None if cap is None else max(0, cap - state.steps_in_epoch)))
         except Exception as error:
             annotate(error, f"in epoch {state.epoch}, global step {state.current_step}")
@@ -194,11 +203,13 @@ class Run:
     def _attend(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
         """What is due at this step: log, save, paint, stop, and moving on to the next step at which something is."""
         state, step = self.state, self.state.global_step
-        if step % self.args.log_interval == 0:
+        if step % self.log_interval == 0:
             reporter.log_point(state, self.loop.meter, self.loop.work.optimizers)
         elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
             self.loop.meter.drain()
             reporter.write()
+        if self.validation.is_due(step, self.world.comm):
+            self._validate_within(reporter)
         if self.save_asked or (save_every is not None and step % save_every == 0):
             self._save(save, True)
         if state.steps_in_epoch >= reporter.progress.next_look:
@@ -208,11 +219,19 @@ class Run:
         self._set_next_attention(reporter, save_every)
         self.poll()  # after that: what fails later moves `attend_at` again
 
+    def _validate_within(self, reporter: Reporter) -> None:
+        """Validate at a step boundary; one that is broken off is gone on with when the run is."""
+        self.state.validating = self.state.loaders_done
+        self.evaluator.validate(reporter)
+        self.state.validating = -1
+        reporter.end_validation(self.state)
+
     def _set_next_attention(self, reporter: Reporter, save_every: int | None) -> None:
-        step, interval = self.state.global_step, self.args.log_interval
+        step, interval = self.state.global_step, self.log_interval
         look = reporter.progress.next_look - self.state.steps_in_epoch
         due = [interval - step % interval, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
         due.append(max(1, self.stopper.next_look - step))
+        due.append(self.validation.next_step(step) - step)
         if save_every is not None:
             due.append(save_every - step % save_every)
         self.loop.attend_at = step + min(due)

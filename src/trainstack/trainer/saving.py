@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
 from trainstack.checkpointing import Checkpoint, export_model
 from trainstack.checkpointing.warm_start import read_weights
-from trainstack.errors import ConfigurationError, annotate
+from trainstack.errors import annotate
 from trainstack.trainer.grace import Grace
-from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run import Run
 from trainstack.trainer.snapshot import facts_of, refuse_diverged, refuse_poisoned, take_checkpoint
 
@@ -162,19 +159,3 @@ class Saver:
             self.saved_at = None  # the failure may be that of an earlier save in the background
             raise
         return cast(Result, world.comm.share(result))
-
-
-def steps_between_saves(every: int | float | None, plan: TrainingPlan) -> int | None:
-    """How many global steps lie between saves inside an epoch; `every` as a float is a fraction of all steps.
-
-    Raises:
-        ConfigurationError: a fraction of a number that is not known.
-    """
-    if not isinstance(every, float):
-        return every
-    if plan.total_steps is None:
-        raise ConfigurationError(
-            f"every_n_steps={every} is a fraction of all global steps of the run, and how many those are is unknown: "
-            "the training loader has no length. Write a whole number of steps, or give the loader a length."
-        )
-    return max(1, math.ceil(Fraction(str(every)) * plan.total_steps))  # as written: 0.07 of 100 is 7

@@ -23,9 +23,10 @@ from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.properties import TrainerProperties
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.resuming import resume, start_from_weights, what_the_mode_keeps
+from trainstack.trainer.rhythm import whole_steps
 from trainstack.trainer.run import Run
 from trainstack.trainer.run_state import RunState
-from trainstack.trainer.saving import Saver, steps_between_saves
+from trainstack.trainer.saving import Saver
 from trainstack.trainer.signals import end_by_signal, signals_ask
 from trainstack.trainer.snapshot import get_loop_state, restore_module, update_loop_state
 from trainstack.trainer.stopping import Stopped, Stopper
@@ -117,7 +118,9 @@ class Trainer(TrainerProperties):
     @by_all
     def _train(self, run: Run, reporter: Reporter) -> None:
         state, stopper = self.state, self._stopper
-        save_every = steps_between_saves(self.checkpointer.every_n_steps, self.plan)
+        every = self.checkpointer.every_n_steps
+        save_every = None if every is None else whole_steps("every_n_steps", every, run.data.plan)
+        run.validation.trainer = self
         resumed = state.global_step or None
         stopper.begin(run.loop, self.world)
         self._saver.begin_run(run, resumed=resumed is not None)
