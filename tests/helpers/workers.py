@@ -74,6 +74,41 @@ def equality(directory: str, backend: str = "ddp", limit: int = 512, **changes: 
     }
 
 
+def measured(directory: str, backend: str = "ddp") -> dict[str, Any]:
+    """Metrics over 101 samples of the weights that training began with, whose every bit counts."""
+    import torchmetrics
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+    class Rounds:
+        """Adds float32 numbers one after the other, and texts."""
+
+        def update(self, preds: torch.Tensor, target: torch.Tensor, text: list[str]) -> None:
+            for value in preds[:, 0]:
+                self.total = self.total + value * 1e-3
+            self.texts += text
+
+        def compute(self) -> Any:
+            return {"sum": self.total, "texts": sum(i * len(t) for i, t in enumerate(self.texts))}
+
+        def reset(self) -> None:
+            self.total, self.texts = torch.tensor(1e3), []
+
+    class Still(Uneven):
+        def metric_inputs(self, outputs: Any, batch: Any) -> Any:
+            return {"preds": outputs["outputs"].float(), "target": batch[1], "text": outputs["text"]}
+
+    module = Still(lr=0.0)
+    collection = torchmetrics.MetricCollection({"acc": MulticlassAccuracy(3), "auroc": MulticlassAUROC(3)})
+    metrics = {
+        "collection": collection,
+        "rounds": Rounds(),
+        "mean": torchmetrics.MeanMetric(),
+        "cat": torchmetrics.SumMetric(),
+    }
+    metrics["mean"].update = lambda preds, target: torchmetrics.MeanMetric.update  # type: ignore[method-assign]
+    return {}
+
+
 def plateau(directory: str) -> dict[str, Any]:
     """A plateau schedule over a metric that each process has measured differently."""
 

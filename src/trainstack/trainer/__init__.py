@@ -6,7 +6,9 @@ from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.callback_interface import CallbackInterface
 from trainstack.trainer.collector import OutputCollector
+from trainstack.trainer.evaluated import EvaluationOutputs
 from trainstack.trainer.history import Record, RunHistory
+from trainstack.trainer.metrics import Metric
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
 from trainstack.trainer.plan import TrainingPlan
@@ -21,7 +23,9 @@ __all__ = [
     "AbstractTrainer",
     "CallbackInterface",
     "CsvWriter",
+    "EvaluationOutputs",
     "Every",
+    "Metric",
     "ModuleInterface",
     "OutputCollector",
     "Record",

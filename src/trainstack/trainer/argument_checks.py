@@ -127,8 +127,8 @@ def _whole_number(name: str, value: Any, least: int) -> None:
 def _steps(name: str, value: Any) -> None:
     if not is_number_of_steps(value):
         raise ConfigurationError(
-            f"{name}={value!r}: write a whole number of global steps, 1 or more, or a float above 0 and up to 1.0 for a "
-            "fraction of the run."
+            f"{name}={value!r}: write a whole number of global steps, 1 or more, or a float above 0 and up to 1.0 for "
+            "a fraction of the run."
         )
 
 

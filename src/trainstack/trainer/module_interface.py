@@ -27,6 +27,8 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
 
     Attributes:
         plan: all step arithmetic of the run; set by the trainer before it calls `get_optimizers_schedulers`.
+        metrics: not defined here. A module may have this attribute or method: metrics by name, anything with `update`,
+            `compute` and `reset`; see docs/validation.md.
     """
 
     plan: TrainingPlan | None = None
@@ -97,6 +99,22 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
             f"{type(self).__name__} has no predict_step, which Trainer.predict calls. Define "
             "predict_step(self, global_step, batch, device)."
         )
+
+    def metric_inputs(self, outputs: Any, batch: Any) -> Any:
+        """What metrics are fed with after `val_step` or `test_step`; override it where the default does not fit.
+
+        Args:
+            outputs: what the step returned.
+            batch: as the loader gave it.
+
+        Returns:
+            A tuple, given to each metric's `update` by position; a dict, whose items are matched with the names of its
+            parameters; or None to leave the batch out. By default predictions and targets as
+            `default_metric_inputs` finds them.
+        """
+        from trainstack.trainer.metric_inputs import default_metric_inputs  # which imports classes derived from this
+
+        return default_metric_inputs(outputs, batch)
 
     def _lacks(self, step: str, loaders: str) -> ModuleContractError:
         return ModuleContractError(

@@ -46,6 +46,7 @@ class Run:
         state: where the run stands.
         history: where metrics go.
         stopper: asked when the run is to stop, also by whoever supplies its data.
+        metrics: given to the trainer; None for the module's.
 
     Attributes:
         data: the training data and the plan.
@@ -71,11 +72,12 @@ class Run:
         state: RunState,
         history: RunHistory,
         stopper: Stopper,
+        metrics: Any = None,
     ) -> None:
         self.module, self.args, self.stack, self.world = module, args, stack, world
         self.state, self.history, self.stopper = state, history, stopper
         self.log = RunLogger(args.log_level if world.is_main else "ERROR")  # what is said is true of all processes
-        self.evaluator = Evaluator(self)
+        self.evaluator = Evaluator(self, metrics)
         check_signatures(module, self.log)
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None

@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, cast
 
-from torch.utils.data import SequentialSampler
-
 from trainstack.backends import PrivacyStatement, TrainerBackend, World, build_trainer_backend
 from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport
-from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 from trainstack.trainer.aftermath import save_after
 from trainstack.trainer.argument_checks import check_trainer_parts
 from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.evaluated import EvaluationOutputs
 from trainstack.trainer.evaluation import named_loaders
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.module_interface import ModuleInterface
@@ -43,6 +42,7 @@ class Trainer(TrainerProperties):
         checkpointer: keeps and finds checkpoints; by default a `DefaultCheckpointer` that saves under
             `args.output_dir`.
         run_history: where metrics are recorded; a new `RunHistory` by default.
+        metrics: by name, anything with `update`, `compute` and `reset`; instead of the module's.
 
     Attributes:
         history: the metrics of the run.
@@ -61,6 +61,7 @@ class Trainer(TrainerProperties):
         checkpointer: AbstractCheckpointer | None = None,
         *,
         run_history: RunHistory | None = None,
+        metrics: Any = None,
     ) -> None:
         check_trainer_parts(module, args, trainer_backend, checkpointer)
         self.module = module
@@ -72,6 +73,7 @@ class Trainer(TrainerProperties):
         self.checkpointer = checkpointer or DefaultCheckpointer(args.placed_checkpointer_args)
         self.history = run_history or RunHistory()
         self.state = RunState(seed=args.seed)
+        self._metrics = metrics
         self.warm_start_report: WarmStartReport | None = None
         self._opened: World | None = None
         self._run: Run | None = None
@@ -148,30 +150,31 @@ class Trainer(TrainerProperties):
         self._finished = state.epoch >= self.args.epochs
 
     @by_all
-    def validate(self) -> dict[str, Any]:
-        """Run `val_step` over all validation data and call `on_end_val_epoch`; returns the outputs by loader."""
+    def validate(self, dataloaders: Any = None, *, log: bool | None = None) -> EvaluationOutputs:
+        """Run `val_step` over validation data and call `on_end_val_epoch`.
+
+        Args:
+            dataloaders: a loader, or a dict of them by name; the module's by default.
+            log: whether metrics go to the history; by default only within training, from a hook.
+
+        Returns:
+            The outputs by loader; their attribute `metrics` has losses and metrics by name.
+        """
         run = self._ready()
-        outputs = run.evaluator.evaluate(Stage.VAL, run.evaluator.val_loaders(), keep=True)
+        outputs = run.evaluator.by_itself(Stage.VAL, dataloaders, log)
         if run.save_asked and not run.busy:
             run.save_asked = False
             self._saver.save(run, force=True)
         return outputs
 
     @by_all
-    def test(self) -> dict[str, Any]:
-        """Run `test_step` over all test data; returns the outputs by loader.
+    def test(self, dataloaders: Any = None, *, log: bool | None = None) -> EvaluationOutputs:
+        """Run `test_step` over test data, as `validate` does.
 
         Raises:
-            ModuleContractError: `get_test_dataloaders` returned no data.
+            ModuleContractError: there is no data.
         """
-        run = self._ready()
-        loaders = self.module.get_test_dataloaders(sampler=SequentialSampler, batch_size=self.val_step_batch_size)
-        named = named_loaders(loaders, "get_test_dataloaders")
-        if not named:
-            raise ModuleContractError(
-                f"{type(self.module).__name__} has no test data. Define get_test_dataloaders(sampler, batch_size)."
-            )
-        return run.evaluator.evaluate(Stage.TEST, named, keep=True)
+        return self._ready().evaluator.by_itself(Stage.TEST, dataloaders, log)
 
     @by_all
     def predict(self, dataloader: Any) -> Any:
@@ -226,9 +229,8 @@ class Trainer(TrainerProperties):
         restore_module(self.module, checkpoint)
         self.warm_start_report = start_from_weights(self, resumed=not checkpoint.is_empty)
         self.state.update_state(checkpoint.trainer_state or {})
-        self._run = Run(
-            self.module, self.args, self.trainer_backend, self.world, self.state, self.history, self._stopper
-        )
+        parts = (self.module, self.args, self.trainer_backend, self.world, self.state, self.history, self._stopper)
+        self._run = Run(*parts, self._metrics)
         if not checkpoint.is_empty:
             resume(self, self._run, checkpoint)
 
