@@ -75,38 +75,40 @@ def equality(directory: str, backend: str = "ddp", limit: int = 512, **changes: 
 
 
 def measured(directory: str, backend: str = "ddp") -> dict[str, Any]:
-    """Metrics over 101 samples of the weights that training began with, whose every bit counts."""
+    """Metrics over 101 samples that do not add up to the same bits in another order or in other batches."""
     import torchmetrics
     from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
     class Rounds:
-        """Adds float32 numbers one after the other, and texts."""
+        """Adds numbers one after the other, and takes in texts."""
 
-        def update(self, preds: torch.Tensor, target: torch.Tensor, text: list[str]) -> None:
-            for value in preds[:, 0]:
-                self.total = self.total + value * 1e-3
+        def update(self, preds: torch.Tensor, text: list[str]) -> None:
+            for value in preds[:, 0].float():
+                self.total = self.total + value
             self.texts += text
 
         def compute(self) -> Any:
-            return {"sum": self.total, "texts": sum(i * len(t) for i, t in enumerate(self.texts))}
+            return {"sum": self.total, "texts": float(sum(i * float(text) for i, text in enumerate(self.texts)))}
 
         def reset(self) -> None:
             self.total, self.texts = torch.tensor(1e3), []
 
     class Still(Uneven):
         def metric_inputs(self, outputs: Any, batch: Any) -> Any:
-            return {"preds": outputs["outputs"].float(), "target": batch[1], "text": outputs["text"]}
+            preds = outputs["outputs"].float()
+            return {"preds": preds, "target": batch[1], "value": preds.max(1).values, "text": outputs["text"]}
 
-    module = Still(lr=0.0)
-    collection = torchmetrics.MetricCollection({"acc": MulticlassAccuracy(3), "auroc": MulticlassAUROC(3)})
     metrics = {
-        "collection": collection,
+        "all": torchmetrics.MetricCollection({"accuracy": MulticlassAccuracy(3), "auroc": MulticlassAUROC(3)}),
         "rounds": Rounds(),
         "mean": torchmetrics.MeanMetric(),
-        "cat": torchmetrics.SumMetric(),
     }
-    metrics["mean"].update = lambda preds, target: torchmetrics.MeanMetric.update  # type: ignore[method-assign]
-    return {}
+    values: dict[str, Any] = {"train_batch_size": 12, "val_batch_size": 7, "epochs": 2}
+    trainer = ts.Trainer(Still(lr=0.0), arguments(directory, backend=backend, **values), metrics=metrics)
+    trainer.train()
+    history = [[r.name, r.value, r.step] for name in sorted(trainer.history.get_metric_names())
+               if name.startswith("val/") and name != "val/loss" for r in trainer.history.records(name)]  # fmt: skip
+    return {"history": history, "alone": {k: v for k, v in trainer.validate().metrics.items() if k != "val/loss"}}
 
 
 def plateau(directory: str) -> dict[str, Any]:

@@ -259,7 +259,7 @@ class TestWhatIsRefused:
             def metric_inputs(self, outputs: Any, batch: Any) -> Any:
                 return outputs[1]
 
-        with pytest.raises(ts.ModuleContractError, match="metric_inputs returned a Tensor. Return a tuple"):
+        with pytest.raises(ts.ModuleContractError, match=r"metric_inputs returned a Tensor\. Return a tuple"):
             train(Wrong({"a": Counts()}), tmp_path)
 
 
@@ -273,17 +273,17 @@ def test_batches_may_be_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("FN-13")
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.distributed
-def test_over_processes_and_an_uneven_set_every_value_is_that_of_one_process(size: int) -> None:
+def test_over_processes_and_an_uneven_set_every_value_is_that_of_one_process() -> None:
     """101 samples; means and sums of floats among the metrics, which depend on the order of adding."""
     from tests.helpers.processes import run_world
     from tests.helpers.workers import measured
 
     alone = measured("unused", backend="sp")
-    assert len(alone["history"]) == 2 * 7
-    for rank in run_world(size, "measured", directory="unused"):
-        assert rank["outputs"] == alone["outputs"]
+    assert [name for name, *_ in alone["history"][::2]] == [
+        *("val/all/accuracy", "val/all/auroc", "val/mean", "val/rounds/sum", "val/rounds/texts"),
+    ]
+    for rank in run_world(3, "measured", directory="unused"):
         assert rank["history"] == alone["history"]
         assert rank["alone"] == alone["alone"]
 

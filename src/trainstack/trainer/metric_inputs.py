@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainstack.errors import ModuleContractError
 from trainstack.trainer.supervised.mapping import as_named
-from trainstack.trainer.supervised.matching import parameters_of
+from trainstack.trainer.supervised.matching import Parameters, parameters_of
 
 PREDICTIONS = ("preds", "predictions", "outputs", "logits")
 TARGETS = ("target", "targets", "labels", "label")
@@ -54,28 +54,32 @@ def default_metric_inputs(outputs: Any, batch: Any) -> tuple[Any, ...] | dict[st
     return (*items, *target.values()) if len(items) == 1 else tuple(items)
 
 
-def call_update(update: Callable[..., Any], inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
-    """Call `update` of a metric with a tuple by position, or with what it takes of a dict.
+def feeder(update: Callable[..., Any]) -> Callable[[tuple[Any, ...] | Mapping[str, Any]], None]:
+    """A function that calls `update` of a metric with a tuple by position, or with what it takes of a dict.
 
     A dict is matched by name; where that leaves a parameter without a value, the item that is named like a prediction
-    and the one that is named like a target are given by position.
+    and the one that is named like a target are given by position. The signature is read once, at the first dict.
 
     Raises:
-        ModuleContractError: the dict has neither; the message names what there is.
+        ModuleContractError: by that function: the dict has neither; the message names what there is.
     """
-    if isinstance(inputs, tuple):
-        update(*inputs)
-        return
-    pair = [next((inputs[name] for name in inputs if name in known), None) for known in (PREDICTIONS, TARGETS)]
-    has_pair = all(item is not None and not isinstance(item, Mapping) for item in pair)
-    if _takes_anything(update):
-        update(*pair) if has_pair else update(**inputs)
-        return
-    takes = parameters_of(update)
-    if has_pair and any(name not in inputs for name in takes.required):
-        update(*pair)
-    else:
-        update(**takes.pick(inputs))
+    takes: list[Parameters | None] = []
+
+    def feed(inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
+        if isinstance(inputs, tuple):
+            update(*inputs)
+            return
+        if not takes:
+            takes.append(None if _takes_anything(update) else parameters_of(update))
+        pair = [next((inputs[name] for name in inputs if name in known), None) for known in (PREDICTIONS, TARGETS)]
+        has_pair = all(item is not None and not isinstance(item, Mapping) for item in pair)
+        named = takes[0]
+        if has_pair and (named is None or any(name not in inputs for name in named.required)):
+            update(*pair)
+        else:
+            update(**(inputs if named is None else named.pick(inputs)))
+
+    return feed
 
 
 def _takes_anything(update: Callable[..., Any]) -> bool:

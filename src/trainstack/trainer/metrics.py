@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainstack.backends import Communicator, World, move_to_device
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
-from trainstack.trainer.metric_inputs import call_update
+from trainstack.trainer.metric_inputs import feeder
 
 
 @runtime_checkable
@@ -54,9 +54,10 @@ class Metrics:
         self._for_one: dict[str, dict[str, Metric]] = {}
         for name, item in _items(given):
             if _is_metric(item):
-                self._for_all[_checked(name, item)] = item
+                self._for_all[_checked(name)] = item
             else:
-                self._for_one[name] = {inner: _of_protocol(inner, metric) for inner, metric in _items(item, name)}
+                metrics = _items(item, name)
+                self._for_one[name] = {_checked(inner): _of_protocol(inner, metric) for inner, metric in metrics}
 
     def check_loaders(self, keys: list[str]) -> None:
         """Refuse metrics for a loader that there is not.
@@ -95,6 +96,7 @@ class MetricPass:
         self._metrics, self._module, self._world = metrics, module, world
         self._kept: list[Any] | None = [] if in_parts and world.size > 1 else None
         self._updates = 0
+        self._feed = {name: feeder(metric.update) for name, metric in metrics.items()}
         for name, metric in metrics.items():
             if isinstance(metric, nn.Module):
                 metric.to(world.device)
@@ -137,7 +139,7 @@ class MetricPass:
         self._updates += 1
         for name, metric in self._metrics.items():
             with _said(name, metric, "update"), _by_itself(metric), torch.no_grad():
-                call_update(metric.update, inputs)
+                self._feed[name](inputs)
 
 
 def numbers_in(name: str, value: Any) -> Iterator[tuple[str, float | Tensor | None]]:
@@ -176,20 +178,15 @@ def _of_protocol(name: str, metric: Any) -> Metric:
         raise ConfigurationError(
             f"metrics[{name!r}] is {what}. Give an object with the methods update, compute and reset."
         )
-    return cast(Metric, _checked(name, metric))
+    return cast(Metric, metric)
 
 
-def _checked(name: Any, metric: Any) -> Any:
-    if not isinstance(name, str) or name == "loss":
-        raise ConfigurationError(
-            f"a metric is called {name!r}. "
-            + (
-                "That is the name of the loss of the step; choose another."
-                if name == "loss"
-                else "Name it by a string."
-            )
-        )
-    return metric
+def _checked(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ConfigurationError(f"a metric is called {name!r}. Name it by a string.")
+    if name == "loss":
+        raise ConfigurationError("a metric is called 'loss'. That is the name of the step's loss; choose another.")
+    return name
 
 
 @contextmanager
