@@ -103,6 +103,8 @@ def _check_numbers(args: TrainerArguments) -> None:
             "processes together, the second on each. Leave one of them out."
         )
     _steps("log_every", args.log_every)
+    if args.max_steps is not None:
+        _steps("max_steps", args.max_steps)
     check_validate_every(args.validate_every)
     if args.stats_args is not None:
         _whole_number("stats_args.log_steps", args.stats_args.log_steps, 1)

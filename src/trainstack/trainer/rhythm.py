@@ -89,6 +89,7 @@ class ValidationSchedule:
     """When to validate in training.
 
     Fractions are rounded up each by itself, so that 0.25 ends on the run's last step, whatever the number of steps.
+    An epoch that `max_steps` cuts short counts as one here: the run ends with a validation.
 
     Args:
         every: `TrainerArguments.validate_every`.
@@ -110,6 +111,8 @@ class ValidationSchedule:
         elif isinstance(every, int | float):
             self._epochs = max(0, -int(every))
             self._steps = steps_of("validate_every", max(0, every), plan)
+        most, epoch = plan.max_steps or 0, plan.steps_per_epoch
+        self._cut = most if self._epochs and most and (epoch is None or most % epoch) else 0
 
     @property
     def is_sparse(self) -> bool:
@@ -124,7 +127,8 @@ class ValidationSchedule:
         """The global step after `step` at which to ask `is_due`."""
         if self._ask is not None:
             return step + 1
-        return math.ceil((step // self._steps + 1) * self._steps) if self._steps else NEVER
+        due = math.ceil((step // self._steps + 1) * self._steps) if self._steps else NEVER
+        return min(due, self._cut) if self._cut > step else due
 
     def is_due(self, step: int, comm: Communicator) -> bool:
         """Whether to validate after global step `step`; all processes call it together.
@@ -132,7 +136,7 @@ class ValidationSchedule:
         A function is asked on the main process; its failure is every process's.
         """
         if self._ask is None:
-            return self._steps > 0 and step // self._steps * self._steps > step - 1
+            return step == self._cut or (self._steps > 0 and step // self._steps * self._steps > step - 1)
         answer, failure = False, None
         if comm.rank == 0:
             try:

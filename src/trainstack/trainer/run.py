@@ -95,8 +95,9 @@ class Run:
 
     def _make_loop(self) -> TrainLoop:
         args, plan = self.args, self.data.plan
-        epochs = max(1, args.epochs - (self.state.epoch if args.reset_optimizers_schedulers else 0))
-        made = self.module.get_optimizers_schedulers(plan.estimated_global_steps_per_epoch, epochs)
+        ahead = plan.rest(self.state.epoch, self.state.global_step) if args.reset_optimizers_schedulers else plan
+        epochs = max(1, ahead.epochs)
+        made = self.module.get_optimizers_schedulers(ahead.estimated_global_steps_per_epoch, epochs)
         optimizers, schedulers = checked_optimizers_schedulers(made, self.module, self.log)
         work = Workload.of(self.module, optimizers, self.world, _clipping(args), self.data.training_set)
         work = self.stack.prepare(work)
@@ -105,7 +106,7 @@ class Run:
             self.stack,
             work,
             self.hooks,
-            schedules=make_schedules(schedulers, work.optimizers, replace(plan, epochs=epochs)),
+            schedules=make_schedules(schedulers, work.optimizers, replace(ahead, epochs=epochs)),
             state=self.state,
             skip_nonfinite=args.nonfinite == "skip",
             keep_epoch_outputs=self.hooks.epoch_outputs if keep == "auto" else bool(keep),
@@ -128,6 +129,9 @@ class Run:
         reporter.start_epoch(state, self.data.plan)
         if state.validated < 0:
             self._train_windows(windows, reporter, save, save_every)
+            if self.is_over:
+                reporter.progress.end_epoch()
+                return
             reporter.end_training_epoch(state, self.loop.meter)
             self._end_train_epoch()
             state.validated = 0
@@ -146,12 +150,11 @@ class Run:
         state, loop = self.state, self.loop
         loop.attend = lambda: self._attend(reporter, save, save_every)
         self._set_next_attention(reporter, save_every)
-        cap = self.args.max_train_steps_per_epoch
         try:
             with suppress(Stopped):
                 if state.validating >= 0:  # it was broken off there
                     self._validate_within(reporter)
-                train_windows(loop, islice(windows, None if cap is None else max(0, cap - state.steps_in_epoch)))
+                train_windows(loop, islice(windows, self._steps_left()))
         except Exception as error:
             annotate(error, f"in epoch {state.epoch}, global step {state.current_step}")
             raise
@@ -161,6 +164,13 @@ class Run:
                 f"the loader that get_train_dataloader returned for epoch {state.epoch} gave no batch at all. Return a "
                 "loader over data; an iterator that is used up has to be made anew in each call."
             )
+
+    def _steps_left(self) -> int | None:
+        """How many steps the epoch under way may still have; None for as many as there is data for."""
+        cap, most = self.args.max_train_steps_per_epoch, self.data.plan.max_steps
+        left = [] if cap is None else [cap - self.state.steps_in_epoch]
+        left += [] if most is None else [most - self.state.global_step]
+        return max(0, min(left)) if left else None
 
     def _begin_epoch(self) -> Iterator[Window]:
         """Call the hook and ask for data; within an epoch both see the random state that the epoch began with."""
@@ -205,7 +215,7 @@ class Run:
     def _attend(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
         """What is due at this step: log, save, paint, stop, and moving on to the next step at which something is."""
         state, step = self.state, self.state.global_step
-        if step % self.log_interval == 0:
+        if step % self.log_interval == 0 or step == self.data.plan.max_steps:
             reporter.log_point(state, self.loop.meter, self.loop.work.optimizers)
         elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
             self.loop.meter.drain()
@@ -234,11 +244,23 @@ class Run:
         due = [interval - step % interval, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
         due.append(max(1, self.stopper.next_look - step))
         due.append(self.validation.next_step(step) - step)
+        if self.data.plan.max_steps is not None:
+            due.append(max(1, self.data.plan.max_steps - step))
         if save_every is not None:
             due.append(save_every - step % save_every)
         self.loop.attend_at = step + min(due)
         if self.stopper.is_asked or self.save_asked:  # looked at last: later ones move `attend_at` themselves
             self.loop.attend_at = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all epochs are trained, or all steps where their number was given."""
+        state, plan = self.state, self.data.plan
+        if plan.max_steps is None:
+            return state.epoch >= plan.epochs
+        if state.validated >= 0 or state.validating >= 0 or state.global_step < plan.max_steps:
+            return False
+        return not state.steps_in_epoch or plan.ends_within_epoch(state.global_step, state.steps_in_epoch)
 
     @property
     def why_over(self) -> str | None:
@@ -252,7 +274,7 @@ class Run:
         Raises:
             PrivacyBudgetError: saying what is used up.
         """
-        if self.state.epoch < self.args.epochs and self.why_over is not None:
+        if not self.is_over and self.why_over is not None:
             raise PrivacyBudgetError(self.why_over)
 
     def restore_rng_once(self) -> None:

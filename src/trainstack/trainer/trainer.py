@@ -19,6 +19,7 @@ from trainstack.trainer.evaluation import named_loaders
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.plan import TrainingPlan
+from trainstack.trainer.prolonging import prolong
 from trainstack.trainer.properties import TrainerProperties
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.resuming import resume, start_from_weights, what_the_mode_keeps
@@ -83,11 +84,15 @@ class Trainer(TrainerProperties):
 
     # --- running -------------------------------------------------------------------------------------------
 
-    def train(self) -> None:
+    def train(self, *, epochs: int | None = None, max_steps: int | float | None = None) -> None:
         """Train the epochs that are left, validate after each, save, and export the model at the end.
 
         Does nothing once it is through. Call it again after an interruption to go on from where it stopped. What
         `request_stop` has ended counts as through: the model is exported and `on_end_train` called.
+
+        Args:
+            epochs: train until so many are trained in all, instead of what the arguments say; see `prolong`.
+            max_steps: so for global steps.
 
         Raises:
             Preempted: SIGTERM or SIGUSR1 came; what was trained is saved. Ends the process with exit code 75.
@@ -97,6 +102,8 @@ class Trainer(TrainerProperties):
             PeerError: another process has failed, or did not come to a collective in time.
             CheckpointError: a checkpoint that was asked for cannot be read, or one cannot be written.
         """
+        if epochs is not None or max_steps is not None:
+            prolong(self, epochs, max_steps)
         run = self._ready()
         if self._finished:
             return
@@ -127,12 +134,12 @@ class Trainer(TrainerProperties):
         stopper.begin(run.loop, self.world)
         self._saver.begin_run(run, resumed=resumed is not None)
         reporter.open(self.plan, self.trainer_backend.spec, str(self.device), resumed)
-        if state.epoch >= self.args.epochs:
-            reporter.text(f"all {self.args.epochs} epochs are trained already; nothing is left to do")
+        if run.is_over:
+            reporter.text(f"all {self.plan.epochs} epochs are trained already; nothing is left to do")
         self.module.train()
         run.refuse_over()
         with suppress(Stopped):
-            while state.epoch < self.args.epochs and run.why_over is None:
+            while not run.is_over and run.why_over is None:
                 run.train_epoch(reporter, self.save_checkpoint, save_every)
         run.restore_rng_once()
         reporter.write()  # a history counts as written once it is saved
@@ -147,7 +154,7 @@ class Trainer(TrainerProperties):
             run.hooks.end_train(state.global_step)
         reporter.write()
         reporter.end_private_run(self.trainer_backend, run.why_over)
-        self._finished = state.epoch >= self.args.epochs
+        self._finished = run.is_over
 
     @by_all
     def validate(self, dataloaders: Any = None, *, log: bool | None = None) -> EvaluationOutputs:

@@ -53,8 +53,8 @@ class TrainingData:
         if loader is not None and self.plan.steps_per_epoch is None:
             log.warning(
                 "the training loader has no length, so the steps of an epoch are unknown: get_optimizers_schedulers "
-                f"gets {self.plan.estimated_global_steps_per_epoch}. Set max_train_steps_per_epoch to plan with a "
-                "number."
+                f"gets {self.plan.estimated_global_steps_per_epoch}. Set max_steps or max_train_steps_per_epoch to plan "
+                "with a number."
             )
 
     def windows(self, state: RunState, sampling: Sampling | None = None) -> Iterator[Window]:
@@ -80,6 +80,11 @@ class TrainingData:
             batches, self.plan.accumulation, self._module.batch_weight, self._world.rank, self._world.size
         )
         return source.windows(state.epoch, state.samples_in_epoch, 0 if positioned else state.batches_in_epoch)
+
+    def plan_anew(self, args: TrainerArguments) -> None:
+        """Make the plan of the same data by other arguments."""
+        self._args = args
+        self.plan = self._make_plan(self._ask())
 
     def _training_set(self, loader: Any) -> TrainingSet:
         problem = "get_train_dataloader returned None" if loader is None else why_foreign(loader)
@@ -145,6 +150,7 @@ class TrainingData:
             world_size=self._world.size,
             epochs=args.epochs,
             max_steps_per_epoch=args.max_train_steps_per_epoch,
+            max_steps=None if loader is None and isinstance(args.max_steps, float) else args.max_steps,
             **lengths,
         )
 
