@@ -111,6 +111,29 @@ def measured(directory: str, backend: str = "ddp") -> dict[str, Any]:
     return {"history": history, "alone": {k: v for k, v in trainer.validate().metrics.items() if k != "val/loss"}}
 
 
+def hungry(directory: str) -> dict[str, Any]:
+    """The second process has memory for two samples a forward pass, the first for more."""
+    sizes: list[int] = []
+
+    class Hungry(Uneven):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            sizes.append(len(batch[0]))
+            if len(batch[0]) > (2 if RANK else 4):
+                raise torch.OutOfMemoryError("no memory for so many")
+            return super().train_step(global_step, batch, device)
+
+    module = Hungry()
+    trainer = ts.Trainer(module, arguments(directory, backend="ddp", train_batch_size=12, fit_micro_batch=True))
+    trainer.train()
+    found = ts.find_lr(trainer, start=1e-3, end=1.0, steps=4)
+    return {
+        "micro_batch": trainer.plan.micro_batch,
+        "sizes": sizes,
+        "weights": weights(module).tolist(),
+        "rates": [found.rates, found.losses],
+    }
+
+
 def plateau(directory: str) -> dict[str, Any]:
     """A plateau schedule over a metric that each process has measured differently."""
 

@@ -72,7 +72,7 @@ def test_a_loader_without_a_length_is_read_as_often_as_it_takes(tmp_path: Path) 
 
 @pytest.mark.parametrize("wrong", [0, -3, 1.5, True, "10"])
 def test_what_is_no_number_of_steps_is_refused(wrong: Any) -> None:
-    with pytest.raises(ts.ConfigurationError, match="max_steps=.*whole number of global steps"):
+    with pytest.raises(ts.ConfigurationError, match=r"max_steps=.*whole number of global steps"):
         ts.TrainerArguments(max_steps=wrong)
 
 

@@ -8,6 +8,7 @@ from trainstack.trainer.callback_interface import CallbackInterface
 from trainstack.trainer.collector import OutputCollector
 from trainstack.trainer.evaluated import EvaluationOutputs
 from trainstack.trainer.history import Record, RunHistory
+from trainstack.trainer.lr_finder import FoundRates, find_lr
 from trainstack.trainer.metrics import Metric
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
@@ -25,6 +26,7 @@ __all__ = [
     "CsvWriter",
     "EvaluationOutputs",
     "Every",
+    "FoundRates",
     "Metric",
     "ModuleInterface",
     "OutputCollector",
@@ -44,6 +46,7 @@ __all__ = [
     "apply_mapping",
     "build_optimizer",
     "build_scheduler",
+    "find_lr",
     "call_with_matching_args",
     "placeholders",
     "schedulers",

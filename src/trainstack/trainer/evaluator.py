@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import SequentialSampler
 
 from trainstack.backends import Communicator
-from trainstack.errors import ModuleContractError
+from trainstack.errors import ModuleContractError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.collector import as_arguments
 from trainstack.trainer.evaluated import EvaluationOutputs
 from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_batches, miscounted, named_loaders
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.metrics import Metrics, numbers_in
+from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.order import mix
 from trainstack.trainer.progress import NoProgress
 from trainstack.trainer.reporting import Reporter
@@ -44,6 +45,9 @@ class Evaluator:
         """The module's loaders for `stage` by name; empty if it has none."""
         run, where = self._run, "get_val_dataloaders" if stage is Stage.VAL else "get_test_dataloaders"
         size = run.args.val_batch_size or run.data.plan.micro_batch
+        few = run.data.few_to_validate(size) if stage is Stage.VAL else None
+        if few is not None and type(run.module).val_step is not ModuleInterface.val_step:
+            return {"default": few}
         return named_loaders(getattr(run.module, where)(sampler=SequentialSampler, batch_size=size), where)
 
     def validate(self, reporter: Reporter) -> None:
@@ -54,6 +58,18 @@ class Evaluator:
         if loaders:
             self.evaluate(Stage.VAL, loaders, keep=run.hooks.val_outputs, reporter=reporter)
         self.has_validated = True
+
+    def try_out(self, batches: int) -> None:
+        """Run `val_step` and the metrics over the first `batches` of each loader, and forget about it."""
+        run = self._run
+        with isolated_rng(mix(run.state.seed), run.world.device):
+            loaders = self.loaders_of(Stage.VAL)
+        try:
+            with self._history(RunHistory()) as history:
+                self.evaluate(Stage.VAL, loaders, keep=False, history=history, only=batches)
+        except Exception as error:
+            annotate(error, "while sanity_val_steps tried out the validation before training")
+            raise
 
     def by_itself(self, stage: Stage, dataloaders: Any, log: bool | None) -> EvaluationOutputs:
         """Evaluate the module's loaders for `stage`, or others.
@@ -94,18 +110,19 @@ class Evaluator:
         keep: bool,
         reporter: Reporter | None = None,
         history: RunHistory | None = None,
+        only: int | None = None,
     ) -> EvaluationOutputs:
         """Run the step of `stage` over each loader; returns metrics, and outputs by loader where `keep` asks for them.
 
         Modes and random state are afterwards what they were before. With a `reporter` the pass is a part of training:
         it may be broken off, and loaders of an interrupted validation that are done already are left out. Metrics are
-        recorded in `history`, the run's if None.
+        recorded in `history`, the run's if None. With `only` so many batches a process, no hook is called.
 
         Raises:
             Stopped: it was broken off.
         """
         run = self._run
-        hook = run.hooks.end_val_epoch if stage is Stage.VAL else None
+        hook = run.hooks.end_val_epoch if stage is Stage.VAL and only is None else None
         step, collected, was_busy = run.state.global_step, EvaluationOutputs(), run.busy
         run.busy = True
         seed = mix(run.state.seed, stage.value, step, run.world.rank)
@@ -113,7 +130,7 @@ class Evaluator:
         done = 0 if reporter is None else run.state.loaders_done
         for key, loader in islice(loaders.items(), done, None):
             with isolated_rng(seed, run.world.device), eval_mode(run.module):
-                outputs, values = self._evaluate(stage, key, loader, keep, reporter)
+                outputs, values = self._evaluate(stage, key, loader, keep, reporter, only)
                 collected.metrics |= self._record(stage, key, values, history or run.history)
                 if keep:
                     collected[key] = outputs
@@ -125,18 +142,14 @@ class Evaluator:
         return collected
 
     def _evaluate(
-        self, stage: Stage, key: str, loader: Any, keep: bool, reporter: Reporter | None
+        self, stage: Stage, key: str, loader: Any, keep: bool, reporter: Reporter | None, only: int | None
     ) -> tuple[Any, dict[str, Any]]:
         """Evaluate one loader on all processes; what they collected, joined, if it is to be kept, and the metrics."""
         run = self._run
         world = run.world
         evaluation = Evaluation(run.stack, run.loop.work, stage, run.state.global_step, keep_outputs=keep)
-        batches, in_parts = evaluation_batches(
-            loader,
-            seed=run.state.seed,
-            world=world,
-            limit=run.args.max_val_steps_per_epoch,
-        )
+        limit = only or run.args.max_val_steps_per_epoch
+        batches, in_parts = evaluation_batches(loader, seed=run.state.seed, world=world, limit=limit)
         measured = None if stage is Stage.PREDICT else self.metrics.over(key, world, in_parts=in_parts)
         progress = NoProgress() if reporter is None else reporter.progress
         progress.start_validation(key, None)
@@ -153,7 +166,7 @@ class Evaluator:
             run.stopper.settle()
         if not sum(batches for batches, *_ in told):
             run.log.warning(f"the {stage.name.lower()} loader {key!r} gave no batch at all.")
-        elif run.args.max_val_steps_per_epoch is None:
+        elif limit is None:
             counts = [samples for _, samples, _ in told] if in_parts else [evaluation.samples]
             which, what = f"{stage.name.lower()} loader {key!r}", miscounted(loader, counts)
             if what is not None:

@@ -176,13 +176,18 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
         )
 
     def get_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the module; its `state_dict` unless overridden."""
-        return self.state_dict()
+        """What a checkpoint keeps of the module; its `state_dict` unless overridden, under the names of what
+        `torch.compile` may have wrapped."""
+        return {name.replace(_WRAPPED, ""): value for name, value in self.state_dict().items()}
 
     def update_state(self, state: Mapping[str, Any] | None) -> None:
         """Take back what `get_state` returned; does nothing for None."""
         if state:
-            self.load_state_dict(state)
+            wrapped = {name.replace(_WRAPPED, ""): name for name in self.state_dict()}
+            self.load_state_dict({wrapped.get(name, name): value for name, value in state.items()})
+
+
+_WRAPPED = "_orig_mod."
 
 
 def _without_wrappers(value: Any) -> Any:

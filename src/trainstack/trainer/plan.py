@@ -74,7 +74,7 @@ class TrainingPlan:
             loader_length: batches of a loader that brings its own order, otherwise.
             drop_last: leave out a last global batch that is not full.
             max_steps_per_epoch: cap on global steps an epoch.
-            max_steps: global steps of the whole run, whatever `epochs` says; a float is a fraction of those of `epochs`.
+            max_steps: global steps of the whole run, whatever `epochs` says; a float is a fraction of theirs.
 
         Raises:
             ConfigurationError: the global batch cannot be divided evenly among the processes, or `max_steps` is a
@@ -91,9 +91,9 @@ class TrainingPlan:
         micro = largest_divisor(process_batch, gpu_batch_size_limit)
         accumulation = process_batch // micro
         lengths = _lengths(dataset_length, loader_length, train_batch_size, micro, accumulation, drop_last)
-        if lengths["steps_per_epoch"] is not None and max_steps_per_epoch is not None:
-            lengths["steps_per_epoch"] = min(lengths["steps_per_epoch"], max_steps_per_epoch)
         steps = lengths["steps_per_epoch"]
+        if steps is not None and max_steps_per_epoch is not None:
+            steps = lengths["steps_per_epoch"] = min(steps, max_steps_per_epoch)
         if max_steps is not None:
             max_steps = _whole(max_steps, steps, epochs)
             epochs = epochs if steps is None else -(-max_steps // steps)
@@ -125,7 +125,7 @@ class TrainingPlan:
         """Whether the run is over at a step that is not the last of its epoch."""
         if self.max_steps is None or global_step < self.max_steps:
             return False
-        return 0 < steps_in_epoch and (self.steps_per_epoch is None or steps_in_epoch < self.steps_per_epoch)
+        return steps_in_epoch > 0 and (self.steps_per_epoch is None or steps_in_epoch < self.steps_per_epoch)
 
     @property
     def estimated_global_steps_per_epoch(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from trainstack.backends import Clipping, TrainerBackend, Workload, World
+from trainstack.backends import TrainerBackend, Workload, World
 from trainstack.errors import ModuleContractError, PrivacyBudgetError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.collector import as_arguments
@@ -25,6 +25,7 @@ from trainstack.trainer.rhythm import ValidationSchedule, whole_steps
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.schedulers.making import make_schedules
 from trainstack.trainer.seeding import capture_rng, isolated_rng, restore_rng
+from trainstack.trainer.shaping import shape
 from trainstack.trainer.signatures import check_signatures
 from trainstack.trainer.snapshot import finite_tensors
 from trainstack.trainer.sources import Window
@@ -89,6 +90,7 @@ class Run:
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
         module.plan, module._history, module._run_state = self.data.plan, RunHistory(), state
         self.hooks = Hooks(module)
+        shape(module, compiled=args.compile, channels_last=args.channels_last, private=stack.is_private)
         self.loop = self._make_loop()
         module._history = history  # what a layer tried out on the module was written elsewhere
         self.watched = finite_tensors(module, self.loop.work)
@@ -99,7 +101,7 @@ class Run:
         epochs = max(1, ahead.epochs)
         made = self.module.get_optimizers_schedulers(ahead.estimated_global_steps_per_epoch, epochs)
         optimizers, schedulers = checked_optimizers_schedulers(made, self.module, self.log)
-        work = Workload.of(self.module, optimizers, self.world, _clipping(args), self.data.training_set)
+        work = Workload.of(self.module, optimizers, self.world, args.clipping, self.data.training_set)
         work = self.stack.prepare(work)
         keep = args.collect_train_outputs
         return TrainLoop(
@@ -138,6 +140,8 @@ class Run:
         if self.validation.after_epoch(state.epoch):
             self.evaluator.validate(reporter)
         may_lack = self.validation.is_sparse and not self.evaluator.has_validated
+        if self.args.monitor is not None and self.evaluator.has_validated:
+            self.history.get_latest_metric(self.args.monitor)  # or say which ones there are
         self.loop.schedules.end_epoch(self.history, state.epoch, self.world.comm, may_lack=may_lack)
         state.finish_epoch()
         reporter.end_epoch(state, self.data.plan)
@@ -282,11 +286,3 @@ class Run:
         if self.pending_rng is not None:
             restore_rng(self.pending_rng, self.world.device)
             self.pending_rng = None
-
-
-def _clipping(args: TrainerArguments) -> Clipping:
-    if args.clip_grad_value is not None:
-        return Clipping(kind="value", limit=args.clip_grad_value)
-    if args.clip_grads:
-        return Clipping(kind="norm", limit=args.max_grad_norm)
-    return Clipping()

@@ -10,17 +10,16 @@ from typing import Any, cast
 from trainstack.backends import PrivacyStatement, TrainerBackend, World, build_trainer_backend
 from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport
 from trainstack.errors import ConfigurationError
-from trainstack.stage import Stage
 from trainstack.trainer.aftermath import save_after
 from trainstack.trainer.argument_checks import check_trainer_parts
 from trainstack.trainer.arguments import TrainerArguments
-from trainstack.trainer.evaluated import EvaluationOutputs
-from trainstack.trainer.evaluation import named_loaders
+from trainstack.trainer.dev_run import for_dev_run
+from trainstack.trainer.evaluating_trainer import EvaluatingTrainer
+from trainstack.trainer.fitting import fit_micro_batch
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.prolonging import prolong
-from trainstack.trainer.properties import TrainerProperties
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.resuming import resume, start_from_weights, what_the_mode_keeps
 from trainstack.trainer.rhythm import whole_steps
@@ -33,7 +32,7 @@ from trainstack.trainer.stopping import Stopped, Stopper
 from trainstack.trainer.together import by_all
 
 
-class Trainer(TrainerProperties):
+class Trainer(EvaluatingTrainer):
     """Trains a module as its arguments say.
 
     Args:
@@ -66,12 +65,14 @@ class Trainer(TrainerProperties):
     ) -> None:
         check_trainer_parts(module, args, trainer_backend, checkpointer)
         self.module = module
-        self.args = args
+        self.args = args = for_dev_run(args)
         if not isinstance(trainer_backend, TrainerBackend):
             trainer_backend = build_trainer_backend(trainer_backend or args.backend, **args.layer_options)
         self.trainer_backend = trainer_backend
         self.trainer_backend.claim(self)
-        self.checkpointer = checkpointer or DefaultCheckpointer(args.placed_checkpointer_args)
+        self.checkpointer = (not args.fast_dev_run and checkpointer) or DefaultCheckpointer(
+            args.placed_checkpointer_args
+        )
         self.history = run_history or RunHistory()
         self.state = RunState(seed=args.seed)
         self._metrics = metrics
@@ -133,11 +134,15 @@ class Trainer(TrainerProperties):
         resumed = state.global_step or None
         stopper.begin(run.loop, self.world)
         self._saver.begin_run(run, resumed=resumed is not None)
+        self.module.train()
+        if self.args.fit_micro_batch:
+            fit_micro_batch(run)
         reporter.open(self.plan, self.trainer_backend.spec, str(self.device), resumed)
         if run.is_over:
             reporter.text(f"all {self.plan.epochs} epochs are trained already; nothing is left to do")
-        self.module.train()
         run.refuse_over()
+        if self.args.sanity_val_steps:
+            run.evaluator.try_out(self.args.sanity_val_steps)
         with suppress(Stopped):
             while not run.is_over and run.why_over is None:
                 run.train_epoch(reporter, self.save_checkpoint, save_every)
@@ -155,53 +160,6 @@ class Trainer(TrainerProperties):
         reporter.write()
         reporter.end_private_run(self.trainer_backend, run.why_over)
         self._finished = run.is_over
-
-    @by_all
-    def validate(self, dataloaders: Any = None, *, log: bool | None = None) -> EvaluationOutputs:
-        """Run `val_step` over validation data and call `on_end_val_epoch`.
-
-        Args:
-            dataloaders: a loader, or a dict of them by name; the module's by default.
-            log: whether metrics go to the history; by default only within training, from a hook.
-
-        Returns:
-            The outputs by loader; their attribute `metrics` has losses and metrics by name.
-        """
-        run = self._ready()
-        outputs = run.evaluator.by_itself(Stage.VAL, dataloaders, log)
-        if run.save_asked and not run.busy:
-            run.save_asked = False
-            self._saver.save(run, force=True)
-        return outputs
-
-    @by_all
-    def test(self, dataloaders: Any = None, *, log: bool | None = None) -> EvaluationOutputs:
-        """Run `test_step` over test data, as `validate` does.
-
-        Raises:
-            ModuleContractError: there is no data.
-        """
-        return self._ready().evaluator.by_itself(Stage.TEST, dataloaders, log)
-
-    @by_all
-    def predict(self, dataloader: Any) -> Any:
-        """Run `predict_step` over `dataloader`; returns what it returned, joined in data set order.
-
-        A dict of loaders gives a dict of outputs.
-        """
-        run = self._ready()
-        outputs = run.evaluator.evaluate(Stage.PREDICT, named_loaders(dataloader, "the caller of predict"), keep=True)
-        return outputs if isinstance(dataloader, dict) else outputs["default"]
-
-    @by_all
-    def gather(self, outputs: Any) -> Any:
-        """What every process gives, joined along dimension 0 in the order of the ranks, on every process.
-
-        Tensors may differ in their first dimension; lists are put one after the other; dicts and tuples are joined
-        item by item. All processes must call it together.
-        """
-        self._ready()
-        return self.trainer_backend.gather(outputs)
 
     def privacy_statement(self) -> PrivacyStatement:
         """What is guaranteed, at this moment, to those whose records are trained on; `.text` and `.to_json()`."""
