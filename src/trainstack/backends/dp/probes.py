@@ -38,7 +38,7 @@ def neighbour_problems(mode: GradientMode, run: Run, data: TrainingSet, index: T
     limit = _limit_that_clips(mode, run, data, index)
     if limit == 0.0:
         yield (
-            "the loss has no gradient for a record alone, as one that only compares records with each other does. "
+            "no record has a gradient by itself: the loss is nan or inf, or it only compares records with each other. "
             "Write a loss that is a mean over the records, each of which counts by itself."
         )
         return
