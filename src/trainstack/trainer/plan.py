@@ -94,9 +94,7 @@ class TrainingPlan:
         steps = lengths["steps_per_epoch"]
         if steps is not None and max_steps_per_epoch is not None:
             steps = lengths["steps_per_epoch"] = min(steps, max_steps_per_epoch)
-        if max_steps is not None:
-            max_steps = _whole(max_steps, steps, epochs)
-            epochs = epochs if steps is None else -(-max_steps // steps)
+        max_steps, epochs = _limited(max_steps, steps, epochs)
         return cls(
             global_batch=train_batch_size,
             process_batch=process_batch,
@@ -160,16 +158,19 @@ class TrainingPlan:
         return asdict(self)
 
 
-def _whole(max_steps: int | float, steps: int | None, epochs: int) -> int:
-    """`max_steps` as a number; a fraction of all steps is rounded up."""
+def _limited(max_steps: int | float | None, steps: int | None, epochs: int) -> tuple[int | None, int]:
+    """`max_steps` as a number, a fraction of all steps rounded up, and the epochs that it takes, if that is known."""
+    if max_steps is None:
+        return None, epochs
     if not isinstance(max_steps, float):
-        return max_steps
+        return max_steps, epochs if steps is None else -(-max_steps // steps)
     if steps is None:
         raise ConfigurationError(
             f"max_steps={max_steps} is a fraction of all global steps of the run, and how many those are is unknown: "
             "the training loader has no length. Write a whole number of steps, or give the loader a length."
         )
-    return max(1, math.ceil(Fraction(str(max_steps)) * steps * epochs))
+    whole = max(1, math.ceil(Fraction(str(max_steps)) * steps * epochs))  # as written: 0.07 of 100 is 7
+    return whole, -(-whole // steps)
 
 
 def _lengths(
