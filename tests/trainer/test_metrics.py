@@ -165,6 +165,12 @@ def test_evaluating_alone_returns_metrics_and_records_nothing_unless_asked(tmp_p
     other = trainer.validate(DataLoader(numbers(7, seed=9), batch_size=3)).metrics["val/right"]
     named = trainer.test({"x": DataLoader(numbers(7, seed=9), batch_size=2)}).metrics["test/x/right"]
     assert other == named <= 7
+    trainer.module.make_outputs = lambda loss, predicted, _: loss
+    with pytest.raises(ts.ModuleContractError):
+        trainer.validate()
+    trainer.module.make_outputs = None
+    trainer.validate()
+    assert trainer.history.get_state() == before
     trainer.validate(log=True)
     assert len(trainer.history.get_metric_values("val/right")) == 2
 

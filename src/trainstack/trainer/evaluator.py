@@ -94,13 +94,13 @@ class Evaluator:
 
     @contextmanager
     def _history(self, history: RunHistory) -> Iterator[RunHistory]:
-        """A block in which what the module logs goes to `history`."""
-        module = self._run.module
+        """A block in which what the module logs goes to `history`; what fails in it is no longer under way."""
+        run, module, busy = self._run, self._run.module, self._run.busy
         before, module._history = module._history, history
         try:
             yield history
         finally:
-            module._history = before
+            module._history, run.busy = before, busy
 
     def evaluate(
         self,
