@@ -86,7 +86,7 @@ def evaluation_batches(loader: Any, *, seed: int, world: World, limit: int | Non
     low, extra = divmod(number, world.size)
     begin = world.rank * low + min(world.rank, extra)
     end = min(len(loader.dataset), (begin + low + (world.rank < extra)) * size)
-    mine = torch.arange(begin * size, end)
+    mine = torch.arange(min(begin * size, end), end)  # a process may get nothing
     indices = torch.split(mine, size) if len(mine) else ()
     batches = Fetcher(loader, seed).batches(EVALUATION_EPOCH, indices)
     return Batches(zip(batches, map(len, indices), strict=True), True)
