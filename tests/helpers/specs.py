@@ -12,18 +12,20 @@ import trainstack as ts
 NEEDS_APEX = "needs NVIDIA apex and a GPU (tests/backends/test_apex.py runs this with apex's own code, under a shim)"
 
 
-def stacks_that_run_here() -> list[Any]:
-    """Every legal string; those with apex are skipped, unless apex's shim makes CPU tensors answer as CUDA's."""
+def stacks_that_run_here(*, private: bool = True) -> list[Any]:
+    """Every legal string; those with apex are skipped, unless apex's shim makes CPU tensors answer as CUDA's.
+
+    Without `private`, none that clips, draws and releases by itself.
+    """
     under_shim = torch.empty(0).is_cuda
     skip = pytest.mark.skip(reason=NEEDS_APEX)
     return [
         spec if under_shim or not spec.endswith("amp-apex") else pytest.param(spec, marks=skip)
         for spec in ts.legal_specs()
+        if private or "dp" not in spec.split("-")
     ]
 
 
 every_stack = pytest.mark.parametrize("spec", stacks_that_run_here())
-every_stack_without_a_trainer = pytest.mark.parametrize(
-    "spec", [spec for spec in stacks_that_run_here() if "dp" not in str(getattr(spec, "values", (spec,))[0]).split("-")]
-)
+every_stack_without_a_trainer = pytest.mark.parametrize("spec", stacks_that_run_here(private=False))
 """Those that may be driven by `train_dl`; private training draws its records itself and needs a `Trainer`."""

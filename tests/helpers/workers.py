@@ -79,6 +79,66 @@ def equality(directory: str, backend: str = "ddp", limit: int = 512, **changes: 
     }
 
 
+def measured(directory: str, backend: str = "ddp") -> dict[str, Any]:
+    """Metrics over 101 samples that do not add up to the same bits in another order or in other batches."""
+    import torchmetrics
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+    class Rounds:
+        """Adds numbers one after the other, and takes in texts."""
+
+        def update(self, preds: torch.Tensor, text: list[str]) -> None:
+            for value in preds[:, 0].float():
+                self.total = self.total + value
+            self.texts += text
+
+        def compute(self) -> Any:
+            return {"sum": self.total, "texts": float(sum(i * float(text) for i, text in enumerate(self.texts)))}
+
+        def reset(self) -> None:
+            self.total, self.texts = torch.tensor(1e3), []
+
+    class Still(Uneven):
+        def metric_inputs(self, outputs: Any, batch: Any) -> Any:
+            preds = outputs["outputs"].float()
+            return {"preds": preds, "target": batch[1], "value": preds.max(1).values, "text": outputs["text"]}
+
+    metrics = {
+        "all": torchmetrics.MetricCollection({"accuracy": MulticlassAccuracy(3), "auroc": MulticlassAUROC(3)}),
+        "rounds": Rounds(),
+        "mean": torchmetrics.MeanMetric(),
+    }
+    values: dict[str, Any] = {"train_batch_size": 12, "val_batch_size": 7, "epochs": 2}
+    trainer = ts.Trainer(Still(lr=0.0), arguments(directory, backend=backend, **values), metrics=metrics)
+    trainer.train()
+    history = [[r.name, r.value, r.step] for name in sorted(trainer.history.get_metric_names())
+               if name.startswith("val/") and name != "val/loss" for r in trainer.history.records(name)]  # fmt: skip
+    return {"history": history, "alone": {k: v for k, v in trainer.validate().metrics.items() if k != "val/loss"}}
+
+
+def hungry(directory: str) -> dict[str, Any]:
+    """The second process has memory for two samples a forward pass, the first for more."""
+    sizes: list[int] = []
+
+    class Hungry(Uneven):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            sizes.append(len(batch[0]))
+            if len(batch[0]) > (2 if RANK else 4):
+                raise torch.OutOfMemoryError("no memory for so many")
+            return super().train_step(global_step, batch, device)
+
+    module = Hungry()
+    trainer = ts.Trainer(module, arguments(directory, backend="ddp", train_batch_size=12, fit_micro_batch=True))
+    trainer.train()
+    found = ts.find_lr(trainer, start=1e-3, end=1.0, steps=4)
+    return {
+        "micro_batch": trainer.plan.micro_batch,
+        "sizes": sizes,
+        "weights": weights(module).tolist(),
+        "rates": [found.rates, found.losses],
+    }
+
+
 def plateau(directory: str) -> dict[str, Any]:
     """A plateau schedule over a metric that each process has measured differently."""
 

@@ -15,7 +15,7 @@ from tests.helpers.modules import Classifier, arguments, numbers, train, weights
 from trainstack.checkpointing import list_checkpoints, read_checkpoint
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.plan import TrainingPlan
-from trainstack.trainer.saving import steps_between_saves
+from trainstack.trainer.rhythm import whole_steps
 
 
 class Scored(Classifier):
@@ -48,12 +48,11 @@ def plan(total: int | None, epochs: int = 1) -> TrainingPlan:
     [(0.5, 10, 1, 5), (0.5, 11, 1, 6), (0.07, 100, 1, 7), (1.0, 7, 3, 21), (1e-9, 10, 1, 1), (0.1, 5, 4, 2)],
 )
 def test_a_fraction_of_the_run_is_rounded_up(every: float, total: int, epochs: int, steps: int) -> None:
-    assert steps_between_saves(every, plan(total, epochs)) == steps
+    assert whole_steps("every_n_steps", every, plan(total, epochs)) == steps
 
 
-def test_whole_numbers_and_none_are_taken_as_they_are() -> None:
-    assert steps_between_saves(3, plan(None)) == 3
-    assert steps_between_saves(None, plan(None)) is None
+def test_whole_numbers_are_taken_as_they_are() -> None:
+    assert whole_steps("every_n_steps", 3, plan(None)) == 3
 
 
 @pytest.mark.spec("HZ-20")

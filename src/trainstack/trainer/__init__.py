@@ -6,11 +6,15 @@ from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.callback_interface import CallbackInterface
 from trainstack.trainer.collector import OutputCollector
+from trainstack.trainer.evaluated import EvaluationOutputs
 from trainstack.trainer.events import Callback, Event, Events, Filter, only
 from trainstack.trainer.history import Record, RunHistory
+from trainstack.trainer.lr_finder import FoundRates, find_lr
+from trainstack.trainer.metrics import Metric
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
 from trainstack.trainer.plan import TrainingPlan
+from trainstack.trainer.rhythm import Every
 from trainstack.trainer.schedulers import SchedulerConfig, build_scheduler
 from trainstack.trainer.seeding import seed_everything
 from trainstack.trainer.supervised import SupervisedModule, apply_mapping, build_optimizer, call_with_matching_args
@@ -34,10 +38,14 @@ __all__ = [
     "Callback",
     "CallbackInterface",
     "CsvWriter",
+    "EvaluationOutputs",
     "Event",
     "Events",
+    "Every",
     "Filter",
+    "FoundRates",
     "JsonLinesWriter",
+    "Metric",
     "MlflowWriter",
     "ModuleInterface",
     "OutputCollector",
@@ -61,6 +69,7 @@ __all__ = [
     "apply_mapping",
     "build_optimizer",
     "build_scheduler",
+    "find_lr",
     "call_with_matching_args",
     "callbacks",
     "only",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,21 @@ import torch
 from trainstack.backends import DifferentialPrivacyArguments, TrainerBackend, parse_spec
 from trainstack.backends.registry import registered_backend
 from trainstack.checkpointing import AbstractCheckpointer, DefaultCheckpointerArguments
+from trainstack.checkpointing.monitoring import DEFAULT_MONITOR, Monitor
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
+from trainstack.trainer.rhythm import check_validate_every, is_number_of_steps
 
 if TYPE_CHECKING:
     from trainstack.trainer.arguments import TrainerArguments
 
-_AT_LEAST_ONE = ("train_batch_size", "gpu_batch_size_limit", "val_batch_size")
-_AT_LEAST_ONE_OR_NONE = ("per_device_train_batch_size", "max_train_steps_per_epoch", "max_val_steps_per_epoch")
+_AT_LEAST_ONE = ("train_batch_size", "gpu_batch_size_limit")
+_AT_LEAST_ONE_OR_NONE = (
+    "per_device_train_batch_size",
+    "val_batch_size",
+    "max_train_steps_per_epoch",
+    "max_val_steps_per_epoch",
+)
 _FLAGS = (
     "clip_grads",
     "use_gpu",
@@ -30,8 +38,11 @@ _FLAGS = (
     "amp_backend_apex",
     "handle_signals",
     "save_on_exception",
+    "channels_last",
+    "fit_micro_batch",
 )
 _CHOICES: dict[str, tuple[Any, ...]] = {
+    "deterministic": (True, False, "warn"),
     "nonfinite": ("raise", "skip"),
     "resume_mode": ("full", "weights_and_optimizer", "weights"),
     "progress": ("auto", "rich", "plain", "none", None),
@@ -50,6 +61,7 @@ def check_arguments(args: TrainerArguments) -> None:
     _check_choices(args)
     _check_nested(args)
     _check_backend(args)
+    _check_monitor(args)
 
 
 def check_trainer_parts(module: Any, args: Any, backend: Any, checkpointer: Any) -> None:
@@ -85,10 +97,12 @@ def check_trainer_parts(module: Any, args: Any, backend: Any, checkpointer: Any)
 def _check_numbers(args: TrainerArguments) -> None:
     _whole_number("epochs", args.epochs, 0)
     _whole_number("seed", args.seed, 0)
+    _whole_number("sanity_val_steps", args.sanity_val_steps, 0)
+    _whole_number("overfit_batches", args.overfit_batches, -1)
+    if not isinstance(args.fast_dev_run, bool):
+        _whole_number("fast_dev_run", args.fast_dev_run, 1)
     for name in _AT_LEAST_ONE:
         _whole_number(name, getattr(args, name), 1)
-    if not isinstance(args.log_every, float) or not 0 < args.log_every < 1:
-        _whole_number("log_every", args.log_every, 1, or_else=", or a fraction of all steps such as 0.01")
     for name in _AT_LEAST_ONE_OR_NONE:
         if getattr(args, name) is not None:
             _whole_number(name, getattr(args, name), 1)
@@ -98,6 +112,10 @@ def _check_numbers(args: TrainerArguments) -> None:
             f"per_device_train_batch_size={args.per_device_train_batch_size}: the first counts a step's samples on all "
             "processes together, the second on each. Leave one of them out."
         )
+    _steps("log_every", args.log_every)
+    if args.max_steps is not None:
+        _steps("max_steps", args.max_steps)
+    check_validate_every(args.validate_every)
     if args.stats_args is not None:
         _whole_number("stats_args.log_steps", args.stats_args.log_steps, 1)
     for name in ("max_grad_norm", "clip_grad_value", "stop_grace_s"):
@@ -113,9 +131,17 @@ def _or_none(name: str) -> str:
     return f", or {otherwise.get(name, 'None')}"
 
 
-def _whole_number(name: str, value: Any, least: int, or_else: str = "") -> None:
+def _whole_number(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name}={value!r}: write a whole number, {least} or more{or_else}.")
+        raise ConfigurationError(f"{name}={value!r}: write a whole number, {least} or more.")
+
+
+def _steps(name: str, value: Any) -> None:
+    if not is_number_of_steps(value):
+        raise ConfigurationError(
+            f"{name}={value!r}: write a whole number of global steps, 1 or more, or a float above 0 and up to 1.0 for "
+            "a fraction of the run."
+        )
 
 
 def _check_choices(args: TrainerArguments) -> None:
@@ -139,8 +165,27 @@ def _check_choices(args: TrainerArguments) -> None:
             "resume_mode='weights_and_optimizer' and reset_optimizers_schedulers=True contradict each other. Write "
             "resume_mode='weights' to take the weights alone."
         )
+    if not isinstance(args.compile, bool | Mapping):
+        raise ConfigurationError(f"compile={args.compile!r}: write True, False or a dict of options of torch.compile.")
     if not isinstance(logging.getLevelName(args.log_level), int):
         raise ConfigurationError(f"log_level={args.log_level!r}: write 'DEBUG', 'INFO', 'WARNING' or 'ERROR'.")
+
+
+def _check_monitor(args: TrainerArguments) -> None:
+    if args.monitor is None:
+        return
+    if not isinstance(args.monitor, str) or not args.monitor:
+        raise ConfigurationError(f"monitor={args.monitor!r}: write the name of a metric, such as 'val/loss'.")
+    try:
+        Monitor.of(args.monitor, args.monitor_mode)
+    except ConfigurationError as error:
+        raise ConfigurationError(str(error).replace("mode=", "monitor_mode=")) from None
+    theirs = args.checkpointer_args
+    if (theirs.monitor, theirs.mode) not in ((DEFAULT_MONITOR, "auto"), (args.monitor, args.monitor_mode)):
+        raise ConfigurationError(
+            f"monitor={args.monitor!r} and checkpointer_args.monitor={theirs.monitor!r} contradict each other. "
+            "Leave one of them out."
+        )
 
 
 def _check_nested(args: TrainerArguments) -> None:

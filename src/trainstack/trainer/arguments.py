@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import torch
 
-from trainstack.backends import DifferentialPrivacyArguments, DistributedTrainingArguments
+from trainstack.backends import Clipping, DifferentialPrivacyArguments, DistributedTrainingArguments
 from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.argument_checks import check_arguments
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
+from trainstack.trainer.rhythm import Every, ValidateEvery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +26,24 @@ class TrainerArguments:
 
     Args:
         epochs: passes over the training data.
+        max_steps: global steps of the run, instead of `epochs`; a float in (0, 1] is a fraction of those of `epochs`.
+            The run may end within an epoch, with a validation if it validates after epochs.
         train_batch_size: the GLOBAL batch: samples a global step over all processes.
         per_device_train_batch_size: samples a global step on each process, instead of `train_batch_size`: the global
             batch then grows with the number of processes.
         gpu_batch_size_limit: samples that fit into one forward pass; larger batches are accumulated.
-        val_batch_size: samples a validation batch, on each process.
+        fit_micro_batch: try out a step before training, and halve the micro-batch until it fits into memory.
+        val_batch_size: samples a validation batch, on each process; None for as many as a micro-batch.
         max_train_steps_per_epoch: cap on global steps an epoch.
         max_val_steps_per_epoch: cap on batches a validation loader.
+        validate_every: when to validate in training. None: after each epoch. A positive number counts global steps, a
+            float in (0, 1] is a fraction of the run's, a negative number counts epochs, 0 is never; or `Every(...)`, or
+            a function of the trainer, asked after each step on the main process, that returns True when it is time.
+        sanity_val_steps: batches of each validation loader to try out before training.
+        overfit_batches: train and validate on the samples of so many global batches alone; -1 for all, 0 for off.
+        fast_dev_run: train so many steps (True: one), validate as many batches, and write nothing.
+        monitor: the metric that tells how good the weights are; `checkpointer_args.monitor` by default.
+        monitor_mode: `"min"` if low values of it are good, `"max"` if high ones are, `"auto"` to read it off its name.
         clip_grads: limit the joint L2 norm of the gradients to `max_grad_norm`, once a global step.
         max_grad_norm: see `clip_grads`.
         clip_grad_value: clamp each element of the gradients to this magnitude instead.
@@ -43,6 +55,10 @@ class TrainerArguments:
         use_gpu: False is the same as `device="cpu"`.
         seed: of the data order and of the samples' own random numbers. The process's global generators are left to
             you: `seed_everything(seed)` before you build the module.
+        deterministic: let torch refuse operations that may give other bits each time, or `"warn"` of them, while the
+            trainer works.
+        compile: compile the module's models with `torch.compile`, in place; a dict for its options.
+        channels_last: lay out convolutions' weights so.
         resume: True or `"last"` continues from the newest checkpoint and fails if there is none; `"auto"` starts afresh
             then; `"best"` continues from the best by `checkpointer_args.monitor`; a path names the checkpoint.
         resume_mode: what is taken from the checkpoint. `"full"`: everything, the run goes on exactly.
@@ -54,7 +70,7 @@ class TrainerArguments:
         reset_optimizers_schedulers: on resume, take the weights but make optimizers and schedulers anew.
         checkpointer_args: of the default checkpointer.
         output_dir: where checkpoints and logs go.
-        log_every: global steps between two log points; a float below 1 is a fraction of all steps of the run.
+        log_every: global steps between two log points; a float in (0, 1] is a fraction of the run's.
         writers: `"stdout"`, `"csv"`, `"jsonl"`, `"tensorboard"`, `"wandb"`, `"mlflow"`, `"trackio"`, or `Writer`
             objects.
         progress: `"auto"`, `"rich"`, `"plain"` or `"none"`.
@@ -77,12 +93,20 @@ class TrainerArguments:
     """
 
     epochs: int = 1
+    max_steps: int | float | None = None
     train_batch_size: int = 1
     per_device_train_batch_size: int | None = None
     gpu_batch_size_limit: int = 512
-    val_batch_size: int = 1
+    fit_micro_batch: bool = False
+    val_batch_size: int | None = 1
     max_train_steps_per_epoch: int | None = None
     max_val_steps_per_epoch: int | None = None
+    validate_every: ValidateEvery | None = None
+    sanity_val_steps: int = 0
+    overfit_batches: int = 0
+    fast_dev_run: bool | int = False
+    monitor: str | None = None
+    monitor_mode: Literal["auto", "min", "max"] = "auto"
     clip_grads: bool = True
     max_grad_norm: float = 1.0
     clip_grad_value: float | None = None
@@ -92,6 +116,9 @@ class TrainerArguments:
     device: str | torch.device = "auto"
     use_gpu: bool = True
     seed: int = 0
+    deterministic: bool | Literal["warn"] = False
+    compile: bool | Mapping[str, Any] = False
+    channels_last: bool = False
     resume: bool | str | PathLike[str] = False
     resume_mode: Literal["full", "weights_and_optimizer", "weights"] = "full"
     init_weights_from: str | PathLike[str] | None = None
@@ -127,7 +154,7 @@ class TrainerArguments:
 
     @property
     def log_interval(self) -> int | float:
-        """Global steps between two log points, or a fraction of all steps."""
+        """Global steps between two log points, or a fraction of the run's."""
         return self.stats_args.log_steps if self.stats_args else self.log_every
 
     @property
@@ -140,6 +167,13 @@ class TrainerArguments:
     def chosen_device(self) -> str | torch.device:
         """`device`, or the CPU if `use_gpu` is False."""
         return self.device if self.use_gpu else "cpu"
+
+    @property
+    def clipping(self) -> Clipping:
+        """How gradients are limited."""
+        if self.clip_grad_value is not None:
+            return Clipping(kind="value", limit=self.clip_grad_value)
+        return Clipping(kind="norm", limit=self.max_grad_norm) if self.clip_grads else Clipping()
 
     @property
     def layer_options(self) -> dict[str, dict[str, Any]]:
@@ -155,10 +189,13 @@ class TrainerArguments:
 
     @property
     def placed_checkpointer_args(self) -> DefaultCheckpointerArguments:
-        """`checkpointer_args`, saving under `output_dir` unless they say where."""
-        if self.checkpointer_args.save_dir is not None:
-            return self.checkpointer_args
-        return dataclasses.replace(self.checkpointer_args, save_dir=str(Path(self.output_dir) / "checkpoints"))
+        """`checkpointer_args`, saving under `output_dir` unless they say where, and with `monitor`."""
+        chosen: dict[str, Any] = {}
+        if self.checkpointer_args.save_dir is None:
+            chosen["save_dir"] = str(Path(self.output_dir) / "checkpoints")
+        if self.monitor is not None:
+            chosen |= {"monitor": self.monitor, "mode": self.monitor_mode}
+        return dataclasses.replace(self.checkpointer_args, **chosen)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainerArguments:
@@ -202,6 +239,7 @@ _NESTED: dict[str, type] = {
     "differential_privacy_args": DifferentialPrivacyArguments,
     "checkpointer_args": DefaultCheckpointerArguments,
     "stats_args": StatsArguments,
+    "validate_every": Every,
     "writer_args": WriterArguments,
 }
 

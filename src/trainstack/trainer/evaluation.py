@@ -66,8 +66,9 @@ class Batches(NamedTuple):
 def evaluation_batches(loader: Any, *, seed: int, world: World, limit: int | None = None) -> Batches:
     """The batches of `loader` that this process evaluates.
 
-    A map-style data set is cut into one run of neighbours a process, in data set order whatever the sampler, so that
-    outputs joined in the order of the ranks are in data set order. A loader with an order of its own is read and
+    A map-style data set is cut into batches in data set order, whatever the sampler, and these into one run of
+    neighbours a process. So the batches are the same on any number of processes, and outputs joined in the order of the
+    ranks are in data set order. A loader with an order of its own is read and
     evaluated as it comes, and wholly on each process.
 
     Args:
@@ -78,13 +79,15 @@ def evaluation_batches(loader: Any, *, seed: int, world: World, limit: int | Non
     """
     if why_foreign(loader) is not None:
         return Batches(((batch, None) for batch in islice(iter(loader), limit)), False)
-    length = len(loader.dataset)
+    size = loader.batch_size
+    number = -(-len(loader.dataset) // size)
     if limit is not None:
-        length = min(length, limit * loader.batch_size * world.size)
-    low, extra = divmod(length, world.size)
+        number = min(number, limit * world.size)
+    low, extra = divmod(number, world.size)
     begin = world.rank * low + min(world.rank, extra)
-    mine = torch.arange(begin, begin + low + (world.rank < extra))
-    indices = torch.split(mine, loader.batch_size) if len(mine) else ()
+    end = min(len(loader.dataset), (begin + low + (world.rank < extra)) * size)
+    mine = torch.arange(min(begin * size, end), end)  # a process may get nothing
+    indices = torch.split(mine, size) if len(mine) else ()
     batches = Fetcher(loader, seed).batches(EVALUATION_EPOCH, indices)
     return Batches(zip(batches, map(len, indices), strict=True), True)
 
@@ -158,10 +161,12 @@ class Evaluation:
         pairs: Iterable[tuple[Any, int | None]],
         progress: ProgressDisplay,
         interrupted: Callable[[], bool] | None = None,
+        also: Callable[[Any, Any], None] | None = None,
     ) -> None:
         """Evaluate batches, each with its number of samples if that is known, and let `progress` look.
 
-        It is broken off after a batch at which `interrupted` says so.
+        It is broken off after a batch at which `interrupted` says so. `also` is given what each step returned, and
+        its batch.
         """
         forward, work, stage, step = self.stack.forward, self.work, self.stage, self.step
         collect = None if self.outputs is None else self.outputs.collect
@@ -170,6 +175,8 @@ class Evaluation:
                 outputs = forward(work, stage, batch, step)
                 if collect is not None:
                     collect(outputs)
+                if also is not None:
+                    also(outputs, batch)
                 loss = _loss_in(outputs)
                 if loss is not None:
                     self._losses.append(loss)

@@ -27,6 +27,8 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
 
     Attributes:
         plan: all step arithmetic of the run; set by the trainer before it calls `get_optimizers_schedulers`.
+        metrics: not defined here. A module may have this attribute or method: metrics by name, anything with `update`,
+            `compute` and `reset`; see docs/validation.md.
     """
 
     plan: TrainingPlan | None = None
@@ -98,6 +100,22 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
             "predict_step(self, global_step, batch, device)."
         )
 
+    def metric_inputs(self, outputs: Any, batch: Any) -> Any:
+        """What metrics are fed with after `val_step` or `test_step`; override it where the default does not fit.
+
+        Args:
+            outputs: what the step returned.
+            batch: as the loader gave it.
+
+        Returns:
+            A tuple, given to each metric's `update` by position; a dict, whose items are matched with the names of its
+            parameters; or None to leave the batch out. By default predictions and targets as
+            `default_metric_inputs` finds them.
+        """
+        from trainstack.trainer.metric_inputs import default_metric_inputs  # which imports classes derived from this
+
+        return default_metric_inputs(outputs, batch)
+
     def _lacks(self, step: str, loaders: str) -> ModuleContractError:
         return ModuleContractError(
             f"{type(self).__name__} has no {step}, but {loaders} returned data. Define "
@@ -158,13 +176,18 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
         )
 
     def get_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the module; its `state_dict` unless overridden."""
-        return self.state_dict()
+        """What a checkpoint keeps of the module; its `state_dict` unless overridden, under the names of what
+        `torch.compile` may have wrapped."""
+        return {name.replace(_WRAPPED, ""): value for name, value in self.state_dict().items()}
 
     def update_state(self, state: Mapping[str, Any] | None) -> None:
         """Take back what `get_state` returned; does nothing for None."""
         if state:
-            self.load_state_dict(state)
+            wrapped = {name.replace(_WRAPPED, ""): name for name in self.state_dict()}
+            self.load_state_dict({wrapped.get(name, name): value for name, value in state.items()})
+
+
+_WRAPPED = "_orig_mod."
 
 
 def _without_wrappers(value: Any) -> Any:

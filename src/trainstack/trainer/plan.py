@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -27,12 +27,13 @@ class TrainingPlan:
         micro_batch: samples a forward pass: the largest divisor of `process_batch` within the limit.
         accumulation: micro-batches a global step on one process.
         world_size: number of processes.
-        epochs: epochs of the whole run.
+        epochs: epochs of the whole run, the last of them perhaps cut short by `max_steps`.
         samples_per_epoch: samples an epoch over all processes, after `drop_last`; None if unknown.
         batches_per_epoch: micro-batches an epoch that a single process would see; None if unknown.
         steps_per_epoch: global steps an epoch, exactly; None if unknown.
         last_step_samples: samples in the last global step of a full epoch; None if unknown.
         max_steps_per_epoch: the user's cap.
+        max_steps: global steps of the whole run, if the user gave their number instead of epochs.
     """
 
     global_batch: int
@@ -46,6 +47,7 @@ class TrainingPlan:
     steps_per_epoch: int | None
     last_step_samples: int | None
     max_steps_per_epoch: int | None
+    max_steps: int | None = None
 
     @classmethod
     def make(
@@ -59,6 +61,7 @@ class TrainingPlan:
         loader_length: int | None = None,
         drop_last: bool = False,
         max_steps_per_epoch: int | None = None,
+        max_steps: int | float | None = None,
     ) -> TrainingPlan:
         """Do the arithmetic.
 
@@ -71,9 +74,11 @@ class TrainingPlan:
             loader_length: batches of a loader that brings its own order, otherwise.
             drop_last: leave out a last global batch that is not full.
             max_steps_per_epoch: cap on global steps an epoch.
+            max_steps: global steps of the whole run, whatever `epochs` says; a float is a fraction of theirs.
 
         Raises:
-            ConfigurationError: the global batch cannot be divided evenly among the processes.
+            ConfigurationError: the global batch cannot be divided evenly among the processes, or `max_steps` is a
+                fraction of an unknown number.
         """
         if train_batch_size % world_size:
             lower = train_batch_size - train_batch_size % world_size
@@ -86,8 +91,10 @@ class TrainingPlan:
         micro = largest_divisor(process_batch, gpu_batch_size_limit)
         accumulation = process_batch // micro
         lengths = _lengths(dataset_length, loader_length, train_batch_size, micro, accumulation, drop_last)
-        if lengths["steps_per_epoch"] is not None and max_steps_per_epoch is not None:
-            lengths["steps_per_epoch"] = min(lengths["steps_per_epoch"], max_steps_per_epoch)
+        steps = lengths["steps_per_epoch"]
+        if steps is not None and max_steps_per_epoch is not None:
+            steps = lengths["steps_per_epoch"] = min(steps, max_steps_per_epoch)
+        max_steps, epochs = _limited(max_steps, steps, epochs)
         return cls(
             global_batch=train_batch_size,
             process_batch=process_batch,
@@ -96,32 +103,27 @@ class TrainingPlan:
             world_size=world_size,
             epochs=epochs,
             max_steps_per_epoch=max_steps_per_epoch,
+            max_steps=max_steps,
             **lengths,
         )
 
     @property
     def total_steps(self) -> int | None:
         """Global steps of the whole run; None if the length of an epoch is unknown."""
+        if self.max_steps is not None:
+            return self.max_steps
         return None if self.steps_per_epoch is None else self.steps_per_epoch * self.epochs
 
-    def steps_between(self, every: int | float, name: str) -> int:
-        """`every` as whole global steps; a float is a fraction of all steps of the run, rounded up.
+    def rest(self, epoch: int, global_step: int) -> TrainingPlan:
+        """The plan of what is left before `epoch`, when `global_step` steps are made; at least one epoch or step."""
+        steps = None if self.max_steps is None else max(1, self.max_steps - global_step)
+        return replace(self, epochs=max(1, self.epochs - epoch), max_steps=steps)
 
-        Args:
-            every: steps, or a fraction.
-            name: what the argument is called in the error.
-
-        Raises:
-            ConfigurationError: a fraction of a number that is not known.
-        """
-        if not isinstance(every, float):
-            return every
-        if self.total_steps is None:
-            raise ConfigurationError(
-                f"{name}={every} is a fraction of all global steps of the run, and how many those are is unknown: "
-                "the training loader has no length. Write a whole number of steps, or give the loader a length."
-            )
-        return max(1, math.ceil(Fraction(str(every)) * self.total_steps))  # as written: 0.07 of 100 is 7
+    def ends_within_epoch(self, global_step: int, steps_in_epoch: int) -> bool:
+        """Whether the run is over at a step that is not the last of its epoch."""
+        if self.max_steps is None or global_step < self.max_steps:
+            return False
+        return steps_in_epoch > 0 and (self.steps_per_epoch is None or steps_in_epoch < self.steps_per_epoch)
 
     @property
     def estimated_global_steps_per_epoch(self) -> int:
@@ -130,10 +132,10 @@ class TrainingPlan:
         PyMarlin's documented formula. The exact number is `steps_per_epoch`. Zero if nothing is known and
         nothing is capped.
         """
+        caps = [cap for cap in (self.max_steps_per_epoch, self.max_steps) if cap is not None]
         if self.batches_per_epoch is None:
-            return self.max_steps_per_epoch or 0
-        estimate = self.batches_per_epoch // (self.world_size * self.accumulation) + 1
-        return estimate if self.max_steps_per_epoch is None else min(estimate, self.max_steps_per_epoch)
+            return min(caps, default=0)
+        return min([self.batches_per_epoch // (self.world_size * self.accumulation) + 1, *caps])
 
     def rows(self) -> list[tuple[str, str]]:
         """The plan as label and value, for a table."""
@@ -154,6 +156,21 @@ class TrainingPlan:
     def to_dict(self) -> dict[str, Any]:
         """All numbers as plain values."""
         return asdict(self)
+
+
+def _limited(max_steps: int | float | None, steps: int | None, epochs: int) -> tuple[int | None, int]:
+    """`max_steps` as a number, a fraction of all steps rounded up, and the epochs that it takes, if that is known."""
+    if max_steps is None:
+        return None, epochs
+    if not isinstance(max_steps, float):
+        return max_steps, epochs if steps is None else -(-max_steps // steps)
+    if steps is None:
+        raise ConfigurationError(
+            f"max_steps={max_steps} is a fraction of all global steps of the run, and how many those are is unknown: "
+            "the training loader has no length. Write a whole number of steps, or give the loader a length."
+        )
+    whole = max(1, math.ceil(Fraction(str(max_steps)) * steps * epochs))  # as written: 0.07 of 100 is 7
+    return whole, -(-whole // steps)
 
 
 def _lengths(

@@ -82,7 +82,7 @@ class TrainerProperties(AbstractTrainer):
     @property
     def val_step_batch_size(self) -> int:
         """Samples a validation batch on one process."""
-        return self.args.val_batch_size
+        return self.args.val_batch_size or self.train_step_batch_size
 
     @property
     def estimated_global_steps_per_epoch(self) -> int:

@@ -109,6 +109,14 @@ class Reporter:
         head = f"epoch {epoch + 1}/{plan.epochs}  step {state.global_step}"
         self._writers.text("  ".join([head, *shown, seconds]))
 
+    def end_validation(self, state: RunState) -> None:
+        """A validation within an epoch is over: write what is new, and one line about it."""
+        self.write()
+        measured = self.history.values_at(state.global_step).items()
+        shown = [f"{name} {value:.4g}" for name, value in measured if name.startswith("val/")]
+        if shown:
+            self._writers.text("  ".join([f"step {state.global_step}", *shown]))
+
     def write(self) -> None:
         """Hand the writers what is new in the history."""
         self._writers.write(self.history.flush())

@@ -142,6 +142,8 @@ def check_schedules(run: Run) -> None:
     if plan.steps_per_epoch is None:
         return
     ahead = (plan.epochs - state.epoch) * plan.steps_per_epoch - state.steps_in_epoch
+    if plan.max_steps is not None:
+        ahead = plan.max_steps - state.global_step
     for position, scheduler in enumerate(run.loop.schedulers):
         if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + ahead > scheduler.total_steps:
             raise CheckpointMismatchError(

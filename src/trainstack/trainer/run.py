@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from trainstack.backends import Clipping, TrainerBackend, Workload, World
-from trainstack.errors import ConfigurationError, ModuleContractError, PrivacyBudgetError, annotate
+from trainstack.backends import TrainerBackend, Workload, World
+from trainstack.errors import ModuleContractError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.collector import as_arguments
 from trainstack.trainer.evaluator import Evaluator
@@ -22,9 +22,11 @@ from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.optimizers import checked_optimizers_schedulers
 from trainstack.trainer.order import mix
 from trainstack.trainer.reporting import Reporter
+from trainstack.trainer.rhythm import ValidationSchedule, whole_steps
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.schedulers.making import make_schedules
 from trainstack.trainer.seeding import capture_rng, isolated_rng, restore_rng
+from trainstack.trainer.shaping import shape
 from trainstack.trainer.signatures import check_signatures
 from trainstack.trainer.snapshot import finite_tensors
 from trainstack.trainer.sources import Window
@@ -47,10 +49,13 @@ class Run:
         history: where metrics go.
         stopper: asked when the run is to stop, also by whoever supplies its data.
         events: told what happens.
+        metrics: given to the trainer; None for the module's.
 
     Attributes:
         data: the training data and the plan.
         evaluator: runs validation, test and prediction.
+        validation: when to validate in training.
+        log_interval: global steps between two log points.
         loop: what the loop works with.
         pending_rng: the random state to go on with; used up when training goes on.
         epoch_rng: the random state that the epoch under way began with.
@@ -72,11 +77,12 @@ class Run:
         history: RunHistory,
         stopper: Stopper,
         events: Events,
+        metrics: Any = None,
     ) -> None:
         self.module, self.args, self.stack, self.world = module, args, stack, world
         self.state, self.history, self.stopper, self.events = state, history, stopper, events
         self.log = RunLogger(args.log_level if world.is_main else "ERROR")  # what is said is true of all processes
-        self.evaluator = Evaluator(self)
+        self.evaluator = Evaluator(self, metrics)
         check_signatures(module, self.log)
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
@@ -84,47 +90,35 @@ class Run:
         self.training = self.busy = self.save_asked = self.pin_asked = False
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log)
-        self.log_interval = self.data.plan.steps_between(args.log_interval, "log_every")
+        self.validation = ValidationSchedule(args.validate_every, self.data.plan)
+        self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
         module.plan, module._history, module._run_state = self.data.plan, RunHistory(), state
         self.hooks = Hooks(module, stopper.ask)
+        shape(module, compiled=args.compile, channels_last=args.channels_last, private=stack.is_private)
         self.loop = self._make_loop()
         module._history = history  # what a layer tried out on the module was written elsewhere
         self.watched = finite_tensors(module, self.loop.work)
 
     def _make_loop(self) -> TrainLoop:
         args, plan = self.args, self.data.plan
-        epochs = max(1, args.epochs - (self.state.epoch if args.reset_optimizers_schedulers else 0))
-        made = self.module.get_optimizers_schedulers(plan.estimated_global_steps_per_epoch, epochs)
+        ahead = plan.rest(self.state.epoch, self.state.global_step) if args.reset_optimizers_schedulers else plan
+        epochs = max(1, ahead.epochs)
+        made = self.module.get_optimizers_schedulers(ahead.estimated_global_steps_per_epoch, epochs)
         optimizers, schedulers = checked_optimizers_schedulers(made, self.module, self.log)
-        work = Workload.of(
-            self.module, optimizers, self.world, _clipping(args), self.data.training_set, args.output_dir
-        )
+        work = Workload.of(self.module, optimizers, self.world, args.clipping, self.data.training_set, args.output_dir)
         work = self.stack.prepare(work)
         keep = args.collect_train_outputs
         return TrainLoop(
             self.stack,
             work,
             self.hooks,
-            schedules=make_schedules(schedulers, work.optimizers, replace(plan, epochs=epochs)),
+            schedules=make_schedules(schedulers, work.optimizers, replace(ahead, epochs=epochs)),
             state=self.state,
             skip_nonfinite=args.nonfinite == "skip",
             measure_every=self.log_interval,
             keep_epoch_outputs=self.hooks.epoch_outputs if keep == "auto" else bool(keep),
             bind=self.events.bound,
         )
-
-    def begin_training(self) -> None:
-        """Refuse to train inside of `train`: two loops would move the same counters.
-
-        Raises:
-            ConfigurationError: a hook or a step calls `train` of its own trainer.
-        """
-        if self.training:
-            raise ConfigurationError(
-                f"train() was called while it runs (after global step {self.state.global_step}), from a hook or a "
-                "step. Call it again when it has returned; for more epochs write a larger TrainerArguments(epochs=...)."
-            )
-        self.training = True
 
     def train_epoch(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
         """Train what is left of the epoch under way, validate and save.
@@ -143,11 +137,18 @@ class Run:
         reporter.start_epoch(state, self.data.plan)
         if state.validated < 0:
             self._train_windows(windows, reporter, save, save_every)
+            if self.is_over:
+                reporter.progress.end_epoch()
+                return
             reporter.end_training_epoch(state, self.loop.meter)
             self._end_train_epoch()
             state.validated = 0
-        self.evaluator.validate(reporter)
-        self.loop.schedules.end_epoch(self.history, state.epoch, self.world.comm)
+        if self.validation.after_epoch(state.epoch):
+            self.evaluator.validate(reporter)
+        may_lack = self.validation.is_sparse and not self.evaluator.has_validated
+        if self.args.monitor is not None and self.evaluator.has_validated:
+            self.history.get_latest_metric(self.args.monitor)  # or say which ones there are
+        self.loop.schedules.end_epoch(self.history, state.epoch, self.world.comm, may_lack=may_lack)
         self.events.fire(Event.EPOCH_END, state.epoch)
         state.finish_epoch()
         reporter.end_epoch(state, self.data.plan)
@@ -160,10 +161,11 @@ class Run:
         state, loop = self.state, self.loop
         loop.attend = lambda: self._attend(reporter, save, save_every)
         self._set_next_attention(reporter, save_every)
-        cap = self.args.max_train_steps_per_epoch
         try:
             with suppress(Stopped):
-                train_windows(loop, islice(windows, None if cap is None else max(0, cap - state.steps_in_epoch)))
+                if state.validating >= 0:  # it was broken off there
+                    self._validate_within(reporter)
+                train_windows(loop, islice(windows, self._steps_left()))
         except Exception as error:
             annotate(error, f"in epoch {state.epoch}, global step {state.current_step}")
             raise
@@ -173,6 +175,13 @@ class Run:
                 f"the loader that get_train_dataloader returned for epoch {state.epoch} gave no batch at all. Return a "
                 "loader over data; an iterator that is used up has to be made anew in each call."
             )
+
+    def _steps_left(self) -> int | None:
+        """How many steps the epoch under way may still have; None for as many as there is data for."""
+        cap, most = self.args.max_train_steps_per_epoch, self.data.plan.max_steps
+        left = [] if cap is None else [cap - self.state.steps_in_epoch]
+        left += [] if most is None else [most - self.state.global_step]
+        return max(0, min(left)) if left else None
 
     def _begin_epoch(self) -> Iterator[Window]:
         """Call the hook and ask for data; within an epoch both see the random state that the epoch began with."""
@@ -220,12 +229,14 @@ class Run:
     def _attend(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
         """What is due at this step: log, save, paint, stop, and moving on to the next step at which something is."""
         state, step = self.state, self.state.global_step
-        if step % self.log_interval == 0:
+        if step % self.log_interval == 0 or step == self.data.plan.max_steps:
             self.events.fire(Event.LOG, step)
             reporter.log_point(state, self.loop.meter, self.loop.work.optimizers)
         elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
             self.loop.meter.drain()
             reporter.write()
+        if self.validation.is_due(step, self.world.comm):
+            self._validate_within(reporter)
         if self.save_asked or (save_every is not None and step % save_every == 0):
             reporter.write()  # a history counts as written once it is saved
             self._save(save, True)
@@ -236,16 +247,36 @@ class Run:
         self._set_next_attention(reporter, save_every)
         self.poll()  # after that: what fails later moves `attend_at` again
 
+    def _validate_within(self, reporter: Reporter) -> None:
+        """Validate at a step boundary; one that is broken off is gone on with when the run is."""
+        self.state.validating = self.state.loaders_done
+        self.evaluator.validate(reporter)
+        self.state.validating = -1
+        reporter.end_validation(self.state)
+
     def _set_next_attention(self, reporter: Reporter, save_every: int | None) -> None:
         step, interval = self.state.global_step, self.log_interval
         look = reporter.progress.next_look - self.state.steps_in_epoch
         due = [interval - step % interval, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
         due.append(max(1, self.stopper.next_look - step))
+        due.append(self.validation.next_step(step) - step)
+        if self.data.plan.max_steps is not None:
+            due.append(max(1, self.data.plan.max_steps - step))
         if save_every is not None:
             due.append(save_every - step % save_every)
         self.loop.attend_at = step + min(due)
         if self.stopper.is_asked or self.save_asked:  # looked at last: later ones move `attend_at` themselves
             self.loop.attend_at = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all epochs are trained, or all steps where their number was given."""
+        state, plan = self.state, self.data.plan
+        if plan.max_steps is None:
+            return state.epoch >= plan.epochs
+        if state.validated >= 0 or state.validating >= 0 or state.global_step < plan.max_steps:
+            return False
+        return not state.steps_in_epoch or plan.ends_within_epoch(state.global_step, state.steps_in_epoch)
 
     @property
     def why_over(self) -> str | None:
@@ -255,25 +286,8 @@ class Run:
             return None
         return sampling.why_over() if sampling.steps_allowed(1) == 0 else None
 
-    def refuse_over(self) -> None:
-        """Refuse to train when no step may be made.
-
-        Raises:
-            PrivacyBudgetError: saying what is used up.
-        """
-        if self.state.epoch < self.args.epochs and self.why_over is not None:
-            raise PrivacyBudgetError(self.why_over)
-
     def restore_rng_once(self) -> None:
         """Go on with the random state of the checkpoint, if that has not happened yet."""
         if self.pending_rng is not None:
             restore_rng(self.pending_rng, self.world.device)
             self.pending_rng = None
-
-
-def _clipping(args: TrainerArguments) -> Clipping:
-    if args.clip_grad_value is not None:
-        return Clipping(kind="value", limit=args.clip_grad_value)
-    if args.clip_grads:
-        return Clipping(kind="norm", limit=args.max_grad_norm)
-    return Clipping()

@@ -21,7 +21,8 @@ class RunState:
         steps_in_epoch: global steps finished in `epoch`.
         samples_in_epoch: samples consumed in `epoch` over all processes: the cursor of the data order.
         batches_in_epoch: micro-batches consumed in `epoch` on this process.
-        validated: validation loaders finished in `epoch`; -1 while it trains, until its hooks have run.
+        validated: loaders finished of the validation after `epoch`; -1 while it trains, until its hooks have run.
+        validating: loaders finished of a validation within `epoch`; -1 while none is under way.
         current_step: the step under way, or the last finished; where logged values belong.
     """
 
@@ -35,6 +36,7 @@ class RunState:
     samples_in_epoch: int = 0
     batches_in_epoch: int = 0
     validated: int = -1
+    validating: int = -1
     current_step: int = 0
 
     def finish_epoch(self) -> None:
@@ -43,6 +45,18 @@ class RunState:
         self.epoch += 1
         self.steps_in_epoch = self.samples_in_epoch = self.batches_in_epoch = 0
         self.validated = -1
+
+    @property
+    def loaders_done(self) -> int:
+        """Loaders finished of the validation under way, within or after the epoch."""
+        return max(0, self.validating if self.validated < 0 else self.validated)
+
+    def finish_loader(self) -> None:
+        """One more loader of the validation under way is finished."""
+        if self.validated < 0:
+            self.validating = self.loaders_done + 1
+        else:
+            self.validated += 1
 
     def get_state(self) -> dict[str, int]:
         """All counters."""

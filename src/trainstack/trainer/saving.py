@@ -15,7 +15,6 @@ from trainstack.errors import annotate
 from trainstack.trainer.events import Event
 from trainstack.trainer.grace import Grace
 from trainstack.trainer.logs import RunLogger
-from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run import Run
 from trainstack.trainer.snapshot import facts_of, refuse_diverged, refuse_poisoned, take_checkpoint
 
@@ -181,12 +180,3 @@ class Saver:
             self.saved_at = None  # the failure may be that of an earlier save in the background
             raise
         return cast(Result, world.comm.share(result))
-
-
-def steps_between_saves(every: int | float | None, plan: TrainingPlan) -> int | None:
-    """How many global steps lie between saves inside an epoch; `every` as a float is a fraction of all steps.
-
-    Raises:
-        ConfigurationError: a fraction of a number that is not known.
-    """
-    return None if every is None else plan.steps_between(every, "every_n_steps")

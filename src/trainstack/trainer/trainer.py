@@ -7,27 +7,28 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
-from torch.utils.data import SequentialSampler
-
 from trainstack.backends import PrivacyStatement, TrainerBackend, World, build_trainer_backend
 from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport
-from trainstack.errors import ConfigurationError, ModuleContractError
-from trainstack.stage import Stage
+from trainstack.errors import ConfigurationError
+from trainstack.trainer.admission import refuse_nested, refuse_over
 from trainstack.trainer.aftermath import save_after
 from trainstack.trainer.argument_checks import check_trainer_parts
 from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.dev_run import for_dev_run
 from trainstack.trainer.ending import end_training
-from trainstack.trainer.evaluation import named_loaders
+from trainstack.trainer.evaluating_trainer import EvaluatingTrainer
 from trainstack.trainer.events import Callback, Event, Events
+from trainstack.trainer.fitting import fit_micro_batch
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.plan import TrainingPlan
-from trainstack.trainer.properties import TrainerProperties
+from trainstack.trainer.prolonging import prolong
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.resuming import resume, start_from_weights, what_the_mode_keeps
+from trainstack.trainer.rhythm import whole_steps
 from trainstack.trainer.run import Run
 from trainstack.trainer.run_state import RunState
-from trainstack.trainer.saving import Saver, steps_between_saves
+from trainstack.trainer.saving import Saver
 from trainstack.trainer.signals import end_by_signal, signals_ask
 from trainstack.trainer.snapshot import get_loop_state, restore_module, update_loop_state
 from trainstack.trainer.stopping import Stopped, Stopper
@@ -35,7 +36,7 @@ from trainstack.trainer.together import by_all
 from trainstack.trainer.user_state import UserState
 
 
-class Trainer(TrainerProperties):
+class Trainer(EvaluatingTrainer):
     """Trains a module as its arguments say.
 
     Args:
@@ -46,6 +47,7 @@ class Trainer(TrainerProperties):
             `args.output_dir`.
         run_history: where metrics are recorded; a new `RunHistory` by default.
         callbacks: objects that subscribe to events by their methods, or classes of them.
+        metrics: by name, anything with `update`, `compute` and `reset`; instead of the module's.
 
     Attributes:
         history: the metrics of the run.
@@ -67,18 +69,22 @@ class Trainer(TrainerProperties):
         *,
         run_history: RunHistory | None = None,
         callbacks: Iterable[Callback | type[Callback]] | None = None,
+        metrics: Any = None,
     ) -> None:
         check_trainer_parts(module, args, trainer_backend, checkpointer)
         self.module = module
-        self.args = args
+        self.args = args = for_dev_run(args)
         if not isinstance(trainer_backend, TrainerBackend):
             trainer_backend = build_trainer_backend(trainer_backend or args.backend, **args.layer_options)
         self.trainer_backend = trainer_backend
         self.trainer_backend.claim(self)
-        self.checkpointer = checkpointer or DefaultCheckpointer(args.placed_checkpointer_args)
+        self.checkpointer = (not args.fast_dev_run and checkpointer) or DefaultCheckpointer(
+            args.placed_checkpointer_args
+        )
         self.history = run_history or RunHistory()
         self.state = RunState(seed=args.seed)
         self.user_state = UserState()
+        self._metrics = metrics
         self.warm_start_report: WarmStartReport | None = None
         self._opened: World | None = None
         self._run: Run | None = None
@@ -90,11 +96,15 @@ class Trainer(TrainerProperties):
 
     # --- running -------------------------------------------------------------------------------------------
 
-    def train(self) -> None:
+    def train(self, *, epochs: int | None = None, max_steps: int | float | None = None) -> None:
         """Train the epochs that are left, validate after each, save, and export the model at the end.
 
         Does nothing once it is through. Call it again after an interruption to go on from where it stopped. What
         `request_stop` has ended counts as through: the model is exported and `on_end_train` called.
+
+        Args:
+            epochs: train until so many are trained in all, instead of what the arguments say; see `prolong`.
+            max_steps: so for global steps.
 
         Raises:
             Preempted: SIGTERM or SIGUSR1 came; what was trained is saved. Ends the process with exit code 75.
@@ -105,11 +115,15 @@ class Trainer(TrainerProperties):
             CheckpointError: a checkpoint that was asked for cannot be read, or one cannot be written.
             ConfigurationError: it was called from one of its own hooks or steps.
         """
+        if self._run is not None:
+            refuse_nested(self._run)
+        if epochs is not None or max_steps is not None:
+            prolong(self, epochs, max_steps)
         run = self._ready()
         if self._finished:
             return
         reporter = Reporter(self.args, self.history, is_main=self.is_main_process)
-        run.begin_training()
+        run.training = True
         with signals_ask(self._stopper, wanted=self.args.handle_signals, says=self.is_main_process):
             try:
                 self._train(run, reporter)
@@ -130,68 +144,28 @@ class Trainer(TrainerProperties):
     @by_all
     def _train(self, run: Run, reporter: Reporter) -> None:
         state, stopper = self.state, self._stopper
-        save_every = steps_between_saves(self.checkpointer.every_n_steps, self.plan)
+        every = self.checkpointer.every_n_steps
+        save_every = None if every is None else whole_steps("every_n_steps", every, run.data.plan)
+        run.validation.trainer = self
         resumed = state.global_step or None
         stopper.begin(run.loop, self.world)
         self._saver.begin_run(run, resumed=resumed is not None)
-        reporter.open(self.plan, self.trainer_backend.spec, str(self.device), resumed)
-        if state.epoch >= self.args.epochs:
-            reporter.text(f"all {self.args.epochs} epochs are trained already; nothing is left to do")
         self.module.train()
-        run.refuse_over()
+        if self.args.fit_micro_batch:
+            fit_micro_batch(run)
+        reporter.open(self.plan, self.trainer_backend.spec, str(self.device), resumed)
+        if run.is_over:
+            reporter.text(f"all {self.plan.epochs} epochs are trained already; nothing is left to do")
+        refuse_over(run)
+        if self.args.sanity_val_steps:
+            run.evaluator.try_out(self.args.sanity_val_steps)
         with suppress(Stopped):
             self.events.begin_train()
             stopper.settle()
-            while state.epoch < self.args.epochs and run.why_over is None:
+            while not run.is_over and run.why_over is None:
                 run.train_epoch(reporter, self.save_checkpoint, save_every)
         end_training(self, run, reporter)
-        self._finished = state.epoch >= self.args.epochs
-
-    @by_all
-    def validate(self) -> dict[str, Any]:
-        """Run `val_step` over all validation data and call `on_end_val_epoch`; returns the outputs by loader."""
-        run = self._ready()
-        outputs = run.evaluator.evaluate(Stage.VAL, run.evaluator.val_loaders(), keep=True)
-        if run.save_asked and not run.busy:
-            run.save_asked = False
-            self._saver.save(run, force=True)
-        return outputs
-
-    @by_all
-    def test(self) -> dict[str, Any]:
-        """Run `test_step` over all test data; returns the outputs by loader.
-
-        Raises:
-            ModuleContractError: `get_test_dataloaders` returned no data.
-        """
-        run = self._ready()
-        loaders = self.module.get_test_dataloaders(sampler=SequentialSampler, batch_size=self.val_step_batch_size)
-        named = named_loaders(loaders, "get_test_dataloaders")
-        if not named:
-            raise ModuleContractError(
-                f"{type(self.module).__name__} has no test data. Define get_test_dataloaders(sampler, batch_size)."
-            )
-        return run.evaluator.evaluate(Stage.TEST, named, keep=True)
-
-    @by_all
-    def predict(self, dataloader: Any) -> Any:
-        """Run `predict_step` over `dataloader`; returns what it returned, joined in data set order.
-
-        A dict of loaders gives a dict of outputs.
-        """
-        run = self._ready()
-        outputs = run.evaluator.evaluate(Stage.PREDICT, named_loaders(dataloader, "the caller of predict"), keep=True)
-        return outputs if isinstance(dataloader, dict) else outputs["default"]
-
-    @by_all
-    def gather(self, outputs: Any) -> Any:
-        """What every process gives, joined along dimension 0 in the order of the ranks, on every process.
-
-        Tensors may differ in their first dimension; lists are put one after the other; dicts and tuples are joined
-        item by item. All processes must call it together.
-        """
-        self._ready()
-        return self.trainer_backend.gather(outputs)
+        self._finished = run.is_over
 
     def privacy_statement(self) -> PrivacyStatement:
         """What is guaranteed, at this moment, to those whose records are trained on; `.text` and `.to_json()`."""
@@ -226,9 +200,9 @@ class Trainer(TrainerProperties):
         restore_module(self.module, checkpoint)
         self.warm_start_report = start_from_weights(self, resumed=not checkpoint.is_empty)
         self.state.update_state(checkpoint.trainer_state or {})
-        args, stack, events = self.args, self.trainer_backend, self.events
-        self._run = Run(self.module, args, stack, self.world, self.state, self.history, self._stopper, events)
-        events.fire(Event.READY)
+        parts = (self.module, self.args, self.trainer_backend, self.world, self.state, self.history, self._stopper)
+        self._run = Run(*parts, self.events, self._metrics)
+        self.events.fire(Event.READY)
         if not checkpoint.is_empty:
             resume(self, self._run, checkpoint)
 

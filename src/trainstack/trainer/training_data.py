@@ -12,6 +12,7 @@ from trainstack.backends.sampling import Sampling, TrainingSet
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.fetching import Fetcher
+from trainstack.trainer.few_batches import FewBatches, like
 from trainstack.trainer.loader_memory import LoaderMemory, keeps_state, what_its_state_lacks
 from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.module_interface import ModuleInterface
@@ -44,6 +45,7 @@ class TrainingData:
         self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
         self._fetcher: Fetcher | None = None
         self._said = False
+        self._few = FewBatches(args.overfit_batches, args.global_batch_size(world.size), seed)
         self.loader_memory = LoaderMemory(log)
         self.plan = self._make_plan(None)
         loader = self._ask()
@@ -53,8 +55,8 @@ class TrainingData:
         if loader is not None and self.plan.steps_per_epoch is None:
             log.warning(
                 "the training loader has no length, so the steps of an epoch are unknown: get_optimizers_schedulers "
-                f"gets {self.plan.estimated_global_steps_per_epoch}. Set max_train_steps_per_epoch to plan with a "
-                "number."
+                f"gets {self.plan.estimated_global_steps_per_epoch}. Set max_steps or max_train_steps_per_epoch to "
+                "plan with a number."
             )
 
     def windows(self, state: RunState, sampling: Sampling | None = None) -> Iterator[Window]:
@@ -80,6 +82,11 @@ class TrainingData:
             batches, self.plan.accumulation, self._module.batch_weight, self._world.rank, self._world.size
         )
         return source.windows(state.epoch, state.samples_in_epoch, 0 if positioned else state.batches_in_epoch)
+
+    def plan_anew(self, args: TrainerArguments) -> None:
+        """Make the plan of the same data by other arguments."""
+        self._args = args
+        self.plan = self._make_plan(self._ask())
 
     def _training_set(self, loader: Any) -> TrainingSet:
         problem = "get_train_dataloader returned None" if loader is None else why_foreign(loader)
@@ -133,7 +140,12 @@ class TrainingData:
                 f"batch_size={has}. Pass batch_size on to the DataLoader, and set train_batch_size and "
                 "gpu_batch_size_limit in TrainerArguments."
             )
-        return loader
+        return self._few.of(loader) if loader is not None and self._args.overfit_batches else loader
+
+    def few_to_validate(self, batch_size: int) -> Any:
+        """With `overfit_batches`, a loader over what is trained on, in fixed order; else None."""
+        loader = self._ask() if self._args.overfit_batches else None
+        return None if loader is None else like(loader, loader.dataset, batch_size)
 
     def _make_plan(self, loader: Any) -> TrainingPlan:
         args, lengths = self._args, {}
@@ -152,6 +164,7 @@ class TrainingData:
             world_size=self._world.size,
             epochs=args.epochs,
             max_steps_per_epoch=args.max_train_steps_per_epoch,
+            max_steps=None if loader is None and isinstance(args.max_steps, float) else args.max_steps,
             **lengths,
         )
 

@@ -38,18 +38,18 @@ class Schedules:
         for call in self._on_step:
             _step(call)
 
-    def end_epoch(self, history: RunHistory, epoch: int, comm: Communicator) -> None:
+    def end_epoch(self, history: RunHistory, epoch: int, comm: Communicator, *, may_lack: bool = False) -> None:
         """Step what counts epochs; `history` has this epoch's values. All processes call it together.
 
         Raises:
-            ConfigurationError: a monitored metric was never recorded.
+            ConfigurationError: a monitored metric was never recorded, though it should be by now (not `may_lack`).
             ModuleContractError: a scheduler refuses to step.
         """
         for scheduled in self._scheduled:
             call, monitor = scheduled.epoch_call, scheduled.config.monitor
             if call is not None and monitor is None:
                 _step(call)
-            elif call is not None and (value := _agreed(history, str(monitor), epoch, comm)) is not None:
+            elif call is not None and (value := _agreed(history, str(monitor), epoch, comm, may_lack)) is not None:
                 _step(call, value)
 
     def get_counts(self) -> list[int]:
@@ -103,7 +103,7 @@ def _step(call: Callable[..., Any], *value: float) -> None:
         ) from error
 
 
-def _agreed(history: RunHistory, name: str, epoch: int, comm: Communicator) -> float | None:
+def _agreed(history: RunHistory, name: str, epoch: int, comm: Communicator, may_lack: bool) -> float | None:
     """The newest value of `name` if it is of `epoch`, as the main process has it; None if it is older.
 
     Raises:
@@ -115,7 +115,7 @@ def _agreed(history: RunHistory, name: str, epoch: int, comm: Communicator) -> f
             record = history.latest_record(name)
             value = record.value if record.epoch == epoch else None
         except ConfigurationError as error:
-            failure = ConfigurationError(f"a scheduler monitors {name!r}: {error}")
+            failure = None if may_lack else ConfigurationError(f"a scheduler monitors {name!r}: {error}")
     comm.agree(failure, "reading a monitored metric")
     shared: float | None = comm.share(value)
     return shared

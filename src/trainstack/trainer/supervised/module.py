@@ -38,7 +38,7 @@ class SupervisedModule(ModuleInterface):
         scheduler: a name such as "warmup_cosine", a function of the optimizer, a `SchedulerConfig`, or, where the
             optimizer is made already, its scheduler.
         scheduler_kwargs: for a name; may hold placeholders.
-        metrics: kept as `self.metrics`.
+        metrics: metrics by name, fed with the model's outputs and the targets; see docs/validation.md.
         forward_fn: the name of the model's method to call.
         val_forward_fn: the same outside training; `forward_fn` if None.
         input_mapping: for the batch, before the model: old and new names, or a function; see `apply_mapping`.
@@ -156,6 +156,19 @@ class SupervisedModule(ModuleInterface):
         outputs = self._call_model(batch, training)
         targets = self._targets(batch, training) if isinstance(batch, dict) else batch[-1]
         return {"loss": self._loss(outputs, batch), "outputs": outputs, "targets": targets}
+
+    def metric_inputs(self, outputs: Any, batch: Any) -> dict[str, Any]:
+        """`outputs` and `targets` of a step; the items of those that have names, by their names as well."""
+        inputs: dict[str, Any] = {}
+        for role in ("outputs", "targets"):
+            items = outputs[role]
+            if isinstance(items, dict):
+                items = {name: item for name, item in items.items() if name != "loss"}
+                inputs |= {name: item for name, item in items.items() if name not in inputs}
+                items = next(iter(items.values())) if len(items) == 1 else None
+            if items is not None:
+                inputs = {role: items} | inputs
+        return inputs
 
     def _mapped(self, batch: Any, training: bool) -> Any:
         mapped = apply_mapping(self.input_mappings[not training], batch)

@@ -1,0 +1,75 @@
+"""What a trainer does beside training: validation, test and prediction, each by itself."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from trainstack.backends import TrainerBackend
+from trainstack.stage import Stage
+from trainstack.trainer.evaluated import EvaluationOutputs
+from trainstack.trainer.evaluation import named_loaders
+from trainstack.trainer.properties import TrainerProperties
+from trainstack.trainer.together import by_all
+
+if TYPE_CHECKING:
+    from trainstack.trainer.run import Run
+    from trainstack.trainer.saving import Saver
+
+
+class EvaluatingTrainer(TrainerProperties):
+    """Evaluates a module that is made ready when it is first needed."""
+
+    trainer_backend: TrainerBackend
+    _saver: Saver
+
+    @abstractmethod
+    def _ready(self) -> Run:
+        """Open the backend, restore what is to be resumed, and prepare the module; once."""
+
+    @by_all
+    def validate(self, dataloaders: Any = None, *, log: bool | None = None) -> EvaluationOutputs:
+        """Run `val_step` over validation data and call `on_end_val_epoch`.
+
+        Args:
+            dataloaders: a loader, or a dict of them by name; the module's by default.
+            log: whether metrics go to the history; by default only within training, from a hook.
+
+        Returns:
+            The outputs by loader; their attribute `metrics` has losses and metrics by name.
+        """
+        run = self._ready()
+        outputs = run.evaluator.by_itself(Stage.VAL, dataloaders, log)
+        if run.save_asked and not run.busy:
+            run.save_asked = False
+            self._saver.save(run, force=True)
+        return outputs
+
+    @by_all
+    def test(self, dataloaders: Any = None, *, log: bool | None = None) -> EvaluationOutputs:
+        """Run `test_step` over test data, as `validate` does.
+
+        Raises:
+            ModuleContractError: there is no data.
+        """
+        return self._ready().evaluator.by_itself(Stage.TEST, dataloaders, log)
+
+    @by_all
+    def predict(self, dataloader: Any) -> Any:
+        """Run `predict_step` over `dataloader`; returns what it returned, joined in data set order.
+
+        A dict of loaders gives a dict of outputs.
+        """
+        run = self._ready()
+        outputs = run.evaluator.evaluate(Stage.PREDICT, named_loaders(dataloader, "the caller of predict"), keep=True)
+        return outputs if isinstance(dataloader, dict) else outputs["default"]
+
+    @by_all
+    def gather(self, outputs: Any) -> Any:
+        """What every process gives, joined along dimension 0 in the order of the ranks, on every process.
+
+        Tensors may differ in their first dimension; lists are put one after the other; dicts and tuples are joined
+        item by item. All processes must call it together.
+        """
+        self._ready()
+        return self.trainer_backend.gather(outputs)

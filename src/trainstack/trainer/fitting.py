@@ -1,0 +1,76 @@
+"""Finding the micro-batch that fits into the device's memory, before training begins."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainstack.errors import ConfigurationError
+from trainstack.stage import Stage
+from trainstack.trainer.loop import loss_of
+from trainstack.trainer.order import mix
+from trainstack.trainer.undoing import undone
+
+if TYPE_CHECKING:
+    from trainstack.trainer.run import Run
+
+
+def fit_micro_batch(run: Run) -> None:
+    """Halve the micro-batch of `run` until one forward and backward pass fits on every process.
+
+    All processes call it together. The gradient of a global batch does not depend on how it is split, so the result of
+    the run stays what it is. Room is left for the gradients and for two values a parameter that optimizers may keep.
+    The samples tried are the first of the data set; where others are larger, choose `gpu_batch_size_limit` yourself.
+
+    Raises:
+        ConfigurationError: the library does not know the samples of the training loader, or the run is private.
+        torch.OutOfMemoryError: not even one sample fits.
+    """
+    problem = run.data.training_set.problem
+    if run.stack.is_private or problem is not None:
+        why = "the run is private, and its batches are drawn anew for each step" if problem is None else problem
+        raise ConfigurationError(
+            f"fit_micro_batch=True: batches cannot be tried out, since {why}. Write gpu_batch_size_limit=... instead."
+        )
+    first = run.data.plan.micro_batch
+    while not _fits_everywhere(run):
+        run.args = replace(run.args, gpu_batch_size_limit=max(1, run.data.plan.micro_batch // 2))
+        run.data.plan_anew(run.args)
+    plan = run.module.plan = run.data.plan
+    if plan.micro_batch != first:
+        run.log.warning(
+            f"a micro-batch of {first} does not fit into memory: each step is split into {plan.accumulation} of "
+            f"{plan.micro_batch}, with the same result. To save the trial, write gpu_batch_size_limit="
+            f"{plan.micro_batch}."
+        )
+
+
+def _fits_everywhere(run: Run) -> bool:
+    error: torch.OutOfMemoryError | None = None
+    try:
+        _try_once(run)
+    except torch.OutOfMemoryError as raised:
+        error = raised.with_traceback(None)  # which holds what the pass has allocated
+    gc.collect()
+    if run.world.device.type != "cpu":
+        torch.get_device_module(run.world.device).empty_cache()
+    if not any(run.world.comm.gather(error is not None)):
+        return True
+    if run.data.plan.micro_batch == 1:
+        run.world.comm.agree(error, "a step with a single sample")
+    return False
+
+
+def _try_once(run: Run) -> None:
+    """One pass that leaves nothing behind and sends nothing to other processes."""
+    stack, work, step = run.stack, run.loop.work, run.state.global_step + 1
+    data = run.data.training_set
+    batch = data.fetch(torch.arange(min(run.data.plan.micro_batch, data.length or 1)))
+    with undone(run, seed=mix(run.state.seed, step)):
+        kept = [torch.empty_like(p) for p in work.trained for _ in range(2)]
+        with stack.accumulate(work, False):
+            stack.backward(work, loss_of(stack.forward(work, Stage.TRAIN, batch, step)), 1.0)
+        del kept

@@ -1,0 +1,149 @@
+"""Finding a learning rate: train a little while it grows, and look at where the loss falls fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import Optimizer
+
+from trainstack.errors import ConfigurationError, NonFiniteError
+from trainstack.trainer.hooks import Hooks
+from trainstack.trainer.loop import TrainLoop, train_windows
+from trainstack.trainer.order import mix
+from trainstack.trainer.run_state import RunState
+from trainstack.trainer.sources import Window
+from trainstack.trainer.together import by_all
+from trainstack.trainer.undoing import undone
+
+if TYPE_CHECKING:
+    from trainstack.trainer.run import Run
+    from trainstack.trainer.trainer import Trainer
+
+DIVERGED = 4.0
+"""So many times the smallest running mean of the loss ends the search."""
+SMOOTHING, SETTLED = 0.9, 10
+"""The running mean keeps so much of itself at each step, and so tells something after so many steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRates:
+    """What `find_lr` saw.
+
+    Attributes:
+        rates: learning rates, one a global step.
+        losses: of those steps.
+    """
+
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+
+    @property
+    def suggestion(self) -> float | None:
+        """The rate around which the loss falls fastest over the logarithm of the rate; None if it falls nowhere.
+
+        Slopes are those of the lines that fit best through the losses of a quarter of the search.
+        """
+        half = max(1, len(self.losses) // 8)
+        places = range(-half, half + 1)
+        slopes = {
+            rate: sum(place * self.losses[middle + place] for place in places)
+            for middle, rate in enumerate(self.rates)
+            if half <= middle < len(self.rates) - half
+        }
+        steepest = min(slopes, key=slopes.__getitem__, default=None)
+        return steepest if steepest is not None and slopes[steepest] < 0 else None
+
+
+def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: int = 100) -> FoundRates:
+    """Train for some steps while the learning rate grows from `start` to `end`, and undo all of it.
+
+    It ends early once the loss is not finite or far above its minimum. Hooks are not called, schedules stand still, and
+    afterwards the run is what it was: weights, optimizers, random numbers, history. The method is that of L. N. Smith,
+    "Cyclical Learning Rates for Training Neural Networks" (2017), with the steepest slope as the answer.
+
+    Args:
+        trainer: about to train, or between two calls of `train`. All processes call it together.
+        start: the first learning rate; where parameter groups differ, that of the highest, the others in proportion.
+        end: the last.
+        steps: global steps from one to the other.
+
+    Raises:
+        ConfigurationError: the range is none; the run is private, since the trial would spend privacy; the order of the
+            training data is not the library's; or it is called from within training.
+    """
+    if not 0 < start < end or steps < 3:
+        raise ConfigurationError(
+            f"find_lr(start={start}, end={end}, steps={steps}): write 0 < start < end, and at least 3 steps."
+        )
+    run = trainer._ready()
+    problem = run.data.training_set.problem
+    if run.busy:
+        problem = "a run is under way"
+    elif run.stack.is_private:
+        problem = "the run is private, and the trial would spend privacy"
+    if problem is not None:
+        raise ConfigurationError(
+            f"find_lr: {problem}. Call it before train, on a DataLoader over a map-style data set."
+        )
+    return _search(trainer, run, start, end, steps)
+
+
+@by_all
+def _search(trainer: Trainer, run: Run, start: float, end: float, steps: int) -> FoundRates:
+    rates, losses, means = list[float](), list[float](), list[float]()
+    with undone(run, seed=mix(run.state.seed, steps)) as state:
+        trainer.module.train()
+        loop = TrainLoop(run.stack, run.loop.work, Hooks(None), state=state)
+        ramp = _Ramp(loop.work.optimizers, start, end, steps)
+
+        def attend() -> None:
+            loop.meter.drain()
+            loss = loop.meter.interval.take() or 0.0
+            rates.append(ramp.rate)
+            losses.append(loss)
+            means.append(SMOOTHING * means[-1] + (1 - SMOOTHING) * loss if means else loss)
+            ramp.go_on()
+
+        loop.attend, loop.attend_at = attend, 0
+        with suppress(NonFiniteError):  # it has diverged
+            train_windows(loop, _windows(run, state, steps, means))
+    return FoundRates(rates=tuple(rates), losses=tuple(losses))
+
+
+def _windows(run: Run, state: RunState, steps: int, means: list[float]) -> Iterator[Window]:
+    """Windows of as many epochs as it takes, until the loss diverges."""
+    for epoch in count():
+        state.epoch = epoch
+        state.samples_in_epoch = state.batches_in_epoch = state.steps_in_epoch = 0
+        for window in run.data.windows(state):
+            if len(means) >= steps or (len(means) > SETTLED and means[-1] > DIVERGED * min(means[SETTLED:])):
+                return
+            yield window
+
+
+class _Ramp:
+    """Sets the rates of all optimizers, growing by one factor a step."""
+
+    def __init__(self, optimizers: tuple[Optimizer, ...], start: float, end: float, steps: int) -> None:
+        self.rate, self._factor = start, (end / start) ** (1 / (steps - 1))
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        own = [float(group["lr"]) for group in self._groups]
+        self._shares = [rate / max(own) if max(own) else 1.0 for rate in own]
+        self._set()
+
+    def go_on(self) -> None:
+        self.rate *= self._factor
+        self._set()
+
+    def _set(self) -> None:
+        for group, share in zip(self._groups, self._shares, strict=True):
+            rate = self.rate * share
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
