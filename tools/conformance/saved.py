@@ -1,0 +1,37 @@
+"""Checkpoints of a run that was broken off, and their files."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from torch import Tensor
+
+from tools.conformance.adapter import Adapter
+from tools.conformance.task import Net, Task, make_task
+
+
+class BrokenOffError(Exception):
+    """The end of a run that is to be broken off."""
+
+
+def break_off(adapter: Adapter, folder: Path, steps: int) -> Task:
+    """Train with a checkpoint a step until step `steps` is done; the task, its model as it was then."""
+    passes = 0
+
+    def spy(net: Net, x: Tensor) -> None:
+        nonlocal passes
+        passes += 1
+        if passes > steps:
+            raise BrokenOffError
+
+    task = make_task(folder, save=True)
+    task.model.spy = spy
+    with suppress(BrokenOffError):
+        adapter.train(task)
+    return task
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    """The files of a checkpoint, which may be one itself."""
+    return [checkpoint] if checkpoint.is_file() else sorted(path for path in checkpoint.rglob("*") if path.is_file())
