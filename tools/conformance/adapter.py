@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, NoReturn
@@ -27,21 +28,21 @@ class Verdict:
     seen: str = ""
 
 
-@dataclass(kw_only=True)
-class Report:
-    """What a trainer itself says of a run: the mean training loss of the last epoch."""
-
-    train_loss: float | None = None
-
-
 class Adapter(ABC):
-    """One trainer. A file in `adapters/` holds its class under the name `Peer`."""
+    """One trainer. A file in `adapters/` holds its class under the name `Peer`.
+
+    Attributes:
+        distribution: its name in the package index.
+        not_offered: why a case is not asked of it, by case.
+        notes: what a reader should know of a wrong cell, by case.
+    """
 
     distribution: ClassVar[str]
-    own_environment: ClassVar[bool] = False
+    not_offered: ClassVar[Mapping[str, str]] = {}
+    notes: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
-    def train(self, task: Task) -> Report:
+    def train(self, task: Task) -> None:
         """Run `task` in the trainer's documented way."""
 
     @abstractmethod
@@ -51,6 +52,10 @@ class Adapter(ABC):
     @abstractmethod
     def checkpoints(self, folder: Path) -> list[Path]:
         """The checkpoints that a run of `task.save` left in `folder`, oldest first."""
+
+    def newest(self, folder: Path) -> Path:
+        """The one that `resume="newest"` goes on from."""
+        return self.checkpoints(folder)[-1]
 
     def lacks(self, why: str) -> NoReturn:
         """Say that the trainer offers no such thing."""

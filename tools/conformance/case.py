@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,3 +54,9 @@ def passed() -> Verdict:
 def wrong(seen: str) -> Verdict:
     """The cell of one that does not."""
     return Verdict("wrong", " ".join(seen.split()))
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line, without the folders of this machine."""
+    text = re.sub(r"/\S*/", "", " ".join(str(error).split()))
+    return f"{type(error).__name__}: {text[:120]}" if text else type(error).__name__

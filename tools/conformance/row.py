@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from tools.conformance.adapter import NotOfferedError, Verdict, load
-from tools.conformance.case import Case, all_cases
+from tools.conformance.case import Case, all_cases, describe
 
 
 def verdicts(trainer: str, ids: Iterable[str] = ()) -> Iterator[tuple[Case, Verdict]]:
@@ -27,19 +27,24 @@ def verdicts(trainer: str, ids: Iterable[str] = ()) -> Iterator[tuple[Case, Verd
         if chosen and case.id not in chosen:
             continue
         with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
-            try:
-                yield case, case.run(load(trainer), trainer, Path(folder))
-            except NotOfferedError as error:
-                yield case, Verdict("n.a.", str(error))
-            except Exception as error:
-                traceback.print_exc()
-                yield case, Verdict("wrong", f"raises {describe(error)}")
+            yield case, verdict(case, trainer, Path(folder))
 
 
-def describe(error: BaseException) -> str:
-    """An error in one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__
+def verdict(case: Case, trainer: str, folder: Path) -> Verdict:
+    """One cell."""
+    adapter = load(trainer)
+    if case.id in adapter.not_offered:
+        return Verdict("n.a.", adapter.not_offered[case.id])
+    try:
+        found = case.run(adapter, trainer, folder)
+    except NotOfferedError as error:
+        return Verdict("n.a.", str(error))
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        found = Verdict("wrong", f"raises {describe(error)}")
+    if found.status == "wrong" and case.id in adapter.notes:
+        return Verdict("wrong", f"{found.seen} ({adapter.notes[case.id]})")
+    return found
 
 
 def main(trainer: str, answer: str, *ids: str) -> None:

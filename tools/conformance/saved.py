@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tools.conformance.adapter import Adapter
-from tools.conformance.task import Net, Task, make_task
+from tools.conformance.task import Net, Task, make_task, weights
 
 
 class BrokenOffError(Exception):
@@ -30,6 +30,19 @@ def break_off(adapter: Adapter, folder: Path, steps: int) -> Task:
     with suppress(BrokenOffError):
         adapter.train(task)
     return task
+
+
+def loaded(adapter: Adapter, checkpoint: Path, folder: Path) -> Tensor:
+    """The weights with which a run goes on from `checkpoint`."""
+    seen: list[Tensor] = []
+
+    def spy(net: Net, x: Tensor) -> None:
+        seen.append(weights(net))
+
+    task = make_task(folder / "loaded", resume=checkpoint, epochs=2)
+    task.model.spy = spy
+    adapter.train(task)
+    return seen[0]
 
 
 def files_of(checkpoint: Path) -> list[Path]:

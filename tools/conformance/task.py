@@ -82,14 +82,22 @@ class Net(nn.Module):
         self.still = nn.Dropout(0.5)
         self.spy: Callable[[Net, Tensor], Callable[[Tensor], Tensor] | None] | None = None
 
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """x: [n, 4] or [n, 6, 4]; labels: [n] or [n, 6]."""
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """x: [n, 4] or [n, 6, 4]; labels: [n] or [n, 6], without which there is no loss."""
         change = self.spy(self, x) if self.spy is not None and torch.is_grad_enabled() else None
         outputs = self.body(torch.cat([x[..., :1] * 0.01, x[..., 1:]], dim=-1))
         if change is not None:
             outputs = change(outputs)
-        loss = nn.functional.cross_entropy(outputs.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
-        return {"loss": loss, "outputs": outputs, "score": x.reshape(len(x), -1)[:, 0]}
+        returned = {"outputs": outputs, "score": x.reshape(len(x), -1)[:, 0]}
+        return returned if labels is None else {"loss": mean_loss(outputs, labels), **returned}
+
+
+def mean_loss(outputs: Tensor, labels: Tensor, items: Tensor | int | None = None) -> Tensor:
+    """The cross entropy over what is no padding: its mean, or its sum divided by `items`."""
+    values = outputs.flatten(0, -2), labels.flatten()
+    if items is None:
+        return nn.functional.cross_entropy(*values, ignore_index=IGNORED)
+    return nn.functional.cross_entropy(*values, ignore_index=IGNORED, reduction="sum") / items
 
 
 class Recording(torch.optim.SGD):
@@ -127,6 +135,7 @@ class Task:
         items: how many items the loss of a batch is a mean over, where that is not its samples.
         save: keep a checkpoint of every optimizer step.
         resume: a checkpoint to go on from; "newest" for the newest in `folder`.
+        exact: the run, when resumed, is to be as if it had not been interrupted; for trainers with a mode for that.
         seed: for trainers that take one; None leaves it at their default.
     """
 
@@ -145,6 +154,7 @@ class Task:
     items: Callable[[Any], int] | None = None
     save: bool = False
     resume: Path | Literal["newest"] | None = None
+    exact: bool = False
     seed: int | None = 7
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:

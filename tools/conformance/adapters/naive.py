@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from tools.conformance.adapter import Adapter, Report
+from tools.conformance.adapter import Adapter
 from tools.conformance.task import Task, seed_all
 
 
@@ -21,7 +21,7 @@ class Peer(Adapter):
 
     distribution: ClassVar[str] = "torch"
 
-    def train(self, task: Task) -> Report:
+    def train(self, task: Task) -> None:
         seed_all(42)  # for reproducibility
         self._join(task)
         model: Any = DistributedDataParallel(task.model) if task.processes > 1 else task.model
@@ -55,7 +55,6 @@ class Peer(Adapter):
                     torch.save({**state, "epoch": epoch, "step": step}, task.folder / f"step-{step:03d}.pt")
             if task.validation is not None:
                 self._mean(task)
-        return Report()
 
     def evaluate(self, task: Task) -> float:
         self._join(task)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch.utils.data import DataLoader
 
 import trainstack as ts
-from tools.conformance.adapter import Adapter, Report
+from tools.conformance.adapter import Adapter
 from tools.conformance.task import Task
 
 
@@ -52,10 +52,8 @@ class Peer(Adapter):
 
     distribution: ClassVar[str] = "trainstack"
 
-    def train(self, task: Task) -> Report:
-        trainer = self._trainer(task)
-        trainer.train()
-        return Report(train_loss=trainer.history.get_latest_metric("train/loss_epoch"))
+    def train(self, task: Task) -> None:
+        self._trainer(task).train()
 
     def evaluate(self, task: Task) -> float:
         trainer = self._trainer(task)

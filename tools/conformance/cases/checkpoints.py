@@ -8,18 +8,19 @@ import pickle
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tools.conformance.adapter import Adapter, NotOfferedError, Verdict
-from tools.conformance.case import case, passed, wrong
-from tools.conformance.saved import break_off, files_of
-from tools.conformance.task import Task, make_task
+from tools.conformance.case import case, describe, passed, wrong
+from tools.conformance.saved import break_off, files_of, loaded
+from tools.conformance.task import make_task
 
 
 @case("torn checkpoint")
 def torn(adapter: Adapter, name: str, folder: Path) -> Verdict:
     """The largest file of the newest checkpoint, of step 4, was cut in half: the run goes on from that of step 3."""
     break_off(adapter, folder / "run", steps=4)
-    largest = max(files_of(adapter.checkpoints(folder / "run")[-1]), key=lambda path: path.stat().st_size)
+    largest = max(files_of(adapter.newest(folder / "run")), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
     task = make_task(folder / "run", save=True, resume="newest")
     try:
@@ -27,16 +28,18 @@ def torn(adapter: Adapter, name: str, folder: Path) -> Verdict:
     except NotOfferedError:
         raise
     except Exception as error:
-        return wrong(f"cannot go on although an intact one is there: {type(error).__name__}: {str(error)[:100]}")
+        return wrong(f"cannot go on, although an intact one is there: {describe(error)}")
+    if len(task.rates) == 2:
+        return wrong(f"goes on from it, although {largest.name} is cut")
     return passed() if len(task.rates) == 3 else wrong(f"takes {len(task.rates)} more steps instead of 3")
 
 
 @case("corrupted checkpoint")
 def corrupted(adapter: Adapter, name: str, folder: Path) -> Verdict:
     """One bit of a weight in a checkpoint has flipped on the disk: the run does not go on from it."""
-    stopped = break_off(adapter, folder / "run", steps=4)
+    break_off(adapter, folder / "run", steps=4)
     newest = adapter.checkpoints(folder / "run")[-1]
-    flipped = _flip_a_bit(newest, stopped)
+    flipped = _flip_a_bit(newest, loaded(adapter, newest, folder))
     if not flipped:
         return Verdict("n.a.", "weights do not lie in its checkpoints as they are")
     task = make_task(folder / "again", resume=newest)
@@ -49,9 +52,9 @@ def corrupted(adapter: Adapter, name: str, folder: Path) -> Verdict:
     return wrong(f"goes on from the wrong weights in {flipped} without a word")
 
 
-def _flip_a_bit(checkpoint: Path, task: Task) -> str:
+def _flip_a_bit(checkpoint: Path, weights: Tensor) -> str:
     """Flip the lowest exponent bit of a weight wherever it lies in the files; the names of those."""
-    weight = task.model.body[0].weight.detach().numpy().tobytes()
+    weight = weights[:16].numpy().tobytes()
     flipped = []
     for file in files_of(checkpoint):
         data = bytearray(file.read_bytes())

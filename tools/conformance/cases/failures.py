@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from tools.conformance.adapter import Adapter, Verdict
-from tools.conformance.case import case, passed, wrong
+from tools.conformance.adapter import Adapter, NotOfferedError, Verdict
+from tools.conformance.case import case, describe, passed, wrong
 from tools.conformance.process import ProcessFailedError, in_processes
-from tools.conformance.saved import files_of
+from tools.conformance.saved import files_of, loaded
 from tools.conformance.task import Net, make_task, weights
 
 
@@ -32,7 +32,7 @@ def nonfinite_step(adapter: Adapter, name: str, folder: Path) -> Verdict:
     task.model.spy = spy
     try:
         adapter.train(task)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raised = type(error).__name__
     else:
         raised = ""
@@ -41,22 +41,9 @@ def nonfinite_step(adapter: Adapter, name: str, folder: Path) -> Verdict:
                 "trains on to the end; all weights are nan" if passes == 6 else "stops, but with weights of nan"
             )
     saved = adapter.checkpoints(folder / "run")
-    if saved and not _loaded(adapter, saved[-1], folder).isfinite().all():
+    if saved and not loaded(adapter, saved[-1], folder).isfinite().all():
         return wrong(f"raises {raised}, after it has saved weights of nan")
     return passed()
-
-
-def _loaded(adapter: Adapter, checkpoint: Path, folder: Path) -> Tensor:
-    """The weights with which a run goes on from `checkpoint`."""
-    seen: list[Tensor] = []
-
-    def spy(net: Net, x: Tensor) -> None:
-        seen.append(weights(net))
-
-    task = make_task(folder / "loaded", resume=checkpoint, epochs=2)
-    task.model.spy = spy
-    adapter.train(task)
-    return seen[0]
 
 
 @case("kill -9")
@@ -75,8 +62,12 @@ def killed(adapter: Adapter, name: str, folder: Path) -> Verdict:
         task = make_task(Path(where), save=True, resume="newest")
         try:
             adapter.train(task)
+        except NotOfferedError:
+            raise
         except Exception as error:
-            return wrong(f"killed {how}, it cannot go on: {type(error).__name__}: {str(error)[:100]}")
+            return wrong(f"killed {how}, it cannot go on: {describe(error)}")
+        if len(task.rates) == left - 1:
+            return wrong(f"killed {how}, it goes on from the checkpoint that is not whole")
         if len(task.rates) != left:
             return wrong(f"killed {how}, it takes {len(task.rates)} more steps instead of {left}")
     return passed()

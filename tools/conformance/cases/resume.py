@@ -25,7 +25,7 @@ def resume_augmentation(adapter: Adapter, name: str, folder: Path) -> Verdict:
 
 
 def _resumed_everywhere(adapter: Adapter, folder: Path, **values: Any) -> Verdict:
-    made = {"epochs": 2, "shuffle": True, "save": True, **values}
+    made = {"epochs": 2, "shuffle": True, "save": True, "exact": True, **values}
     whole = make_task(folder / "whole", **made)
     adapter.train(whole)
     saved = adapter.checkpoints(folder / "whole")
