@@ -22,7 +22,7 @@ demo: .venv/.stamp ## train, interrupt and resume a small model, and show that t
 test: .venv/.stamp ## run the tests; make test ARGS="tests/backends -x" runs some of them
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
-check: .venv/.stamp ## format, lint, types, the conformance table and the documentation
+check: .venv/.stamp ## format, lint, types, the table of features and the documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

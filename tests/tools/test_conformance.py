@@ -10,6 +10,7 @@ import pytest
 from tools.conformance.__main__ import main, run_row
 from tools.conformance.adapter import Verdict
 from tools.conformance.case import all_cases
+from tools.conformance.process import ROOT
 from tools.conformance.report import Row, page, table
 
 
@@ -42,3 +43,11 @@ def test_a_table_of_some_cases_leaves_the_others_out() -> None:
 def test_an_unknown_case_is_answered_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--case", "tron"]) == 2
     assert "no case is called tron. There are short_window, " in capsys.readouterr().out
+
+
+def test_the_page_in_the_documentation_is_of_the_cases_that_there_are() -> None:
+    kept = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+
+    assert [case.id for case in all_cases() if f"- **{case.title}** (`{case.id}`): {case.demand}" not in kept] == []
+    assert "n.a." in kept.partition("## What is demanded")[0]
+    assert "| passes | 18 of 18 |" in kept

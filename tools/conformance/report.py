@@ -14,13 +14,22 @@ from tools.conformance.case import all_cases
 HEAD = """\
 # Conformance
 
-Small deterministic tests that any trainer can be put through, in `tools/conformance`: what each demands stands below
-the table. A cell says pass, **wrong**, or n.a. where the trainer offers no such feature. Each trainer is driven in its
-own documented way, which the docstring of its file in `tools/conformance/adapters` names. A word on a cell that you
-think is unfair is welcome, and so is an adapter for another trainer.
+Small deterministic tests that any trainer can be put through: what each demands stands below the table. A cell says
+pass, **wrong**, or n.a. where the trainer offers no such feature or leaves the matter to the user's own loop. Each
+trainer is driven in its own documented way, which the docstring of its file in `tools/conformance/adapters` names. A
+cell speaks of one small run on the CPU and of nothing else; a word on one that you think is unfair is welcome.
 
 A suite that nobody can fail shows nothing: `adapters/naive.py`, a loop by hand with the usual mistakes, fails every
 case, and a test holds it to that. The tests also run trainstack's own column.
+
+```
+make conformance-peers                           # .venv-peers, with the other trainers at pinned releases
+make conformance                                 # all of them: prints the table and writes this page
+make conformance ARGS="--trainer trainstack"     # one column; --case torn for one row
+```
+
+To add a trainer, write `adapters/NAME.py` with a class `Peer` (`adapter.py` says what it answers) and put its name on
+`TRAINERS`. To add a case, write a function with `@case` in a file of `cases/`, and a mistake for `naive` to make.
 """
 
 
@@ -54,7 +63,7 @@ def page(rows: Mapping[str, Row]) -> str:
     versions = ", ".join(f"{name} {row.versions['trainer']}" for name, row in rows.items())
     torches = sorted({row.versions["torch"] for row in rows.values()})
     system = f"Python {platform.python_version()}, {platform.system()}, CPU"
-    made = f"`make conformance-peers conformance` wrote this page on {datetime.date.today().isoformat()}: {versions}; "
+    made = f"`make conformance` wrote this page on {datetime.date.today().isoformat()}: {versions}; "
     parts = [HEAD, f"{made}torch {', '.join(torches)}; {system}.\n", table(rows), "\n## What is demanded\n"]
     parts += [f"- **{case.title}** (`{case.id}`): {case.demand}" for case in all_cases()]
     parts.append("\n## What was seen")

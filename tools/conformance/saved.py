@@ -8,15 +8,15 @@ from pathlib import Path
 from torch import Tensor
 
 from tools.conformance.adapter import Adapter
-from tools.conformance.task import Net, Task, make_task, weights
+from tools.conformance.task import Net, make_task, weights
 
 
 class BrokenOffError(Exception):
     """The end of a run that is to be broken off."""
 
 
-def break_off(adapter: Adapter, folder: Path, steps: int) -> Task:
-    """Train with a checkpoint a step until step `steps` is done; the task, its model as it was then."""
+def break_off(adapter: Adapter, folder: Path, steps: int) -> None:
+    """Train with a checkpoint a step until step `steps` is done."""
     passes = 0
 
     def spy(net: Net, x: Tensor) -> None:
@@ -29,7 +29,6 @@ def break_off(adapter: Adapter, folder: Path, steps: int) -> Task:
     task.model.spy = spy
     with suppress(BrokenOffError):
         adapter.train(task)
-    return task
 
 
 def loaded(adapter: Adapter, checkpoint: Path, folder: Path) -> Tensor:
@@ -39,7 +38,7 @@ def loaded(adapter: Adapter, checkpoint: Path, folder: Path) -> Tensor:
     def spy(net: Net, x: Tensor) -> None:
         seen.append(weights(net))
 
-    task = make_task(folder / "loaded", resume=checkpoint, epochs=2)
+    task = make_task(folder, resume=checkpoint, epochs=2)
     task.model.spy = spy
     adapter.train(task)
     return seen[0]

@@ -33,6 +33,7 @@ class Peer(Adapter):
     }
     notes: ClassVar[dict[str, str]] = {
         "resume_dropout": "with use_stateful_dataloader=True, too",
+        "resume_augmentation": "its loader is one batch ahead of the step that is saved",
         "short_window": "accelerator.accumulate divides by its number of steps; the loop for token weights does not",
         "uneven_windows": "accelerator.accumulate counts micro-batches alike; the loop for token weights does not",
         "killed": "the newest folder is found as in its example",

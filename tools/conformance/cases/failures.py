@@ -37,11 +37,9 @@ def nonfinite_step(adapter: Adapter, name: str, folder: Path) -> Verdict:
     else:
         raised = ""
         if not weights(task.model).isfinite().all():
-            return wrong(
-                "trains on to the end; all weights are nan" if passes == 6 else "stops, but with weights of nan"
-            )
+            return wrong(f"{'trains on to the end' if passes == 6 else 'stops, but only'} with weights of nan")
     saved = adapter.checkpoints(folder / "run")
-    if saved and not loaded(adapter, saved[-1], folder).isfinite().all():
+    if saved and not loaded(adapter, saved[-1], folder / "loaded").isfinite().all():
         return wrong(f"raises {raised}, after it has saved weights of nan")
     return passed()
 
