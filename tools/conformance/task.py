@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset, IterableDataset
 
-FEATURES, CLASSES, IGNORED = 4, 3, -100
+FEATURES, WIDTH, CLASSES, IGNORED = 4, 1024, 3, -100
 
 
 class Samples(Dataset[dict[str, Any]]):
@@ -75,10 +75,10 @@ class Net(nn.Module):
     and may return a function to be applied to the outputs.
     """
 
-    def __init__(self, *, dropout: float = 0.0, width: int = 64, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, *, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         drop = nn.Dropout(dropout) if dropout else nn.Identity()
-        self.body = nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), drop, nn.Linear(width, CLASSES)).to(dtype)
+        self.body = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh(), drop, nn.Linear(WIDTH, CLASSES)).to(dtype)
         self.still = nn.Dropout(0.5)
         self.spy: Callable[[Net, Tensor], Callable[[Tensor], Tensor] | None] | None = None
 
@@ -168,13 +168,13 @@ class Task:
         return LambdaLR(optimizer, lambda tick: 1 / (1 + tick)) if self.decay else None
 
 
-def make_task(folder: Path, *, width: int = 64, dropout: float = 0.0, **changes: Any) -> Task:
+def make_task(folder: Path, *, dropout: float = 0.0, **changes: Any) -> Task:
     """What a script does on every start: seed everything, build the model, say what is to be trained."""
     seed_all(changes.get("seed", 7))
     dtype = torch.float32 if changes.get("fp16") else torch.float64
     folder.mkdir(parents=True, exist_ok=True)
     values = {"data": Samples(24, dtype=dtype), "rates": [], **changes}
-    return Task(folder=folder, model=Net(dropout=dropout, width=width, dtype=dtype), **values)
+    return Task(folder=folder, model=Net(dropout=dropout, dtype=dtype), **values)
 
 
 def seed_all(seed: int | None) -> None:

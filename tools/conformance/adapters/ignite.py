@@ -20,7 +20,7 @@ from ignite.metrics import Average
 from ignite.utils import manual_seed
 
 from tools.conformance.adapter import Adapter
-from tools.conformance.task import Task
+from tools.conformance.task import Stream, Task
 
 logging.disable(logging.WARNING)
 
@@ -105,7 +105,7 @@ class Peer(Adapter):
             return float(evaluator.run(self._loader(task.validation, task, shuffle=False)).metrics["score"])
 
     def _loader(self, data: Any, task: Task, shuffle: bool) -> Any:
-        options: dict[str, Any] = {"shuffle": True} if shuffle else {}
+        options: dict[str, Any] = {} if isinstance(data, Stream) else {"shuffle": shuffle}
         if task.exact:
             options["num_workers"] = 2
         return idist.auto_dataloader(data, batch_size=task.batch * task.processes, **options)
