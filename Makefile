@@ -6,7 +6,7 @@ TORCH ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-input --constraint constraints.txt
-EXTRAS := dev,demo,docs,dp,tensorboard
+EXTRAS := dev,cli,demo,docs,dp,tensorboard
 
 # One thread a process: results do not depend on the machine, and parallel tests do not fight for cores.
 export OMP_NUM_THREADS = 1
@@ -14,7 +14,7 @@ export OMP_NUM_THREADS = 1
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test check bench conformance conformance-peers docs lock clean help
+.PHONY: demo test check bench conformance conformance-peers kills docs lock clean help
 
 demo: .venv/.stamp ## train, interrupt and resume a small model, and show that the results agree
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -36,6 +36,9 @@ conformance: .venv/.stamp ## put trainers to the public suite and print the tabl
 	$(BIN)/python -m tools.conformance $(ARGS)
 
 conformance-peers: .venv-peers/.stamp ## make .venv-peers, with the other trainers at their pinned releases
+
+kills: .venv/.stamp ## kill trainings at 200 random moments and compare what the resumed ones end with
+	$(BIN)/python -m tools.kills $(ARGS)
 
 docs: .venv/.stamp ## build the documentation into build/site
 	$(BIN)/mkdocs build --quiet --strict --site-dir build/site

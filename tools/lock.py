@@ -1,4 +1,4 @@
-"""Write constraints.txt: what `pip` resolves for all extras together, in a throw-away environment.
+"""Write constraints.txt: what `pip` resolves for the extras together, in a throw-away environment.
 
 `make lock` runs this. The torch pin stays as it stands in constraints.txt; `make lock TORCH=2.14.0` moves it.
 The file holds names and versions only, so that it works with any package index: no local version such as
@@ -19,6 +19,9 @@ import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
+UNPINNED = ("wandb", "mlflow", "trackio")
+"""Extras that development and CI do not install: tests put stand-ins in the place of these packages."""
+
 PIN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)==(?P<version>[^\s+]+)(\+\S+)?")
 
 
@@ -36,7 +39,7 @@ def header() -> str:
     """Say where the file comes from, and for which Python it holds."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return (
-        f"# Written by `make lock` with Python {version}: do not edit. All packages of all extras, pinned.\n"
+        f"# Written by `make lock` with Python {version}: do not edit. All packages of the extras, pinned.\n"
         "# Development and CI install with these; users of the library get the ranges in pyproject.toml.\n"
     )
 
@@ -52,7 +55,8 @@ def current_torch() -> str:
 
 def resolve(torch: str) -> list[str]:
     """Install everything into a throw-away environment and return the lines of `pip freeze`."""
-    extras = ",".join(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = ",".join(extra for extra in known if extra not in UNPINNED)
     with tempfile.TemporaryDirectory(prefix="lock-") as folder:
         venv.create(folder, with_pip=True)
         python = Path(folder, "Scripts" if sys.platform == "win32" else "bin", "python")

@@ -26,6 +26,7 @@ from trainstack.errors import (
 from trainstack.launching import launch
 from trainstack.ranks import main_process_first, print_once, rank_zero_only
 from trainstack.trainer import *  # noqa: F403
+from trainstack.verifying import Kill, Parting, ResumeReport, verify_resume
 
 __version__ = "0.1.0"
 
@@ -37,15 +38,18 @@ __all__ = [
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "ConfigurationError",
+    "Kill",
     "LaunchError",
     "MissingExtraError",
     "ModuleContractError",
     "NonFiniteError",
+    "Parting",
     "PeerError",
     "Preempted",
     "PrivacyBudgetError",
     "PrivacyError",
     "PrivacyLedgerError",
+    "ResumeReport",
     "TrainstackError",
     "UnsupportedStateError",
     "__version__",
@@ -54,5 +58,6 @@ __all__ = [
     "main_process_first",
     "print_once",
     "rank_zero_only",
+    "verify_resume",
 ]
 __all__ += [*backends.__all__, *checkpointing.__all__, *trainer.__all__]

@@ -10,11 +10,9 @@ import logging
 import math
 import multiprocessing
 import os
-import pickle
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import uuid
@@ -23,9 +21,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainstack.errors import ConfigurationError, LaunchError
+from trainstack.errors import LaunchError
 from trainstack.launch_order import Order, checked_order
 from trainstack.launched import MONITOR_S, finished, work
+from trainstack.pickled_call import pickle_call, refuse_nesting
 from trainstack.watching import Watch, launch_error
 
 T = TypeVar("T")
@@ -75,9 +74,9 @@ def launch(
         ConfigurationError: an argument is wrong, or `fn` cannot be pickled.
         LaunchError: a process failed; it names the rank and holds the traceback.
     """
-    _refuse_nesting()
+    refuse_nesting("launch()")
     order = checked_order(nproc, nnodes, node_rank, rdzv_endpoint, max_restarts, rank_output, timeout_s, grace_s, env)
-    call, name = _pickle_call(fn, args), getattr(fn, "__qualname__", repr(fn))
+    call, name = pickle_call(fn, args, "launch"), getattr(fn, "__qualname__", repr(fn))
     with _surroundings(order) as run:
         stopped = _run(call, name, order, run)
         boxes = finished(run, order.nproc) if stopped is None else None
@@ -201,35 +200,3 @@ def _end(others: set[Any], watch: Watch) -> None:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _refuse_nesting() -> None:
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ConfigurationError(
-            "launch() was called while a new process imported the script that calls it. Put the call below\n\n"
-            "    if __name__ == '__main__':\n\nso that only the script itself makes it."
-        )
-    if os.environ.get("TORCHELASTIC_RUN_ID"):
-        raise ConfigurationError(
-            "launch() was called in a process that torchrun or launch() has started: each of them would start more. "
-            "Call the function itself here, or start the script with python alone."
-        )
-
-
-def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    name = getattr(fn, "__qualname__", repr(fn))
-    main = sys.modules["__main__"]
-    from_main = getattr(fn, "__module__", None) == "__main__"
-    if from_main and not hasattr(main, "__file__") and getattr(main, "__spec__", None) is None:
-        raise ConfigurationError(
-            f"launch({name}): new processes cannot import a function from a notebook or an interactive session. "
-            "Write it to a file (in a notebook: %%writefile training.py) and import it from there."
-        )
-    try:
-        return pickle.dumps((fn, args))
-    except Exception as error:
-        raise ConfigurationError(
-            f"launch({name}): the function and its arguments go to new processes by pickle, which refuses: {error}. "
-            "Give a function defined at the top of a module, no lambda, no inner function, no method of a "
-            "trainer, and arguments that are plain data; build models and loaders inside it."
-        ) from error

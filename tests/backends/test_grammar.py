@@ -15,6 +15,10 @@ from trainstack.backends.registry import known_layers
 
 TOKENS = ["sp", "amp", "bf16", "amp-apex"]
 KNOWN = ", ".join(sorted(known_layers()))
+SCALED = (
+    "'dp' does not work with 'amp': a gradient scaler skips steps and changes its scale by what the data are, without "
+    "noise. The half precision for private training is 'bf16', as in 'sp-dp-bf16'."
+)
 
 
 @pytest.mark.spec("PMB-01", "PMB-02", "PMT-07")
@@ -60,6 +64,8 @@ def test_one_spelling_a_stack() -> None:
         ("sp-apm", "backend 'sp-apm': no layer is called 'apm'. Did you mean 'amp'?"),
         ("amp", "backend 'amp': a stack starts with a process layer. Write 'sp-amp'."),
         ("sp-amp-amp", "backend 'sp-amp-amp': 'amp' stands twice. Write 'sp-amp'."),
+        ("sp-amp-dp", f"backend 'sp-amp-dp': {SCALED} Write 'sp-dp'."),
+        ("dp-amp", f"backend 'dp-amp': {SCALED} Write 'sp-dp'."),
         ("sp-quantum", f"backend 'sp-quantum': no layer is called 'quantum'. There are {KNOWN}."),
     ],
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,9 +17,11 @@ import pytest
 
 from tests.checkpointing.support import make_checkpoint, mark_of
 from trainstack.checkpointing import (
+    Checkpoint,
     DefaultCheckpointer,
     DefaultCheckpointerArguments,
     filesystem,
+    list_checkpoints,
     write_checkpoint,
 )
 from trainstack.errors import CheckpointError
@@ -165,6 +169,41 @@ def test_any_call_fails(tmp_path: Path, name: str, error: BaseException, lasting
         expect_recovery(directory)
     else:
         pytest.fail("a save has more calls than the test has points")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_the_process_ends_while_a_new_best_is_saved_and_the_best_is_still_found(tmp_path: Path) -> None:
+    """The older ones, of which the one that was the best so far is deleted in turn, are deleted last."""
+    arguments: dict[str, Any] = {"keep_last": 1, "keep_best": 1, "monitor": "val/accuracy"}
+    before = tmp_path / "before"
+    for mark, accuracy in ((1, 0.8), (2, 0.5)):
+        made = DefaultCheckpointerArguments(save_dir=str(before), **arguments)
+        DefaultCheckpointer(made).save(measured(mark, accuracy), index=mark)
+    for point in range(1, 80):
+        directory = tmp_path / str(point)
+        shutil.copytree(before, directory)
+        made = DefaultCheckpointerArguments(save_dir=str(directory), **arguments)
+        child = os.fork()
+        if child == 0:
+            with pytest.MonkeyPatch.context() as patch:
+                instrument(patch, lambda number, *_, point=point: os._exit(9) if number == point else None)
+                DefaultCheckpointer(made).save(measured(3, 0.9), index=3)
+                os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        best, last = (mark_of(DefaultCheckpointer(made).load(which)) for which in ("best", "last"))
+        assert (best, last) in ((1, 2), (3, 3))
+        if status == 0:
+            assert best == 3
+            assert [info.global_step for info in list_checkpoints(directory)] == [3]
+            assert point > 25
+            break
+    else:
+        pytest.fail("a save has more calls than the test has points")
+
+
+def measured(mark: int, accuracy: float) -> Checkpoint:
+    return dataclasses.replace(make_checkpoint(mark, step=mark), metadata={"metrics": {"val/accuracy": accuracy}})
 
 
 SAVER = """

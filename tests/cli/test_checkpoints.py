@@ -115,7 +115,7 @@ class TestShow:
             assert text in out
         assert "module_interface_state: 4 tensors, 83 elements, 332 B" in out
         assert any(line.split() == ["net.0.weight", "float32", "[8,", "6]"] for line in out.splitlines())
-        assert "history_state: 0 tensors" in out
+        assert "history_state: 3 tensors" in out  # values, steps and epochs
 
     def test_reads_no_tensor(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """A flipped bit among the weights does not show; `verify` is what looks for it."""

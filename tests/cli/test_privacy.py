@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from tools.broken_privacy import broken
 from trainstack.backends.dp import calibrate_noise, epsilon_of, fixed_order_epsilon, steps_within
 from trainstack.cli import privacy
+from trainstack.cli.main import main
 from trainstack.errors import ConfigurationError
 
 RATE = ["--batch-size", "150", "--dataset-size", "60000", "--delta", "1e-5"]
@@ -103,3 +105,25 @@ def test_a_mistake_is_answered_in_one_line(words: list[str], reason: str, capsys
     with pytest.raises(ConfigurationError, match=reason) as raised:
         ask(capsys, *words)
     assert "\n" not in str(raised.value)
+
+
+SMALL = ["--delta", "1e-6", "--noise-multiplier", "2", "--batch-size", "100", "--dataset-size", "400"]
+
+
+def test_an_audit_prints_what_it_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = ask(capsys, "audit", *SMALL).splitlines()
+    assert shown[0] == "audit of sp-dp: noise multiplier 2, flat clipping, batches of 100 out of 400, 8 steps"
+    assert shown[-2] == "nothing found"
+    assert "not that it holds" in shown[-1]
+
+
+def test_an_audit_that_finds_something_says_so_with_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with broken("no noise"):
+        assert main(["privacy", "audit", *SMALL, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"].startswith("BROKEN: not so: its standard deviation is as stated (noise: 0.0000 times that)")
+
+
+def test_an_audit_refuses_what_promises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["privacy", "audit", *SMALL, "--backend", "sp"]) == 2
+    assert "backend 'sp' is not private" in capsys.readouterr().err

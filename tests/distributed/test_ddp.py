@@ -66,6 +66,14 @@ def test_few_samples_on_many_processes(size: int, count: int) -> None:
         assert rank["collected"] == list(range(count))
 
 
+def test_a_loader_that_pads_by_itself_is_told_once_how_many_samples_it_gave(tmp_path: Path) -> None:
+    (said,), others = run_world(2, "own_sampler", directory=str(tmp_path), count=5)
+
+    assert others == []
+    assert said.startswith("val loader 'default': 3 samples were evaluated and the data set has 5")
+    assert "sampler=sampler(dataset)" in said
+
+
 @pytest.mark.spec("PA-31")
 def test_a_loss_over_tokens_counts_by_tokens_over_processes() -> None:
     from tests.trainer.test_weighting import Tokens

@@ -48,7 +48,7 @@ def test_a_rank_that_is_killed_is_missed_by_name() -> None:
     ("how", "step", "place"),
     [
         ("train_step", 3, "forward > train_step, at {file}"),
-        ("on_end_val_epoch", 6, "_validate > evaluate > on_end_val_epoch, at {file}"),
+        ("on_end_val_epoch", 6, "validate > evaluate > on_end_val_epoch, at {file}"),
     ],
 )
 def test_a_time_out_says_which_rank_is_where(how: str, step: int, place: str) -> None:

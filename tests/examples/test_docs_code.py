@@ -48,14 +48,15 @@ def script_of(blocks: list[Block]) -> str:
     for block in blocks:
         source = "\n" * block.line + block.source
         lines.append(f"exec(compile({source!r}, 'page', 'exec'), globals())")
-        lines.append(f"print({SEPARATOR!r}, flush=True)")
+        # Not in processes that the page starts, which import it anew.
+        lines.append(f"print({SEPARATOR!r}, flush=True) if __name__ == '__main__' else None")
     return "\n".join(lines)
 
 
 def run(blocks: list[Block], directory: Path) -> list[str]:
     script = directory / "page.py"
     script.write_text(script_of(blocks), encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "TMPDIR": str(directory)}
     done = subprocess.run(
         [sys.executable, script.name],
         cwd=directory,

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, weights
+from tests.helpers.private_runs import private_ranks  # noqa: F401 - found by its name
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -300,6 +304,33 @@ class Pair(NamedTuple):
 _DTYPES = (torch.float32, torch.float32, torch.float64)
 
 
+def own_sampler(directory: str, count: int) -> Any:
+    """What is said of a validation loader that shares the data out by itself, and pads it."""
+
+    class Padded(Classifier):
+        def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
+            data = numbers(count)
+            return DataLoader(data, batch_size, sampler=DistributedSampler(data, shuffle=False))
+
+    trainer = ts.Trainer(Padded(numbers(8)), arguments(directory, backend="ddp"))
+    with capture("trainstack") as said:
+        trainer.validate()
+        trainer.validate()
+    return said
+
+
+@contextlib.contextmanager
+def capture(logger: str) -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
+
+
 def gathered() -> Any:
     """What `gather` makes of uneven and nested things."""
     stack = ts.build_trainer_backend("ddp", ddp={"gather_frequency": 2})
@@ -443,6 +474,15 @@ def streams(directory: str, stop_at: int | None = None, **changes: Any) -> dict[
         "reads": Stream.reads,
         "taken": list(report.loaded) if report else [],
     }
+
+
+def audited(**changes: Any) -> dict[str, Any]:
+    """A privacy audit by all processes, of two small runs of each probe."""
+    from trainstack.backends.dp.audit import audit
+
+    private = ts.DifferentialPrivacyArguments(delta=1e-6, noise_multiplier=2.0, **changes)
+    report = audit(private, "ddp-dp", train_batch_size=50, dataset_size=200, epochs=1)
+    return {"report": report.to_dict(), "text": report.text}
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, train, weights
-from trainstack.checkpointing import filesystem
+from trainstack.checkpointing import filesystem, retention
 from trainstack.trainer.loop import NEVER
 
 
@@ -179,6 +179,50 @@ def test_a_second_interrupt_gives_up_at_once_and_leaves_no_half(
     go_on.set()
     trainer.checkpointer.finish()
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_the_next_training_waits_for_a_save_that_was_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, go_on, deletes = threading.Event(), threading.Event(), retention.after_save
+
+    def held(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            reached.set()
+            assert go_on.wait(20)
+        deletes(*args)
+
+    monkeypatch.setattr(retention, "after_save", held)
+    checkpointer = ts.DefaultCheckpointer(saving(save_dir=tmp_path))
+    checkpointer.save(ts.Checkpoint(global_step=1), 1)
+    assert reached.wait(20)
+    checkpointer.abandon()
+    begins = threading.Thread(target=checkpointer.begin_run, kwargs={"resumed": False})
+    begins.start()
+    begins.join(0.05)
+    assert begins.is_alive()
+    go_on.set()
+    begins.join(20)
+    assert not writers()
+    with pytest.raises(ts.CheckpointNotFoundError):
+        checkpointer.load(True)  # it is an earlier run's by now
+
+
+def test_train_refuses_to_run_inside_itself(tmp_path: Path) -> None:
+    class Nested(Classifier):
+        trainer: ts.Trainer
+
+        def on_end_train_step(self, global_step: int) -> None:
+            if global_step == 4:
+                self.trainer.train()
+
+    module = Nested()
+    module.trainer = ts.Trainer(module, arguments(tmp_path, checkpointer_args=saving()))
+    with pytest.raises(ts.ConfigurationError, match=r"while it runs \(after global step 4\).*when it has returned"):
+        module.trainer.train()
+    assert steps_saved(tmp_path) == [3]
+    del Nested.on_end_train_step
+    ended = ts.Trainer(module, arguments(tmp_path, checkpointer_args=saving(), resume=True))
+    ended.train()
+    assert ended.global_steps_finished == 6
 
 
 def test_a_failure_beside_another_exception_is_noted_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

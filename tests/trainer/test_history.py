@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainstack.checkpointing.decoding import StateDecoder
+from trainstack.checkpointing.encoding import StateEncoder
 from trainstack.errors import CheckpointDamagedError, ConfigurationError, ModuleContractError
 from trainstack.trainer.history import Record, RunHistory
 
@@ -223,6 +225,19 @@ def test_a_step_that_is_not_whole_is_refused() -> None:
         RunHistory().update_metric("a", 1.0, step=1.5)  # type: ignore[arg-type]
 
 
+def stored(state: dict[str, Any]) -> Any:
+    """`state` as a checkpoint gives it back: through JSON and the bytes of tensors."""
+    encoder = StateEncoder()
+    tree = json.loads(json.dumps(encoder.encode(state), allow_nan=False))
+    return StateDecoder(encoder.take_tensors()).decode(tree)
+
+
+def state_of(**changes: Any) -> dict[str, Any]:
+    history = RunHistory()
+    history.update_metric("a", 1.0)
+    return history.get_state() | changes
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from("abc"), st.floats(), st.integers(0, 2**62), st.integers(0, 2**31)),
@@ -230,7 +245,7 @@ def test_a_step_that_is_not_whole_is_refused() -> None:
     ),
     st.booleans(),
 )
-def test_the_state_gives_back_every_bit_through_strict_json(
+def test_the_state_gives_back_every_bit_through_the_format_of_checkpoints(
     rows: list[tuple[str, float, int, int]], as_tensors: bool
 ) -> None:
     history = RunHistory()
@@ -238,10 +253,9 @@ def test_the_state_gives_back_every_bit_through_strict_json(
     for name, value, step, epoch in rows:
         given_value = torch.tensor(value, dtype=torch.float64) if as_tensors else value
         history.update_metric(name, given_value, step=step, epoch=epoch)
-    text = json.dumps(history.get_state(), allow_nan=False)
     other = RunHistory()
     other.update_metric("gone", 1.0)
-    other.update_state(json.loads(text))
+    other.update_state(stored(history.get_state()))
     assert other.get_metric_names() == history.get_metric_names()
     assert (other.current_step, other.current_epoch) == (17, 2)
     for name in history.get_metric_names():
@@ -249,7 +263,9 @@ def test_the_state_gives_back_every_bit_through_strict_json(
         finite = [v for v in history.get_metric_values(name) if not math.isnan(v)]
         assert bits([v for v in other.get_metric_values(name) if not math.isnan(v)]) == bits(finite)
         assert [r[2:] for r in other.records(name)] == [r[2:] for r in history.records(name)]
-    assert json.dumps(other.get_state(), allow_nan=False) == text
+    assert {name: repr(value) for name, value in other.get_state().items()} == {
+        name: repr(value) for name, value in history.get_state().items()
+    }
 
 
 def test_inf_and_nan_survive_reading_and_the_state() -> None:
@@ -275,22 +291,14 @@ def test_restored_records_are_not_flushed_again_and_new_ones_are() -> None:
     "state",
     [
         {},
-        {"current_step": 0, "current_epoch": 0, "metrics": []},
-        {
-            "current_step": 0,
-            "current_epoch": 0,
-            "metrics": {"a": {"values": [1.0], "steps": [], "epochs": [1]}},
-        },
-        {
-            "current_step": 0,
-            "current_epoch": 0,
-            "metrics": {"a": {"values": ["x"], "steps": [1], "epochs": [1]}},
-        },
-        {
-            "current_step": 0,
-            "current_epoch": 0,
-            "metrics": {"a": {"values": [1.0], "steps": [0.5], "epochs": [1]}},
-        },
+        {"current_step": 0, "current_epoch": 0, "names": []},
+        state_of(lengths=[2]),
+        state_of(lengths=[0], values=torch.zeros(0).double()),
+        state_of(names=["a", "a"], lengths=[1, 1]),
+        state_of(values=torch.tensor([1.0])),
+        state_of(steps=torch.tensor([0.5])),
+        state_of(values=[1.0]),
+        state_of(current_step=None),
     ],
 )
 def test_a_damaged_state_is_refused_and_changes_nothing(state: dict[str, Any]) -> None:
@@ -313,6 +321,58 @@ def test_a_million_records_are_small_and_quick() -> None:
     assert sys.getsizeof(history._arrived) < 10_000_000
     assert seconds < 10  # about 0.5 s; ten times that on a loaded machine would still be linear
     assert history.get_latest_metric("loss") == 0.5
+
+
+def test_the_state_of_a_million_records_is_three_tensors_and_is_made_and_restored_at_once() -> None:
+    history = RunHistory()
+    for step in range(1_000_000):
+        history.update_metric("ab"[step % 2], 0.5, step=step)
+    started = time.process_time()
+    state = history.get_state()
+    other = RunHistory()
+    other.update_state(state)
+    assert time.process_time() - started < 1  # about 0.05 s
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    assert sum(tensor.nbytes for tensor in tensors) == 24_000_000
+    assert len(json.dumps([value for value in state.values() if not isinstance(value, torch.Tensor)])) < 100
+    assert other.latest_record("b") == Record("b", 0.5, 999_999, 0)
+
+
+@pytest.mark.spec("PA-37")
+def test_a_prefix_becomes_part_of_the_names_and_may_be_left_out_by_those_who_ask() -> None:
+    history = RunHistory(metric_name_prefix="fold-1/")
+    history.update_metric("loss", 1.0)
+    history.metric_name_prefix = "fold-2/"
+    history.update_metric("loss", 2.0)
+    history.update_metric("loss", torch.tensor(3.0))
+    assert history.get_metric_names() == {"fold-1/loss", "fold-2/loss"}
+    assert history.get_metric_values("loss") == [2.0, 3.0]
+    assert history.get_latest_metric("fold-1/loss") == 1.0
+    assert [record.name for record in history.flush()] == ["fold-1/loss", "fold-2/loss", "fold-2/loss"]
+
+
+def test_records_are_given_as_arrays_for_plots_and_as_plain_lists() -> None:
+    history = RunHistory()
+    history.update_metric("loss", torch.tensor(0.5), step=3, epoch=1)
+    history.update_metric("loss", 0.25, step=6, epoch=1)
+    steps, values = history.arrays("loss")
+    assert (steps.dtype, values.dtype) == (np.int64, np.float64)
+    assert steps.tolist() == [3, 6]
+    assert values.tolist() == [0.5, 0.25]
+    history.update_metric("loss", 0.125, step=9)  # the arrays are copies, so the history can still grow
+    assert len(steps) == 2
+    assert history.to_dict() == {"loss": {"value": [0.5, 0.25, 0.125], "step": [3, 6, 9], "epoch": [1, 1, 0]}}
+
+
+def test_flushed_records_of_a_step_are_counted_by_name() -> None:
+    history = RunHistory()
+    for step in (4, 5, 5):
+        history.update_metric("a", 1.0, step=step)
+    history.update_metric("b", 1.0, step=4)
+    history.flush()
+    history.update_metric("a", 1.0, step=5)
+    assert history.flushed_at(5) == {"a": 2}
+    assert history.flushed_at(6) == {}
 
 
 def test_values_at_a_step_are_the_newest_of_the_metrics_that_end_there() -> None:

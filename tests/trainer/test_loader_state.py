@@ -77,6 +77,10 @@ def given_sampler(data: Any, sampler: Any, size: int) -> Any:
     return StatefulDataLoader(data, batch_size=size, sampler=sampler(data))
 
 
+def given_sampler_and_workers(data: Any, sampler: Any, size: int) -> Any:
+    return StatefulDataLoader(data, batch_size=size, sampler=sampler(data), num_workers=2)
+
+
 def own_generator(data: Any, sampler: Any, size: int) -> Any:
     generator = torch.Generator().manual_seed(3)
     return StatefulDataLoader(data, batch_size=size, sampler=StatefulRandomSampler(data, generator=generator))
@@ -101,9 +105,13 @@ def test_random_numbers_drawn_for_a_sample_in_this_process_are_the_same(lasting:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lasting", [False, True])
-def test_workers_that_read_ahead_do_not_move_the_place(lasting: bool, tmp_path: Path) -> None:
-    assert agree(*unbroken_and_interrupted(shuffled(2), tmp_path, (3, 7, 10), lasting=lasting))
+@pytest.mark.parametrize(
+    ("make", "lasting"),
+    [(shuffled(2), False), (shuffled(2), True), (given_sampler_and_workers, True)],
+    ids=["anew", "lasting", "lasting, with a sampler"],
+)
+def test_workers_that_read_ahead_do_not_move_the_place(make: Any, lasting: bool, tmp_path: Path) -> None:
+    assert agree(*unbroken_and_interrupted(make, tmp_path, (3, 7, 10), lasting=lasting))
 
 
 @pytest.mark.parametrize("stops", [(5,), (6,)], ids=str)

@@ -44,23 +44,60 @@ def test_history_and_csv_hold_every_value_with_its_step_and_epoch(tmp_path: Path
 
 
 @pytest.mark.spec("F309", "HZ-31")
-def test_a_resumed_run_continues_the_file_and_ends_with_the_same_rows(tmp_path: Path) -> None:
-    saving = ts.DefaultCheckpointerArguments(every_n_steps=4)
-    made: dict[str, Any] = {"epochs": 2, "log_every": 1, "writers": ["csv"], "checkpointer_args": saving}
-    train(Logs(validate=True), tmp_path / "unbroken", **made)
+@pytest.mark.parametrize("log_every", [1, 5, 100])
+@pytest.mark.parametrize("breaks_in", ["a step", "the epoch's line"])
+def test_a_resumed_run_continues_the_files_and_they_end_as_those_of_an_unbroken_run(
+    tmp_path: Path, log_every: int, breaks_in: str
+) -> None:
+    """Also where log points lie between checkpoints, and where rows of the checkpoint's own step come again."""
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=3)
+    made: dict[str, Any] = {"epochs": 2, "log_every": log_every, "checkpointer_args": saving}
+    files = ["csv", "jsonl"]
+    train(Logs(validate=True), tmp_path / "unbroken", writers=files, **made)
+    module = BreaksInStep(validate=True) if breaks_in == "a step" else Logs(validate=True)
     with pytest.raises(KeyboardInterrupt):
-        train(Breaks(validate=True), tmp_path / "cut", **made)
-    assert max(int(row["step"]) for row in rows(tmp_path / "cut")) > 8
-    train(Logs(validate=True), tmp_path / "cut", resume=True, **made)
+        train(module, tmp_path / "cut", writers=[*files, BreaksAtLine()], **made)
+    reader = ts.Trainer(Logs(validate=True), arguments(tmp_path / "cut", resume=True, writers=files, **made))
+    saved = reader.load_checkpoints()
+    assert saved.global_step == (9 if breaks_in == "a step" else 12)
+    if log_every == 1 or breaks_in != "a step":
+        assert len(rows(tmp_path / "cut")) > len(saved.history_state["values"])  # type: ignore[index]
+    train(Logs(validate=True), tmp_path / "cut", resume=True, writers=files, **made)
 
-    assert sorted(map(str, rows(tmp_path / "cut"))) == sorted(map(str, rows(tmp_path / "unbroken")))
+    for name in ("metrics.csv", "metrics.jsonl"):
+        cut, unbroken = (read(tmp_path / run / name) for run in ("cut", "unbroken"))
+        assert cut == unbroken
 
 
-class Breaks(Logs):
+def read(file: Path) -> dict[str, Any]:
+    return ts.read_history(file).to_dict()
+
+
+class BreaksInStep(Logs):
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         if global_step == 11:
             raise KeyboardInterrupt
         return super().train_step(global_step, batch, device)
+
+
+class BreaksAtLine(ts.Writer):
+    """Ends the process, as it were, when the second epoch's rows are written and its checkpoint is not."""
+
+    def write(self, records: Any) -> None:
+        pass
+
+    def text(self, line: str) -> None:
+        if line.startswith("epoch 2/2"):
+            raise KeyboardInterrupt
+
+
+@pytest.mark.spec("HZ-21")
+def test_log_points_may_be_a_fraction_of_all_steps(tmp_path: Path) -> None:
+    trainer = train(Logs(), tmp_path, epochs=2, log_every=0.3)  # of 12 steps: 3.6, rounded up
+    assert [r.step for r in trainer.history.records("train/loss")] == [4, 8, 12]
+    for wrong in (1.5, 0.0, -0.5, 0, True, "2"):
+        with pytest.raises(ts.ConfigurationError, match=r"log_every=.* write a whole number, .* or a fraction"):
+            arguments(tmp_path, log_every=wrong)
 
 
 def test_the_epoch_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

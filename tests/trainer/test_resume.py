@@ -177,7 +177,7 @@ class TestWhatDoesNotFit:
     @pytest.mark.spec("PMB-12")
     def test_another_backend(self, tmp_path: Path) -> None:
         with pytest.raises(
-            ts.CheckpointMismatchError, match=r"backend 'sp-amp': it has none for \['amp'\].*written under"
+            ts.CheckpointMismatchError, match=r"backend 'sp-amp': it has no state for \['amp'\].*written under"
         ):
             self.resume(Classifier(), tmp_path, backend="sp-amp")
 
@@ -204,3 +204,16 @@ class TestWhatDoesNotFit:
 
         with pytest.raises(ts.CheckpointMismatchError, match=r"within epoch 0 of a data set of 41 samples.*now has 30"):
             self.resume(Classifier(numbers(30)), tmp_path)
+
+    def test_another_number_of_processes_is_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            train(Interrupted(3), tmp_path, checkpointer_args=self.saving)
+        newest = ts.list_checkpoints(tmp_path / "checkpoints")[-1].path
+        checkpoint = ts.read_checkpoint(newest)
+        assert checkpoint.rng_state is not None
+        checkpoint.rng_state["ranks"] *= 2
+        ts.write_checkpoint(checkpoint, tmp_path / "of two", "checkpoint-000000002")
+        train(Classifier(), tmp_path, checkpointer_args=self.saving, resume=str(tmp_path / "of two"))
+
+        assert "was written by 2 processes; the run goes on in 1. Each step has the same samples" in caplog.text
+        assert "For the same bits, resume on 2." in caplog.text

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, train
 from tests.helpers.processes import hears_ctrl_c
 from tests.helpers.resume_run import exact
+from trainstack.checkpointing import filesystem
 from trainstack.trainer.grace import Grace
 from trainstack.trainer.logs import RunLogger
 
@@ -435,3 +437,20 @@ def test_the_trainer_measures_its_saves(tmp_path: Path, caplog: pytest.LogCaptur
     train(Classifier(), tmp_path, stop_grace_s=1e-6, checkpointer_args=SAVING, epochs=2)
 
     assert caplog.text.count("is killed after 1e-06 s") == 1
+
+
+def test_a_save_in_the_background_counts_until_it_is_on_the_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync_directory, later = filesystem.sync_directory, threading.Event()
+
+    def slow(path: Path) -> None:
+        later.wait(0.7)
+        sync_directory(path)
+
+    monkeypatch.setattr(filesystem, "sync_directory", slow)
+    train(Classifier(), tmp_path, stop_grace_s=1.0, checkpointer_args=replace(SAVING, async_save=True))
+
+    said = [record.message for record in caplog.records if "is killed after 1 s" in record.message]
+    assert len(said) == 1
+    assert float(said[0].split()[4]) >= 0.7

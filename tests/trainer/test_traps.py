@@ -273,7 +273,7 @@ def test_a_checkpoint_asked_for_in_any_hook_goes_on_exactly(hook: str, tmp_path:
 
     assert asked_for[0].global_step < 9
     assert torch.equal(weights(resumed.module), weights(unbroken.module))
-    assert resumed.history.get_state() == unbroken.history.get_state()
+    assert resumed.history.to_dict() == unbroken.history.to_dict()
 
 
 @pytest.mark.parametrize("kind", ["hook", "data", "weighted sampler"])

@@ -19,6 +19,7 @@ from trainstack.errors import ConfigurationError, MissingExtraError
 from trainstack.trainer.history import Record
 from trainstack.trainer.writers import (
     CsvWriter,
+    RunInfo,
     StdoutWriter,
     TensorBoardWriter,
     Writer,
@@ -37,7 +38,7 @@ def loss(step: int, value: float = 0.5) -> Record:
 
 
 def write(writer: Writer, records: Sequence[Record], *, resume_step: int | None = None) -> None:
-    writer.open(resume_step=resume_step)
+    writer.open(RunInfo(resume_step=resume_step))
     writer.write(records)
     writer.close()
 
@@ -66,7 +67,7 @@ def test_csv_gives_back_every_name_and_every_bit(rows: list[tuple[str, float]]) 
 
 def test_csv_rows_are_there_after_each_write(tmp_path: Path) -> None:
     writer = CsvWriter(tmp_path / "deep" / "metrics.csv")
-    writer.open(resume_step=None)
+    writer.open(RunInfo(resume_step=None))
     writer.write([loss(1, 0.1), Record('a "b", c', float("inf"), 1, 1)])
     expected = HEADER + "1,1,loss,0.1\n" + '1,1,"a ""b"", c",inf\n'
     assert (tmp_path / "deep" / "metrics.csv").read_text() == expected
@@ -79,9 +80,9 @@ def test_csv_survives_a_process_that_is_killed_and_continues_as_if_it_had_not_be
     code = (
         "import os\n"
         "from trainstack.trainer.history import Record\n"
-        "from trainstack.trainer.writers import CsvWriter\n"
+        "from trainstack.trainer.writers import CsvWriter, RunInfo\n"
         f"writer = CsvWriter({str(path)!r})\n"
-        "writer.open(resume_step=None)\n"
+        "writer.open(RunInfo(resume_step=None))\n"
         "for step in range(1, 8): writer.write([Record('loss', 1 / step, step, 0)])\n"
         "os._exit(1)\n"
     )
@@ -158,12 +159,12 @@ def test_csv_says_what_is_wrong_with_its_use(tmp_path: Path) -> None:
     writer = CsvWriter(tmp_path / "metrics.csv")
     with pytest.raises(ConfigurationError, match=r"not open; call open\(\) first"):
         writer.write([loss(1)])
-    writer.open(resume_step=None)
+    writer.open(RunInfo(resume_step=None))
     with pytest.raises(ConfigurationError, match="open already"):
-        writer.open(resume_step=None)
+        writer.open(RunInfo(resume_step=None))
     writer.close()
     with pytest.raises(ConfigurationError, match="not a file"):
-        CsvWriter(tmp_path).open(resume_step=None)
+        CsvWriter(tmp_path).open(RunInfo(resume_step=None))
 
 
 # --- TensorBoard
@@ -215,11 +216,11 @@ def test_tensorboard_keeps_two_fresh_runs_apart_and_resumes_the_newest(tmp_path:
 @pytest.mark.spec("F117")
 def test_tensorboard_points_are_on_disk_after_each_write(tmp_path: Path) -> None:
     writer = TensorBoardWriter(tmp_path)
-    writer.open(resume_step=None)
+    writer.open(RunInfo(resume_step=None))
     writer.write([loss(1)])
     assert scalars(tmp_path) == {"loss": [(1, 0.5)]}
     with pytest.raises(ConfigurationError, match="is open"):
-        writer.open(resume_step=None)
+        writer.open(RunInfo(resume_step=None))
     writer.close()
     with pytest.raises(ConfigurationError, match="not open"):
         writer.write([loss(2)])
@@ -246,7 +247,7 @@ def test_neither_tensorboard_nor_rich_is_imported_until_used() -> None:
 @pytest.mark.spec("PA-39")
 def test_stdout_prints_summaries_and_no_single_record(capsys: pytest.CaptureFixture[str]) -> None:
     writer = StdoutWriter()
-    writer.open(resume_step=None)
+    writer.open(RunInfo(resume_step=None))
     writer.write([loss(1)])
     writer.text("epoch 1: loss 0.5")
     writer.close()
@@ -283,9 +284,9 @@ def test_writers_are_built_from_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given_writers", "message"),
     [
-        (["tensorbord"], r"'tensorbord'. Did you mean 'tensorboard'\? Known: 'stdout', 'csv', 'tensorboard'"),
+        (["tensorbord"], r"'tensorbord'. Did you mean 'tensorboard'\? Known: 'stdout', 'csv', 'jsonl', 'tensorboard'"),
         (["CSV"], r"Did you mean 'csv'\?"),
-        (["aml"], "'aml' .* not offered. Leave it out"),
+        (["aml"], "'aml' .* not offered. Write 'mlflow'"),
         ("csv", r"one string, 'csv'; write \['csv'\]"),
         (["csv", "csv"], "'csv' is given twice"),
         ([CsvWriter], "not a writer. Give an instance"),
@@ -311,7 +312,7 @@ class Spy(Writer):
         if what == self.fails_in:
             raise OSError(f"disk full in {what}")
 
-    def open(self, *, resume_step: int | None) -> None:
+    def open(self, run: RunInfo) -> None:
         self._called("open")
 
     def write(self, records: Sequence[Record]) -> None:
@@ -328,37 +329,52 @@ class FailingSpy(Spy):
     pass
 
 
-@pytest.mark.parametrize("what", ["open", "write", "text", "close"])
-def test_an_error_names_its_writer_and_the_others_are_told_all_the_same(what: str) -> None:
+@pytest.mark.parametrize("what", ["write", "text", "close"])
+def test_a_writer_that_fails_is_named_once_and_left_out_and_the_others_go_on(what: str) -> None:
+    said: list[str] = []
     before, failing, after = Spy(), FailingSpy(fails_in=what), Spy()
-    group = WriterGroup([before, failing, after])
-    calls = {
-        "open": lambda: group.open(resume_step=None),
-        "write": lambda: group.write([loss(1)]),
-        "text": lambda: group.text("line"),
-        "close": group.close,
-    }
-    with pytest.raises(OSError, match=f"disk full in {what}") as caught:
-        calls[what]()
-    assert caught.value.__notes__ == [f"FailingSpy.{what}() raised this"]  # type: ignore[attr-defined]
-    expected = ["open", "close"] if what == "open" else [what]
-    assert before.calls == after.calls == expected
+    group = WriterGroup([before, failing, after], said.append)
+    group.open(RunInfo())
+    for _ in range(2):
+        group.write([loss(1)])
+        group.text("line")
+    group.close()
+    assert before.calls == after.calls == ["open", "write", "text", "write", "text", "close"]
+    assert failing.calls.count(what) == (2 if what == "close" else 1)  # closed, and let go of once it failed
+    assert failing.calls[-1] == "close"
+    assert len(said) == 1
+    assert said[0].startswith(
+        f"FailingSpy.{what}() failed: OSError: disk full in {what}. This writer gets nothing more"
+    )
 
 
-def test_the_first_of_several_errors_is_raised_and_mentions_the_others() -> None:
-    group = WriterGroup([Spy("close"), FailingSpy("close")])
-    with pytest.raises(OSError, match="disk full") as caught:
-        group.close()
-    assert len(caught.value.__notes__) == 2  # type: ignore[attr-defined]
+def test_a_writer_that_cannot_be_opened_is_an_error_and_the_others_are_closed() -> None:
+    before, after = Spy(), Spy()
+    group = WriterGroup([before, FailingSpy(fails_in="open"), after], pytest.fail)
+    with pytest.raises(OSError, match="disk full in open") as caught:
+        group.open(RunInfo())
+    assert caught.value.__notes__ == ["FailingSpy.open() raised this"]  # type: ignore[attr-defined]
+    assert before.calls == ["open", "close"]
+    assert after.calls == []
+
+
+def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
+    spy = Spy()
+    group = WriterGroup([spy], pytest.fail)
+    group.open(RunInfo())
+    group._process += 1  # what a child sees: it is not the process that opened them
+    group.write([loss(1)])
+    group.close()
+    assert spy.calls == ["open"]
 
 
 def test_close_is_idempotent_and_needs_no_open(tmp_path: Path) -> None:
     writers: list[Writer] = [StdoutWriter(), CsvWriter(tmp_path / "a.csv")]
     if importlib.util.find_spec("tensorboard"):
         writers.append(TensorBoardWriter(tmp_path / "b"))
-    group = WriterGroup(writers)
+    group = WriterGroup(writers, pytest.fail)
     group.close()
-    group.open(resume_step=None)
+    group.open(RunInfo(resume_step=None))
     group.write([])
     group.close()
     group.close()

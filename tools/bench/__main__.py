@@ -1,6 +1,7 @@
 """`python -m tools.bench`: measure, print a table for each workload, and keep the figures if asked to.
 
-`python -m tools.bench private` measures gradient modes of private training instead.
+`python -m tools.bench private` measures gradient modes of private training instead, and `python -m tools.bench audit`
+what the privacy audit sees of training that is broken on purpose.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from tools.bench.private import main as private
 
         return private(argv[1:])
+    if argv[:1] == ["audit"]:
+        from tools.broken_privacy import main as audit
+
+        return audit(argv[1:])
     options = _parser().parse_args(argv)
     torch.set_num_threads(1)
     contenders = [c for c in find_contenders() if not options.only or c.name in {"raw", "raw_clip", *options.only}]

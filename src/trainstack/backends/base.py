@@ -174,7 +174,7 @@ class TrainerBackend(ABC):
         mine = {layer.name: layer for layer in self.layers() if layer.get_layer_state() is not None}
         foreign, missing = sorted(set(state) - set(mine)), sorted(set(mine) - set(state))
         if foreign or missing:
-            what = f"has state for {foreign}, which this stack lacks" if foreign else f"has none for {missing}"
+            what = f"has state for {foreign}, which this stack lacks" if foreign else f"has no state for {missing}"
             raise CheckpointMismatchError(
                 f"the checkpoint does not fit backend {self.spec!r}: it {what}. Resume with the backend string it "
                 "was written under, or start a new run from its weights: resume_mode='weights'."

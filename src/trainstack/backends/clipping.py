@@ -1,9 +1,10 @@
-"""Limiting gradients without reading anything back from the device."""
+"""Limiting gradients without reading anything back from an accelerator."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,16 +16,17 @@ def clip_gradients(parameters: Iterable[nn.Parameter], clipping: Clipping) -> Te
 
     Returns:
         The joint L2 norm before clipping, a 0-dim tensor on the gradients' device that has not been read: inf or nan
-        where a gradient is. It is computed whatever the kind of clipping, so that no such gradient goes unseen.
-        None if nothing has a gradient.
+        where a gradient is. None if nothing has a gradient, or if nothing is clipped or measured.
     """
+    if clipping.kind == "none" and not clipping.measured:
+        return None
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return None
     uniform = _is_uniform(gradients)
     norm = _joint_norm(gradients, uniform)
     if clipping.kind == "norm":
-        _scale(gradients, torch.clamp(clipping.limit / (norm + 1e-6), max=1.0), uniform)
+        _limit_norm(gradients, norm, clipping.limit, uniform)
     elif clipping.kind == "value":
         torch._foreach_clamp_min_(gradients, -clipping.limit)
         torch._foreach_clamp_max_(gradients, clipping.limit)
@@ -34,7 +36,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], clipping: Clipping) -> Te
 def _is_uniform(gradients: list[Tensor]) -> bool:
     first = gradients[0]
     device, dtype = first.device, first.dtype
-    return all(g.device == device and g.dtype is dtype and g.layout is torch.strided for g in gradients)
+    return all(g.dtype is dtype and g.layout is torch.strided and g.device == device for g in gradients)
 
 
 def _joint_norm(gradients: list[Tensor], uniform: bool) -> Tensor:
@@ -46,9 +48,27 @@ def _joint_norm(gradients: list[Tensor], uniform: bool) -> Tensor:
     return torch.nn.utils.get_total_norm(dense)
 
 
-def _scale(gradients: list[Tensor], factor: Tensor, uniform: bool) -> None:
+def _limit_norm(gradients: list[Tensor], norm: Tensor, limit: float, uniform: bool) -> None:
+    """The same bits as `torch.nn.utils.clip_grads_with_norm_`."""
+    if uniform and norm.dtype is torch.float32 and norm.device.type == "cpu" and limit < MOST_ON_HOST:
+        factor = _factor_on_host(norm.item(), limit)
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        return
+    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
     if uniform:
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_(gradients, scale)
         return
     for gradient in gradients:
-        gradient.mul_(factor.to(gradient.device))
+        gradient.mul_(scale.to(gradient.device))
+
+
+def _factor_on_host(norm: float, limit: float) -> float:
+    """`torch.clamp(limit / (norm + 1e-6), max=1.0)` in float32, where four operations on tensors cost more."""
+    factor = _ONE / (np.float32(norm) + _TINY) * np.float32(limit)
+    return float(factor) if not factor >= 1.0 else 1.0
+
+
+_ONE, _TINY = np.float32(1.0), np.float32(1e-6)
+MOST_ON_HOST = 1e30
+"""Beyond this limit numpy would warn of an overflow."""

@@ -108,6 +108,7 @@ class GroupCommunicator(Communicator):
         self._group, self._groups = group, tuple(groups)
         self._for_gradients = groups[0] if groups else group
         self._lookout: Lookout | None = None
+        self._lookouts = 0
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         # A group may serve one run after another. A connection of its own waits for nobody who waits on the store.
         self._store = PrefixStore(f"trainstack/run/{self.share(uuid.uuid4().hex)}", store.clone())  # type: ignore[attr-defined]  # missing in the stubs
@@ -152,7 +153,8 @@ class GroupCommunicator(Communicator):
         if self.size == 1 or self._lookout is not None:
             yield
             return
-        self._lookout = lookout = Lookout(self._store, self.rank, self.size, where, self._cut)
+        self._lookouts += 1
+        self._lookout = lookout = Lookout(self._store, self.rank, self.size, self._lookouts, where, self._cut)
         lookout.start()
         try:
             yield

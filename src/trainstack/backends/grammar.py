@@ -24,6 +24,7 @@ def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
     records = _tokenize(spec)
     _refuse_repeats(spec, records)
     in_order = sorted(records, key=lambda record: record.slot)
+    _refuse_excluded(spec, in_order)
     if in_order[0].slot is not Slot.PROCESS:
         raise BackendSpecError(
             f"backend {spec!r}: a stack starts with a process layer. Write {_write('sp', in_order)!r}."
@@ -33,7 +34,6 @@ def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
         raise BackendSpecError(
             f"backend {spec!r}: {outer.token!r} goes outside {inner.token!r}. Write {_join(in_order)!r}."
         )
-    _refuse_excluded(spec, records)
     return tuple(records)
 
 
@@ -114,7 +114,7 @@ def _refuse_excluded(spec: str, records: list[LayerRecord]) -> None:
     clash = _excluded(records)
     if clash is not None:
         one, other, reason = clash
-        fixed = _join([r for r in records if r is not other])
+        fixed = _write("sp", [r for r in records if r is not other])
         raise BackendSpecError(
             f"backend {spec!r}: {one.token!r} does not work with {other.token!r}: {reason} Write {fixed!r}."
         )

@@ -51,13 +51,17 @@ class Lookout(threading.Thread):
         store: the group's, with keys of this run only.
         rank: of this process.
         size: how many there are.
+        number: counts the lookouts of a run: what was heard in an earlier one is not heard in this one.
         where: what to say beside the place in the code, such as the step.
         cut: makes every collective of this process fail, those under way included.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, where: Callable[[], str], cut: Callable[[], None]) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, number: int, where: Callable[[], str], cut: Callable[[], None]
+    ) -> None:
         super().__init__(name="trainstack-lookout", daemon=True)
         self._store, self._rank, self._size, self._where, self._cut = store, rank, size, where, cut
+        self._heard = f"heard/{number}"
         self._pause = max(PAUSE_S, size / 100)
         self._watched = threading.get_ident()
         self._fell: str | None = None
@@ -75,7 +79,7 @@ class Lookout(threading.Thread):
         self._over.set()
         self.join(self._pause + GRACE_S)
         with suppress(RuntimeError):
-            self._store.set(f"heard/{self._rank}", "")
+            self._store.set(f"{self._heard}/{self._rank}", "")
             self._store.set(f"place/{self._rank}", f"{self._where()}; its trainer is at work no more")
 
     def judge(self, error: BaseException) -> BaseException:
@@ -103,7 +107,7 @@ class Lookout(threading.Thread):
         """The store may live in this process, and this process may be about to end."""
         deadline, deaf = time.monotonic() + self._pause + ANSWER_S, set(range(1, self._size))
         while deaf and time.monotonic() < deadline:
-            deaf -= {rank for rank in deaf if self._store.check([f"heard/{rank}"])}
+            deaf -= {rank for rank in deaf if self._store.check([f"{self._heard}/{rank}"])}
             time.sleep(_POLL_S)
 
     def _look(self) -> bool:
@@ -115,7 +119,7 @@ class Lookout(threading.Thread):
         self._told = self._failure()
         if self._told is None:
             return False
-        self._store.set(f"heard/{self._rank}", "")
+        self._store.set(f"{self._heard}/{self._rank}", "")
         if not self._over.wait(GRACE_S):
             self._cut()
         return True

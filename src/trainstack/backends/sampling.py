@@ -48,12 +48,21 @@ class Sampling(ABC):
     """A law by which the records of each global step are drawn, in place of the library's permutation."""
 
     @abstractmethod
+    def begin(self) -> None:
+        """Steps are going to be made, on all processes. What is left of one that was broken off before counts no more,
+        nor do records that were drawn ahead."""
+
+    @abstractmethod
     def draw(self, step: int) -> Draw:
         """The records of global step `step`, counted from 1. Steps are asked for in order, some ahead of their turn."""
 
     @abstractmethod
-    def steps_left(self) -> int | None:
-        """How many steps may still be made; None if there is no limit."""
+    def check(self, batch: Any, records: int) -> None:
+        """Refuse a batch that is not made of `records` records."""
+
+    @abstractmethod
+    def steps_allowed(self, steps: int) -> int:
+        """How many of the next `steps` steps may be made. All processes ask together, and get the same answer."""
 
     @abstractmethod
     def why_over(self) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from trainstack.backends.base import TrainerBackend
 from trainstack.backends.clipping import clip_gradients
 from trainstack.backends.registry import Slot, register_layer
+from trainstack.backends.stepping import step_optimizer
 from trainstack.backends.workload import Workload
 from trainstack.backends.world import World, pick_device
 from trainstack.errors import ConfigurationError
@@ -84,7 +85,7 @@ class SingleProcess(TrainerBackend):
 
     def step(self, work: Workload) -> bool:
         for optimizer in work.optimizers:
-            optimizer.step()
+            step_optimizer(optimizer)
         return True
 
     def gather(self, outputs: Any) -> Any:

@@ -38,10 +38,14 @@ def _line(stack: Iterable[tuple[FrameType, int]]) -> str:
     if not frames:
         return ""
     code, number = frames[-1]
-    called = (one.co_name for one, _ in frames[first:] if one.co_name not in _WRAPPERS)
+    called = (_bare(one.co_name) for one, _ in frames[first:] if one.co_name not in _WRAPPERS)
     way = " > ".join(name for name, _ in groupby(called))
     source = linecache.getline(code.co_filename, number).partition("  # ")[0].strip()
     return f"{way}, at {code.co_filename}:{number}" + (f": {source}" if source else "")
+
+
+def _bare(name: str) -> str:
+    return name if name.startswith("__") else name.removeprefix("_")
 
 
 def _tells(file: str) -> bool:

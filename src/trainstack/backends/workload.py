@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -21,10 +23,12 @@ class Clipping:
         kind: `"norm"` scales all gradients together so that their joint L2 norm is at most `limit`;
             `"value"` clamps each element to `[-limit, limit]`; `"none"` leaves them alone.
         limit: the bound, in the unit of the gradient of the mean loss (loss scaling is undone first).
+        measured: whether `clip` computes the joint norm where it does not need it itself.
     """
 
     kind: Literal["norm", "value", "none"] = "none"
     limit: float = 0.0
+    measured: bool = True
 
     def __post_init__(self) -> None:
         if self.kind != "none" and not self.limit > 0:
@@ -48,6 +52,7 @@ class Workload:
             be it inf or nan, is a reason to stop or to leave out a step.
         loss_may_be_seen: whether the training loss may be logged.
         data: the training data, where the library knows it.
+        folder: where the run keeps its files, if it has a place for them.
     """
 
     module: nn.Module
@@ -61,6 +66,7 @@ class Workload:
     gradients_bounded_by: str | None = None
     loss_may_be_seen: bool = True
     data: TrainingSet | None = None
+    folder: Path | None = None
 
     @classmethod
     def of(
@@ -70,6 +76,7 @@ class Workload:
         world: World,
         clipping: Clipping | None = None,
         data: TrainingSet | None = None,
+        folder: str | PathLike[str] | None = None,
     ) -> Workload:
         """A workload as `prepare` first gets it: nothing wrapped, nothing placed."""
         optimizers = tuple(optimizers)
@@ -82,7 +89,12 @@ class Workload:
             world=world,
             clipping=clipping or Clipping(),
             data=data,
+            folder=None if folder is None else Path(folder),
         )
+
+    def unmeasured(self) -> Workload:
+        """The same, with no norm of the gradients computed that clipping does not need."""
+        return replace(self, clipping=replace(self.clipping, measured=False))
 
     def refreshed(self) -> Workload:
         """The same, with parameters that the module or an optimizer has been given since."""

@@ -63,7 +63,7 @@ class AbstractCheckpointer(ABC):
         """Training begins: from what `load` returned if `resumed`, else afresh."""
 
     def watch(self, wake: Callable[[], None]) -> None:  # noqa: B027 - nothing to report by default
-        """`wake` is to be called, from any thread, as soon as `poll` has something to raise."""
+        """`wake` is to be called, from any thread, when a save has ended in the background, well or not."""
 
     def poll(self) -> None:  # noqa: B027
         """Raise what has failed in the background since it was last raised, without waiting.
@@ -98,6 +98,14 @@ class AbstractCheckpointer(ABC):
         """Export the model alone, for use rather than for resuming. Does nothing by default.
 
         `plan`, `global_step` and `metadata` are those of a `Checkpoint`, for people to read.
+        """
+        return None
+
+    @property
+    def last_save_s(self) -> float | None:
+        """How long the last save in the background took, from the call of `save` until it was safe.
+
+        None before the first one, and where `save` returns only when all is safe.
         """
         return None
 

@@ -14,7 +14,7 @@ class BackgroundWriter:
     The thread ends with its job, so none is left idle. It is not a daemon: an interpreter that exits waits for it.
 
     Attributes:
-        wake: called from the thread when a job has failed, so that somebody comes to `poll`.
+        wake: called from the thread when a job has ended and was not abandoned, so that somebody comes to `poll`.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,8 @@ class BackgroundWriter:
             except BaseException as error:
                 if not abandoned.is_set():
                     self._failure = what, error
-                    self.wake()
+            if not abandoned.is_set():
+                self.wake()
 
         self._thread = threading.Thread(target=run, name=f"trainstack: {what}")
         self._thread.start()

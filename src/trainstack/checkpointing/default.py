@@ -40,6 +40,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._background, self._buffers = BackgroundWriter(), HostBuffers()
         self._loaded_from: Path | None = None
         self._missed = False
+        self._last_save_s: float | None = None
 
     @property
     def every_n_steps(self) -> int | float | None:
@@ -71,6 +72,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         They stay where they are and can be named, but are not "the newest" of this run, and it never deletes them: it
         may be interrupted before its first checkpoint, and must not go on from another run's.
         """
+        self._background.wait()  # one that was abandoned may still be deleting older ones
         elsewhere = self._loaded_from is not None and self._loaded_from.resolve() != self.save_dir.resolve()
         begins = self.args.checkpoint and (elsewhere or not resumed)
         earlier = of_prefix(self.save_dir, self.args.file_prefix) if begins else []
@@ -99,6 +101,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """
         if not self.is_due(index, force):
             return None
+        began = time.monotonic()
         self._wait_for_last()
         self.prepare()
         step = checkpoint_state.global_step
@@ -109,7 +112,12 @@ class DefaultCheckpointer(AbstractCheckpointer):
             self._miss_monitor(checkpoint_state)
         if self.args.async_save:
             copy = payload.copied_into(self._buffers)
-            self._background.start(f"saving {name}", lambda abandoned: self._commit(copy, name, abandoned))
+
+            def write(abandoned: threading.Event) -> None:
+                self._commit(copy, name, abandoned)
+                self._last_save_s = time.monotonic() - began
+
+            self._background.start(f"saving {name}", write)
         else:
             self._commit(payload, name)
         return str(self.save_dir / name)
@@ -133,8 +141,13 @@ class DefaultCheckpointer(AbstractCheckpointer):
             self._log(logging.INFO, f"waited {time.perf_counter() - began:.2f} s for the save before")
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Call `wake` from the writing thread when a save in the background has failed."""
+        """Call `wake` from the writing thread when a save in the background has ended."""
         self._background.wake = wake
+
+    @property
+    def last_save_s(self) -> float | None:
+        """How long the last save with `async_save` took until it was on the disk; None before it was."""
+        return self._last_save_s
 
     def poll(self) -> None:
         """Raise what a save in the background has failed with."""

@@ -97,9 +97,11 @@ def read_manifest(path: Path) -> Manifest:
     try:
         data = file.read_bytes()
     except FileNotFoundError as error:
-        raise CheckpointDamagedError(f"{file} is missing: the checkpoint was not finished.") from error
+        raise CheckpointDamagedError(
+            f"{file} is missing: the checkpoint was not finished. Load another checkpoint."
+        ) from error
     except OSError as error:
-        raise CheckpointDamagedError(f"{file} cannot be read: {error}.") from error
+        raise CheckpointDamagedError(f"{file} cannot be read: {error}. Load another checkpoint.") from error
     return manifest.parse(data, file)
 
 

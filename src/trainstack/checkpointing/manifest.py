@@ -94,9 +94,13 @@ def parse(data: bytes, path: Path) -> Manifest:
         body = json.loads(data)
         intact = body.pop(_SELF_HASH, None) is not None and _render(body) == data
     except (ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointDamagedError(f"{path} is damaged: it is no JSON object ({error}).") from error
+        raise CheckpointDamagedError(
+            f"{path} is damaged: it is no JSON object ({error}). Load another checkpoint."
+        ) from error
     if not intact:
-        raise CheckpointDamagedError(f"{path} is damaged: it is not as it was written (its own hash differs).")
+        raise CheckpointDamagedError(
+            f"{path} is damaged: it is not as it was written: its own hash differs. Load another checkpoint."
+        )
     _check_version(body, path)
     try:
         records = {_file_name(name): FileRecord(**record) for name, record in body["files"].items()}

@@ -10,24 +10,34 @@ from importlib import import_module
 from typing import NoReturn
 
 from trainstack import __version__
+from trainstack.cli import train
 from trainstack.errors import TrainstackError
 
-COMMANDS = ("checkpoints", "privacy")
-"""Modules of this package. Each has `add(subparsers)`, which sets the default `run`: arguments to exit code."""
+COMMANDS = ("train", "explain", "plan", "doctor", "checkpoints", "privacy")
+"""Modules of this package. Each has `add(subparsers)`, which sets the default `run`: arguments to exit code.
+
+`train`, whose options depend on its first word, has `run` for the words behind its name.
+"""
 
 TROUBLE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; by default that of the process. Returns the exit code."""
-    parser = _Parser(prog="trainstack", description="Looks after what trainstack's trainings leave behind.")
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _Parser(
+        prog="trainstack", description="Trains PyTorch models, and looks after what trainings leave behind."
+    )
     parser.add_argument("--version", action="version", version=f"trainstack {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         import_module(f"trainstack.cli.{command}").add(subparsers)
-    args = parser.parse_args(argv)
     try:
-        code: int = args.run(args)
+        if words[:1] == ["train"]:
+            code: int = train.run(words[1:])
+        else:
+            args = parser.parse_args(words)
+            code = args.run(args)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # `trainstack ... | head`

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from trainstack.checkpointing.decoding import StateDecoder
+from trainstack.checkpointing.difference import children, describe
 from trainstack.checkpointing.manifest import Manifest
 from trainstack.checkpointing.reading import read_states
 from trainstack.cli.printing import print_json, print_line, readable_size
 
 _LONG_LIST = 8
-_LONG_TEXT = 60
 
 
 def show(args: argparse.Namespace) -> int:
@@ -80,15 +80,6 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def children(value: Any) -> list[tuple[Any, Any]] | None:
-    """Keys and values of a container; None for anything else."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        return list(enumerate(value))
-    return None
-
-
 def lines(value: Any, depth: int) -> Iterator[str]:
     """One line for each leaf of a state; lists of numbers and long lists are summed up."""
     for key, item in children(value) or ():
@@ -109,18 +100,6 @@ def _is_plain_list(value: Any) -> bool:
     if isinstance(value, Mapping):
         return False
     return len(inner) > _LONG_LIST and not any(children(item) or isinstance(item, torch.Tensor) for _, item in inner)
-
-
-def describe(value: Any) -> str:
-    """A leaf in a few words: tensors by dtype and shape, values as they are."""
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, np.ndarray):
-        return f"numpy {value.dtype} {list(value.shape)}"
-    if children(value):
-        return f"{type(value).__name__} of {len(value)}"
-    text = repr(value)
-    return text if len(text) <= _LONG_TEXT else f"{text[:_LONG_TEXT]}..."
 
 
 def _as_json(value: Any) -> Any:

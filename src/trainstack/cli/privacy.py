@@ -1,4 +1,4 @@
-"""`trainstack privacy`: what training privately would spend, computed without training."""
+"""`trainstack privacy`: what training privately would spend, computed without training; and an audit."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from trainstack.backends.dp import (
 from trainstack.backends.dp.accounting import ACCOUNTANTS
 from trainstack.backends.dp.plan import check_delta_for, sampling_rate
 from trainstack.backends.dp.statement_text import rounded_up
+from trainstack.cli import privacy_audit
 from trainstack.errors import ConfigurationError
 
 ASSUMES = (
@@ -28,8 +29,8 @@ _MOST_STEPS = 2**30
 
 
 def add(subparsers: Any) -> None:
-    """Add the command and its three questions."""
-    parser = subparsers.add_parser("privacy", help="epsilon, noise or steps of private training, without training")
+    """Add the command and its questions."""
+    parser = subparsers.add_parser("privacy", help="epsilon, noise or steps of private training; an audit of it")
     questions = parser.add_subparsers(title="questions", metavar="QUESTION", required=True)
 
     epsilon = questions.add_parser("epsilon", help="what so many steps with this noise spend")
@@ -49,6 +50,7 @@ def add(subparsers: Any) -> None:
 
     for question in (epsilon, noise, steps):
         _add_mechanism(question)
+    privacy_audit.add(questions)
 
 
 def _add_noise(parser: argparse.ArgumentParser) -> None:

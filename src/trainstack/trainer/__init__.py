@@ -14,25 +14,43 @@ from trainstack.trainer.schedulers import SchedulerConfig, build_scheduler
 from trainstack.trainer.seeding import seed_everything
 from trainstack.trainer.supervised import SupervisedModule, apply_mapping, build_optimizer, call_with_matching_args
 from trainstack.trainer.trainer import Trainer
-from trainstack.trainer.writers import CsvWriter, StdoutWriter, TensorBoardWriter, Writer
+from trainstack.trainer.user_state import UserState
+from trainstack.trainer.writers import (
+    CsvWriter,
+    JsonLinesWriter,
+    MlflowWriter,
+    RunInfo,
+    StdoutWriter,
+    TensorBoardWriter,
+    TrackioWriter,
+    WandbWriter,
+    Writer,
+    read_history,
+)
 
 __all__ = [
     "AbstractTrainer",
     "CallbackInterface",
     "CsvWriter",
+    "JsonLinesWriter",
+    "MlflowWriter",
     "ModuleInterface",
     "OutputCollector",
     "Record",
     "RunHistory",
+    "RunInfo",
     "SchedulerConfig",
     "Stage",
     "StatsArguments",
     "StdoutWriter",
     "SupervisedModule",
     "TensorBoardWriter",
+    "TrackioWriter",
     "Trainer",
     "TrainerArguments",
     "TrainingPlan",
+    "UserState",
+    "WandbWriter",
     "Writer",
     "WriterArguments",
     "apply_mapping",
@@ -40,6 +58,7 @@ __all__ = [
     "build_scheduler",
     "call_with_matching_args",
     "placeholders",
+    "read_history",
     "schedulers",
     "seed_everything",
 ]

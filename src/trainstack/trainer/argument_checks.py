@@ -18,7 +18,7 @@ from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
 if TYPE_CHECKING:
     from trainstack.trainer.arguments import TrainerArguments
 
-_AT_LEAST_ONE = ("train_batch_size", "gpu_batch_size_limit", "val_batch_size", "log_every")
+_AT_LEAST_ONE = ("train_batch_size", "gpu_batch_size_limit", "val_batch_size")
 _AT_LEAST_ONE_OR_NONE = ("per_device_train_batch_size", "max_train_steps_per_epoch", "max_val_steps_per_epoch")
 _FLAGS = (
     "clip_grads",
@@ -87,6 +87,8 @@ def _check_numbers(args: TrainerArguments) -> None:
     _whole_number("seed", args.seed, 0)
     for name in _AT_LEAST_ONE:
         _whole_number(name, getattr(args, name), 1)
+    if not isinstance(args.log_every, float) or not 0 < args.log_every < 1:
+        _whole_number("log_every", args.log_every, 1, or_else=", or a fraction of all steps such as 0.01")
     for name in _AT_LEAST_ONE_OR_NONE:
         if getattr(args, name) is not None:
             _whole_number(name, getattr(args, name), 1)
@@ -111,9 +113,9 @@ def _or_none(name: str) -> str:
     return f", or {otherwise.get(name, 'None')}"
 
 
-def _whole_number(name: str, value: Any, least: int) -> None:
+def _whole_number(name: str, value: Any, least: int, or_else: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name}={value!r}: write a whole number, {least} or more.")
+        raise ConfigurationError(f"{name}={value!r}: write a whole number, {least} or more{or_else}.")
 
 
 def _check_choices(args: TrainerArguments) -> None:
@@ -195,7 +197,7 @@ def _check_backend(args: TrainerArguments) -> None:
     if args.differential_privacy_args is not None and "dp" not in tokens:
         raise ConfigurationError(
             f"differential_privacy_args with backend={args.backend!r}, which has no privacy layer: the run would not "
-            "be private. Leave them out, or choose a backend with 'dp'."
+            "be private. Write backend='sp-dp', or leave them out."
         )
     if "dp" in tokens and args.differential_privacy_args is None and "args" not in args.backend_options.get("dp", {}):
         raise ConfigurationError(

@@ -54,8 +54,9 @@ class TrainerArguments:
         reset_optimizers_schedulers: on resume, take the weights but make optimizers and schedulers anew.
         checkpointer_args: of the default checkpointer.
         output_dir: where checkpoints and logs go.
-        log_every: global steps between two log points.
-        writers: `"stdout"`, `"csv"`, `"tensorboard"`, or `Writer` objects.
+        log_every: global steps between two log points; a float below 1 is a fraction of all steps of the run.
+        writers: `"stdout"`, `"csv"`, `"jsonl"`, `"tensorboard"`, `"wandb"`, `"mlflow"`, `"trackio"`, or `Writer`
+            objects.
         progress: `"auto"`, `"rich"`, `"plain"` or `"none"`.
         disable_tqdm: True is the same as `progress="none"`.
         collect_train_outputs: keep what `train_step` returns for `on_end_train_epoch`; `"auto"` keeps it if that
@@ -98,7 +99,7 @@ class TrainerArguments:
     reset_optimizers_schedulers: bool = False
     checkpointer_args: DefaultCheckpointerArguments = field(default_factory=DefaultCheckpointerArguments)
     output_dir: str | PathLike[str] = "runs"
-    log_every: int = 50
+    log_every: int | float = 50
     writers: Sequence[Any] = ("stdout", "csv")
     progress: Literal["auto", "rich", "plain", "none"] | None = "auto"
     disable_tqdm: bool = False
@@ -125,8 +126,8 @@ class TrainerArguments:
         return self.train_batch_size if each is None else each * world_size
 
     @property
-    def log_interval(self) -> int:
-        """Global steps between two log points."""
+    def log_interval(self) -> int | float:
+        """Global steps between two log points, or a fraction of all steps."""
         return self.stats_args.log_steps if self.stats_args else self.log_every
 
     @property
@@ -147,9 +148,7 @@ class TrainerArguments:
         if self.distributed_training_args is not None:
             options.setdefault("ddp", {}).setdefault("place", self.distributed_training_args)
         if self.differential_privacy_args is not None:
-            private = options.setdefault("dp", {})
-            private.setdefault("args", self.differential_privacy_args)
-            private.setdefault("ledger", Path(self.output_dir) / "privacy-ledger.jsonl")
+            options.setdefault("dp", {}).setdefault("args", self.differential_privacy_args)
         if self.amp_level_apex != "O1":
             options.setdefault("amp_apex", {})["opt_level"] = self.amp_level_apex
         return options

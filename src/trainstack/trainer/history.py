@@ -6,51 +6,24 @@ import difflib
 import math
 import operator
 import unicodedata
-from array import array
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 
 from trainstack.errors import CheckpointDamagedError, ConfigurationError, ModuleContractError
+from trainstack.trainer.columns import Column, Record, pack, unpack
+
+__all__ = ["Record", "RunHistory"]
 
 # Controls, surrogates and line separators: what would break a line of a log or cannot be encoded at all.
 _FORBIDDEN_IN_NAMES = frozenset({"Cc", "Cs", "Zl", "Zp"})
 
 
-class Record(NamedTuple):
-    """One value of one metric. `step` counts optimizer updates, `epoch` is the epoch it was measured in."""
-
-    name: str
-    value: float
-    step: int
-    epoch: int
-
-
-class _Column:
-    """The records of one metric as three packed arrays: 24 bytes a record."""
-
-    __slots__ = ("epochs", "flushed", "name", "steps", "values")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.values = array("d")
-        self.steps = array("q")
-        self.epochs = array("q")
-        self.flushed = 0
-
-    def append(self, value: float, step: int, epoch: int) -> None:
-        self.values.append(value)
-        self.steps.append(step)
-        self.epochs.append(epoch)
-
-    def record(self, index: int) -> Record:
-        return Record(self.name, self.values[index], self.steps[index], self.epochs[index])
-
-
 # A record whose value may still be on a device: column, value, version of the tensor when given, step, epoch.
-_Pending = tuple[_Column, "float | torch.Tensor", int, int, int]
+_Pending = tuple[Column, "float | torch.Tensor", int, int, int]
 
 
 class RunHistory:
@@ -60,18 +33,25 @@ class RunHistory:
     `flush`), all pending tensors in one transfer per device and dtype. Until then it is kept alive, so
     `flush` at log points. The trainer sets `current_step` and `current_epoch`; a record takes them unless
     it is given its own.
+
+    Nothing is ever thrown away: a record takes 24 bytes of memory and of each checkpoint.
+
+    Attributes:
+        metric_name_prefix: put before the name of each metric recorded from now on, such as `"fold-2/"`. Those who
+            ask may leave it out. It is not part of the state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, metric_name_prefix: str = "") -> None:
+        self.metric_name_prefix = metric_name_prefix
         self.reset()
 
     def reset(self) -> None:
         """Forget every record, read or not, and count steps and epochs from 0 again."""
         self.current_step = 0
         self.current_epoch = 0
-        self._columns: dict[str, _Column] = {}
+        self._columns: dict[str, Column] = {}
         self._pending: list[_Pending] = []
-        self._arrived: list[_Column] = []
+        self._arrived: list[Column] = []
 
     def update_metric(
         self, name: str, value: float | torch.Tensor, *, step: int | None = None, epoch: int | None = None
@@ -84,6 +64,8 @@ class RunHistory:
         Raises:
             ConfigurationError: the name, the value, the step or the epoch cannot be recorded.
         """
+        if self.metric_name_prefix and isinstance(name, str):
+            name = self.metric_name_prefix + name
         step = self.current_step if step is None else _whole(step, "step", name)
         epoch = self.current_epoch if epoch is None else _whole(epoch, "epoch", name)
         version = -1
@@ -93,7 +75,7 @@ class RunHistory:
             value = _number(value, name)
         column = self._columns.get(name)
         if column is None:
-            column = self._columns[_checked_name(name)] = _Column(name)
+            column = self._columns[_checked_name(name)] = Column(name)
         self._arrived.append(column)
         if version < 0 and not self._pending:
             column.append(value, step, epoch)  # type: ignore[arg-type]
@@ -141,17 +123,37 @@ class RunHistory:
         column = self._column(name)
         return [column.record(index) for index in range(len(column.values))]
 
+    def arrays(self, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Steps (int64) and values (float64) of `name`, ready for `plt.plot(*history.arrays(name))`; copies.
+
+        Raises:
+            ConfigurationError: nothing was recorded under that name.
+        """
+        column = self._column(name)
+        return np.array(column.steps), np.array(column.values)
+
+    def to_dict(self) -> dict[str, dict[str, list[Any]]]:
+        """All records by name, as plain lists `value`, `step` and `epoch`."""
+        self._settle()
+        return {
+            name: {"value": c.values.tolist(), "step": c.steps.tolist(), "epoch": c.epochs.tolist()}
+            for name, c in self._columns.items()
+        }
+
+    def flushed_at(self, step: int) -> dict[str, int]:
+        """How many records of each metric belong to `step` and were flushed."""
+        self._settle()
+        counts = {name: column.flushed_at(step) for name, column in self._columns.items()}
+        return {name: count for name, count in counts.items() if count}
+
     def get_state(self) -> dict[str, Any]:
-        """Everything recorded, in strict JSON: a value that is inf or nan is written as a string.
+        """Everything recorded: three tensors of all records, and where each metric's lie in them.
 
         What has not been flushed counts as flushed once restored, so flush and write before taking a state.
         """
         self._settle()
-        metrics = {
-            name: {"values": _to_json(c.values), "steps": c.steps.tolist(), "epochs": c.epochs.tolist()}
-            for name, c in self._columns.items()
-        }
-        return {"current_step": self.current_step, "current_epoch": self.current_epoch, "metrics": metrics}
+        counters = {"current_step": self.current_step, "current_epoch": self.current_epoch}
+        return counters | pack(column for column in self._columns.values() if column.values)
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Replace everything by what `get_state` returned; restored records are not flushed again.
@@ -161,7 +163,7 @@ class RunHistory:
         """
         try:
             step, epoch = int(state["current_step"]), int(state["current_epoch"])
-            columns = {name: _restored(name, metric) for name, metric in state["metrics"].items()}
+            columns = unpack(state)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointDamagedError(
                 f"the state of the run history is damaged ({type(error).__name__}: {error}). "
@@ -170,9 +172,9 @@ class RunHistory:
         self.reset()
         self.current_step, self.current_epoch, self._columns = step, epoch, columns
 
-    def _column(self, name: str) -> _Column:
+    def _column(self, name: str) -> Column:
         self._settle()
-        column = self._columns.get(name)
+        column = self._columns.get(f"{self.metric_name_prefix}{name}") or self._columns.get(name)
         if column is None:
             close = difflib.get_close_matches(str(name), self._columns, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -259,15 +261,3 @@ def _checked_name(name: object) -> str:
     if any(unicodedata.category(character) in _FORBIDDEN_IN_NAMES for character in name):
         raise ConfigurationError(f"metric name {name!r} holds a control character; leave it out.")
     return name
-
-
-def _to_json(values: array[float]) -> list[float | str]:
-    return [value if math.isfinite(value) else repr(value) for value in values]
-
-
-def _restored(name: str, metric: Mapping[str, list[Any]]) -> _Column:
-    column = _Column(_checked_name(name))
-    for value, step, epoch in zip(metric["values"], metric["steps"], metric["epochs"], strict=True):
-        column.append(float(value), step, epoch)
-    column.flushed = len(column.values)
-    return column

@@ -44,6 +44,15 @@ def wants_outputs(hook: Hook | None) -> bool:
     return any(p.kind is p.VAR_POSITIONAL for p in parameters) or len(positional) > 1
 
 
+def needs_outputs(hook: Hook) -> bool:
+    """Whether `hook` cannot be called with the global step alone."""
+    try:
+        inspect.signature(hook).bind(0)
+    except (TypeError, ValueError):
+        return True
+    return False
+
+
 class Hooks:
     """The hooks of one subscriber; None where it has none.
 

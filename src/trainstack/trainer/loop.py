@@ -17,7 +17,7 @@ from trainstack.backends import EMPTY, TrainerBackend, Workload
 from trainstack.errors import ModuleContractError
 from trainstack.stage import Stage
 from trainstack.trainer.collector import OutputCollector
-from trainstack.trainer.hooks import Hooks
+from trainstack.trainer.hooks import Hooks, needs_outputs
 from trainstack.trainer.meter import LossMeter
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.schedulers.schedules import Schedules
@@ -38,6 +38,7 @@ class TrainLoop:
         skip_nonfinite: leave out steps whose loss or gradient is inf or nan (reads the device in every step). A layer
             that bounds each record's gradient leaves nothing to skip.
         keep_epoch_outputs: collect what `train_step` returns over a whole epoch.
+        measure_every: global steps between those whose gradients' norm is computed even where nothing is clipped.
 
     Attributes:
         meter: gets the losses.
@@ -56,6 +57,7 @@ class TrainLoop:
         state: RunState | None = None,
         skip_nonfinite: bool = False,
         keep_epoch_outputs: bool = False,
+        measure_every: int = 1,
     ) -> None:
         self.stack, self.work, self.hooks = stack, work, hooks
         self.schedules = schedules or Schedules()
@@ -63,11 +65,17 @@ class TrainLoop:
         self.state = state or RunState()
         bounded = work.gradients_bounded_by is not None
         self.skip_nonfinite = skip_nonfinite and not bounded
+        unmeasured = work.clipping.kind == "none" and measure_every > 1 and not skip_nonfinite and not bounded
         self.meter = LossMeter(
-            tolerant=skip_nonfinite, bounded=bounded, secret=not work.loss_may_be_seen, comm=work.world.comm
+            tolerant=skip_nonfinite,
+            bounded=bounded,
+            secret=not work.loss_may_be_seen,
+            comm=work.world.comm,
+            weights=(lambda: _weights(work.module)) if unmeasured else None,
         )
         self.step_outputs = OutputCollector(device=None) if hooks.step_outputs else None
         self.epoch_outputs = OutputCollector() if keep_epoch_outputs else None
+        self.measure_every = measure_every
         self.attend: Callable[[], None] = lambda: None
         self.attend_at = NEVER
 
@@ -84,13 +92,14 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
         loop.step_outputs.reset()
     buffers = Buffers(work.module) if loop.skip_nonfinite else None
     clip, step, parameters, meter = stack.clip, stack.step, work.parameters, loop.meter
+    unmeasured, measure_every = work.unmeasured(), 1 if loop.skip_nonfinite else loop.measure_every
     run_micro_batches, after_step = _bind_micro_batches(loop), _bind_end_train_step(loop)
     _drop_gradients(parameters)
     for window in windows:
         if buffers is not None:
             buffers.keep()
         losses = run_micro_batches(window)
-        norm = clip(work)
+        norm = clip(unmeasured if (state.global_step + 1) % measure_every else work)
         left_out = loop.skip_nonfinite and norm is not None and not bool(torch.isfinite(norm))
         if left_out:
             _drop_gradients(parameters)
@@ -142,16 +151,21 @@ def _bind_end_train_step(loop: TrainLoop) -> Callable[[], None] | None:
     hook, collector, state = loop.hooks.end_train_step, loop.step_outputs, loop.state
     if hook is None:
         return None
+    insists = needs_outputs(hook)
 
     def end_train_step() -> None:
         if collector is None:
             hook(state.global_step)
-        else:
+        elif not (collector.is_empty and insists):  # a step may be without samples, on one process or on all
             outputs = collector.as_arguments
             collector.reset()
             hook(state.global_step, *outputs)
 
     return end_train_step
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: weight for name, weight in module.named_parameters() if weight.requires_grad and weight.numel()}
 
 
 class Buffers:
@@ -202,6 +216,8 @@ def loss_of(outputs: Any) -> Tensor:
     Raises:
         ModuleContractError: there is none, or it is no 0-dim tensor with a graph.
     """
+    if type(outputs) is Tensor and outputs.requires_grad and outputs.dim() == 0:  # the usual case, cheaply
+        return outputs
     if isinstance(outputs, Tensor):
         loss: Any = outputs
     elif isinstance(outputs, dict):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -51,13 +52,21 @@ class LossMeter:
         bounded: a non-finite loss is no error at all, for it had no influence; it counts as 0.
         secret: losses are not to be told.
         comm: how the processes of the run talk.
+        weights: what is trained, by name, to be looked at where not every step's gradients are measured.
     """
 
     def __init__(
-        self, *, tolerant: bool = False, bounded: bool = False, secret: bool = False, comm: Communicator | None = None
+        self,
+        *,
+        tolerant: bool = False,
+        bounded: bool = False,
+        secret: bool = False,
+        comm: Communicator | None = None,
+        weights: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
         self._tolerant, self._bounded, self._secret = tolerant, bounded, secret
         self._comm = comm or Communicator()
+        self._weights = weights
         self.entries: list[StepEntry] = []
         self.interval = WeightedMean()
         self.epoch = WeightedMean()
@@ -93,12 +102,31 @@ class LossMeter:
         self.epoch.settle([epoch for _, _, epoch in told])
 
     def _read(self) -> None:
-        losses = iter(read_scalars([loss for entry in self.entries for loss in entry.losses]))
-        norms = iter(read_scalars([entry.norm for entry in self.entries if entry.norm is not None]))
+        largest, last = self._largest_weights(), self.entries[-1] if self.entries else None
+        losses = read_scalars([loss for entry in self.entries for loss in entry.losses])
+        norms = read_scalars([entry.norm for entry in self.entries if entry.norm is not None])
         entries, self.entries = self.entries, []
+        if all(map(math.isfinite, [*losses, *norms])) and all(entry.moved for entry in entries):
+            self._count_all(entries, losses, norms)
+        else:
+            self._count_each(entries, losses, norms)
+        for name, value in largest.items():
+            if last is not None and not math.isfinite(value):
+                raise NonFiniteError(
+                    f"the weight {name!r} is inf or nan after {_place(last)}: in that step or in one before it, its "
+                    f"gradient was. {_ADVICE}"
+                )
+
+    def _largest_weights(self) -> dict[str, float]:
+        weights = {} if self._weights is None else self._weights()
+        norms = torch._foreach_norm([weight.detach() for weight in weights.values()], math.inf) if weights else ()
+        return dict(zip(weights, read_scalars([n.double().to(norms[0].device) for n in norms]), strict=True))
+
+    def _count_each(self, entries: Sequence[StepEntry], losses: Sequence[float], norms: Sequence[float]) -> None:
+        left, norms_left = iter(losses), iter(norms)
         for entry in entries:
-            values = [next(losses) for _ in entry.losses]
-            norm = next(norms) if entry.norm is not None else None
+            values = list(islice(left, len(entry.losses)))
+            norm = next(norms_left) if entry.norm is not None else None
             self._count(entry, values, norm)
 
     def get_state(self) -> dict[str, Any]:
@@ -137,9 +165,23 @@ class LossMeter:
             raise NonFiniteError(f"the norm of the gradients is {norm} at {_place(entry)}. {_ADVICE}")
         if self._secret:
             return
-        loss = sum(value * weight for value, weight in zip(values, entry.weights, strict=True) if weight)
-        self.interval.add(loss, entry.items)
-        self.epoch.add(loss, entry.items)
+        part = _mean(entry, values) * entry.items
+        self.interval.add_all([part], entry.items)
+        self.epoch.add_all([part], entry.items)
+
+    def _count_all(self, entries: Sequence[StepEntry], losses: Sequence[float], norms: Sequence[float]) -> None:
+        """What `_count` does, for many steps with which nothing is wrong."""
+        if not entries:
+            return
+        self.skipped_in_a_row = 0
+        self.last_norm = norms[-1] if entries[-1].norm is not None else None
+        if self._secret:
+            return
+        left = iter(losses)
+        parts = [_mean(entry, islice(left, len(entry.losses))) * entry.items for entry in entries]
+        items = sum(entry.items for entry in entries)
+        self.interval.add_all(parts, items)
+        self.epoch.add_all(parts, items)
 
     def _refuse_nonfinite_loss(self, entry: StepEntry, values: list[float]) -> None:
         for position, (value, weight) in enumerate(zip(values, entry.weights, strict=True)):
@@ -157,6 +199,11 @@ def _place(entry: StepEntry) -> str:
     return f"global step {entry.step} (epoch {entry.epoch}, step {entry.step_in_epoch} of the epoch)"
 
 
+def _mean(entry: StepEntry, values: Iterable[float]) -> float:
+    """The step's loss."""
+    return sum(value * weight for value, weight in zip(values, entry.weights, strict=True) if weight)
+
+
 class ExactSum:
     """A sum of floats without rounding, so that neither the order of adding nor the number of processes matters.
 
@@ -168,29 +215,26 @@ class ExactSum:
     def __init__(self, parts: Sequence[float] = ()) -> None:
         self.parts = list(parts)
 
-    def add(self, value: float) -> None:
-        """Add one value."""
-        kept = []
-        for part in self.parts:
-            if abs(value) < abs(part):
-                value, part = part, value
-            high = value + part
-            low = part - (high - value)
-            if low:
-                kept.append(low)
-            value = high
-        self.parts = [*kept, value]
+    def add_all(self, values: Sequence[float]) -> None:
+        """Add many values."""
+        self.parts = _parts_of([*self.parts, *values])
 
     def canonical(self) -> list[float]:
         """Parts that depend on the sum alone, not on how it came about: each is what is left of it, rounded."""
-        parts: list[float] = []
-        while rest := math.fsum([*self.parts, *(-part for part in parts)]):
-            parts.append(rest)
-        return parts
+        return _parts_of(self.parts)
 
     def value(self) -> float:
         """The sum, rounded once."""
         return math.fsum(self.parts)
+
+
+def _parts_of(values: Sequence[float]) -> list[float]:
+    """What `values` add up to: the sum rounded to a float, the rounded rest, and so on until nothing is left."""
+    left, parts = list(values), []
+    while rest := math.fsum(left):
+        parts.append(rest)
+        left.append(-rest)
+    return parts
 
 
 class WeightedMean:
@@ -207,16 +251,15 @@ class WeightedMean:
     def __init__(self, settled: Sequence[float] = (), items: float = 0.0) -> None:
         self.settled, self.mine, self.items = ExactSum(settled), ExactSum(), items
 
-    def add(self, part: float, items: float) -> None:
-        """Add this process's part of a mean over `items` items."""
-        self.mine.add(part * items)
+    def add_all(self, parts: Sequence[float], items: float) -> None:
+        """Add this process's parts of a mean over `items` items more."""
+        self.mine.add_all(parts)
         self.items += items
 
     def settle(self, everyone: Sequence[Sequence[float]]) -> None:
         """Add up what all processes had in `mine`."""
         for parts in everyone:
-            for part in parts:
-                self.settled.add(part)
+            self.settled.add_all(parts)
         self.mine = ExactSum()
 
     def take(self) -> float | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 from trainstack.errors import ConfigurationError
@@ -101,6 +103,25 @@ class TrainingPlan:
     def total_steps(self) -> int | None:
         """Global steps of the whole run; None if the length of an epoch is unknown."""
         return None if self.steps_per_epoch is None else self.steps_per_epoch * self.epochs
+
+    def steps_between(self, every: int | float, name: str) -> int:
+        """`every` as whole global steps; a float is a fraction of all steps of the run, rounded up.
+
+        Args:
+            every: steps, or a fraction.
+            name: what the argument is called in the error.
+
+        Raises:
+            ConfigurationError: a fraction of a number that is not known.
+        """
+        if not isinstance(every, float):
+            return every
+        if self.total_steps is None:
+            raise ConfigurationError(
+                f"{name}={every} is a fraction of all global steps of the run, and how many those are is unknown: "
+                "the training loader has no length. Write a whole number of steps, or give the loader a length."
+            )
+        return max(1, math.ceil(Fraction(str(every)) * self.total_steps))  # as written: 0.07 of 100 is 7
 
     @property
     def estimated_global_steps_per_epoch(self) -> int:

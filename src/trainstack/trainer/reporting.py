@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from torch.optim import Optimizer
 
 from trainstack.backends import TrainerBackend
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.history import RunHistory
+from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.meter import LossMeter
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.progress import NoProgress, ProgressDisplay, build_progress, format_plan_table
 from trainstack.trainer.run_state import RunState
-from trainstack.trainer.writers import WriterGroup, build_writers
+from trainstack.trainer.writers import RunInfo, WriterGroup, build_writers
 
 
 class Reporter:
@@ -28,8 +31,9 @@ class Reporter:
 
     def __init__(self, args: TrainerArguments, history: RunHistory, *, is_main: bool = True) -> None:
         self.history = history
-        self._writers = WriterGroup(build_writers(args.writers, args.log_dir) if is_main else [])
-        self._log_dir, self._is_main = args.log_dir, is_main
+        log = RunLogger(args.log_level)
+        self._writers = WriterGroup(build_writers(args.writers, args.log_dir) if is_main else [], log.warning)
+        self._args, self._log_dir, self._is_main = args, args.log_dir, is_main
         self._kind = "none" if args.disable_tqdm or not is_main else args.progress
         self.progress: ProgressDisplay = NoProgress()
         self._last_loss: float | None = None
@@ -38,7 +42,14 @@ class Reporter:
     def open(self, plan: TrainingPlan, backend: str, device: str, resume_step: int | None) -> None:
         """Open the writers and show the plan."""
         self.progress = build_progress(self._kind)
-        self._writers.open(resume_step=resume_step)
+        self._writers.open(
+            RunInfo(
+                resume_step=resume_step,
+                recorded_there=None if resume_step is None else self.history.flushed_at(resume_step),
+                log_dir=self._log_dir,
+                config=_described({"backend": backend, "arguments": self._args.to_dict(), "plan": plan.to_dict()}),
+            )
+        )
         rows = [("backend", f"{backend} on {device}"), *plan.rows()]
         if resume_step is not None:
             rows.append(("resumed", f"after global step {resume_step}"))
@@ -126,3 +137,8 @@ class Reporter:
 
 
 _LEFT_OUT = ("train/loss", "train/grad_norm", "lr")
+
+
+def _described(values: dict[str, Any]) -> Any:
+    """`values` as JSON has them; what it has no word for, such as a writer, by the name of its type."""
+    return json.loads(json.dumps(values, default=lambda value: type(value).__name__))

@@ -118,11 +118,14 @@ def resume(trainer: Trainer, run: Run, checkpoint: Checkpoint) -> None:
     check_schedules(run)
     if checkpoint.history_state is not None:
         trainer.history.update_state(checkpoint.history_state)
+    if "user" in (checkpoint.trainer_state or {}):
+        trainer.user_state.update_state(checkpoint.trainer_state["user"])  # type: ignore[index]
     rng = rng_of_rank(checkpoint.rng_state, trainer.world, state)
     if rng is not None:
         run.pending_rng, run.epoch_rng = rng["now"], rng["epoch"]
     run.data.loader_memory.restore((checkpoint.trainer_state or {}).get("loaders"), trainer.world)
     _say_other_backend(checkpoint, trainer.trainer_backend.spec, run.log)
+    _say_other_processes(checkpoint, trainer.world.size, run.log)
     trainer._saver.saved_at = (state.global_step, state.epoch)
 
 
@@ -151,3 +154,13 @@ def _say_other_backend(checkpoint: Checkpoint, spec: str, log: RunLogger) -> Non
     before = (checkpoint.metadata or {}).get("backend", spec)
     if before.partition("-")[2] != spec.partition("-")[2]:
         log.warning(f"the checkpoint was written under backend {before!r}; the run goes on under {spec!r}.")
+
+
+def _say_other_processes(checkpoint: Checkpoint, now: int, log: RunLogger) -> None:
+    before = len((checkpoint.rng_state or {}).get("ranks", ())) or now
+    if before != now:
+        log.warning(
+            f"the checkpoint was written by {before} process{'es' if before > 1 else ''}; the run goes on in {now}. "
+            "Each step has the same samples; random numbers in the model (dropout) are others, and sums are rounded in "
+            f"another order. For the same bits, resume on {before}."
+        )

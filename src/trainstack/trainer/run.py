@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from trainstack.backends import Clipping, TrainerBackend, Workload, World
-from trainstack.errors import ModuleContractError, PrivacyBudgetError, annotate
+from trainstack.errors import ConfigurationError, ModuleContractError, PrivacyBudgetError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.collector import as_arguments
 from trainstack.trainer.evaluator import Evaluator
@@ -52,6 +52,7 @@ class Run:
         loop: what the loop works with.
         pending_rng: the random state to go on with; used up when training goes on.
         epoch_rng: the random state that the epoch under way began with.
+        training: whether `Trainer.train` is under way.
         busy: whether a step, a hook or a validation is under way, so that a checkpoint has to wait.
         save_asked: whether one waits.
         pin_asked: whether the next checkpoint is to be kept for good.
@@ -77,9 +78,10 @@ class Run:
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
         self.poll: Callable[[], None] = lambda: None
-        self.busy = self.save_asked = self.pin_asked = False
+        self.training = self.busy = self.save_asked = self.pin_asked = False
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log)
+        self.log_interval = self.data.plan.steps_between(args.log_interval, "log_every")
         module.plan, module._history, module._run_state = self.data.plan, RunHistory(), state
         self.hooks = Hooks(module)
         self.loop = self._make_loop()
@@ -91,7 +93,9 @@ class Run:
         epochs = max(1, args.epochs - (self.state.epoch if args.reset_optimizers_schedulers else 0))
         made = self.module.get_optimizers_schedulers(plan.estimated_global_steps_per_epoch, epochs)
         optimizers, schedulers = checked_optimizers_schedulers(made, self.module, self.log)
-        work = Workload.of(self.module, optimizers, self.world, _clipping(args), self.data.training_set)
+        work = Workload.of(
+            self.module, optimizers, self.world, _clipping(args), self.data.training_set, args.output_dir
+        )
         work = self.stack.prepare(work)
         keep = args.collect_train_outputs
         return TrainLoop(
@@ -101,8 +105,22 @@ class Run:
             schedules=make_schedules(schedulers, work.optimizers, replace(plan, epochs=epochs)),
             state=self.state,
             skip_nonfinite=args.nonfinite == "skip",
+            measure_every=args.log_interval,
             keep_epoch_outputs=self.hooks.epoch_outputs if keep == "auto" else bool(keep),
         )
+
+    def begin_training(self) -> None:
+        """Refuse to train inside of `train`: two loops would move the same counters.
+
+        Raises:
+            ConfigurationError: a hook or a step calls `train` of its own trainer.
+        """
+        if self.training:
+            raise ConfigurationError(
+                f"train() was called while it runs (after global step {self.state.global_step}), from a hook or a "
+                "step. Call it again when it has returned; for more epochs write a larger TrainerArguments(epochs=...)."
+            )
+        self.training = True
 
     def train_epoch(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
         """Train what is left of the epoch under way, validate and save.
@@ -194,12 +212,13 @@ class Run:
     def _attend(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
         """What is due at this step: log, save, paint, stop, and moving on to the next step at which something is."""
         state, step = self.state, self.state.global_step
-        if step % self.args.log_interval == 0:
+        if step % self.log_interval == 0:
             reporter.log_point(state, self.loop.meter, self.loop.work.optimizers)
         elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
             self.loop.meter.drain()
             reporter.write()
         if self.save_asked or (save_every is not None and step % save_every == 0):
+            reporter.write()  # a history counts as written once it is saved
             self._save(save, True)
         if state.steps_in_epoch >= reporter.progress.next_look:
             reporter.look(state)
@@ -209,7 +228,7 @@ class Run:
         self.poll()  # after that: what fails later moves `attend_at` again
 
     def _set_next_attention(self, reporter: Reporter, save_every: int | None) -> None:
-        step, interval = self.state.global_step, self.args.log_interval
+        step, interval = self.state.global_step, self.log_interval
         look = reporter.progress.next_look - self.state.steps_in_epoch
         due = [interval - step % interval, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
         due.append(max(1, self.stopper.next_look - step))
@@ -221,9 +240,11 @@ class Run:
 
     @property
     def why_over(self) -> str | None:
-        """Why no further step may be made, as a sentence; None if one may."""
-        sampling = self.stack.sampling
-        return sampling.why_over() if sampling is not None and sampling.steps_left() == 0 else None
+        """Why no further step may be made, as a sentence; None if one may, or if none is planned."""
+        sampling, planned = self.stack.sampling, self.data.plan.total_steps
+        if sampling is None or (planned is not None and self.state.global_step >= planned):
+            return None
+        return sampling.why_over() if sampling.steps_allowed(1) == 0 else None
 
     def refuse_over(self) -> None:
         """Refuse to train when no step may be made.

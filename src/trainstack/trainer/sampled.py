@@ -36,13 +36,16 @@ class SampledSource:
 
     def windows(self, epoch: int, first_step: int, steps: int) -> Iterator[Window]:
         """At most `steps` windows, the first of them for global step `first_step`; fewer if sampling is over."""
-        left = self.sampling.steps_left()
-        last = first_step + (steps if left is None else min(steps, left))
+        last = first_step + self.sampling.steps_allowed(steps)
+        self.sampling.begin()
         draws, ahead = tee(self.sampling.draw(step) for step in range(first_step, last))
         batches = self.fetcher.batches(epoch, (part for draw in ahead for part in self._cut(draw)))
         for draw in draws:
-            parts = self._cut(draw)
-            yield self._window(list(islice(batches, len(parts))), [len(part) for part in parts], draw.total)
+            counts = [len(part) for part in self._cut(draw)]
+            own = list(islice(batches, len(counts)))
+            for batch, count in zip(own, counts, strict=True):
+                self.sampling.check(batch, count)
+            yield self._window(own, counts, draw.total)
 
     def _cut(self, draw: Draw) -> tuple[Tensor, ...]:
         """Parts of nearly equal size, none larger than fits."""

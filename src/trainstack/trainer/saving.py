@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
 from trainstack.checkpointing import Checkpoint, export_model
 from trainstack.checkpointing.warm_start import read_weights
-from trainstack.errors import ConfigurationError, annotate
+from trainstack.errors import annotate
 from trainstack.trainer.grace import Grace
+from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run import Run
 from trainstack.trainer.snapshot import facts_of, refuse_diverged, refuse_poisoned, take_checkpoint
@@ -66,7 +65,7 @@ class Saver:
         self.saved_at = place
         if not self._training:
             self.finish()
-        self.grace.saved_in(time.monotonic() - began, run.log)
+        self._hold_against_grace(time.monotonic() - began)
 
     def last_words(self, run: Run) -> str:
         """After which step `run` was stopped, where that is saved, and how to go on."""
@@ -121,6 +120,7 @@ class Saver:
         """Wait until all checkpoints are safe, and raise what has failed."""
         self._on_main(self._trainer.checkpointer.finish, "finishing the checkpoints")
         self._training = False
+        self._hold_against_grace()
 
     def finish_after(self, error: BaseException) -> None:
         """Wait for what the main process still writes when training ends by `error`; each process by itself.
@@ -146,6 +146,13 @@ class Saver:
         except Exception:
             self.saved_at = None
             raise
+        self._hold_against_grace()
+
+    def _hold_against_grace(self, seconds: float = 0.0) -> None:
+        """Warn if saving takes too long: `seconds` in the loop, or what the last save took until it was safe."""
+        trainer = self._trainer
+        log = RunLogger(trainer.args.log_level if trainer.world.is_main else "ERROR")
+        self.grace.saved_in(max(seconds, trainer.checkpointer.last_save_s or 0.0), log)
 
     def _on_main(self, do: Callable[[], Result], what: str) -> Result:
         """Let the main process do something; the others get its result, or learn of its failure."""
@@ -170,11 +177,4 @@ def steps_between_saves(every: int | float | None, plan: TrainingPlan) -> int | 
     Raises:
         ConfigurationError: a fraction of a number that is not known.
     """
-    if not isinstance(every, float):
-        return every
-    if plan.total_steps is None:
-        raise ConfigurationError(
-            f"every_n_steps={every} is a fraction of all global steps of the run, and how many those are is unknown: "
-            "the training loader has no length. Write a whole number of steps, or give the loader a length."
-        )
-    return max(1, math.ceil(Fraction(str(every)) * plan.total_steps))  # as written: 0.07 of 100 is 7
+    return None if every is None else plan.steps_between(every, "every_n_steps")

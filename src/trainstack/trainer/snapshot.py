@@ -136,9 +136,10 @@ def take_checkpoint(
     aside: dict[str, Any] = {"pinned": True} if pinned else {}
     if after is not None:
         aside[EXCEPTION] = f"{type(after).__name__}: {after}"
+    own = {"user": trainer.user_state.get_state()} | ({"loaders": loaders} if any(loaders) else {})
     return Checkpoint(
         module_interface_state=trainer.module.get_state(),
-        trainer_state={**trainer.get_state(), **({"loaders": loaders} if any(loaders) else {})},
+        trainer_state={**trainer.get_state(), **own},
         trainer_backend_state=trainer.trainer_backend.get_state(),
         rng_state={"ranks": [rng for rng, _ in ranks]} if after is None else None,
         history_state=trainer.history.get_state(),

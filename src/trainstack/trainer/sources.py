@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import islice, tee
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from trainstack.backends import EMPTY, Communicator
@@ -109,10 +110,18 @@ class ForeignSource:
         return self._cut(stream)
 
     def _cut(self, stream: Iterator[Any]) -> Iterator[Window]:
+        if self.accumulation == self.world_size == 1:
+            yield from map(self._whole, stream)
+            return
         while window := list(islice(stream, self.accumulation * self.world_size)):
             counts = [float(self.weigh(batch)) for batch in window]
             mine = slice(self.rank, None, self.world_size)
             yield _window(window[mine], counts[mine], math.fsum(counts), 0)
+
+    def _whole(self, batch: Any) -> Window:
+        """The window of a step that has one micro-batch."""
+        count = float(self.weigh(batch))
+        return Window((batch,), _WHOLE, count, 0) if 0 < count < math.inf else _window([batch], [count], count, 0)
 
 
 Source = OrderedSource | ForeignSource
@@ -158,6 +167,8 @@ def samples_in(batch: Any) -> int:
     Raises:
         ModuleContractError: nothing in it tells; `batch_weight` must be overridden.
     """
+    if type(batch) in (list, tuple) and batch and type(batch[0]) is Tensor and batch[0].dim():
+        return len(batch[0])
     if is_dataclass(batch):
         batch = {f.name: getattr(batch, f.name) for f in fields(batch)}
     if isinstance(batch, Mapping) and batch:

@@ -30,6 +30,7 @@ from trainstack.trainer.signals import end_by_signal, signals_ask
 from trainstack.trainer.snapshot import get_loop_state, restore_module, update_loop_state
 from trainstack.trainer.stopping import Stopped, Stopper
 from trainstack.trainer.together import by_all
+from trainstack.trainer.user_state import UserState
 
 
 class Trainer(TrainerProperties):
@@ -46,6 +47,7 @@ class Trainer(TrainerProperties):
     Attributes:
         history: the metrics of the run.
         state: where the run stands.
+        user_state: for data of your own; saved with checkpoints.
         warm_start_report: what `init_weights_from` gave the module; None before, and where nothing was taken from it.
 
     Raises:
@@ -71,6 +73,7 @@ class Trainer(TrainerProperties):
         self.checkpointer = checkpointer or DefaultCheckpointer(args.placed_checkpointer_args)
         self.history = run_history or RunHistory()
         self.state = RunState(seed=args.seed)
+        self.user_state = UserState()
         self.warm_start_report: WarmStartReport | None = None
         self._opened: World | None = None
         self._run: Run | None = None
@@ -93,11 +96,13 @@ class Trainer(TrainerProperties):
             NonFiniteError: a loss or gradient became inf or nan.
             PeerError: another process has failed, or did not come to a collective in time.
             CheckpointError: a checkpoint that was asked for cannot be read, or one cannot be written.
+            ConfigurationError: it was called from one of its own hooks or steps.
         """
         run = self._ready()
         if self._finished:
             return
         reporter = Reporter(self.args, self.history, is_main=self.is_main_process)
+        run.begin_training()
         with signals_ask(self._stopper, wanted=self.args.handle_signals, says=self.is_main_process):
             try:
                 self._train(run, reporter)
@@ -107,7 +112,7 @@ class Trainer(TrainerProperties):
                     save_after(error, self, run, within_s=self._saver.grace.seconds)
                 raise
             finally:
-                run.busy = run.save_asked = run.pin_asked = False
+                run.training = run.busy = run.save_asked = run.pin_asked = False
                 reporter.close()
                 late = self._stopper.end()
         end_by_signal(

@@ -95,6 +95,13 @@ class TrainingData:
     def _sampled(self, loader: Any, sampling: Sampling, state: RunState) -> Iterator[Window]:
         plan = self.plan
         assert plan.steps_per_epoch is not None
+        problem = why_foreign(loader)
+        if problem is not None or len(loader.dataset) != self.training_set.length:
+            raise ModuleContractError(
+                f"get_train_dataloader returned a loader over {problem or f'{len(loader.dataset)} samples'}; the run "
+                f"was planned for a sample of {self.training_set.length} with indices. Return the same data in every "
+                "epoch."
+            )
         source = SampledSource(self._fetcher_of(loader), sampling, self.training_set, plan.accumulation)
         return source.windows(state.epoch, state.global_step + 1, plan.steps_per_epoch - state.steps_in_epoch)
 

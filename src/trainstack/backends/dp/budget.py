@@ -12,6 +12,7 @@ from trainstack.backends.dp.accounting import epsilon_of, merged, steps_within
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.ledger import BLOCK, SpendLedger
 from trainstack.backends.dp.plan import PrivacyPlan
+from trainstack.backends.dp.statement_text import rounded_up
 from trainstack.errors import CheckpointMismatchError, PrivacyBudgetError, PrivacyLedgerError
 
 _log = logging.getLogger("trainstack")
@@ -78,6 +79,13 @@ class Accountant:
         mechanism = (plan.noise_multiplier, plan.sample_rate)
         if self._ledger is not None and (reserved := self._ledger.reserved(self.run, *mechanism)) >= steps:
             return reserved  # they fitted when they were recorded, and everyone has counted them since
+        return self._left(steps)
+
+    def _left(self, steps: int) -> int:
+        """How many steps fit, of which `steps` are certainly looked at, by the ledger's newest lines."""
+        plan = self.plan
+        mechanism = (plan.noise_multiplier, plan.sample_rate)
+        assert plan.max_epsilon is not None
         history = self.history
         taken = sum(entry[2] for entry in history if entry[:2] == mechanism)
         beside = [entry for entry in history if entry[:2] != mechanism]
@@ -88,18 +96,16 @@ class Accountant:
             )
         return self._limit - taken
 
-    @property
-    def steps_left(self) -> int | None:
-        """How many steps still fit into the budget, counted no further than the plan goes; None without a budget."""
-        if self.plan.max_epsilon is None:
-            return None
-        return max(0, int(self._room(1)))
+    def steps_allowed(self, steps: int) -> int:
+        """How many of the next `steps` steps fit into the budget."""
+        return steps if self.plan.max_epsilon is None else max(0, min(steps, self._left(steps)))
 
     def why_over(self) -> str:
         """What the budget was and what was spent, when no further step fits."""
         return (
-            f"The privacy budget is spent: epsilon is {self.epsilon():.4g} after {self.steps} steps, and one more "
-            f"would exceed max_epsilon={self.plan.max_epsilon}. Keep the model as it is, or decide on a larger budget."
+            f"The privacy budget is spent: epsilon is {rounded_up(self.epsilon())} after {self.steps} steps, and one "
+            f"more would exceed max_epsilon={self.plan.max_epsilon}. Keep the model as it is, or decide on a larger "
+            "budget: max_epsilon=... in DifferentialPrivacyArguments."
         )
 
     def charge(self) -> None:
@@ -144,7 +150,7 @@ class Accountant:
             )
         self._compare_plan(state["plan"])
         history = merged(state["history"])
-        overrides = tuple(str(reason) for reason in state["overrides"])
+        overrides = tuple(dict.fromkeys((*self.overrides, *map(str, state["overrides"]))))
         run = str(state["run"])
         if self._ledger is not None and (missing := _beyond(self._ledger.spent(run), history)):
             self._accept_missing(self._ledger, run, missing, history)

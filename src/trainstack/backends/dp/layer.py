@@ -24,7 +24,7 @@ from trainstack.stage import Stage
 
 _SCALER = (
     "a gradient scaler skips steps and changes its scale by what the data are, without noise. The half precision for "
-    "private training is 'bf16'."
+    "private training is 'bf16', as in 'sp-dp-bf16'."
 )
 
 
@@ -39,7 +39,8 @@ class DP(AbstractTrainerBackendDecorator):
     Args:
         inner: the layer inside this one.
         args: what is promised, and how.
-        ledger: the file in which every step is recorded before it is taken.
+        ledger: the file in which every step is recorded before it is taken; by default `privacy-ledger.jsonl` in the
+            run's folder.
     """
 
     summary: ClassVar[str] = "bounds each record's gradient, adds noise to their sum and accounts for every step"
@@ -76,7 +77,8 @@ class DP(AbstractTrainerBackendDecorator):
     def _make_mechanism(self, work: Workload, args: DifferentialPrivacyArguments) -> Mechanism:
         from trainstack.backends.dp.preparing import make_mechanism
 
-        return make_mechanism(work, args, self._ledger, lambda model, batch: self._run(work, model, batch, step=1))
+        ledger = self._ledger or (work.folder and work.folder / "privacy-ledger.jsonl")
+        return make_mechanism(work, args, ledger, lambda model, batch: self._run(work, model, batch, step=1))
 
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
         """In training, forwards and backwards: what comes back is finished, but for a loss that may be logged."""
@@ -84,6 +86,7 @@ class DP(AbstractTrainerBackendDecorator):
             return self.inner.forward(work, stage, batch, step)
         if batch is EMPTY:
             return torch.zeros((), device=work.world.device, requires_grad=True)
+        self._ready.check_parameters(work)
         return self._ready.add(lambda model, part: self._run(work, model, part, step), batch)
 
     def _run(self, work: Workload, model: nn.Module, batch: Any, step: int) -> Any:

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.budget import Accountant
 from trainstack.backends.dp.clipping import AdaptiveClipper
 from trainstack.backends.dp.modes.base import GradientMode, Run
+from trainstack.backends.dp.modes.probing import Watch
 from trainstack.backends.dp.randomness import Randomness
+from trainstack.backends.dp.records import count_records
 from trainstack.backends.dp.statement import PrivacyStatement, private_statement
 from trainstack.backends.sampling import Sampling
 from trainstack.backends.single_process import move_to_device
@@ -48,12 +49,30 @@ class Mechanism:
         self.args, self.accountant, self.mode, self.sampling = args, accountant, mode, sampling
         self._randomness, self._world = randomness, world
         self._released = 0
-        self._checked: Workload | None = None
+        self._watch = Watch(mode.module)
 
     def add(self, run: Run, batch: Any) -> Any:
-        """Add a micro-batch to the step under way; returns what `train_step` returned, without its graph."""
+        """Add a micro-batch to the step under way; returns what `train_step` returned, without its graph.
+
+        Raises:
+            PrivacyError: `train_step` wrote into a parameter or buffer, which thereby learns without noise.
+        """
         batch = move_to_device(batch, self._world.device)
-        return self.mode.add(run, batch, count_records(batch))
+        self._watch.begin()
+        outputs = self.mode.add(run, batch, count_records(batch))
+        changed = self._watch.changed()
+        if changed is not None:
+            raise PrivacyError(
+                f"{changed} changes in a forward pass: it would learn from records without clipping and noise. Let "
+                "nothing but optimizers change parameters and buffers while private training goes on."
+            )
+        return outputs
+
+    def discard(self) -> None:
+        """Forget what a step that was broken off has added up: a record would count twice in the next one."""
+        self.mode.take()
+        if isinstance(self.mode.clipper, AdaptiveClipper):
+            self.mode.clipper.take_counts()
 
     def release(self, work: Workload) -> Tensor:
         """End the step: charge it, add noise to the sum over all processes, and set the gradients.
@@ -64,7 +83,7 @@ class Mechanism:
         Raises:
             PrivacyBudgetError: the step would exceed the budget; nothing is released.
         """
-        self._check_parameters(work)
+        self.check_parameters(work)
         self.accountant.charge()
         self._released += 1
         sums = self.mode.take()
@@ -78,6 +97,8 @@ class Mechanism:
         flat /= self.accountant.plan.expected_batch_size
         gradient = flat if adaptive is None else flat[:-1]
         parts = torch.split(gradient, [part.numel() for part in sums])
+        for parameter in work.trained:
+            parameter.grad = None  # nothing but what is released here may reach an optimizer
         for parameter, part in zip(self.mode.trained, parts, strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
         if adaptive is not None:
@@ -108,19 +129,19 @@ class Mechanism:
         unclipped = 0.5 + share
         clipper.limit *= math.exp(-self.args.clip_learning_rate * (unclipped - self.args.target_quantile))
 
-    def _check_parameters(self, work: Workload) -> None:
-        """What is clipped must be what is trained; looked at when the loop hands over another workload."""
-        if work is self._checked:
-            return
+    def check_parameters(self, work: Workload) -> None:
+        """What is clipped must be what is trained.
+
+        Raises:
+            PrivacyError: it is not.
+        """
         mine = {id(p) for p in self.mode.trained}
-        now = {id(p) for p in work.trained if p.requires_grad}
-        if mine != now or any(p.requires_grad and id(p) not in now for p in work.parameters):
+        if any({id(p) for p in ps if p.requires_grad} != mine for ps in (work.trained, work.parameters)):
             raise PrivacyError(
                 "the parameters that are trained have changed since training was made ready, so their gradients are "
                 "not those that are clipped. Freeze and unfreeze before the Trainer runs, or train each phase with a "
                 "Trainer of its own."
             )
-        self._checked = work
 
     def get_state(self) -> dict[str, Any]:
         """What was spent, how many steps were released, and the clipping norm; no random state."""
@@ -173,25 +194,3 @@ class Mechanism:
         """Leave the module as it was found, and the ledger with what was really spent."""
         self.mode.close()
         self.accountant.settle()
-
-
-def count_records(batch: Any) -> int:
-    """How many records a collated batch holds: the length of what comes first in it.
-
-    Whether everything else in it agrees is for the gradient mode to see.
-    """
-    leaves = pytree.tree_leaves(batch, is_leaf=lambda value: isinstance(value, list) and not _has_tensors(value))
-    for leaf in leaves:
-        shape = getattr(leaf, "shape", None)
-        if shape:
-            return int(shape[0])
-        if isinstance(leaf, list):
-            return len(leaf)
-    raise PrivacyError(
-        f"cannot tell how many records a batch of type {type(batch).__name__} holds. Let collate_fn return tensors "
-        "with the records along dimension 0."
-    )
-
-
-def _has_tensors(values: list[Any]) -> bool:
-    return any(hasattr(leaf, "shape") for leaf in pytree.tree_leaves(values))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from trainstack.backends.dp.randomness import Randomness
+from trainstack.backends.dp.records import check_records
 from trainstack.backends.sampling import Draw, Sampling
 from trainstack.backends.world import World
 
@@ -18,8 +20,9 @@ class PoissonSampling(Sampling):
         world: process `rank` takes every `size`-th of the sample.
         randomness: where the sample comes from. Where processes draw alike, they cut one sample; else each draws
             among the records that are its own, which is the same law.
-        steps_left: what the budget allows.
+        steps_allowed: how many of so many next steps the budget allows, as the main process knows it.
         why_over: why it allows no more.
+        discard: forgets what a step that was broken off has added up.
     """
 
     def __init__(
@@ -29,12 +32,17 @@ class PoissonSampling(Sampling):
         rate: float,
         world: World,
         randomness: Randomness,
-        steps_left: Callable[[], int | None],
+        steps_allowed: Callable[[int], int],
         why_over: Callable[[], str],
+        discard: Callable[[], None],
     ) -> None:
         self._records, self._rate, self._randomness = records, rate, randomness
-        self._rank, self._size = world.rank, world.size
-        self._steps_left, self._why_over = steps_left, why_over
+        self._rank, self._size, self._comm = world.rank, world.size, world.comm
+        self._steps_allowed, self._why_over, self._discard = steps_allowed, why_over, discard
+
+    def begin(self) -> None:
+        self._randomness.begin()
+        self._discard()
 
     def draw(self, step: int) -> Draw:
         if self._randomness.everywhere_alike or self._size == 1:
@@ -44,8 +52,11 @@ class PoissonSampling(Sampling):
         mine = self._randomness.mask(step, own, self._rate) * self._size + self._rank
         return Draw(mine=mine, total=self._records * self._rate)
 
-    def steps_left(self) -> int | None:
-        return self._steps_left()
+    def check(self, batch: Any, records: int) -> None:
+        check_records(batch, records)
+
+    def steps_allowed(self, steps: int) -> int:
+        return int(self._comm.share(self._steps_allowed(steps)))
 
     def why_over(self) -> str:
         return self._why_over()

@@ -19,14 +19,16 @@ from trainstack.backends.dp.clipping import (
     per_layer_clipper,
 )
 from trainstack.backends.dp.ledger import SpendLedger
-from trainstack.backends.dp.mechanism import Mechanism, count_records
-from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
+from trainstack.backends.dp.mechanism import Mechanism
+from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.choose import choose_mode
 from trainstack.backends.dp.plan import PrivacyPlan, plan_privacy
 from trainstack.backends.dp.poisson import PoissonSampling
 from trainstack.backends.dp.probes import neighbour_problems, probe_records
 from trainstack.backends.dp.randomness import DebugRandomness, Randomness, SeededRandomness, SystemRandomness
+from trainstack.backends.dp.records import check_records
 from trainstack.backends.dp.refusals import impossible, unsafe
+from trainstack.backends.dp.statement import SEEDED
 from trainstack.backends.sampling import TrainingSet
 from trainstack.backends.single_process import move_to_device
 from trainstack.backends.workload import Workload
@@ -47,12 +49,12 @@ def make_mechanism(
     Raises:
         PrivacyError: all reasons for which the promise could not be kept, each with what to write instead.
     """
-    plan, faults = _plan(work, args)
-    seen = unsafe(work)
-    if plan is None or faults or (seen and args.on_unsafe == "error"):
+    faults, seen = impossible(work, args), unsafe(work)
+    if faults or (seen and args.on_unsafe == "error"):
         raise PrivacyError(_told([*faults, *seen]))
     assert work.data is not None
     comm = work.world.comm
+    plan = _plan(work.data, args)
     _agree_on(comm, work, plan, args)
     _share_weights(comm, work.module)
     mode, found = _mode(work, work.data, args, run)
@@ -60,34 +62,44 @@ def make_mechanism(
         raise PrivacyError(_told(found))
     book = SpendLedger(ledger) if ledger is not None and work.world.is_main else None
     accountant = Accountant(plan, args, book)
-    accountant.overrides = (*seen, *found)
+    accountant.overrides = (*seen, *found, *((SEEDED,) if args.debug_seed is not None else ()))
     randomness = _randomness(args, comm)
     sampling = PoissonSampling(
         records=work.data.length or 0,
         rate=plan.sample_rate,
         world=work.world,
         randomness=randomness,
-        steps_left=lambda: accountant.steps_left,
+        steps_allowed=accountant.steps_allowed,
         why_over=accountant.why_over,
+        discard=lambda: mechanism.discard(),
     )
-    return Mechanism(
+    mechanism = Mechanism(
         args=args, accountant=accountant, mode=mode, randomness=randomness, sampling=sampling, world=work.world
     )
+    return mechanism
 
 
-def _plan(work: Workload, args: DifferentialPrivacyArguments) -> tuple[PrivacyPlan | None, list[str]]:
-    """The plan, or why there can be none."""
-    faults = impossible(work, args)
-    data = work.data
-    if data is None or data.length is None or data.total_steps is None:
-        return None, faults
+def _plan(data: TrainingSet, args: DifferentialPrivacyArguments) -> PrivacyPlan:
+    assert data.length is not None
+    assert data.total_steps is not None  # both were looked at
     try:
         plan = plan_privacy(
             args, expected_batch_size=data.global_batch, dataset_size=data.length, steps=data.total_steps
         )
     except ConfigurationError as error:
-        return None, [*faults, str(error)]
-    return plan, faults
+        raise PrivacyError(_told([str(error)])) from error
+    counted = args.count_noise_multiplier
+    if counted is not None and plan.noise_multiplier >= 2 * counted:
+        raise PrivacyError(
+            _told(
+                [
+                    f"count_noise_multiplier={counted}: the count of unclipped records would spend more than the whole "
+                    f"step, whose noise multiplier is {plan.noise_multiplier:.4g}. Write more than "
+                    f"{plan.noise_multiplier / 2:.4g}, or leave it out."
+                ]
+            )
+        )
+    return plan
 
 
 def _mode(
@@ -102,9 +114,10 @@ def _mode(
         clipper = _clipper(args, [names[id(p)] for p in trained])
         index = work.world.comm.share(probe_records(data))
         batch = move_to_device(data.fetch(index), work.world.device)
-        mode = choose_mode(args.grad_mode, work.module, trained, clipper, run, batch, count_records(batch))
+        check_records(batch, len(index))
+        mode = choose_mode(args.grad_mode, work.module, trained, clipper, run, batch, len(index))
         return mode, list(neighbour_problems(mode, run, data, index))
-    except Unsupported as error:
+    except ConfigurationError as error:
         raise PrivacyError(_told([str(error)])) from error
     finally:
         for part, training in was_training.items():

@@ -9,7 +9,7 @@ that of record-level testing in Re:cord-play (arXiv 2602.17454).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -17,13 +17,15 @@ from torch import Tensor
 from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.probing import undisturbed
+from trainstack.backends.dp.records import check_records
 from trainstack.backends.sampling import TrainingSet
 from trainstack.backends.single_process import move_to_device
 
 TOLERANCE = 1e-3
 """By how much more than the clipping norm a record may move the sum: rounding, and nothing else."""
 
-_RECORDS, _LEFT_OUT = 6, 4
+_RECORDS = 6
+_NO_LIMIT = float(torch.finfo(torch.float32).max) ** 0.5
 
 
 def probe_records(data: TrainingSet, count: int = _RECORDS) -> Tensor:
@@ -35,18 +37,26 @@ def probe_records(data: TrainingSet, count: int = _RECORDS) -> Tensor:
 
 def neighbour_problems(mode: GradientMode, run: Run, data: TrainingSet, index: Tensor) -> Iterator[str]:
     """What the neighbour probe finds on the records `index`, in sentences; nothing if each has a bounded influence."""
-    limit = _limit_that_clips(mode, run, data, index)
+    clipper = mode.clipper
+    try:
+        yield from _problems(_Summing(mode, run, data), index)
+    finally:
+        mode.take()
+        mode.clipper = clipper
+
+
+def _problems(sum_of: _Summing, index: Tensor) -> Iterator[str]:
+    limit = _limit_that_clips(sum_of, index)
     if limit == 0.0:
         yield (
-            "the loss has no gradient for a record alone, as one that only compares records with each other does. "
+            "no record has a gradient by itself: the loss is nan or inf, or it only compares records with each other. "
             "Write a loss that is a mean over the records, each of which counts by itself."
         )
         return
-    sum_of = _summing(mode, run, data, limit)
-    whole = sum_of(index)
-    for left_out in range(min(_LEFT_OUT, len(index))):
+    whole = sum_of(index, limit)
+    for left_out in range(len(index)):
         others = torch.cat([index[:left_out], index[left_out + 1 :]])
-        moved = float((whole - sum_of(others)).norm()) / limit
+        moved = float((whole - sum_of(others, limit)).norm()) / limit
         if moved > 1 + TOLERANCE:
             yield (
                 f"the gradients of other records change when one is left out (its influence is {moved:.3f} times the "
@@ -57,20 +67,22 @@ def neighbour_problems(mode: GradientMode, run: Run, data: TrainingSet, index: T
             return
 
 
-def _limit_that_clips(mode: GradientMode, run: Run, data: TrainingSet, index: Tensor) -> float:
+def _limit_that_clips(sum_of: _Summing, index: Tensor) -> float:
     """A hundredth of the shortest gradient among the records that have one."""
-    sum_of = _summing(mode, run, data, float(torch.finfo(torch.float32).max) ** 0.5)
-    norms = [float(sum_of(index[i : i + 1]).norm()) for i in range(len(index))]
+    norms = [float(sum_of(index[i : i + 1], _NO_LIMIT).norm()) for i in range(len(index))]
     return min((norm for norm in norms if norm > 0), default=0.0) / 100
 
 
-def _summing(mode: GradientMode, run: Run, data: TrainingSet, limit: float) -> Callable[[Tensor], Tensor]:
-    trial = type(mode)(mode.module, mode.trained, FlatClipper(limit))
-    device = mode.trained[0].device
+class _Summing:
+    """The sum of clipped gradients of some records, as training would have it."""
 
-    def sum_of(index: Tensor) -> Tensor:
-        with undisturbed(mode.module):
-            trial.add(run, move_to_device(data.fetch(index), device), len(index))
-        return torch.cat([part.flatten() for part in trial.take()])
+    def __init__(self, mode: GradientMode, run: Run, data: TrainingSet) -> None:
+        self._mode, self._run, self._data = mode, run, data
 
-    return sum_of
+    def __call__(self, index: Tensor, limit: float) -> Tensor:
+        self._mode.clipper = FlatClipper(limit)
+        batch = move_to_device(self._data.fetch(index), self._mode.trained[0].device)
+        check_records(batch, len(index))
+        with undisturbed(self._mode.module):
+            self._mode.add(self._run, batch, len(index))
+        return torch.cat([part.flatten() for part in self._mode.take()])

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainstack.errors import PrivacyError
+
 _CHUNK = 1 << 20
 
 
@@ -24,6 +26,15 @@ class Randomness(ABC):
 
     everywhere_alike = True
 
+    def begin(self) -> None:  # noqa: B027 - most keep nothing from step to step
+        """Steps are going to be drawn from here on, on all processes; those drawn ahead before were not made."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PrivacyError(
+            "a private run was copied or pickled: two runs with the same noise reveal what it hides. Save a "
+            "checkpoint, and make a Trainer of its own for each run."
+        )
+
     @abstractmethod
     def mask(self, step: int, records: int, rate: float) -> Tensor:
         """The indices (int64, ascending) of a Poisson sample: each of `records` with probability `rate`, alone."""
@@ -34,23 +45,46 @@ class Randomness(ABC):
 
 
 class SeededRandomness(Randomness):
-    """Generators seeded by the operating system: Philox for masks, torch's own for noise.
+    """Generators seeded by the operating system: Philox for masks; for noise SFC64, on other devices than the CPU
+    torch's own.
+
+    Each mask has a stream of its own, so that processes which draw ahead by different numbers of steps, and are then
+    interrupted, still draw alike afterwards; and no stream is used twice.
 
     Args:
         mask_key: 128 bits, the same on all processes.
     """
 
     def __init__(self, mask_key: int) -> None:
-        self._masks = np.random.Generator(np.random.Philox(key=mask_key))
+        self._mask_key = mask_key
+        self._times_begun = 0
+        self._process = os.getpid()
+        # torch's generator for the CPU takes no more than 32 bits of a seed: few enough to try out
+        self._host = np.random.Generator(np.random.SFC64(np.random.SeedSequence(secrets.randbits(256), pool_size=8)))
         self._noise: dict[torch.device, torch.Generator] = {}
 
+    def begin(self) -> None:
+        self._times_begun += 1
+
     def mask(self, step: int, records: int, rate: float) -> Tensor:
-        return _chosen(self._masks.random(records) < rate)
+        self._refuse_forked()
+        stream = np.random.Philox(key=self._mask_key, counter=[0, 0, step, self._times_begun])
+        return _chosen(np.random.Generator(stream).random(records) < rate)
 
     def normal(self, step: int, count: int, device: torch.device) -> Tensor:
+        self._refuse_forked()
+        if device.type == "cpu":
+            return torch.from_numpy(self._host.standard_normal(count)).float()
         if device not in self._noise:
-            self._noise[device] = torch.Generator(device).manual_seed(secrets.randbits(63))
-        return torch.randn(count, generator=self._noise[device], device=device)
+            self._noise[device] = torch.Generator(device).manual_seed(secrets.randbits(64))
+        return torch.randn(count, generator=self._noise[device], device=device, dtype=torch.float32)
+
+    def _refuse_forked(self) -> None:
+        if os.getpid() != self._process:
+            raise PrivacyError(
+                "a private run goes on in a forked process: it would have the same noise as its parent's, and two runs "
+                "with the same noise reveal what it hides. Make the Trainer in the process that trains."
+            )
 
 
 class SystemRandomness(Randomness):

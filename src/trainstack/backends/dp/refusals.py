@@ -5,7 +5,7 @@ Each finding is a sentence that names what was found and says what to write inst
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -15,8 +15,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
+from trainstack.backends.dp.plan import check_delta_for, sampling_rate
 from trainstack.backends.sampling import TrainingSet
 from trainstack.backends.workload import Workload
+from trainstack.errors import ConfigurationError
 
 
 def impossible(work: Workload, args: DifferentialPrivacyArguments) -> list[str]:
@@ -39,6 +41,8 @@ def _about_data(data: TrainingSet | None, args: DifferentialPrivacyArguments) ->
             "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset)) over a data set with indices."
         )
         return
+    if data.length < 2:
+        yield f"the data set holds {data.length} record: it cannot be told from others. Train on 2 or more."
     if args.dataset_size is not None and data.length > args.dataset_size:
         yield (
             f"dataset_size={args.dataset_size}, but the data set holds {data.length} records: each would be drawn more "
@@ -46,6 +50,15 @@ def _about_data(data: TrainingSet | None, args: DifferentialPrivacyArguments) ->
         )
     if data.total_steps is None:
         yield "the number of global steps is not known beforehand. Write max_train_steps_per_epoch."
+    records = max(1, data.length if args.dataset_size is None else args.dataset_size)
+    for look in (
+        lambda: sampling_rate(data.global_batch, records, args.sample_rate),
+        lambda: check_delta_for(args.delta, records),
+    ):
+        try:
+            look()
+        except ConfigurationError as error:
+            yield str(error)
 
 
 def _about_parameters(work: Workload) -> Iterator[str]:
@@ -69,15 +82,21 @@ def _about_parameters(work: Workload) -> Iterator[str]:
             f"{foreign} parameters of the optimizers are not parameters of the module. Make the optimizer from "
             "self.parameters()."
         )
+    yield from _about_shapes_and_dtypes(work, names)
+
+
+def _about_shapes_and_dtypes(work: Workload, names: Mapping[int, str]) -> Iterator[str]:
     for p in work.trained:
         name = names.get(id(p), "?")
         if isinstance(p, UninitializedParameter):
             yield f"{name}: has no shape yet. Run the module once on a batch before training."
-        elif p.dtype not in (torch.float32, torch.float64):
-            yield (
-                f"{name}: is {p.dtype}, too coarse for clipping and noise. Keep parameters in float32; half precision "
-                "is what backend='sp-dp-bf16' is for."
-            )
+    coarse = [p for p in work.trained if p.dtype not in (torch.float32, torch.float64)]
+    if coarse:
+        which, dtypes = _listed(names.get(id(p), "?") for p in coarse), _listed({str(p.dtype) for p in coarse})
+        yield (
+            f"{which}: {dtypes} is too coarse for clipping and noise. Keep parameters in float32; half precision is "
+            "what backend='sp-dp-bf16' is for."
+        )
 
 
 def _about_modules(module: nn.Module) -> Iterator[str]:

@@ -23,11 +23,12 @@ FORMAT = 1
 UNIT = "one item of the training data set"
 RELATION = "one item added or removed, the rest unchanged"
 COVERED = ("the weights after every step, all of them together, and whatever is computed from them",)
+SEEDED = "whoever knows debug_seed knows which items were sampled and what the noise was"
 NOT_COVERED = (
     "validation and tests on private data",
     "hyper-parameters, early stopping and the choice of a checkpoint, if private data guided them",
     "statistics of the data used to prepare it",
-    "outputs that callbacks write",
+    "what train_step logs or returns, and callbacks write",
 )
 TRAIN_LOSS = "the training loss, which was logged"
 
@@ -140,7 +141,7 @@ def private_statement(
     """
     entries = tuple(merged(history))
     epsilon = epsilon_of(entries, plan.delta, plan.accountant, eps_error=plan.eps_error)
-    reasons = [*overrides, *_reasons(args, epsilon)]
+    reasons = list(dict.fromkeys((*overrides, *_reasons(args, epsilon))))
     return PrivacyStatement(
         epsilon=None if reasons else epsilon,
         delta=None if reasons else plan.delta,
@@ -169,7 +170,7 @@ def _reasons(args: DifferentialPrivacyArguments, epsilon: float) -> list[str]:
     """Why there is no guarantee, as far as arguments and steps show it."""
     reasons = []
     if args.debug_seed is not None:
-        reasons.append("whoever knows debug_seed knows which items were sampled and what the noise was")
+        reasons.append(SEEDED)
     if math.isinf(epsilon):
         reasons.append("steps were taken without noise")
     return reasons
@@ -196,6 +197,8 @@ def _is_stopped(plan: PrivacyPlan, entries: tuple[Entry, ...]) -> bool:
     if plan.max_epsilon is None:
         return False
     further = [*entries, (plan.noise_multiplier, plan.sample_rate, 1)]
+    if epsilon_of(further, plan.delta, "rdp") <= plan.max_epsilon:
+        return False  # which most statements of a run learn in microseconds
     return epsilon_of(further, plan.delta, plan.accountant, eps_error=plan.eps_error) > plan.max_epsilon
 
 

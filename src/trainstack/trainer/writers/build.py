@@ -9,18 +9,23 @@ from pathlib import Path
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.writers.base import Writer
 from trainstack.trainer.writers.csv import CsvWriter
+from trainstack.trainer.writers.jsonl import JsonLinesWriter
+from trainstack.trainer.writers.mlflow import MlflowWriter
 from trainstack.trainer.writers.stdout import StdoutWriter
 from trainstack.trainer.writers.tensorboard import TensorBoardWriter
+from trainstack.trainer.writers.trackio import TrackioWriter
+from trainstack.trainer.writers.wandb import WandbWriter
 
 
 def build_writers(names_or_writers: Sequence[str | Writer], log_dir: Path) -> list[Writer]:
     """Make the writers that are named, and keep those that are given; none of them is opened.
 
-    Names: `"stdout"` (summaries), `"csv"` (`log_dir/metrics.csv`), `"tensorboard"` (`log_dir/tensorboard`).
+    Names: `"stdout"` (summaries), `"csv"` (`log_dir/metrics.csv`), `"jsonl"` (`log_dir/metrics.jsonl`),
+    `"tensorboard"` (`log_dir/tensorboard`), and `"wandb"`, `"mlflow"` and `"trackio"` with their own defaults.
 
     Raises:
         ConfigurationError: a name is unknown or comes twice, or an entry is neither a name nor a writer.
-        MissingExtraError: `"tensorboard"` is named and not installed.
+        MissingExtraError: one is named whose package is not installed; the message names the extra.
     """
     if isinstance(names_or_writers, str):
         raise ConfigurationError(
@@ -38,7 +43,11 @@ def _named(name: object, log_dir: Path) -> Writer:
     makers: dict[str, Callable[[], Writer]] = {
         "stdout": StdoutWriter,
         "csv": lambda: CsvWriter(log_dir / "metrics.csv"),
+        "jsonl": lambda: JsonLinesWriter(log_dir / "metrics.jsonl"),
         "tensorboard": lambda: TensorBoardWriter(log_dir / "tensorboard"),
+        "wandb": WandbWriter,
+        "mlflow": MlflowWriter,
+        "trackio": TrackioWriter,
     }
     if not isinstance(name, str):
         raise ConfigurationError(
@@ -49,8 +58,8 @@ def _named(name: object, log_dir: Path) -> Writer:
         return makers[name]()
     if name == "aml":
         raise ConfigurationError(
-            "the writer 'aml' (Azure ML) is not offered. Leave it out, or give an instance of your own "
-            "Writer that logs to Azure ML through mlflow."
+            "the writer 'aml' (Azure ML) is not offered. Write 'mlflow', with MLFLOW_TRACKING_URI set to that of the "
+            "Azure ML workspace, or leave it out."
         )
     close = difflib.get_close_matches(name.lower(), makers, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""

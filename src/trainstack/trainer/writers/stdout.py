@@ -21,15 +21,9 @@ class StdoutWriter(Writer):
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
 
-    def open(self, *, resume_step: int | None) -> None:
-        """Nothing to prepare."""
-
     def write(self, records: Sequence[Record]) -> None:
         """Nothing is printed for single records."""
 
     def text(self, line: str) -> None:
         """Print `line`."""
         QuietStream(self._stream if self._stream is not None else sys.stdout).line(line)
-
-    def close(self) -> None:
-        """Nothing to close: the stream is not ours."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainstack.errors import ConfigurationError, MissingExtraError
 from trainstack.trainer.history import Record
-from trainstack.trainer.writers.base import Writer
+from trainstack.trainer.writers.base import RunInfo, Writer
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -31,7 +31,7 @@ class TensorBoardWriter(Writer):
         self.directory = Path(directory)
         self._writer: SummaryWriter | None = None
 
-    def open(self, *, resume_step: int | None) -> None:
+    def open(self, run: RunInfo) -> None:
         """Start an event file. Raises ConfigurationError when it is open already."""
         if self._writer is not None:
             raise ConfigurationError(f"the tensorboard writer for {self.directory} is open; close() it.")
@@ -40,8 +40,8 @@ class TensorBoardWriter(Writer):
         except ImportError as error:
             raise MissingExtraError("the tensorboard writer", "tensorboard", "tensorboard") from error
         # TensorBoard drops the points from purge_step on.
-        purge_step = None if resume_step is None else resume_step + 1
-        directory = _run_directory(self.directory, fresh=resume_step is None)
+        purge_step = None if run.resume_step is None else run.resume_step + 1
+        directory = _run_directory(self.directory, fresh=run.resume_step is None)
         self._writer = SummaryWriter(log_dir=str(directory), purge_step=purge_step)
 
     def write(self, records: Sequence[Record]) -> None:

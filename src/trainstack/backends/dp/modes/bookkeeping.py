@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
+from trainstack.backends.dp.modes.base import NO_GRADIENT, GradientMode, Run, Unsupported
 from trainstack.backends.dp.modes.outputs import finished, loss_in, mean_of
 from trainstack.backends.dp.modes.precision import full_float32
 from trainstack.backends.dp.modes.sites import Site, squared_norms
@@ -43,7 +43,7 @@ class BookkeepingMode(GradientMode):
     def _receive(self, sites: list[Site], mean: Tensor, records: int) -> list[Site]:
         """Give each site the gradient of its output; returns those on which the loss depends."""
         if not mean.requires_grad:
-            raise Unsupported("train_step returned a loss that no gradient flows through: no trained parameter is used")
+            raise Unsupported(NO_GRADIENT)
         found = torch.autograd.grad(
             mean,
             [*(site.edge for site in sites), *self.trained],  # type: ignore[arg-type]

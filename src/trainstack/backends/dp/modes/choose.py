@@ -17,7 +17,7 @@ from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
 from trainstack.backends.dp.modes.ghost import GhostMode
 from trainstack.backends.dp.modes.hooks import HooksMode
 from trainstack.backends.dp.modes.loop import LoopMode
-from trainstack.backends.dp.modes.probing import changed_buffers, undisturbed
+from trainstack.backends.dp.modes.probing import changed_tensors, memories, undisturbed, values_of
 from trainstack.backends.dp.modes.records import rows_of
 from trainstack.backends.dp.modes.vmap import VmapMode
 from trainstack.errors import ConfigurationError, MissingExtraError
@@ -91,18 +91,12 @@ class Judge:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        trained: Sequence[nn.Parameter],
-        run: Run,
-        probe: Any,
-        records: int,
-        leveller: Scaling,
+        self, module: nn.Module, trained: Sequence[nn.Parameter], run: Run, probe: Any, records: int, leveller: Scaling
     ) -> None:
         self._module, self._trained = module, tuple(trained)
         self._autocast = False
         self._run, self._plain_run = run, lambda model, batch: run(_Plain(model, self._note), batch)
-        before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        before = values_of(module)
         half = rows_of(probe, records, slice(0, records // 2))
         try:
             self._cases = [
@@ -110,14 +104,29 @@ class Judge:
                 for batch, count in ((probe, records), (half, records // 2))
                 for scaling in (_whole, leveller)
             ]
+            remembered = memories(module)
             again = self._case(probe, records, _whole, self._plain_run)
             self._rounded = self._case(probe, records, _whole, run) if self._autocast else None
         except Unsupported:
             raise
         except Exception as error:
-            raise Unsupported(f"train_step fails on a single record{_suspects(module)}: {error}") from error
+            raise Unsupported(
+                f"train_step fails on a single record{_suspects(module)}: {error}. Let it take a batch of one, and put "
+                "the records along dimension 0 of everything that collate_fn returns."
+            ) from error
         self._is_random = self._cases[0].differs(again.sums, again.scales, _EXACT) is not None
-        learning = changed_buffers(module, before)
+        self._refuse_what_learns(before, remembered)
+
+    def _refuse_what_learns(self, before: dict[str, Tensor], remembered: dict[str, Tensor]) -> None:
+        module = self._module
+        kept = [name for name, value in memories(module).items() if not _is_same(value, remembered.get(name))]
+        if self._is_random and kept:
+            raise Unsupported(
+                f"{kept[0]} changes in a forward pass, and the same records then have other gradients: it would carry "
+                "what one record is into the steps of others, without clipping and noise. Let nothing but parameters "
+                "be kept from one forward pass to the next."
+            )
+        learning = changed_tensors(module, before)
         if learning:
             raise Unsupported(
                 f"{learning[0]} changes in a forward pass: it would learn from records without clipping and noise"
@@ -142,8 +151,11 @@ class Judge:
         return mode
 
     def _try(self, mode: GradientMode) -> None:
-        if self._rounded is not None and isinstance(mode, GhostMode):
-            raise Unsupported("grad_mode='ghost' under autocast clips too little. Write grad_mode='auto'.")
+        if self._rounded is not None and isinstance(mode, GhostMode | HooksMode):
+            raise Unsupported(
+                f"grad_mode={mode.name!r} under autocast: opacus rounds the gradients of single records to half "
+                "precision, so that a record moves the sum by more than its limit. Write grad_mode='auto'."
+            )
         if isinstance(mode, LoopMode):
             return
         if self._is_random and not isinstance(mode, VmapMode):
@@ -248,6 +260,10 @@ class _Plain(nn.Module):
         self._note(torch.is_autocast_enabled(device.type))
         with torch.autocast(device.type, enabled=False):
             return self._model[0](*args, **kwargs)
+
+
+def _is_same(left: Tensor, right: Tensor | None) -> bool:
+    return right is not None and left.shape == right.shape and torch.equal(left, right)
 
 
 def _suspects(module: nn.Module) -> str:

@@ -65,7 +65,7 @@ def attached(kind: str, feature: str, module: nn.Module, **options: Any) -> Any:
     try:
         return make(module, loss_reduction="mean", **options)
     except (NotImplementedError, ValueError) as error:
-        raise Unsupported(f"opacus refuses the module: {error} Write grad_mode='vmap'.") from error
+        raise Unsupported(f"opacus refuses the module: {error}. Write grad_mode='auto'.") from error
 
 
 @contextmanager

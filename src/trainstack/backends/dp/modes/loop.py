@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
+from trainstack.backends.dp.modes.base import NO_GRADIENT, GradientMode, Run, Unsupported
 from trainstack.backends.dp.modes.outputs import finished, loss_in
 from trainstack.backends.dp.modes.records import rows_of
 
@@ -30,7 +30,7 @@ class LoopMode(GradientMode):
     def gradients_of(self, loss: Tensor) -> tuple[Tensor | None, ...]:
         """Of one record's loss, for each trained parameter; None where the loss does not depend on it."""
         if not loss.requires_grad:
-            raise Unsupported("train_step returned a loss that no gradient flows through: no trained parameter is used")
+            raise Unsupported(NO_GRADIENT)
         return torch.autograd.grad(loss, self.trained, allow_unused=True)
 
 

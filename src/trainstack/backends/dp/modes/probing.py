@@ -20,9 +20,9 @@ from trainstack.backends.dp.modes.precision import full_float32
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """Dropout does nothing, noise is constant and float32 is not rounded to TF32.
 
-    Buffers, states of random generators and precisions are put back at the end.
+    Parameters, buffers, states of random generators and precisions are put back at the end.
     """
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    kept = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.is_cuda})
     host, array = random.getstate(), np.random.get_state()
     try:
@@ -32,8 +32,9 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
         random.setstate(host)
         np.random.set_state(array)
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for tensor, before in kept:
+                if not _same(tensor, before):
+                    tensor.copy_(before)
 
 
 class Calm(TorchFunctionMode):
@@ -67,14 +68,58 @@ _NOISE_LIKE = {torch.rand_like, torch.randn_like}
 _NOISE = {torch.rand, torch.randn, torch.bernoulli, torch.normal}
 
 
-def changed_buffers(module: nn.Module, before: dict[str, Tensor]) -> list[str]:
-    """The names of the buffers that are not what they were."""
+def values_of(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers."""
+    return {name: tensor.detach().clone() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+
+def changed_tensors(module: nn.Module, before: dict[str, Tensor]) -> list[str]:
+    """The names of the parameters and buffers that are not what `values_of` found."""
     return [
         name
-        for name, buffer in module.named_buffers()
-        if name not in before or buffer.shape != before[name].shape or not _same(buffer, before[name])
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if name not in before or tensor.shape != before[name].shape or not _same(tensor, before[name])
     ]
 
 
+def memories(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the tensors that modules hold as plain attributes, and that are neither parameters nor buffers."""
+    return {
+        f"{name}.{key}" if name else key: value.detach().clone()
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, Tensor)
+    }
+
+
+class Watch:
+    """Notices a forward pass that writes into parameters or buffers; costs microseconds, and reads no values."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [
+            (held, key, f"{name}.{key}" if name else key)
+            for name, part in module.named_modules()
+            for held in (part._parameters, part._buffers)
+            for key in held
+        ]
+        self._marks: list[tuple[int, int, int] | None] = []
+
+    def begin(self) -> None:
+        """Remember how everything is."""
+        self._marks = [_mark(held.get(key)) for held, key, _ in self._places]
+
+    def changed(self) -> str | None:
+        """The name of what has been written to or put in another's place since `begin`."""
+        for (held, key, name), mark in zip(self._places, self._marks, strict=True):
+            if _mark(held.get(key)) != mark:
+                return name
+        return None
+
+
+def _mark(tensor: Tensor | None) -> tuple[int, int, int] | None:
+    return None if tensor is None else (id(tensor), tensor.data_ptr(), tensor._version)
+
+
 def _same(left: Tensor, right: Tensor) -> bool:
+    left, right = left.detach(), right.detach()
     return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())

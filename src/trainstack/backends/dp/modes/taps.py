@@ -81,6 +81,11 @@ def _cut_off(parameter: Any) -> Any:
     return parameter.detach() if isinstance(parameter, Tensor) else parameter
 
 
+def _copied(parameter: Tensor) -> Tensor:
+    """For outputs that would be a view of the parameter: nothing may be written through them."""
+    return parameter.detach().clone()
+
+
 def _linear(taps: Taps, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     w, b = taps.number_of(weight), taps.number_of(bias)
     if w is None and b is None:
@@ -232,7 +237,7 @@ def _elementwise(taps: Taps, func: Any, left: Any, right: Any, **options: Any) -
         if number is not None and _is_broadcast(operands[mine], operands[other], taps.records):
             ones = (1,) * (operands[other].dim() - operands[mine].dim())
             shape = (*ones, *operands[mine].shape)
-            copies = operands[mine].detach().reshape(shape).expand(taps.records, *shape[1:])
+            copies = _copied(operands[mine]).reshape(shape).expand(taps.records, *shape[1:])
             operands[mine] = taps.leave(ElementwiseSite(number, shape), copies, copies.view_as(copies))
     return func(*operands, **options)
 
@@ -240,7 +245,7 @@ def _elementwise(taps: Taps, func: Any, left: Any, right: Any, **options: Any) -
 def _expand(taps: Taps, func: Any, parameter: Tensor, *size: Any, **options: Any) -> Any:
     """A parameter that is expanded over records, such as a class token."""
     number = taps.number_of(parameter)
-    copies = func(parameter if number is None else parameter.detach(), *size, **options)
+    copies = func(parameter if number is None else _copied(parameter), *size, **options)
     shape = (1,) * (copies.dim() - parameter.dim()) + tuple(parameter.shape)
     if number is None:
         return copies

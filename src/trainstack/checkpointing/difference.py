@@ -1,0 +1,105 @@
+"""In what two trees of state differ, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainstack.checkpointing.leaves import array_as_tensor
+from trainstack.checkpointing.places import Index
+from trainstack.checkpointing.places import describe as place_of
+
+_ABSENT = "absent"
+_LONG_TEXT = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One place where two checkpoints differ.
+
+    Attributes:
+        where: such as "trainer_state.optimizers[0].state".
+        one, other: what stands there, in words.
+        elements: of a tensor, how many differ; None where shapes or dtypes do.
+        max_abs: the largest magnitude of a difference; nan if one of the two is nan somewhere.
+    """
+
+    where: str
+    one: str
+    other: str
+    elements: int | None = None
+    max_abs: float | None = None
+
+    def __str__(self) -> str:
+        if self.elements is None:
+            return f"{self.where}: {self.one} | {self.other}"
+        return f"{self.where}: {self.elements} elements differ, by at most {self.max_abs:.3g} ({self.one})"
+
+
+def differences(one: Any, other: Any, root: str = "", place: tuple[Any, ...] = ()) -> Iterator[Difference]:
+    """Every leaf in which two trees of state differ; nan equals nan, and 0.0 is not -0.0."""
+    mine, theirs = children(one), children(other)
+    where = place_of(root, list(place))
+    if mine is None or theirs is None or type(one) is not type(other):
+        yield from _leaf(where, one, other)
+        return
+    part = (lambda key: key) if isinstance(one, dict) else Index
+    left, right = dict(mine), dict(theirs)
+    for key in [*left, *(key for key in right if key not in left)]:
+        inner = (*place, part(key))
+        if key in left and key in right:
+            yield from differences(left[key], right[key], root, inner)
+        else:
+            texts = [describe(side[key]) if key in side else _ABSENT for side in (left, right)]
+            yield Difference(where=place_of(root, list(inner)), one=texts[0], other=texts[1])
+
+
+def _leaf(where: str, one: Any, other: Any) -> Iterator[Difference]:
+    if all(isinstance(value, torch.Tensor) for value in (one, other)):
+        yield from _tensors(where, one, other)
+    elif all(isinstance(value, np.ndarray) for value in (one, other)) and one.dtype == other.dtype:
+        yield from _tensors(where, array_as_tensor(one), array_as_tensor(other))
+    elif type(one) is not type(other) or repr(one) != repr(other):
+        yield Difference(where=where, one=describe(one), other=describe(other))
+
+
+def _tensors(where: str, one: torch.Tensor, other: torch.Tensor) -> Iterator[Difference]:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        yield Difference(where=where, one=describe(one), other=describe(other))
+        return
+    count = int((_bytes(one) != _bytes(other)).any(1).sum()) if one.numel() else 0
+    if count:
+        wide = torch.complex128 if one.is_complex() else torch.float64
+        distance = (one.to(wide) - other.to(wide)).abs().max().item()
+        text = describe(one)
+        yield Difference(where=where, one=text, other=text, elements=count, max_abs=float(distance))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """One row of bytes an element."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
+
+
+def children(value: Any) -> list[tuple[Any, Any]] | None:
+    """Keys and values of a container; None for anything else."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return list(enumerate(value))
+    return None
+
+
+def describe(value: Any) -> str:
+    """A leaf in a few words: tensors by dtype and shape, values as they are."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"numpy {value.dtype} {list(value.shape)}"
+    if children(value):
+        return f"{type(value).__name__} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= _LONG_TEXT else f"{text[:_LONG_TEXT]}..."

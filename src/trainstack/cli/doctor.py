@@ -1,0 +1,126 @@
+"""`trainstack doctor`: what is installed, and which backend strings work on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from trainstack import __version__
+from trainstack.backends import DifferentialPrivacyArguments, legal_specs, parse_spec
+from trainstack.checkpointing import DefaultCheckpointerArguments
+from trainstack.cli.printing import print_json, print_line, print_table
+from trainstack.launching import launch
+from trainstack.trainer import SupervisedModule, Trainer, TrainerArguments
+
+_EXTRAS = {
+    "cli": "jsonargparse",
+    "dp": "opacus",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow-skinny",
+    "trackio": "trackio",
+}
+_LONGEST_LAUNCH_S = 120.0
+
+
+def add(subparsers: Any) -> None:
+    """Add the command."""
+    about = "say what is installed, and try backend strings on this machine, each in one step of a small model"
+    parser = subparsers.add_parser("doctor", help=about, description=about)
+    parser.add_argument("backends", metavar="STRING", nargs="*", help="exit code 1 if one of these does not work")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    for spec in args.backends:
+        parse_spec(spec)
+    problems = try_all(args.backends or legal_specs())
+    installed = {"trainstack": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    extras = {extra: _version_of(package) for extra, package in _EXTRAS.items()}
+    if args.json:
+        print_json({**installed, "devices": _devices(), "extras": extras, "backends": problems})
+    else:
+        for name, found in installed.items():
+            print_line(f"{name} {found}")
+        print_line(f"devices: {', '.join(_devices())}\n")
+        rows = [[f"trainstack[{extra}]", _EXTRAS[extra], found or "not installed"] for extra, found in extras.items()]
+        print_table(("extra", "package", "version"), rows)
+        print_line()
+        tried = [[spec, "works" if problem is None else f"NO: {problem}"] for spec, problem in problems.items()]
+        print_table(("backend", "one step of a small model"), tried)
+    return 1 if args.backends and any(problem is not None for problem in problems.values()) else 0
+
+
+def try_all(specs: Sequence[str]) -> dict[str, str | None]:
+    """Each of `specs` with what went wrong with it; None where a step was trained."""
+    together = [spec for spec in specs if spec.split("-")[0] != "sp"]
+    found = try_each([spec for spec in specs if spec not in together])
+    try:
+        found |= launch(try_each, together, nproc=1, timeout_s=_LONGEST_LAUNCH_S)[0] if together else {}
+    except Exception as error:  # whatever it is, it is what the user wants to know
+        found |= dict.fromkeys(together, _in_words(error))
+    return {spec: found[spec] for spec in specs}
+
+
+def try_each(specs: Sequence[str]) -> dict[str, str | None]:
+    """`try_one` for each of `specs`, by string."""
+    return {spec: try_one(spec) for spec in specs}
+
+
+def try_one(spec: str) -> str | None:
+    """Train one step of a small model with the backend `spec`; what went wrong, or None."""
+    private = "dp" in spec.split("-")
+    with tempfile.TemporaryDirectory(prefix="trainstack-doctor-") as directory:
+        try:
+            arguments = TrainerArguments(
+                backend=spec,
+                train_batch_size=4,
+                max_train_steps_per_epoch=1,
+                output_dir=Path(directory),
+                checkpointer_args=DefaultCheckpointerArguments(checkpoint=False),
+                writers=[],
+                progress="none",
+                log_level="ERROR",
+                handle_signals=False,
+                differential_privacy_args=_privacy() if private else None,
+            )
+            data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+            Trainer(SupervisedModule(nn.Linear(2, 1), nn.MSELoss(), "sgd", data), arguments).train()
+        except Exception as error:  # whatever it is, it is what the user wants to know
+            return _in_words(error)
+    return None
+
+
+def _privacy() -> DifferentialPrivacyArguments:
+    return DifferentialPrivacyArguments(noise_multiplier=1.0, delta=1e-5)
+
+
+def _in_words(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _devices() -> list[str]:
+    found = ["cpu"]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        found.append(f"{torch.accelerator.device_count()} x {kind}")
+    return found
+
+
+def _version_of(package: str) -> str | None:
+    for name in (package, package.removesuffix("-skinny")):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None

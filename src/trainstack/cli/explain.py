@@ -1,0 +1,22 @@
+"""`trainstack explain STRING`: what a backend string does."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from trainstack.backends import explain
+from trainstack.cli.printing import print_line
+
+
+def add(subparsers: Any) -> None:
+    """Add the command."""
+    about = "say what a backend string does, layer by layer and verb by verb"
+    parser = subparsers.add_parser("explain", help=about, description=about)
+    parser.add_argument("backend", metavar="STRING", help="such as ddp-bf16")
+    parser.set_defaults(run=_explain)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    print_line(explain(args.backend))
+    return 0

@@ -1,0 +1,52 @@
+"""`trainstack train FILE.py:MODULE`: a training without a script of its own."""
+
+from __future__ import annotations
+
+import argparse
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from trainstack.cli.options import arguments_of, build_parser, split_files
+from trainstack.cli.target import FORM, load_target
+from trainstack.errors import ConfigurationError, TrainstackError
+from trainstack.trainer import ModuleInterface, Trainer, seed_everything
+
+ABOUT = "train a module that a file defines; needs the extra 'cli'"
+
+
+def add(subparsers: Any) -> None:
+    """Name the command in the list of them; `run` reads what stands behind it."""
+    subparsers.add_parser("train", help=ABOUT, add_help=False)
+
+
+def run(words: Sequence[str]) -> int:
+    """Train; the random numbers of the process are seeded before the module is made. Returns the exit code."""
+    if words and not words[0].startswith("-"):
+        target, options = words[0], list(words[1:])
+    elif "--help" in words or "-h" in words:
+        target, options = None, list(words)
+    else:
+        raise ConfigurationError(f"trainstack train needs to be told what to train, before any option. {FORM}")
+    makes_module = None if target is None else load_target(target)
+    try:
+        files, options = split_files(options)
+        parser = build_parser(makes_module, files)
+        given = parser.parse_args(options)
+    except argparse.ArgumentError as error:
+        raise ConfigurationError(f"{error} (see trainstack train {target} --help)") from error
+    arguments = arguments_of(given.as_dict())
+    seed_everything(arguments.seed)
+    made = getattr(parser.instantiate(given), "module", None)  # of a function only its arguments are made
+    if isinstance(made, ModuleInterface):
+        module = made
+    else:
+        assert makes_module is not None  # --help, the one option without a target, has ended the process
+        module = makes_module(**(made.as_dict() if made is not None else {}))
+    trainer = Trainer(module, arguments)
+    try:
+        trainer.train()
+    except (TrainstackError, OSError):
+        traceback.print_exc()  # of the user's code as likely as of a wrong option
+        return 1
+    return 0

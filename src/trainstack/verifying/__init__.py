@@ -1,0 +1,7 @@
+"""Proof that a run survives being killed: the user's own training, killed at random moments, resumed, compared."""
+
+from trainstack.verifying.comparing import Parting
+from trainstack.verifying.report import Kill, ResumeReport
+from trainstack.verifying.verify import verify_resume
+
+__all__ = ["Kill", "Parting", "ResumeReport", "verify_resume"]

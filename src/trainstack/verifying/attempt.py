@@ -1,0 +1,124 @@
+"""Starting the processes of a training, watching them, and killing them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+from trainstack.errors import LaunchError
+from trainstack.verifying.child import LOOK_EVERY_S, Job, read_progress, work
+
+_END_OF_OUTPUT = 3000
+
+
+class Attempt:
+    """A training that is under way in new processes; all of them are killed at once.
+
+    Attributes:
+        began_from: the global step that it began from.
+    """
+
+    def __init__(self, jobs: list[Job], context: Any, deadline: float) -> None:
+        self._jobs, self._deadline = jobs, deadline
+        self._processes = [context.Process(target=work, args=(job,)) for job in jobs]
+        self.began_from = 0
+
+    def begin(self) -> None:
+        """Start the processes, and wait until they train.
+
+        Raises:
+            LaunchError: one of them failed, or they did not come so far in time.
+        """
+        for process in self._processes:
+            process.start()
+        while (progress := read_progress(self._jobs[0].folder)) is None:
+            self.is_over(LOOK_EVERY_S)
+            self._refuse_late()
+        self.began_from = progress[0]
+
+    def is_over(self, within_s: float | None = None) -> bool:
+        """Whether all processes have trained to the end, after waiting for that, by default as long as may be.
+
+        Raises:
+            LaunchError: one of them failed, or they did not end in time.
+        """
+        until = self._deadline if within_s is None else time.monotonic() + within_s
+        while running := [process for process in self._processes if process.is_alive()]:
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            connection.wait([process.sentinel for process in running], left)
+        for job, process in zip(self._jobs, self._processes, strict=True):
+            if not process.is_alive() and not job.done.exists():
+                self._fail(f"ended with exit code {process.exitcode}")
+        if within_s is None and running:
+            self._refuse_late()
+        return not running
+
+    def is_over_by(self, moment: float, step: int, lag: float) -> bool:
+        """Whether it ends within `moment` seconds, and within `lag` seconds after `step` is finished.
+
+        Raises:
+            LaunchError: as for `is_over`.
+        """
+        until, over = time.monotonic() + moment, False
+        while not over and time.monotonic() < until and self._step() < step:
+            over = self.is_over(LOOK_EVERY_S)
+        return over or self.is_over(max(0.0, min(lag, until - time.monotonic())))
+
+    def kill(self) -> int:
+        """SIGKILL all that still runs; returns the last step that was finished."""
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()  # before it had a group of its own
+        for process in self._processes:
+            if process.pid is not None:
+                process.join()
+        return self._step()
+
+    def _step(self) -> int:
+        return (read_progress(self._jobs[0].folder) or (0, 0))[1]
+
+    def _refuse_late(self) -> None:
+        if time.monotonic() > self._deadline:
+            self._fail("was not through in time; write a longer timeout_s, or fewer steps,")
+
+    def _fail(self, how: str) -> None:
+        self.kill()
+        job = self._jobs[0]
+        said = job.output.read_text(errors="replace").strip() if job.output.exists() else ""
+        said = said[-_END_OF_OUTPUT:] or "(nothing)"
+        raise LaunchError(
+            f"verify_resume: the process of {job.folder.name} {how} and said:\n{said}\n"
+            f"All of it is in {job.folder.parent}"
+        )
+
+
+@contextmanager
+def attempt(call: bytes, folder: Path, nproc: int | None, context: Any, timeout_s: float) -> Iterator[Attempt]:
+    """A training in `nproc` processes that find each other, or in one that stands alone; none is left at the end."""
+    folder.mkdir(parents=True)
+    port = None if nproc is None else _free_port()
+    size = nproc or 1
+    jobs = [Job(call=call, folder=folder, rank=rank, nproc=size, port=port) for rank in range(size)]
+    made = Attempt(jobs, context, time.monotonic() + timeout_s)
+    try:
+        made.begin()
+        yield made
+    finally:
+        made.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

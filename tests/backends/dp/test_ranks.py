@@ -1,0 +1,43 @@
+"""Private training over processes: one mechanism, however many carry it out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.private_runs import by_hand
+from tests.helpers.processes import run_world
+from trainstack.backends.dp import epsilon_of
+
+NOISY = {"noise_multiplier": 0.7}
+
+
+@pytest.mark.spec("PMB-22")
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_carry_out_the_mechanism_of_one(size: int, tmp_path: Path) -> None:
+    batch = 8 if size == 2 else 9
+    runs = {
+        "plain": {"epochs": 2, "train_batch_size": batch},
+        "chunks": {"epochs": 2, "train_batch_size": batch, "gpu_batch_size_limit": 1},
+        "empty parts": {"train_batch_size": size, "promise": {**NOISY, "debug_seed": 3}},
+        "seeded": {"train_batch_size": batch, "promise": NOISY},
+        "secure": {"train_batch_size": batch, "promise": {**NOISY, "secure": True}},
+        "stopped": {"train_batch_size": batch, "epochs": 9, "promise": {**NOISY, "max_epsilon": 8.0}},
+    }
+    ranks = run_world(size, "private_ranks", directory=str(tmp_path), runs=runs)
+
+    for name in ("plain", "chunks"):
+        for rank in ranks:
+            reached = torch.tensor(rank[name]["weights"], dtype=torch.float64)
+            assert (reached - by_hand(batch=batch)).abs().max() <= 1e-6
+    for name in runs:
+        assert all(rank[name] == ranks[0][name] for rank in ranks)  # the same weights, to the bit, and the same account
+    for name in ("seeded", "secure", "empty parts"):
+        assert ranks[0][name]["steps"] == ranks[0][name]["planned"]
+    assert ranks[0]["seeded"]["epsilon"] == ranks[0]["secure"]["epsilon"] is not None
+    assert ranks[0]["seeded"]["weights"] != ranks[0]["secure"]["weights"]
+    stopped, q = ranks[0]["stopped"], batch / 41
+    assert stopped["steps"] < stopped["planned"]
+    assert stopped["epsilon"] <= 8.0 < epsilon_of([(0.7, q, stopped["steps"] + 1)], 1e-4, "rdp")

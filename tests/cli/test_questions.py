@@ -1,0 +1,72 @@
+"""`trainstack explain`, `plan` and `doctor` answer without training anything of the user's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import trainstack as ts
+from trainstack.cli.main import main
+
+
+def test_explain_prints_what_the_library_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "sp-bf16"]) == 0
+    assert capsys.readouterr().out.strip() == ts.explain("sp-bf16").strip()
+    assert main(["explain", "amp-ddp"]) == 2
+    assert "Write 'ddp-amp'." in capsys.readouterr().err
+
+
+def test_plan_prints_the_arithmetic_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--samples", "1000", "--train_batch_size", "64", "--gpu_batch_size_limit", "8", "--processes", "4"]
+    assert main(["plan", *sizes, "--epochs", "3"]) == 0
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
+        "global batch 64 = 4 processes x 2 micro-batches x 8",
+        "samples an epoch 1000 (last step: 40)",
+        "global steps an epoch 16",
+        "global steps in all 48 in 3 epochs",
+    ]
+    assert main(["plan", *sizes, "--drop_last", "--max_train_steps_per_epoch", "9", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["samples_per_epoch"], plan["steps_per_epoch"], plan["total_steps"]) == (960, 9, 9)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--samples", "0"], "--samples 0: write a whole number, 1 or more"),
+        (["--samples", "9", "--processes", "0"], "--processes 0"),
+        (["--samples", "9", "--epochs", "-1"], "epochs=-1"),
+        (["--samples", "9", "--train_batch_size", "6", "--processes", "4"], "cannot be divided among 4 processes"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_answered_in_one_line(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["plan", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_doctor_says_which_strings_work_by_trying_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "sp", "ddp-bf16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["backends"] == {"sp": None, "ddp-bf16": None}
+    assert found["extras"]["tensorboard"]
+    assert found["devices"][0] == "cpu"
+
+
+def test_doctor_names_what_is_wrong_with_a_string(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(self: object, global_step: int, batch: object, device: object) -> None:
+        raise RuntimeError("no kernel\nfor that")
+
+    monkeypatch.setattr(ts.SupervisedModule, "train_step", broken)
+    assert main(["doctor", "sp", "sp-bf16"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("sp")] == [
+        "sp       NO: no kernel for that",
+        "sp-bf16  NO: no kernel for that",
+    ]
+    assert main(["doctor", "amp-sp"]) == 2
+    assert "Write 'sp-amp'." in capsys.readouterr().err

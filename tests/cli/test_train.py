@@ -1,0 +1,185 @@
+"""`trainstack train` trains what a file defines, with every argument of the trainer as an option."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import trainstack as ts
+from trainstack.cli.main import main
+
+FILE = '''
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import beside
+from trainstack import SupervisedModule
+
+
+class Line(SupervisedModule):
+    def __init__(self, hidden: int = 4, lr: float = 0.1):
+        """A line.
+
+        Args:
+            hidden: units in between.
+            lr: learning rate.
+        """
+        x = torch.linspace(-1, 1, 32).unsqueeze(1)
+        net = nn.Sequential(nn.Linear(1, hidden), nn.Linear(hidden, 1))
+        super().__init__(net, nn.MSELoss(), "sgd", TensorDataset(x, 2 * x), optimizer_kwargs={"lr": lr})
+
+
+class Breaks(Line):
+    def on_end_train_step(self, global_step):
+        raise OSError("in the user's code")
+
+
+class Other:
+    pass
+
+
+def make(units: int):
+    return Line(units * beside.TWO)
+'''
+QUIET = ["--train_batch_size", "8", "--writers", "[csv]", "--progress", "none", "--log_every", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my.py").write_text(FILE)
+    (tmp_path / "beside.py").write_text("TWO = 2\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("my", "beside"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def printed_config(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "my.py:Line", *words, "--print_config"])
+    assert ended.value.code in (0, None)
+    return dict(yaml.safe_load(capsys.readouterr().out))
+
+
+def test_options_win_over_the_environment_and_that_over_the_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.yaml").write_text(
+        "epochs: 5\ntrain_batch_size: 5\nmax_grad_norm: 5e-1\nseed: 5\n"
+        "checkpointer_args: {keep_last: 5, keep_best: 5}\n"
+    )
+    monkeypatch.setenv("TRAINSTACK_EPOCHS", "6")
+    monkeypatch.setenv("TRAINSTACK_TRAIN_BATCH_SIZE", "6")
+    monkeypatch.setenv("TRAINSTACK_CHECKPOINTER_ARGS__KEEP_LAST", "6")
+    config = printed_config(capsys, "--epochs", "7", "--config", "run.yaml", "--module.lr", "0.5")
+    assert [config[name] for name in ("epochs", "train_batch_size", "seed", "max_grad_norm")] == [7, 6, 5, 0.5]
+    saving = config["checkpointer_args"]
+    assert isinstance(saving, dict)
+    assert (saving["keep_last"], saving["keep_best"]) == (6, 5)
+    assert config["module"] == {"hidden": 4, "lr": 0.5}
+    monkeypatch.setenv("TRAINSTACK_CONFIG", "run.yaml")
+    assert printed_config(capsys, "--epochs", "7", "--module.lr", "0.5") == config
+
+
+def test_every_field_of_the_arguments_is_an_option_and_the_printed_file_gives_the_same_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = printed_config(capsys, "--device", "cpu", "--writers", "[csv,jsonl]", "--resume", "auto")
+    own = {name: value for name, value in config.items() if name != "module"}
+    assert set(own) == {field.name for field in dataclasses.fields(ts.TrainerArguments)}
+    expected = ts.TrainerArguments(device="cpu", writers=["csv", "jsonl"], resume="auto")
+    assert ts.TrainerArguments.from_dict(own) == expected
+    Path("printed.yaml").write_text(yaml.safe_dump(config))
+    assert printed_config(capsys, "--config", "printed.yaml") == config
+
+
+def test_nested_arguments_that_are_not_there_by_default_come_with_their_first_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = printed_config(capsys, "--stats_args.log_steps", "7")
+    assert config["stats_args"] == {"log_steps": 7}
+    assert config["writer_args"] is None
+
+
+def test_a_training_runs_with_its_options_and_the_same_seed_gives_the_same_numbers() -> None:
+    histories = []
+    for directory in ("one", "other"):
+        words = ["my.py:Line", *QUIET, "--epochs", "2", "--module.hidden", "3", "--output_dir", directory]
+        assert main(["train", *words, "--backend", "sp-bf16"]) == 0
+        histories.append(ts.read_history(directory).to_dict())
+    assert histories[0]["train/loss"]["step"] == list(range(1, 9))
+    assert histories[0] == histories[1]
+
+
+def test_a_function_may_make_the_module_and_files_beside_it_can_be_imported() -> None:
+    assert main(["train", "my.py:make", *QUIET, "--module.units", "3", "--output_dir", "out"]) == 0
+    assert main(["train", "my:make", *QUIET, "--module.units", "3", "--output_dir", "again"]) == 0
+    weights = ts.read_model(next(Path("out/checkpoints").glob("*model*")))
+    assert weights["model.0.weight"].shape == (6, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "needs to be told what to train"),
+        (["--epochs", "3"], "needs to be told what to train"),
+        (["my.py"], "'my.py' does not say where a module comes from. Write FILE.py:NAME"),
+        (["me.py:Line"], "there is no file me.py"),
+        (["mine.deep:Line"], "there is no Python module 'mine.deep'"),
+        (["my.py:Lin"], "Did you mean 'Line'? It has the modules Breaks, Line."),
+        (["my.py:Other"], "the class Other is not a ModuleInterface. It has the modules Breaks, Line."),
+        (["my.py:Line", "--epochs", "x"], "\"epochs\": Expected a <class 'int'>. Got value: x"),
+        (["my.py:Line", "--epoch", "3"], "--epoch"),
+        (["my.py:Line", "--epochs", "-1"], "epochs=-1: write a whole number"),
+        (["my.py:Line", "--nonfinite", "fly"], "Expected a typing.Literal['raise', 'skip']. Got value: fly"),
+        (["my.py:Line", "--backend", "amp-ddp"], "Write 'ddp-amp'."),
+        (["my.py:Line", "--config", "wrong.yaml"], "'epchs' is not accepted"),
+        (["my.py:Line", "--config", "none.yaml"], "--config none.yaml: there is no such file."),
+        (["my.py:Line", "--config"], "--config"),
+        (["my.py:Line", "--module.hiden", "3"], "--module.hiden"),
+        (["my.py:make"], "arguments are required: module.units"),
+    ],
+)
+def test_a_wrong_command_line_is_answered_in_one_line(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    Path("wrong.yaml").write_text("epchs: 3\n")
+    assert main(["train", *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("trainstack: ")
+    assert shown.err.count("\n") == 1
+    assert message in shown.err
+
+
+def test_an_error_in_the_training_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "my.py:Breaks", *QUIET]) == 1
+    shown = capsys.readouterr().err
+    assert "OSError: in the user's code" in shown
+    assert "my.py" in shown
+
+
+def test_help_lists_the_options_with_what_they_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, expected in (
+        (["--help"], "passes over the training data"),
+        (["my.py:Line", "--help"], "units in between"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", *words])
+        assert ended.value.code in (0, None)
+        assert expected in " ".join(capsys.readouterr().out.split())
+
+
+def test_without_jsonargparse_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *more: None if n == "jsonargparse" else find(n, *more))
+    assert main(["train", "my.py:Line"]) == 2
+    assert "pip install 'trainstack[cli]'" in capsys.readouterr().err

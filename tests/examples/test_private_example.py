@@ -1,0 +1,47 @@
+"""The private example stays within its budgets, draws its picture and states what holds."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainstack.backends.dp import PrivacyStatement
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "private.py"
+
+
+@pytest.mark.slow
+@pytest.mark.spec("PMB-13")
+def test_a_short_run_keeps_its_budget_and_learns_on_both_data_sets(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--epsilons", "3", "--epochs", "4", "--runs", "1"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = {
+        (name, spent): float(quality)
+        for name, quality, spent in re.findall(r"^(\w+): \w+ ([\d.]+) (without|at epsilon)", done.stdout, re.M)
+    }
+    assert said["insurance", "without"] > 0.6
+    assert said["insurance", "at epsilon"] > 0.6, "AUC on real data, of which guessing has 0.5"
+    assert said["digits", "at epsilon"] > 0.3
+    assert done.stdout.count("differentially private for one item") == 2
+
+    runs = tmp_path / "runs" / "private"
+    assert (runs / "cost-of-privacy.png").read_bytes().startswith(b"\x89PNG")
+    for name, steps in (("insurance", 4 * 16), ("digits", 4 * 6)):
+        written = (runs / name / "epsilon-3" / "run-1" / "privacy_statement.json").read_text()
+        statement = PrivacyStatement.from_json(written)
+        assert statement.steps == steps
+        assert 2.9 < statement.epsilon <= 3.0
+        assert not (runs / name / "not-private" / "privacy_statement.json").exists()

@@ -1,0 +1,26 @@
+"""The table of what the privacy audit sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools import broken_privacy
+from tools.bench.__main__ import main
+
+
+def test_the_table_tells_who_was_caught_and_who_was_blamed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broken_privacy, "BROKEN", {"no noise": broken_privacy.BROKEN["no noise"]})
+    assert main(["audit", "--runs", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["noise", "sampling", "canaries"]
+    assert lines[1].split()[:5] == ["no", "noise", "BROKEN", "-", "BROKEN"]
+    assert lines[2].split()[:6] == ["correct,", "audit", "1", "-", "-", "-"]
+    assert lines[3] == "1 of 1 broken ones caught; 0 of 1 correct ones blamed"
+
+
+def test_what_escapes_fails_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broken_privacy, "BROKEN", {"harmless": (broken_privacy._scaled_noise(lambda _: 1.0), set())})
+    assert main(["audit", "--runs", "0"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "0 of 1 broken ones caught; 0 of 0 correct ones blamed"

@@ -1,0 +1,215 @@
+"""What the writers for tracking services tell them; stand-ins take the place of their packages."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, train
+from trainstack.trainer.history import Record
+from trainstack.trainer.writers import MlflowWriter, RunInfo, TrackioWriter, WandbWriter, Writer
+
+CONFIG = {"backend": "sp", "arguments": {"epochs": 2, "writers": ["x"], "checkpointer_args": {"keep": 3}}, "plan": {}}
+
+
+def put(writer: Writer, directory: Path, records: list[Record], resume_step: int | None = None) -> str:
+    """Write `records` as one process does; returns how the run is known from then on."""
+    writer.open(RunInfo(resume_step=resume_step, log_dir=directory, config=CONFIG))
+    writer.write(records)
+    writer.close()
+    writer.close()
+    (file,) = directory.glob("*-run.json")
+    return str(json.loads(file.read_text())["run"])
+
+
+FIRST = [Record("train/loss", 0.5, 10, 0), Record("lr", 0.1, 10, 0), Record("train/loss", 0.25, 20, 1)]
+SECOND = [Record("train/loss", 0.125, 30, 1)]
+
+
+def package(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
+    """A stand-in for the package `name`, which `import` and `find_spec` find."""
+    module = ModuleType(name)
+    vars(module).update(contents)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, origin="stand-in")
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+class Calls:
+    """A run of a stand-in: keeps what it is told."""
+
+    def __init__(self, name: str, /, **options: Any) -> None:
+        self.id = self.name = name
+        self.options, self.logged, self.metrics, self.finished = options, [], [], 0
+
+    def log(self, values: dict[str, float], step: int | None = None) -> None:
+        self.logged.append((step, values))
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.metrics.append((name, step_metric))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[Calls]:
+    runs: list[Calls] = []
+
+    def init(**options: Any) -> Calls:
+        runs.append(Calls(options.get("id", f"made-{len(runs)}"), **options))
+        return runs[-1]
+
+    package(monkeypatch, "wandb", init=init)
+    return runs
+
+
+def test_wandb_gets_one_point_a_step_over_global_step_and_continues_its_run(
+    wandb_runs: list[Calls], tmp_path: Path
+) -> None:
+    assert put(WandbWriter(project="mine", mode="offline"), tmp_path, FIRST) == "made-0"
+    assert put(WandbWriter(project="mine"), tmp_path, SECOND, resume_step=20) == "made-0"
+    assert put(WandbWriter(), tmp_path, FIRST) == "made-2"  # a fresh run is another run
+
+    first, resumed, _ = wandb_runs
+    assert first.options["config"] == CONFIG
+    assert (first.options["project"], first.options["mode"], first.finished) == ("mine", "offline", 1)
+    assert "resume" not in first.options
+    assert (resumed.options["id"], resumed.options["resume"]) == ("made-0", "allow")
+    assert first.metrics == [("global_step", None), ("*", "global_step")]
+    assert [values for _, values in first.logged] == [
+        {"global_step": 10, "epoch": 0, "train/loss": 0.5, "lr": 0.1},
+        {"global_step": 20, "epoch": 1, "train/loss": 0.25},
+    ]
+
+
+def test_trackio_gets_one_point_a_step_and_continues_its_run_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runs: list[Calls] = []
+
+    def init(project: str, **options: Any) -> Calls:
+        runs.append(Calls(options.get("name", f"{project}-{len(runs)}"), **options))
+        return runs[-1]
+
+    package(monkeypatch, "trackio", init=init)
+    assert put(TrackioWriter("mine", group="g"), tmp_path, FIRST) == "mine-0"
+    assert put(TrackioWriter("mine"), tmp_path, SECOND, resume_step=20) == "mine-0"
+
+    first, resumed = runs
+    assert (first.options["group"], first.options["config"], first.finished) == ("g", CONFIG, 1)
+    assert (resumed.options["name"], resumed.options["resume"]) == ("mine-0", "must")
+    assert first.logged == [
+        (10, {"epoch": 0, "train/loss": 0.5, "lr": 0.1}),
+        (20, {"epoch": 1, "train/loss": 0.25}),
+    ]
+
+
+class MlflowServer:
+    """A stand-in for an MLflow server and its client."""
+
+    def __init__(self) -> None:
+        self.experiments: dict[str, str] = {}
+        self.runs: dict[str, dict[str, Any]] = {}
+
+    def client(self, uri: str | None) -> MlflowServer:
+        return self
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id=self.experiments[name]) if name in self.experiments else None
+
+    def create_experiment(self, name: str) -> str:
+        return self.experiments.setdefault(name, str(len(self.experiments)))
+
+    def create_run(self, experiment_id: str, run_name: str | None) -> Any:
+        run_id = f"run-{len(self.runs)}"
+        self.runs[run_id] = {"params": {}, "metrics": [], "status": "RUNNING", "calls": []}
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.runs[run_id]["status"] = status
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        run = self.runs[run_id]
+        run["calls"].append((len(metrics), len(params)))
+        run["params"].update({param.key: param.value for param in params})
+        run["metrics"] += [(metric.key, metric.value, metric.step) for metric in metrics]
+
+    def set_terminated(self, run_id: str) -> None:
+        self.runs[run_id]["status"] = "FINISHED"
+
+
+@pytest.fixture
+def mlflow_server(monkeypatch: pytest.MonkeyPatch) -> MlflowServer:
+    server = MlflowServer()
+    package(monkeypatch, "mlflow", MlflowClient=server.client)
+    package(
+        monkeypatch,
+        "mlflow.entities",
+        Param=lambda key, value: SimpleNamespace(key=key, value=value),
+        Metric=lambda key, value, timestamp, step: SimpleNamespace(key=key, value=value, step=step),
+    )
+    return server
+
+
+def test_mlflow_gets_every_record_and_the_arguments_by_dotted_names_and_continues_its_run(
+    mlflow_server: MlflowServer, tmp_path: Path
+) -> None:
+    assert put(MlflowWriter(experiment="mine"), tmp_path, FIRST) == "run-0"
+    assert put(MlflowWriter(experiment="mine"), tmp_path, SECOND, resume_step=20) == "run-0"
+    assert put(MlflowWriter(experiment="mine"), tmp_path, FIRST) == "run-1"
+
+    run = mlflow_server.runs["run-0"]
+    assert list(mlflow_server.experiments) == ["mine"]
+    assert (run["params"]["arguments.epochs"], run["params"]["arguments.checkpointer_args.keep"]) == ("2", "3")
+    assert run["metrics"] == [(name, value, step) for name, value, step, _ in [*FIRST, *SECOND]]
+    assert run["status"] == "FINISHED"
+
+
+def test_mlflow_is_given_no_more_a_call_than_it_takes_and_no_name_that_it_refuses(
+    mlflow_server: MlflowServer, tmp_path: Path
+) -> None:
+    put(MlflowWriter(), tmp_path, [Record("loss(é)", 1.0, step, 0) for step in range(2500)])
+    run = mlflow_server.runs["run-0"]
+    assert [metrics for metrics, _ in run["calls"] if metrics] == [1000, 1000, 500]
+    assert {name for name, _, _ in run["metrics"]} == {"loss___"}
+
+
+def test_a_run_that_cannot_be_continued_says_which_file_to_delete(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise LookupError("no such run")
+
+    package(monkeypatch, "trackio", init=refuse)
+    (tmp_path / "trackio-run.json").write_text('{"run": "gone"}')
+    with pytest.raises(LookupError) as caught:
+        put(TrackioWriter(), tmp_path, [], resume_step=1)
+    (note,) = caught.value.__notes__  # type: ignore[attr-defined]
+    assert note.startswith("this would have gone on with run 'gone'; delete ")
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *more: None if n == name else find(n, *more))
+    with pytest.raises(ts.MissingExtraError, match=rf"pip install 'trainstack\[{name}\]"):
+        train(Classifier(), tmp_path, writers=[name])
+
+
+def test_a_training_is_told_to_wandb_with_its_arguments(wandb_runs: list[Calls], tmp_path: Path) -> None:
+    train(Classifier(), tmp_path, epochs=1, log_every=2, writers=["wandb"])
+    (run,) = wandb_runs
+    assert run.options["config"]["arguments"]["log_every"] == 2
+    assert run.options["config"]["plan"]["epochs"] == 1
+    assert [values["global_step"] for _, values in run.logged if "train/loss" in values] == [2, 4, 6]
+    assert run.finished == 1

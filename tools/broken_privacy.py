@@ -1,0 +1,145 @@
+"""Private training that does not keep its promise, in ten ways; run as `make bench ARGS=audit` it audits each.
+
+A table says which probe sees what is wrong, and how often the audit finds fault with training that is as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from trainstack.backends.dp import DifferentialPrivacyArguments, preparing
+from trainstack.backends.dp.clipping import FlatClipper
+from trainstack.backends.dp.mechanism import Mechanism
+from trainstack.backends.dp.poisson import PoissonSampling
+from trainstack.backends.dp.randomness import SeededRandomness
+from trainstack.backends.sampling import Draw
+
+Patch = Callable[[], AbstractContextManager[Any]]
+
+PROBES = ("noise", "sampling", "canaries")
+
+
+def _scaled_noise(factor: Callable[[Mechanism], float]) -> Patch:
+    real = Mechanism._noise
+
+    def noise(self: Mechanism, *given: Any) -> Tensor:
+        return real(self, *given) * factor(self)
+
+    return lambda: mock.patch.object(Mechanism, "_noise", noise)
+
+
+def _drawn(draw: Callable[[Any, int, Tensor], Tensor]) -> Patch:
+    """What `draw` makes of a correct sample, in its place."""
+    real = PoissonSampling.draw
+
+    def patched(self: PoissonSampling, step: int) -> Draw:
+        honest = real(self, step)
+        return Draw(mine=draw(self, step, honest.mine), total=honest.total)
+
+    return lambda: mock.patch.object(PoissonSampling, "draw", patched)
+
+
+def _in_order(sampling: Any, step: int, honest: Tensor) -> Tensor:
+    batch = round(sampling._records * sampling._rate)
+    return (torch.arange(batch) + (step - 1) * batch) % sampling._records
+
+
+def _the_first_again(sampling: Any, step: int, honest: Tensor) -> Tensor:
+    if not hasattr(sampling, "first"):
+        sampling.first = honest
+    first: Tensor = sampling.first
+    return first
+
+
+class _ReusedNoise(SeededRandomness):
+    """Draws noise once."""
+
+    def normal(self, step: int, count: int, device: torch.device) -> Tensor:
+        if not hasattr(self, "kept"):
+            self.kept = super().normal(step, count, device)
+        return self.kept.clone()
+
+
+class _LooseClipper(FlatClipper):
+    """Clips to ten times the norm to which the noise is scaled."""
+
+    def _rows(self, squares: Tensor, joint: Tensor, finite: Tensor) -> tuple[Tensor, ...]:
+        return tuple(10 * row for row in super()._rows(squares, joint / 10, finite))
+
+
+class _DoubledRate(SeededRandomness):
+    def mask(self, step: int, records: int, rate: float) -> Tensor:
+        return super().mask(step, records, 2 * rate)
+
+
+BROKEN: dict[str, tuple[Patch, set[str]]] = {
+    "no noise": (_scaled_noise(lambda _: 0.0), {"noise", "canaries"}),
+    "noise / batch": (
+        _scaled_noise(lambda mechanism: 1 / mechanism.accountant.plan.expected_batch_size),
+        {"noise", "canaries"},
+    ),
+    "half the noise": (_scaled_noise(lambda _: 0.5), {"noise"}),
+    "0.8 of the noise": (_scaled_noise(lambda _: 0.8), {"noise"}),
+    "the same noise again": (lambda: mock.patch.object(preparing, "SeededRandomness", _ReusedNoise), {"noise"}),
+    "clipped to 10 C": (lambda: mock.patch.object(preparing, "FlatClipper", _LooseClipper), {"sampling", "canaries"}),
+    "every record twice": (_drawn(lambda _, step, honest: honest.repeat(2)), {"sampling"}),
+    "a fixed order": (_drawn(_in_order), {"sampling"}),
+    "the same sample again": (_drawn(_the_first_again), {"sampling"}),
+    "doubled rate": (lambda: mock.patch.object(preparing, "SeededRandomness", _DoubledRate), {"sampling"}),
+}
+"""How to break it, and the probes that must see it, each on its own."""
+
+
+@contextmanager
+def broken(how: str) -> Iterator[None]:
+    """A block in which private training is broken in this way."""
+    with BROKEN[how][0]():
+        yield
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print which probes see what. Returns 1 if a broken variant escapes, or if training as it should be is blamed."""
+    from trainstack.backends.dp.audit import audit
+
+    parser = argparse.ArgumentParser(prog="python -m tools.broken_privacy", description=__doc__)
+    parser.add_argument("--runs", type=int, default=20, help="audits of training that is as it should be")
+    parser.add_argument("--full", action="store_true", help="audits of the level 'full'")
+    options = parser.parse_args(argv)
+    args = DifferentialPrivacyArguments(delta=1e-6, noise_multiplier=2.0)
+    level = "full" if options.full else "quick"
+
+    print(f"{'':24}" + "".join(f"{probe:10}" for probe in PROBES) + "epsilon at least (stated)  smallest p  seconds")
+    escaped = 0
+    for how in BROKEN:
+        with broken(how):
+            caught = bool(_row(how, lambda: audit(args, level=level)))
+        escaped += not caught
+    blamed = [_row(f"correct, audit {i + 1}", lambda: audit(args, level=level)) for i in range(options.runs)]
+    summary = f"{len(BROKEN) - escaped} of {len(BROKEN)} broken ones caught"
+    print(f"{summary}; {sum(map(bool, blamed))} of {options.runs} correct ones blamed")
+    return int(bool(escaped or any(blamed)))
+
+
+def _row(name: str, audit: Callable[[], Any]) -> set[str]:
+    began = time.perf_counter()
+    report = audit()
+    took = time.perf_counter() - began
+    seen = {finding.probe for finding in report.broken}
+    marks = "".join(f"{'BROKEN' if probe in seen else '-':10}" for probe in PROBES)
+    bounds = f"{report.epsilon_at_least:.2f} or {report.epsilon_at_least_tradeoff:.2f} ({report.epsilon_claimed:.2f})"
+    least = min(finding.p_value for finding in report.findings)
+    print(f"{name:24}{marks}{bounds:25}  {least:10.1g}  {took:7.1f}", flush=True)
+    return seen
+
+
+if __name__ == "__main__":
+    sys.exit(main())
