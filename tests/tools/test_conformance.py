@@ -14,6 +14,7 @@ from tools.conformance.process import ROOT
 from tools.conformance.report import Row, page, table
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("trainer", "status"), [("trainstack", "pass"), ("naive", "wrong")])
 def test_trainstack_passes_every_case_and_the_naive_loop_fails_every_case(trainer: str, status: str) -> None:
