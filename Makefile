@@ -14,7 +14,7 @@ export OMP_NUM_THREADS = 1
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test check bench kills docs lock clean help
+.PHONY: demo test check bench conformance conformance-peers kills docs lock clean help
 
 demo: .venv/.stamp ## train, interrupt and resume a small model, and show that the results agree
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -22,7 +22,7 @@ demo: .venv/.stamp ## train, interrupt and resume a small model, and show that t
 test: .venv/.stamp ## run the tests; make test ARGS="tests/backends -x" runs some of them
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
-check: .venv/.stamp ## format, lint, types, the conformance table and the documentation
+check: .venv/.stamp ## format, lint, types, the table of features and the documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -31,6 +31,11 @@ check: .venv/.stamp ## format, lint, types, the conformance table and the docume
 
 bench: .venv/.stamp ## time a training step
 	$(BIN)/python -m tools.bench $(ARGS)
+
+conformance: .venv/.stamp ## put trainers to the public suite and print the table; ARGS="--trainer trainstack"
+	$(BIN)/python -m tools.conformance $(ARGS)
+
+conformance-peers: .venv-peers/.stamp ## make .venv-peers, with the other trainers at their pinned releases
 
 kills: .venv/.stamp ## kill trainings at 200 random moments and compare what the resumed ones end with
 	$(BIN)/python -m tools.kills $(ARGS)
@@ -42,11 +47,11 @@ lock: ## write constraints.txt anew; make lock TORCH=x.y.z moves torch
 	$(PYTHON) tools/lock.py --torch "$(TORCH)"
 
 clean: ## remove what was built, the environment too
-	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-peers build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## show this
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-14s %s\n' "$$target" "$$what"; done
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-24s %s\n' "$$target" "$$what"; done
 
 # The stamp is written last. Without it nothing in .venv is trusted and the environment is made from scratch;
 # with it, a change of the pins is installed on top.
@@ -61,3 +66,9 @@ help: ## show this
 	@$(PIP) --editable '.[$(EXTRAS)]'
 	@touch $@
 	@echo "[setup] done"
+
+.venv-peers/.stamp: tools/conformance/peers.txt tools/conformance/peers-constraints.txt
+	@rm -rf .venv-peers && $(PYTHON) -m venv .venv-peers
+	@.venv-peers/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-input \
+	  --constraint tools/conformance/peers-constraints.txt --requirement tools/conformance/peers.txt
+	@touch $@

@@ -1,0 +1,86 @@
+"""The table, in the terminal and on the page."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tools.conformance.adapter import Verdict
+from tools.conformance.case import all_cases
+
+HEAD = """\
+# Conformance
+
+Small deterministic tests that any trainer can be put through: what each demands stands below the table. A cell says
+pass, **wrong**, or n.a. where the trainer offers no such feature or leaves the matter to the user's own loop. Each
+trainer is driven in its own documented way, which the docstring of its file in `tools/conformance/adapters` names. A
+cell speaks of one small run on the CPU and of nothing else; a word on one that you think is unfair is welcome.
+
+A suite that nobody can fail shows nothing: `adapters/naive.py`, a loop by hand with the usual mistakes, fails every
+case, and a test holds it to that. The tests also run trainstack's own column.
+
+```
+make conformance-peers                           # .venv-peers, with the other trainers at pinned releases
+make conformance                                 # all of them: prints the table and writes this page
+make conformance ARGS="--trainer trainstack"     # one column; --case torn for one row
+```
+
+To add a trainer, write `adapters/NAME.py` with a class `Peer` (`adapter.py` says what it answers) and put its name on
+`TRAINERS`. To add a case, write a function with `@case` in a file of `cases/`, and a mistake for `naive` to make.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trainer: versions of itself and torch, and a verdict a case."""
+
+    versions: Mapping[str, str]
+    cells: Mapping[str, Verdict]
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Row:
+        """What `tools.conformance.row` wrote."""
+        return cls(values["versions"], {case: Verdict(**cell) for case, cell in values["cells"].items()})
+
+
+def table(rows: Mapping[str, Row]) -> str:
+    """Cases down, trainers across, in Markdown."""
+    lines = [_line(["", *rows]), _line(["---"] * (len(rows) + 1))]
+    for case in all_cases():
+        if any(case.id in row.cells for row in rows.values()):
+            cells = [row.cells[case.id].status if case.id in row.cells else "" for row in rows.values()]
+            lines.append(_line([case.title, *(f"**{cell}**" if cell == "wrong" else cell for cell in cells)]))
+    counts = [[cell.status for cell in row.cells.values()] for row in rows.values()]
+    lines.append(_line(["passes", *(f"{c.count('pass')} of {len(c) - c.count('n.a.')}" for c in counts)]))
+    return "\n".join(lines)
+
+
+def page(rows: Mapping[str, Row]) -> str:
+    """The whole of docs/conformance.md."""
+    versions = ", ".join(f"{name} {row.versions['trainer']}" for name, row in rows.items())
+    torches = sorted({row.versions["torch"] for row in rows.values()})
+    system = f"Python {platform.python_version()}, {platform.system()}, CPU"
+    made = f"`make conformance` wrote this page on {datetime.date.today().isoformat()}: {versions}; "
+    parts = [HEAD, f"{made}torch {', '.join(torches)}; {system}.\n", table(rows), "\n## What is demanded\n"]
+    parts += [f"- **{case.title}** (`{case.id}`): {case.demand}" for case in all_cases()]
+    parts.append("\n## What was seen")
+    for name, row in rows.items():
+        told = [(case, row.cells[case.id]) for case in all_cases() if row.cells[case.id].status != "pass"]
+        if told:
+            parts.append(f"\n### {name} {row.versions['trainer']}\n")
+            parts += [f"- {case.title}: {cell.status}, {_plain(cell.seen)}" for case, cell in told]
+    return "\n".join(parts) + "\n"
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown leaves as it is."""
+    for mark in "\\`*_[]<>|":
+        text = text.replace(mark, f"\\{mark}")
+    return text
