@@ -13,8 +13,8 @@ from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.meter import LossMeter
-from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.plain_values import as_json
+from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.progress import NoProgress, ProgressDisplay, build_progress, format_plan_table
 from trainstack.trainer.report import RunRecorder, begin_recording
 from trainstack.trainer.run_state import RunState
@@ -179,4 +179,3 @@ class Reporter:
 
 
 _LEFT_OUT = ("train/loss", "train/grad_norm", "lr")
-

@@ -16,6 +16,7 @@ from trainstack.trainer.memory import GIB, host_peak_gib
 if TYPE_CHECKING:
     from trainstack.trainer.trainer import Trainer
 
+
 def record(trainer: Trainer, name: str, value: float | Tensor) -> None:
     """Record `value` at the step that `trainer` has just finished; a tensor is read at the log point."""
     state = trainer.state

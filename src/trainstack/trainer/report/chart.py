@@ -13,9 +13,10 @@ from trainstack.trainer.report.panels import Panel, Series
 WIDTH, HEIGHT = 560, 240
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 26
 COLOURS = 8
-_MOST_MARKERS = 40
+_MOST_MARKERS = 20
 _MOST_EPOCHS = 40
-_LOG_FROM = 100.0
+_LOG_FROM = 2.0  # powers of ten between the lowest and the highest value
+_LINEAR = ("learning rate", "lr", "steps a second")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,13 @@ class Scale:
         return round(self.start + (at - low) / (high - low) * (self.end - self.start), 1)
 
     def ticks(self, wanted: int) -> list[float]:
-        """About `wanted` round numbers within; powers of ten on a logarithmic scale."""
+        """About `wanted` round numbers within; on a logarithmic scale powers of ten, if few with 2 and 5."""
         if self.log:
-            powers = range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
-            return [10.0**p for p in powers[:: max(1, round(len(powers) / wanted))]]
+            powers = range(math.floor(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
+            factors = (1, 2, 5) if len(powers) <= wanted // 2 + 1 else (1,)
+            every = max(1, round(len(powers) / wanted))
+            found = [factor * 10.0**power for power in powers[::every] for factor in factors]
+            return [value for value in found if self.low <= value <= self.high]
         rough = (self.high - self.low) / wanted
         unit = 10.0 ** math.floor(math.log10(rough))
         step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough * 0.999)
@@ -48,7 +52,7 @@ def chart(panel: Panel) -> Markup:
     """`panel` with its title and legend. Values that are inf or nan are gaps, and counted in the legend."""
     finite = [v for one in panel.series for v in one.values if math.isfinite(v)]
     steps = [step for one in panel.series for step in one.steps]
-    x, y = _step_scale(steps), _value_scale(finite)
+    x, y = _step_scale(steps), _value_scale(finite, may_be_log=panel.title not in _LINEAR)
     drawing = tag(
         "svg",
         *_grid(x, y, panel.epoch_ends),
@@ -73,9 +77,9 @@ def _step_scale(steps: Sequence[float]) -> Scale:
     return Scale(low - 1 if low == high else low, high + 1 if low == high else high, LEFT, WIDTH - RIGHT)
 
 
-def _value_scale(values: Sequence[float]) -> Scale:
+def _value_scale(values: Sequence[float], *, may_be_log: bool) -> Scale:
     low, high = min(values, default=0.0), max(values, default=1.0)
-    if low > 0 and high / low >= _LOG_FROM and math.log10(high) - math.log10(low) >= 1:
+    if may_be_log and low > 0 and math.log10(high) - math.log10(low) >= _LOG_FROM:
         return Scale(low / 1.1, high * 1.1, HEIGHT - BOTTOM, TOP, log=True)
     room = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
     if not math.isfinite(room) or low - room == low:
@@ -85,7 +89,7 @@ def _value_scale(values: Sequence[float]) -> Scale:
 
 
 def _grid(x: Scale, y: Scale, epoch_ends: Sequence[int]) -> Iterator[Markup]:
-    for value in y.ticks(4):
+    for value in y.ticks(5):
         at = y(value)
         yield tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at)
         yield tag("text", number(value), class_="y", x=LEFT - 8, y=at + 3.5)

@@ -26,9 +26,12 @@ def in_words(value: Any) -> str:
 
 
 def differing_rows(runs: Sequence[ReportedRun]) -> list[tuple[str | Markup, ...]]:
-    """One row for each argument, and line of the plan and environment, that is not the same in all `runs`."""
+    """One row for each argument, and line of the plan and environment, that is not the same in all `runs`.
+
+    `output_dir` is always another.
+    """
     described = [_described(run) for run in runs]
-    names = list(dict.fromkeys(name for one in described for name in one))
+    names = [name for name in dict.fromkeys(name for one in described for name in one) if name != "output_dir"]
     rows = [(name, *(one.get(name, _NOT_SET) for one in described)) for name in names]
     return [(tag("code", name), *values) for name, *values in rows if len(set(values)) > 1]
 
@@ -36,4 +39,5 @@ def differing_rows(runs: Sequence[ReportedRun]) -> list[tuple[str | Markup, ...]
 def _described(run: ReportedRun) -> dict[str, str]:
     facts = run.facts
     extra = {f"{part}: {what}": value for part in ("plan", "environment") for what, value in getattr(facts, part)}
-    return {"module": facts.name, "backend": facts.backend, **dict(flat(facts.arguments)), **extra}
+    parameters = {"module: parameters": f"{facts.model[0][2]:,}"} if facts.model else {}
+    return {"module": facts.name, **parameters, **dict(flat(facts.arguments)), "backend": facts.backend, **extra}

@@ -89,14 +89,14 @@ class RunFacts:
         """
         file = directory / FILE_NAME
         try:
-            values = json.loads(file.read_text(encoding="utf-8"))
+            values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             if values.pop("format") != FORMAT:
                 raise ValueError("it is of another format")
             sessions = tuple(
                 Session(**{**made, "samples": tuple(map(tuple, made["samples"]))}) for made in values.pop("sessions")
             )
-            rows = {name: tuple(map(tuple, values.pop(name))) for name in ("plan", "model", "environment")}
-            return cls(**values, **rows, sessions=sessions)
+            values |= {name: tuple(map(tuple, values[name])) for name in ("plan", "model", "environment")}
+            return cls(**values, sessions=sessions)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigurationError(f"{file} is not what a run has written: {error}. Delete it.") from error
 

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from datetime import datetime
 
-from trainstack.trainer.report.chart import chart
+from trainstack.trainer.report.chart import COLOURS, chart
 from trainstack.trainer.report.differing import differing_rows
 from trainstack.trainer.report.markup import Markup, joined, table, tag
 from trainstack.trainer.report.panels import panels_of
@@ -56,7 +56,7 @@ def _one(run: ReportedRun) -> Markup:
 def _several(runs: Sequence[ReportedRun]) -> Markup:
     rows = [
         (
-            tag("span", tag("i", class_=f"c{number % 8}"), run.label, class_="legend"),
+            joined(tag("i", class_=f"c{number % COLOURS}"), run.label),
             run.facts.name,
             f"{run.facts.backend} on {run.facts.device}" if run.facts.backend else "-",
             status_of(run) or "-",
@@ -68,11 +68,9 @@ def _several(runs: Sequence[ReportedRun]) -> Markup:
     return joined(
         tag("h1", f"{len(runs)} runs compared"),
         tag("h2", "Runs"),
-        table(("run", "module", "backend", "", "time"), rows),
+        table(("run", "module", "backend", "status", "time"), rows),
         tag("h2", "Arguments that differ"),
-        table(("argument", *(run.label for run in runs)), differing)
-        if differing
-        else tag("p", "None.", class_="soft"),
+        table(("argument", *(run.label for run in runs)), differing) if differing else tag("p", "None.", class_="soft"),
         _charts(runs),
     )
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from trainstack.trainer.report.run_on_disk import Arrays, ReportedRun
 
 MOST_POINTS = 600
+_MOST_RATES = 40
 _LAST = {"gradient norm": 1, "learning rate": 2, "steps a second": 4, "memory, GiB": 5}
 _TITLES = {"lr": "learning rate", "schedule/lr": "learning rate", "grad_norm": "gradient norm", "memory": "memory, GiB"}
 
@@ -77,10 +79,10 @@ def _title_of(name: str) -> str:
     for start, title in _TITLES.items():
         if name == start or name.startswith(f"{start}/") or name.endswith(f"/{start}"):
             return title
-    if name.startswith(("throughput/", "schedule/")):
+    *before, last = name.split("/")
+    if not {"train", "val", "test"} & set(before):
         return name
-    last = name.rsplit("/", 1)[-1]
-    return last.removesuffix("_epoch") if name.endswith("loss_epoch") else last
+    return "loss" if last == "loss_epoch" else last
 
 
 def _place(title: str) -> tuple[int, str]:
@@ -88,18 +90,19 @@ def _place(title: str) -> tuple[int, str]:
 
 
 def _sampled(run: ReportedRun) -> Mapping[str, Arrays]:
-    """The curves of time and memory that were noted at log points; a session's first rate counts from its beginning."""
+    """The curves of time and memory that were noted at log points; rates are those of stretches of several points."""
     speed: list[tuple[int, float]] = []
     memory: dict[str, list[tuple[int, float]]] = {"memory/host_peak": [], "memory/device_peak": []}
     for session in run.facts.sessions:
-        before, then = session.first_step, 0.0
-        for step, seconds, *gib in session.samples:
-            if step > before and seconds > then:
-                speed.append((step, (step - before) / (seconds - then)))
+        for step, _, *gib in session.samples:
             for known, value in zip(memory.values(), gib, strict=True):
                 if value is not None:
                     known.append((step, value))
-            before, then = step, seconds
+        points = [(session.first_step, 0.0), *((step, seconds) for step, seconds, *_ in session.samples)]
+        points = points[:: 1 + len(points) // _MOST_RATES]
+        for (before, then), (step, seconds) in pairwise(points):
+            if step > before and seconds > then:
+                speed.append((step, (step - before) / (seconds - then)))
     found = {"steps a second": speed, **memory}
     return {
         name: (np.array([step for step, _ in points]), np.array([value for _, value in points]))
@@ -115,7 +118,9 @@ def _series(label: str, steps: Iterable[int], values: Iterable[float], *, colour
     return Series(label=label, steps=xs[kept].tolist(), values=ys[kept].tolist(), colour=colour, not_finite=lost)
 
 
-def thinned(values: np.ndarray[tuple[int], np.dtype[np.float64]], most: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def thinned(
+    values: np.ndarray[tuple[int], np.dtype[np.float64]], most: int
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """At most about `most` positions of `values`, rising: the ends, and lowest and highest of each stretch between."""
     if len(values) <= most:
         return np.arange(len(values))

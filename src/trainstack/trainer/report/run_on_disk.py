@@ -62,7 +62,7 @@ def read_run(directory: Path, label: str) -> ReportedRun:
     has_metrics = any((directory / f"metrics.{suffix}").is_file() for suffix in ("csv", "jsonl"))
     if facts is None and not has_metrics:
         raise ConfigurationError(
-            f"no run has written metrics.csv, metrics.jsonl or {FILE_NAME} in {directory}. Name the output_dir of a run."
+            f"{directory} has neither metrics.csv nor metrics.jsonl nor {FILE_NAME}. Name the output_dir of a run."
         )
     facts = facts or RunFacts(name=directory.resolve().name)
     curves = read_history(directory).all_arrays() if has_metrics else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from trainstack.checkpointing import CheckpointInfo
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.report.chart import number
 from trainstack.trainer.report.differing import flat
@@ -11,7 +12,8 @@ from trainstack.trainer.report.facts import Session
 from trainstack.trainer.report.markup import Markup, joined, table, tag
 from trainstack.trainer.report.run_on_disk import ReportedRun
 
-_MOST_METRICS = 4
+_MOST_METRICS = 3
+_MOST_CHECKPOINTS = 10
 
 
 def status_of(run: ReportedRun) -> Markup | None:
@@ -54,11 +56,14 @@ def details_of(run: ReportedRun) -> Markup:
     return joined(
         tag(
             "div",
-            _section("Plan", table(("", ""), facts.plan)) if facts.plan else None,
-            _section("Environment", table(("", ""), facts.environment)) if facts.environment else None,
+            tag(
+                "div",
+                _section("Plan", table(("", ""), facts.plan)) if facts.plan else None,
+                _section("Environment", table(("", ""), facts.environment)) if facts.environment else None,
+            ),
+            tag("div", _section("Stack", tag("div", tag("pre", facts.stack), class_="card")) if facts.stack else None),
             class_="two",
         ),
-        _section("Stack", tag("div", tag("pre", facts.stack), class_="card")) if facts.stack else None,
         _section("Checkpoints", _checkpoints(run)) if facts.sessions or run.checkpoints else None,
         _section("Privacy", tag("div", tag("pre", facts.privacy, class_="wrap"), class_="card"))
         if facts.privacy
@@ -76,17 +81,22 @@ def _section(title: str, *content: Markup) -> Markup:
 def _checkpoints(run: ReportedRun) -> Markup:
     if not run.checkpoints:
         return tag("p", "None.", class_="soft")
-    rows = [
-        (
-            info.name + (" (kept for good)" if info.pinned else ""),
-            "-" if info.global_step is None else number(info.global_step),
-            ", ".join(f"{n} {v:.4g}" for n, v in info.metrics.items() if not run.is_secret(n)) or "-",
-            f"{info.size / 1e6:.1f} MB",
-            info.created.replace("T", " ")[:19],
-        )
-        for info in run.checkpoints
-    ]
-    return table(("name", "step", "measured there", "size", "written (UTC)"), rows)
+    columns = ("name", "step", "measured there", "size", "written (UTC)")
+    newest, older = run.checkpoints[-_MOST_CHECKPOINTS:], run.checkpoints[:-_MOST_CHECKPOINTS]
+    rest = tag("summary", f"{len(older)} older"), table(columns, [_checkpoint(run, info) for info in older])
+    return joined(table(columns, [_checkpoint(run, info) for info in newest]), tag("details", *rest) if older else None)
+
+
+def _checkpoint(run: ReportedRun, info: CheckpointInfo) -> tuple[str, ...]:
+    told = [name for name in info.metrics if not run.is_secret(name)]
+    ordered = sorted(told, key=lambda name: (name != run.facts.monitor, not name.startswith("val/")))
+    return (
+        info.name + (" (kept for good)" if info.pinned else ""),
+        "-" if info.global_step is None else number(info.global_step),
+        ", ".join(f"{name} {info.metrics[name]:.4g}" for name in ordered[:_MOST_METRICS]) or "-",
+        f"{info.size / 1e6:.1f} MB",
+        info.created.replace("T", " ")[:19],
+    )
 
 
 def _arguments(run: ReportedRun) -> Markup:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainstack.backends.explain import explain_stack
-from trainstack.checkpointing import DefaultCheckpointer
+from trainstack.checkpointing import AbstractCheckpointer, DefaultCheckpointer
 from trainstack.trainer.plain_values import as_json
 from trainstack.trainer.report.facts import RunFacts
 from trainstack.trainer.report.recorder import RunRecorder
-from trainstack.trainer.report.surroundings import environment_rows, model_rows
+from trainstack.trainer.report.surroundings import environment_rows, model_rows, optimizer_rows
 
 if TYPE_CHECKING:
     from trainstack.trainer.arguments import TrainerArguments
@@ -30,8 +29,7 @@ def begin_recording(trainer: Trainer, resume_step: int | None) -> RunRecorder | 
 
 
 def _facts_of(trainer: Trainer) -> RunFacts:
-    args, stack, checkpointer = trainer.args, trainer.trainer_backend, trainer.checkpointer
-    keeps = isinstance(checkpointer, DefaultCheckpointer) and checkpointer.args.checkpoint
+    args, stack = trainer.args, trainer.trainer_backend
     return RunFacts(
         name=type(trainer.module).__name__,
         backend=stack.spec,
@@ -39,9 +37,15 @@ def _facts_of(trainer: Trainer) -> RunFacts:
         private=stack.is_private,
         monitor=args.placed_checkpointer_args.monitor,
         arguments=as_json(args.to_dict()),
-        plan=tuple(trainer.plan.rows()),
+        plan=(*trainer.plan.rows(), *optimizer_rows(trainer._ready().loop.work.optimizers)),
         stack=explain_stack(stack),
         model=model_rows(trainer.module),
         environment=environment_rows(trainer.device, trainer.world.size),
-        checkpoints=str(Path(checkpointer.save_dir).absolute()) if keeps else None,
+        checkpoints=_folder_of(trainer.checkpointer),
     )
+
+
+def _folder_of(checkpointer: AbstractCheckpointer) -> str | None:
+    if isinstance(checkpointer, DefaultCheckpointer) and checkpointer.args.checkpoint:
+        return str(checkpointer.save_dir.absolute())
+    return None

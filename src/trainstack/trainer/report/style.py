@@ -38,23 +38,24 @@ text.y { text-anchor: end; } text.x { text-anchor: middle; }
 .curve path { fill: none; stroke: currentColor; stroke-width: 1.7; stroke-linejoin: round; }
 .curve circle { fill: currentColor; } .dashed path { stroke-dasharray: 5 3; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 18px; font-size: 13px; padding-top: 6px; min-height: 28px; }
-.legend i { display: inline-block; width: 14px; height: 3px; border-radius: 2px; background: currentColor;
+i { display: inline-block; width: 14px; height: 3px; border-radius: 2px; background: currentColor;
   margin-right: 7px; vertical-align: middle; }
 .legend b { font-variant-numeric: tabular-nums; } .legend em { color: var(--bad); font-style: normal; }
 .c0 { color: var(--c0); } .c1 { color: var(--c1); } .c2 { color: var(--c2); } .c3 { color: var(--c3); }
 .c4 { color: var(--c4); } .c5 { color: var(--c5); } .c6 { color: var(--c6); } .c7 { color: var(--c7); }
 .two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 0 14px; }
-.two section { min-width: 0; } .card, .scroll { padding: 10px 14px; overflow-x: auto; }
+.two > div { min-width: 0; } .card, .scroll { padding: 10px 14px; overflow-x: auto; }
 .scroll { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
-th { text-align: left; color: var(--soft); font-weight: 600; font-size: 13px; }
+th { text-align: left; white-space: nowrap; color: var(--soft); font-weight: 600; font-size: 13px; }
 th, td { padding: 4px 16px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-tr:last-child td { border-bottom: 0; } td:first-child { min-width: 120px; }
-td.changed { font-weight: 600; }
+tr:last-child td { border-bottom: 0; } th:last-child, td:last-child { padding-right: 0; }
+td { min-width: 70px; } td:first-child { min-width: 150px; }
 pre { margin: 0; font: 12.5px/1.5 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; overflow-x: auto; }
 pre.wrap { white-space: pre-wrap; }
 details { margin-top: 10px; } summary { cursor: pointer; color: var(--soft); margin-bottom: 8px; }
 footer { margin-top: 34px; color: var(--soft); font-size: 13px; }
+@media (min-width: 700px) { td:first-child { white-space: nowrap; } }
 @media print { body { background: #fff; } figure, section { break-inside: avoid; } }
 """
 
@@ -75,7 +76,8 @@ for (const figure of document.querySelectorAll('figure')) {
     const box = svg.getBoundingClientRect();
     const at = (event.clientX - box.left) / box.width * svg.viewBox.baseVal.width;
     const step = low + (at - start) / (end - start) * (high - low);
-    const nearest = steps => steps.reduce((best, s, i) => Math.abs(s - step) < Math.abs(steps[best] - step) ? i : best, 0);
+    const off = s => Math.abs(s - step);
+    const nearest = steps => steps.reduce((best, s, i) => off(s) < off(steps[best]) ? i : best, 0);
     const found = curves.map(([steps]) => nearest(steps));
     const steps = curves.map(([steps], i) => steps[found[i]]).filter(s => s !== undefined);
     if (!steps.length || at < start - 8) return leave();

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 _DEEPEST, _MOST_ROWS = 3, 80
 _PACKAGES = ("trainstack", "torch", "numpy", "opacus")
@@ -26,13 +28,26 @@ def environment_rows(device: torch.device, processes: int) -> tuple[tuple[str, s
 
 def model_rows(module: nn.Module) -> tuple[tuple[str, str, int, int], ...]:
     """Name, class, parameters and trained parameters of submodules, three levels deep; shared ones count once each."""
-    rows = []
+    rows: list[tuple[str, str, int, int]] = []
     for name, part in module.named_modules():
         if name.count(".") < _DEEPEST and len(rows) < _MOST_ROWS:
             sizes = [(0 if nn.parameter.is_lazy(p) else p.numel(), p.requires_grad) for p in part.parameters()]
             trained = sum(size for size, is_trained in sizes if is_trained)
             rows.append((name or "(all)", type(part).__name__, sum(size for size, _ in sizes), trained))
     return tuple(rows)
+
+
+def optimizer_rows(optimizers: Iterable[Optimizer]) -> list[tuple[str, str]]:
+    """Class and numbers of each optimizer, as it was made."""
+    return [("optimizer", f"{type(one).__name__}: {_numbers_of(one) or 'no numbers'}") for one in optimizers]
+
+
+def _numbers_of(optimizer: Optimizer) -> str:
+    return ", ".join(
+        f"{name} {value}"
+        for name, value in optimizer.defaults.items()
+        if isinstance(value, int | float | tuple) and not isinstance(value, bool)
+    )
 
 
 def _version_of(package: str) -> str | None:

@@ -112,6 +112,7 @@ class RowWriter(Writer):
 
 
 def free_name(path: Path) -> Path:
+    """`path`, which is taken, with the first number that is not: `metrics.csv` becomes `metrics.1.csv`."""
     number = 1
     while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
