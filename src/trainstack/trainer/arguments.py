@@ -167,6 +167,11 @@ class TrainerArguments:
         return Path(chosen or self.output_dir)
 
     @property
+    def wants_report(self) -> bool:
+        """What `report` says; by itself where any writer but `"stdout"` writes."""
+        return any(writer != "stdout" for writer in self.writers) if self.report == "auto" else self.report
+
+    @property
     def chosen_device(self) -> str | torch.device:
         """`device`, or the CPU if `use_gpu` is False."""
         return self.device if self.use_gpu else "cpu"

@@ -16,11 +16,11 @@ from trainstack.trainer.meter import LossMeter
 from trainstack.trainer.plain_values import as_json
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.progress import NoProgress, ProgressDisplay, build_progress, format_plan_table
-from trainstack.trainer.report import RunRecorder, begin_recording
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.writers import RunInfo, WriterGroup, build_writers
 
 if TYPE_CHECKING:
+    from trainstack.trainer.report import RunRecorder
     from trainstack.trainer.trainer import Trainer
 
 
@@ -56,12 +56,23 @@ class Reporter:
                 config=as_json({"backend": stack.spec, "arguments": self._args.to_dict(), "plan": plan.to_dict()}),
             )
         )
-        self._recorder = begin_recording(trainer, resume_step)
+        self._recorder = self._begin_report(trainer, resume_step)
         layers = "\n".join(f"{layer.name}: {layer.summary}" for layer in stack.layers())
         rows = [("backend", f"{stack.spec} on {trainer.device}"), ("stack", layers), *plan.rows()]
         if resume_step is not None:
             rows.append(("resumed", f"after global step {resume_step}"))
         self._writers.text(format_plan_table(rows))
+
+    def _begin_report(self, trainer: Trainer, resume_step: int | None) -> RunRecorder | None:
+        if not self._is_main or not self._args.wants_report:
+            return None
+        from trainstack.trainer.report import begin_recording
+
+        try:
+            return begin_recording(trainer, resume_step)
+        except Exception as error:  # training is what counts
+            self._log.warning(f"there will be no run report: {type(error).__name__}: {error}")
+            return None
 
     def start_epoch(self, state: RunState, plan: TrainingPlan) -> None:
         """An epoch begins, or goes on after a resume."""

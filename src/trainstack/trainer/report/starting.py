@@ -1,4 +1,4 @@
-"""Whether a run gets a report, and what is known of it when it begins."""
+"""What is known of a run when it begins."""
 
 from __future__ import annotations
 
@@ -12,19 +12,11 @@ from trainstack.trainer.report.recorder import RunRecorder
 from trainstack.trainer.report.surroundings import environment_rows, model_rows, optimizer_rows
 
 if TYPE_CHECKING:
-    from trainstack.trainer.arguments import TrainerArguments
     from trainstack.trainer.trainer import Trainer
 
 
-def is_wanted(args: TrainerArguments) -> bool:
-    """Whether `args` ask for a report: by default where any writer but "stdout" writes."""
-    return any(writer != "stdout" for writer in args.writers) if args.report == "auto" else bool(args.report)
-
-
-def begin_recording(trainer: Trainer, resume_step: int | None) -> RunRecorder | None:
-    """Begin to record the run of `trainer`; None on processes that write nothing, or where no report is wanted."""
-    if not trainer.is_main_process or not is_wanted(trainer.args):
-        return None
+def begin_recording(trainer: Trainer, resume_step: int | None) -> RunRecorder:
+    """Begin to record the run of `trainer`, which is the main process's."""
     return RunRecorder(trainer.args.log_dir, _facts_of(trainer), trainer.device, resume_step)
 
 
