@@ -228,9 +228,7 @@ def test_the_module_runs_as_the_command(trained: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)], ids=str
 )
-def test_colours_only_in_a_terminal_and_unless_told_not_to(
-    said: dict[str, str], coloured: bool, trained: Path
-) -> None:
+def test_colours_only_in_a_terminal_and_unless_told_not_to(said: dict[str, str], coloured: bool, trained: Path) -> None:
     leader, follower = pty.openpty()
     environment = {**os.environ, "NO_COLOR": "", "TERM": "xterm-256color", "COLUMNS": "200", **said}
     command = [sys.executable, "-m", "trainstack", "checkpoints", "ls", str(trained)]

@@ -11,12 +11,13 @@ from trainstack.trainer.report.markup import Markup, joined, tag
 from trainstack.trainer.report.panels import Panel, Series
 
 WIDTH, HEIGHT = 560, 240
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 26
+LEFT, RIGHT, TOP, BOTTOM = 58, 20, 10, 26
 COLOURS = 8
 _MOST_MARKERS = 20
 _MOST_EPOCHS = 40
 _LOG_FROM = 2.0  # powers of ten between the lowest and the highest value
-_LINEAR = ("learning rate", "lr", "steps a second")
+_FROM_ZERO = ("steps a second", "memory", "throughput/")
+_LINEAR = ("learning rate", "lr", "schedule/", "gradient norm", "train/grad_norm", *_FROM_ZERO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def chart(panel: Panel) -> Markup:
     """`panel` with its title and legend. Values that are inf or nan are gaps, and counted in the legend."""
     finite = [v for one in panel.series for v in one.values if math.isfinite(v)]
     steps = [step for one in panel.series for step in one.steps]
-    x, y = _step_scale(steps), _value_scale(finite, may_be_log=panel.title not in _LINEAR)
+    x, y = _step_scale(steps), _value_scale(panel.title, finite)
     drawing = tag(
         "svg",
         *_grid(x, y, panel.epoch_ends),
@@ -77,14 +78,15 @@ def _step_scale(steps: Sequence[float]) -> Scale:
     return Scale(low - 1 if low == high else low, high + 1 if low == high else high, LEFT, WIDTH - RIGHT)
 
 
-def _value_scale(values: Sequence[float], *, may_be_log: bool) -> Scale:
+def _value_scale(title: str, values: Sequence[float]) -> Scale:
     low, high = min(values, default=0.0), max(values, default=1.0)
-    if may_be_log and low > 0 and math.log10(high) - math.log10(low) >= _LOG_FROM:
+    if not title.startswith(_LINEAR) and low > 0 and math.log10(high) - math.log10(low) >= _LOG_FROM:
         return Scale(low / 1.1, high * 1.1, HEIGHT - BOTTOM, TOP, log=True)
     room = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
     if not math.isfinite(room) or low - room == low:
         return Scale(-1.0, 1.0, HEIGHT - BOTTOM, TOP)
-    bottom = 0.0 if 0 <= low <= 0.3 * high else low - room  # a scale that nearly reaches 0 begins there
+    from_zero = 0 <= low <= 0.3 * high or (low >= 0 and title.startswith(_FROM_ZERO))
+    bottom = 0.0 if from_zero else low - room  # a scale that nearly reaches 0 begins there
     return Scale(bottom, high + room, HEIGHT - BOTTOM, TOP)
 
 

@@ -65,9 +65,7 @@ def details_of(run: ReportedRun) -> Markup:
             class_="two",
         ),
         _section("Checkpoints", _checkpoints(run)) if facts.sessions or run.checkpoints else None,
-        _section("Privacy", tag("div", tag("pre", facts.privacy, class_="wrap"), class_="card"))
-        if facts.privacy
-        else None,
+        _section("Privacy", tag("div", tag("pre", facts.privacy), class_="card")) if facts.privacy else None,
         _section("Arguments", _arguments(run)) if facts.arguments else None,
         _section("Model", _model(run)) if facts.model else None,
         _section("Sessions", _sessions(facts.sessions)) if facts.sessions else None,

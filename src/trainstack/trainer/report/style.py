@@ -51,8 +51,7 @@ th { text-align: left; white-space: nowrap; color: var(--soft); font-weight: 600
 th, td { padding: 4px 16px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 tr:last-child td { border-bottom: 0; } th:last-child, td:last-child { padding-right: 0; }
 td { min-width: 70px; } td:first-child { min-width: 150px; }
-pre { margin: 0; font: 12.5px/1.5 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; overflow-x: auto; }
-pre.wrap { white-space: pre-wrap; }
+pre { margin: 0; font: 12.5px/1.5 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; white-space: pre-wrap; }
 details { margin-top: 10px; } summary { cursor: pointer; color: var(--soft); margin-bottom: 8px; }
 footer { margin-top: 34px; color: var(--soft); font-size: 13px; }
 @media (min-width: 700px) { td:first-child { white-space: nowrap; } }
