@@ -99,7 +99,7 @@ def test_the_pointer_reads_off_the_values_of_a_step(browser: Browser, page: Path
     first = browser.ask("JSON.parse(document.querySelector('.curve').dataset.values)[0]")
 
     browser.point_at(box[0] + 58 / 560 * box[2], box[1] + box[3] / 2)
-    assert browser.ask("document.querySelector('figcaption').textContent") == "loss at step 1"
+    assert browser.ask("document.querySelector('figcaption').textContent") == "loss, at step 1"
     assert float(browser.ask(legend)[0]) == pytest.approx(first, rel=1e-3)
     browser.point_at(1, 1)
     assert browser.ask(legend) == at_the_end

@@ -51,6 +51,7 @@ def report(directory: Path, module: ts.ModuleInterface | None = None, **changes:
 
 
 class TestOneRun:
+    @pytest.mark.spec("PA-39", "HZ-36")
     def test_it_has_plan_stack_curves_checkpoints_privacy_arguments_and_versions(self, tmp_path: Path) -> None:
         text = report(tmp_path, backend="sp-bf16", checkpointer_args=SAVING, train_batch_size=4, gpu_batch_size_limit=2)
 

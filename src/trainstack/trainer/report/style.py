@@ -82,7 +82,7 @@ for (const figure of document.querySelectorAll('figure')) {
     if (!steps.length || at < start - 8) return leave();
     const chosen = steps[nearest(steps)], x = start + (chosen - low) / (high - low) * (end - start);
     cursor.setAttribute('x1', x); cursor.setAttribute('x2', x); cursor.style.visibility = 'visible';
-    title.textContent = ' at step ' + chosen;
+    title.textContent = ', at step ' + chosen;
     curves.forEach(([, values], i) => { shown[i].textContent = format(values[found[i]]); });
   });
 }
