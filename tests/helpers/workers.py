@@ -326,6 +326,19 @@ def adopted_failure(how: str) -> Any:
     return {"said": said, "seconds": seconds, "weights": weights(module).tolist(), "group": dist.is_initialized()}
 
 
+def in_sequence(directory: str) -> list[list[float]]:
+    """The weights of five runs in one process, of which all but the last two leave the group."""
+    found = []
+    for number in range(5):
+        module = Classifier(numbers(16))
+        trainer = ts.Trainer(module, arguments(directory, backend="ddp"))
+        trainer.train()
+        found.append(weights(module).tolist())
+        if number < 3:
+            trainer.close()
+    return found
+
+
 def late(how: str, seconds: float = 60.0) -> Any:
     """Rank 1 does not come to a collective in time, one way or another."""
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from trainstack.trainer.order import mix
 from trainstack.trainer.seeding import host_rng_kept, seed_sample
 from trainstack.trainer.sheltered import Sheltered
+from trainstack.trainer.worker_end import end_with
 
 
 class SeededDataset(Dataset[Any]):
@@ -91,7 +92,12 @@ class Fetcher:
             self._workers = self._make_workers()
         iterator = iter(self._workers)
         if self.loader.num_workers > 0:
-            yield from iterator
+            ending = end_with(self, iterator)
+            try:
+                yield from iterator
+            finally:
+                if not self.loader.persistent_workers:
+                    ending()
             return
         while True:
             with host_rng_kept():

@@ -174,7 +174,9 @@ class Trainer(EvaluatingTrainer):
         return self.trainer_backend.privacy_statement()
 
     def close(self) -> None:
-        """Give back what the backend took from the outside, such as a process group."""
+        """Give back what was taken from the outside: the loader's workers, and the backend's process group."""
+        if self._run is not None:
+            self._run.data.close()
         self.trainer_backend.close()
 
     def _ready(self) -> Run:

@@ -83,6 +83,10 @@ class TrainingData:
         )
         return source.windows(state.epoch, state.samples_in_epoch, 0 if positioned else state.batches_in_epoch)
 
+    def close(self) -> None:
+        """End the loader's workers; another pass starts new ones."""
+        self._fetcher = None
+
     def plan_anew(self, args: TrainerArguments) -> None:
         """Make the plan of the same data by other arguments."""
         self._args = args
