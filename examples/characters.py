@@ -56,7 +56,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.characters, self.places = nn.Embedding(128, width), nn.Embedding(LONGEST, width)
         layer = nn.TransformerEncoderLayer(
-            width, 4, 4 * width, dropout=0.1, activation="gelu", batch_first=True, norm_first=True
+            width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
         self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.scores = nn.Linear(width, 128)
