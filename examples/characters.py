@@ -55,6 +55,8 @@ class Transformer(nn.Module):
     def __init__(self, width, layers):
         super().__init__()
         self.characters, self.places = nn.Embedding(128, width), nn.Embedding(LONGEST, width)
+        for table in (self.characters, self.places):
+            nn.init.normal_(table.weight, std=0.02)  # with torch's 1.0 it would take much longer to learn who is near
         layer = nn.TransformerEncoderLayer(
             width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
@@ -85,7 +87,7 @@ class Writer(ModuleInterface):
         return DataLoader(self.val_data, batch_size, sampler=sampler(self.val_data), collate_fn=pad)
 
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch, epochs):
-        return torch.optim.AdamW(self.parameters(), lr=2e-3), build_scheduler("warmup_cosine", warmup=0.1)
+        return torch.optim.AdamW(self.parameters(), lr=4e-3), build_scheduler("warmup_cosine", warmup=0.1)
 
     def train_step(self, global_step, batch, device):
         scores, targets = self.model(batch[:, :-1]), batch[:, 1:]
