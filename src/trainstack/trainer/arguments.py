@@ -83,7 +83,7 @@ class TrainerArguments:
         stop_grace_s: seconds from the signal until a scheduler kills the process; a save that takes more than half of
             them is warned about. By default what TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, or 30.
         save_on_exception: write what there is after an exception, for a look at it; never resumed from by itself.
-        log_level: of the logger "trainstack".
+        log_level: of the logger "trainstack"; the plan and the line of each epoch are the writer `"stdout"`'s.
         stats_args, writer_args: PyMarlin's spelling of `log_every` and `output_dir`.
         distributed_training_args: for backends that join processes.
         differential_privacy_args: for backends with a privacy layer.
