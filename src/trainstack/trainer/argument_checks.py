@@ -39,10 +39,10 @@ _FLAGS = (
     "handle_signals",
     "save_on_exception",
     "channels_last",
-    "fit_micro_batch",
 )
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "deterministic": (True, False, "warn"),
+    "fit_micro_batch": (True, False, "always"),
     "nonfinite": ("raise", "skip"),
     "resume_mode": ("full", "weights_and_optimizer", "weights"),
     "progress": ("auto", "rich", "plain", "none", None),

@@ -44,6 +44,7 @@ class TrainingData:
     ) -> None:
         self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
         self._fetcher: Fetcher | None = None
+        self._order: DataOrder | None = None
         self._said = False
         self._few = FewBatches(args.overfit_batches, args.global_batch_size(world.size), seed)
         self.loader_memory = LoaderMemory(log)
@@ -71,7 +72,7 @@ class TrainingData:
                 f"{type(self._module).__name__}.get_train_dataloader returned None. Return a DataLoader: "
                 "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))."
             )
-        reason = why_foreign(loader)
+        reason, self._order = why_foreign(loader), None
         if sampling is not None:
             return self._sampled(loader, sampling, state)
         if reason is None:
@@ -87,6 +88,17 @@ class TrainingData:
         """Make the plan of the same data by other arguments."""
         self._args = args
         self.plan = self._make_plan(self._ask())
+
+    def indices_under_way(self, state: RunState, position: int) -> list[int] | None:
+        """The samples of a micro-batch of the step after those that `state` counts; None where that is not known."""
+        if self._order is None or self._args.overfit_batches:
+            return None
+        share = next(self._order.shares(state.epoch, state.samples_in_epoch), None)
+        if share is None or position >= len(share.micro_batches):
+            return None
+        known = len(share.micro_batches) == 1 or own_weigher(self._module) is None  # else they may have changed places
+        rows = share.micro_batches[position : position + 1] if known else share.micro_batches
+        return [index for row in rows for index in row.tolist()]
 
     def _training_set(self, loader: Any) -> TrainingSet:
         problem = "get_train_dataloader returned None" if loader is None else why_foreign(loader)
@@ -180,7 +192,7 @@ class TrainingData:
                 f"train_batch_size={plan.global_batch} with drop_last=True and {len(loader.dataset)} samples leaves no "
                 "global step at all. Lower train_batch_size or write drop_last=False."
             )
-        order = DataOrder(
+        order = self._order = DataOrder(
             length=len(loader.dataset),
             global_batch=plan.global_batch,
             micro_batch=plan.micro_batch,
