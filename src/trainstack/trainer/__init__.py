@@ -14,12 +14,14 @@ from trainstack.trainer.metrics import Metric
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
 from trainstack.trainer.plan import TrainingPlan
+from trainstack.trainer.progress import ProgressDisplay
 from trainstack.trainer.rhythm import Every
 from trainstack.trainer.schedulers import SchedulerConfig, build_scheduler
 from trainstack.trainer.seeding import seed_everything
 from trainstack.trainer.supervised import SupervisedModule, apply_mapping, build_optimizer, call_with_matching_args
 from trainstack.trainer.trainer import Trainer
 from trainstack.trainer.user_state import UserState
+from trainstack.trainer.view import RunView
 from trainstack.trainer.writers import (
     CsvWriter,
     JsonLinesWriter,
@@ -49,9 +51,11 @@ __all__ = [
     "MlflowWriter",
     "ModuleInterface",
     "OutputCollector",
+    "ProgressDisplay",
     "Record",
     "RunHistory",
     "RunInfo",
+    "RunView",
     "SchedulerConfig",
     "Stage",
     "StatsArguments",

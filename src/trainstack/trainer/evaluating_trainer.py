@@ -11,6 +11,7 @@ from trainstack.trainer.evaluated import EvaluationOutputs
 from trainstack.trainer.evaluation import named_loaders
 from trainstack.trainer.properties import TrainerProperties
 from trainstack.trainer.together import by_all
+from trainstack.trainer.view import RunView
 
 if TYPE_CHECKING:
     from trainstack.trainer.run import Run
@@ -26,6 +27,11 @@ class EvaluatingTrainer(TrainerProperties):
     @abstractmethod
     def _ready(self) -> Run:
         """Open the backend, restore what is to be resumed, and prepare the module; once."""
+
+    @property
+    def view(self) -> RunView:
+        """Counters, sizes and loaders of the run, to be read."""
+        return RunView(self._ready())
 
     @by_all
     def validate(self, dataloaders: Any = None, *, log: bool | None = None) -> EvaluationOutputs:

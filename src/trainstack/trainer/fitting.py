@@ -36,7 +36,8 @@ def fit_micro_batch(run: Run) -> None:
     if run.stack.is_private or problem is not None:
         why = "the run is private, and its batches are drawn anew for each step" if problem is None else problem
         raise ConfigurationError(
-            f"fit_micro_batch={run.args.fit_micro_batch!r}: batches cannot be tried out, since {why}. Write gpu_batch_size_limit=... instead."
+            f"fit_micro_batch={run.args.fit_micro_batch!r}: batches cannot be tried out, since {why}. Write "
+            "gpu_batch_size_limit=... instead."
         )
     first = run.data.plan.micro_batch
     if run.args.fit_micro_batch == "always":

@@ -131,10 +131,10 @@ class RunHistory:
         self._settle()
         return {name: c.values[-1] for name, c in sorted(self._columns.items()) if c.steps and c.steps[-1] == step}
 
-    def records(self, name: str) -> list[Record]:
-        """All records of `name` in order of arrival; ConfigurationError (a ValueError) when there is none."""
+    def records(self, name: str, first: int = 0) -> list[Record]:
+        """The records of `name` in order of arrival, from number `first` on; ConfigurationError when there is none."""
         column = self._column(name)
-        return [column.record(index) for index in range(len(column.values))]
+        return [column.record(index) for index in range(first, len(column.values))]
 
     def arrays(self, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Steps (int64) and values (float64) of `name`, ready for `plt.plot(*history.arrays(name))`; copies.

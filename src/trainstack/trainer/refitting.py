@@ -49,9 +49,9 @@ def guard_steps(run: Run) -> None:
     for layer in run.stack.layers():
         if not layer.leaves_no_trace:
             raise ConfigurationError(
-                f"fit_micro_batch='always' with backend={run.stack.spec!r}: the layer {layer.name!r} cannot take back a "
-                "step that runs out of memory in its middle. Write fit_micro_batch=True, which tries out a step before "
-                "training."
+                f"fit_micro_batch='always' with backend={run.stack.spec!r}: the layer {layer.name!r} cannot take "
+                "back a step that runs out of memory in its middle. Write fit_micro_batch=True, which tries out a step "
+                "before training."
             )
     run.loop.guard = StepGuard(run).around
 

@@ -64,6 +64,7 @@ class Run:
         busy: whether a step, a hook or a validation is under way, so that a checkpoint has to wait.
         save_asked: whether one waits.
         pin_asked: whether the next checkpoint is to be kept for good.
+        paths_asked: where else it is to go, and whether once for the world or for each node.
         watched: names of the parameters and buffers that must stay finite.
         poll: raises what has failed beside the training; called whenever the loop attends to something.
     """
@@ -89,6 +90,7 @@ class Run:
         self.epoch_rng: Mapping[str, Any] | None = None
         self.poll: Callable[[], None] = lambda: None
         self.training = self.busy = self.save_asked = self.pin_asked = False
+        self.paths_asked: list[tuple[Any, str]] = []
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log)
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
@@ -231,8 +233,9 @@ class Run:
         """What is due at this step: log, save, paint, stop, and moving on to the next step at which something is."""
         state, step = self.state, self.state.global_step
         if step % self.log_interval == 0 or step == self.data.plan.max_steps:
+            reporter.measure(state, self.loop.meter, self.loop.work.optimizers)
             self.events.fire(Event.LOG, step)
-            reporter.log_point(state, self.loop.meter, self.loop.work.optimizers)
+            reporter.write()
         elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
             self.loop.meter.drain()
             reporter.write()

@@ -22,6 +22,8 @@ from trainstack.trainer.run_state import RunState
 from trainstack.trainer.sampled import SampledSource
 from trainstack.trainer.sources import ForeignSource, OrderedSource, Window, own_weigher, why_foreign
 
+_EMPTY = "get_train_dataloader gives a loader over an empty data set; there is nothing to train on."
+
 
 class TrainingData:
     """The training data of one run.
@@ -35,8 +37,9 @@ class TrainingData:
 
     Attributes:
         plan: the run's step arithmetic.
-            loader_memory: the state of a loader that keeps one.
-            training_set: what the layers of the stack may know of the data.
+        loader: what the module returned last.
+        loader_memory: the state of a loader that keeps one.
+        training_set: what the layers of the stack may know of the data.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class TrainingData:
         self._fetcher: Fetcher | None = None
         self._order: DataOrder | None = None
         self._said = False
+        self.loader: Any = None
         self._few = FewBatches(args.overfit_batches, args.global_batch_size(world.size), seed)
         self.loader_memory = LoaderMemory(log)
         self.plan = self._make_plan(None)
@@ -133,6 +137,8 @@ class TrainingData:
         try:
             loader = self._module.get_train_dataloader(sampler=RandomSampler, batch_size=self.plan.micro_batch)
         except Exception as error:
+            if isinstance(error, ValueError) and "num_samples=0" in str(error):  # torch's sampler
+                raise ModuleContractError(_EMPTY) from error
             annotate(error, f"raised in {type(self._module).__name__}.get_train_dataloader")
             raise
         if isinstance(getattr(loader, "sampler", None), type):
@@ -152,6 +158,7 @@ class TrainingData:
                 f"batch_size={has}. Pass batch_size on to the DataLoader, and set train_batch_size and "
                 "gpu_batch_size_limit in TrainerArguments."
             )
+        self.loader = loader
         return self._few.of(loader) if loader is not None and self._args.overfit_batches else loader
 
     def few_to_validate(self, batch_size: int) -> Any:
@@ -164,9 +171,7 @@ class TrainingData:
         if loader is not None and why_foreign(loader) is None:
             lengths = {"dataset_length": len(loader.dataset), "drop_last": loader.drop_last}
             if not len(loader.dataset):
-                raise ModuleContractError(
-                    "get_train_dataloader returned a loader over an empty data set; there is nothing to train on."
-                )
+                raise ModuleContractError(_EMPTY)
         elif loader is not None:
             length = _length_of(loader)
             lengths = {} if length is None else {"loader_length": length}
