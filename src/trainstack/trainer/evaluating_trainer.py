@@ -10,6 +10,7 @@ from trainstack.stage import Stage
 from trainstack.trainer.evaluated import EvaluationOutputs
 from trainstack.trainer.evaluation import named_loaders
 from trainstack.trainer.properties import TrainerProperties
+from trainstack.trainer.pushing import push
 from trainstack.trainer.together import by_all
 from trainstack.trainer.view import RunView
 
@@ -69,6 +70,20 @@ class EvaluatingTrainer(TrainerProperties):
         run = self._ready()
         outputs = run.evaluator.evaluate(Stage.PREDICT, named_loaders(dataloader, "the caller of predict"), keep=True)
         return outputs if isinstance(dataloader, dict) else outputs["default"]
+
+    @by_all
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Export the module's state and upload it to the model repository `repo_id`; returns the URL of the commit.
+
+        Args:
+            repo_id: such as `"me/my-model"`; it is made if it does not exist.
+            **options: `commit_message`, `private`, `revision`, `token` and `endpoint` of the function `push_to_hub`.
+
+        Raises:
+            MissingExtraError: huggingface_hub is not installed.
+        """
+        self._ready()
+        return push(self._saver, repo_id, options)
 
     @by_all
     def gather(self, outputs: Any) -> Any:

@@ -65,7 +65,7 @@ class Saver:
     def _write(self, run: Run, force: bool) -> None:
         trainer, state = self._trainer, self._trainer.state
         checkpoint = self._take(run)
-        self.saved_as = self._on_main(
+        self.saved_as = self.on_main(
             lambda: trainer.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint"
         )
 
@@ -124,21 +124,21 @@ class Saver:
             else:
                 export_model(module_state, path, **about)
 
-        self._on_main(write, "exporting the model")
+        self.on_main(write, "exporting the model")
 
     def load(self) -> Checkpoint:
         """What the checkpointer finds, as `args.resume` says; an empty checkpoint if nothing."""
         trainer = self._trainer
         asked = () if trainer.args.resume is False else (trainer.args.resume,)
-        return self._on_main(lambda: trainer.checkpointer.load(*asked), "loading a checkpoint")
+        return self.on_main(lambda: trainer.checkpointer.load(*asked), "loading a checkpoint")
 
     def read_weights(self, path: str | os.PathLike[str]) -> dict[str, Tensor]:
         """The tensors at `path`, by name."""
-        return self._on_main(lambda: read_weights(path), "reading the weights to begin with")
+        return self.on_main(lambda: read_weights(path), "reading the weights to begin with")
 
     def read_export(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """The module's state in the export at `path`."""
-        return self._on_main(lambda: read_model(path), "reading an export of the model")
+        return self.on_main(lambda: read_model(path), "reading an export of the model")
 
     def begin_run(self, run: Run, *, resumed: bool) -> None:
         """Tell the checkpointer that training begins; from now on saves may go on in the background."""
@@ -150,11 +150,11 @@ class Saver:
         if self._trainer.world.is_main:
             run.poll = self._poll
             self._trainer.checkpointer.watch(wake)
-        self._on_main(lambda: self._trainer.checkpointer.begin_run(resumed=resumed), "beginning the run")
+        self.on_main(lambda: self._trainer.checkpointer.begin_run(resumed=resumed), "beginning the run")
 
     def finish(self) -> None:
         """Wait until all checkpoints are safe, and raise what has failed."""
-        self._on_main(self._trainer.checkpointer.finish, "finishing the checkpoints")
+        self.on_main(self._trainer.checkpointer.finish, "finishing the checkpoints")
         self._training = False
         self._hold_against_grace()
 
@@ -190,7 +190,7 @@ class Saver:
         log = RunLogger(trainer.args.log_level if trainer.world.is_main else "ERROR")
         self.grace.saved_in(max(seconds, trainer.checkpointer.last_save_s or 0.0), log)
 
-    def _on_main(self, do: Callable[[], Result], what: str) -> Result:
+    def on_main(self, do: Callable[[], Result], what: str) -> Result:
         """Let the main process do something; the others get its result, or learn of its failure."""
         world = self._trainer.world
         result, failure = None, None
