@@ -14,7 +14,6 @@ from trainstack.trainer.admission import refuse_nested, refuse_over
 from trainstack.trainer.aftermath import save_after
 from trainstack.trainer.argument_checks import check_trainer_parts
 from trainstack.trainer.arguments import TrainerArguments
-from trainstack.trainer.callbacks.defaults import with_defaults
 from trainstack.trainer.dev_run import for_dev_run
 from trainstack.trainer.ending import end_training
 from trainstack.trainer.evaluating_trainer import EvaluatingTrainer
@@ -96,7 +95,7 @@ class Trainer(EvaluatingTrainer):
         self._saver = Saver(self)
         self._stopper = Stopper()
         self._finished = self._making_ready = False
-        self.events = Events(self, with_defaults(callbacks) if args.default_callbacks else callbacks)
+        self.events = Events(self, callbacks)
         self.events.fire(Event.INIT)
 
     # --- running -------------------------------------------------------------------------------------------
