@@ -72,18 +72,24 @@ class EvaluatingTrainer(TrainerProperties):
         return outputs if isinstance(dataloader, dict) else outputs["default"]
 
     @by_all
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Export the module's state and upload it to the model repository `repo_id`; returns the URL of the commit.
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload a model trained with trainstack",
+        private: bool | None = None,
+        revision: str | None = None,
+        token: str | None = None,
+        endpoint: str | None = None,
+    ) -> str:
+        """Export the module's state and upload that; arguments and errors are those of the function `push_to_hub`.
 
-        Args:
-            repo_id: such as `"me/my-model"`; it is made if it does not exist.
-            **options: `commit_message`, `private`, `revision`, `token` and `endpoint` of the function `push_to_hub`.
-
-        Raises:
-            MissingExtraError: huggingface_hub is not installed.
+        Returns:
+            The URL of the commit.
         """
         self._ready()
-        return push(self._saver, repo_id, options)
+        options = {"commit_message": commit_message, "private": private, "revision": revision}
+        return push(self._saver, repo_id, {**options, "token": token, "endpoint": endpoint})
 
     @by_all
     def gather(self, outputs: Any) -> Any:
