@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
+from trainstack.errors import annotate
 from trainstack.trainer.order import mix
 from trainstack.trainer.seeding import host_rng_kept, seed_sample
 from trainstack.trainer.sheltered import Sheltered
@@ -31,7 +32,11 @@ class SeededDataset(Dataset[Any]):
         samples = []
         for epoch, index in keys:
             seed_sample(self.seed, epoch, index)
-            samples.append(self.dataset[index])
+            try:
+                samples.append(self.dataset[index])
+            except Exception as error:
+                annotate(error, f"raised by the data set for sample {index}")
+                raise
         return samples
 
 

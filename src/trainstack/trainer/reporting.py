@@ -84,8 +84,8 @@ class Reporter:
         """Let the display paint; it shows the loss of the last log point and reads nothing."""
         self.progress.look(state.steps_in_epoch, lambda: self._last_loss)
 
-    def log_point(self, state: RunState, meter: LossMeter, optimizers: Iterable[Optimizer]) -> None:
-        """Read what has been measured since the last log point, record it and write it."""
+    def measure(self, state: RunState, meter: LossMeter, optimizers: Iterable[Optimizer]) -> None:
+        """Read what has been measured since the last log point, and record it."""
         meter.drain()
         self.history.current_step = state.global_step
         loss = meter.interval.take()
@@ -98,7 +98,6 @@ class Reporter:
         for position, rate in enumerate(rates):
             self.history.update_metric("lr" if len(rates) == 1 else f"lr/{position}", rate)
         self._record_skips(state)
-        self.write()
         if self._recorder is not None:
             self._recorder.sample(state.global_step)
 
