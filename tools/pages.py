@@ -1,11 +1,12 @@
 """The Python in the pages: found, put together and run.
 
-The blocks of one page run in their order, in one fresh process. `<!-- no-run -->` in the line above a block leaves it
+The blocks of one page run in their order, in one process, which is a fork of one that has imported trainstack. `<!-- no-run -->` in the line above a block leaves it
 out; `<!-- output -->` above a text block says that this is what the Python block before it prints.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -17,9 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TIMEOUT_S = 120
 
-_FENCE = re.compile(
-    r"(?:^<!-- (?P<mark>[a-z-]+) -->\n+)?^```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$", re.M | re.S
-)
+_FENCE = re.compile(r"(?:^<!-- (?P<mark>[a-z-]+) -->\n+)?^```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$", re.M | re.S)
 _SEPARATOR = "=== the next block ==="
 
 
@@ -50,27 +49,41 @@ def blocks_of(page: Path) -> list[Block]:
     return blocks
 
 
-def run(blocks: list[Block], directory: Path, python: str = sys.executable) -> list[str]:
-    """What each block prints, when they run in `directory` by the interpreter `python`; warnings are errors.
+class Runner:
+    """Runs pages by an interpreter; a context. Each page gets a process and an empty folder; warnings are errors.
 
-    Raises:
-        AssertionError: the page failed; with what it printed, and a traceback with the page's line numbers.
+    Args:
+        python: the interpreter.
     """
-    script = directory / "page.py"
-    script.write_text(_script_of(blocks), encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "TMPDIR": str(directory)}
-    done = subprocess.run(
-        [python, script.name],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
-    if done.returncode:
-        raise AssertionError(done.stdout + done.stderr)
-    return done.stdout.split(_SEPARATOR + "\n")
+
+    def __init__(self, python: str = sys.executable) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen([python, ROOT / "tools" / "forks.py"], text=True, env=environment, **pipes)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.communicate()  # the end of its input
+
+    def run(self, blocks: list[Block], folder: Path) -> list[str]:
+        """What each block prints.
+
+        Raises:
+            AssertionError: the page failed; with what it printed, and a traceback with the page's line numbers.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        script = folder / "page.py"
+        script.write_text(_script_of(blocks), encoding="utf-8")
+        job = {"script": str(script), "folder": str(folder), "timeout_s": TIMEOUT_S}
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        status = self._process.stdout.readline().strip()
+        printed = (folder / "stdout.txt").read_text(encoding="utf-8")
+        if status != "0":
+            raise AssertionError(f"exit status {status}\n{printed}\n{(folder / 'stderr.txt').read_text('utf-8')}")
+        return printed.split(_SEPARATOR + "\n")
 
 
 def _script_of(blocks: list[Block]) -> str:

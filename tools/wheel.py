@@ -1,7 +1,7 @@
 """Build the wheel, install it where nothing else is but what it declares, and run the quickstart there.
 
-`make wheel` runs this. The requirements (torch is large) are not installed anew but linked from this environment: those that the
-wheel declares without extras, and theirs; `pip check` says whether that was all.
+`make wheel` runs this. The requirements are not installed anew, for torch is large, but linked from this environment:
+those that the wheel declares without extras, and theirs; `pip check` says whether that was all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tools.pages import ROOT, blocks_of, run
+from tools.pages import ROOT, Runner, blocks_of
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "quickstart.md")
 
@@ -87,11 +87,12 @@ def use(python: Path, folder: Path) -> None:
     refused = subprocess.run([command, "train", "a.py:a"], capture_output=True, text=True, check=False, cwd=folder)
     if "pip install 'trainstack[cli]'" not in refused.stderr:
         sys.exit(f"`trainstack train` without its extra said:\n{refused.stderr}")
-    for page in PAGES:
-        blocks = blocks_of(page)
-        place = folder / page.stem
-        place.mkdir()
-        run(blocks[:1] if page.name == "README.md" else blocks, place, str(python))
+    with Runner(str(python)) as runner:
+        for page in PAGES:
+            blocks = blocks_of(page)
+            place = folder / page.stem
+            place.mkdir()
+            runner.run(blocks[:1] if page.name == "README.md" else blocks, place)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import doctest
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tools.pages import PAGES, ROOT, blocks_of, run
+from tools.pages import PAGES, ROOT, Runner, blocks_of
 
 ANYTHING = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 LINK = re.compile(r"\]\((?P<target>[^)\s#:]+)(?:#[^)]*)?\)")
@@ -21,6 +22,12 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix().removeprefix("docs/")
 
 
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner() as runner:
+        yield runner
+
+
 def test_the_pages_that_must_have_code_have_it() -> None:
     with_code = {name_of(page) for page in PAGES if blocks_of(page)}
     must = {page for page in map(name_of, PAGES) if page.startswith(("recipes/", "guides/"))} - {"recipes/cluster.md"}
@@ -28,9 +35,9 @@ def test_the_pages_that_must_have_code_have_it() -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=name_of)
-def test_the_code_of_a_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+def test_the_code_of_a_page_runs_and_prints_what_it_says(page: Path, runner: Runner, tmp_path: Path) -> None:
     blocks = blocks_of(page)
-    printed = run(blocks, tmp_path)
+    printed = runner.run(blocks, tmp_path)
     checker = doctest.OutputChecker()
     wrong = [
         f"{page.name}, block at line {block.line} printed:\n{got}\nbut the page says:\n{block.output}"

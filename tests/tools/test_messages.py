@@ -5,7 +5,10 @@ from __future__ import annotations
 from tools import messages as tool
 
 PAGE = tool.PAGE.read_text(encoding="utf-8")
-KNOWN = [tool.Message("ConfigurationError", "a.py:1", "epochs=...: write a number"), tool.Message("PeerError", "a.py:2", "...")]
+KNOWN = [
+    tool.Message("ConfigurationError", "a.py:1", "epochs=...: write a number"),
+    tool.Message("PeerError", "a.py:2", "..."),
+]
 
 
 def test_the_page_has_a_section_for_each_error_and_quotes_messages_that_exist() -> None:

@@ -25,5 +25,8 @@ def test_names_that_are_not_in_the_inventory_of_the_site_are_told(tmp_path: Path
     written = "\n".join(f"{name} py:function 1 api/#$ -" for name in sorted(every - {"trainstack.Trainer"}))
     (tmp_path / "objects.inv").write_bytes(b"# one\n# two\n# three\n# four\n" + zlib.compress(written.encode()))
     entries = public_names.inventory(tmp_path)
-    assert public_names.unlisted(entries - {"trainstack.trainer.Trainer"}) == ["trainstack.Trainer", "trainstack.trainer.Trainer"]
+    assert public_names.unlisted(entries - {"trainstack.trainer.Trainer"}) == [
+        "trainstack.Trainer",
+        "trainstack.trainer.Trainer",
+    ]
     assert public_names.unlisted(entries | {"trainstack.Trainer"}) == []
