@@ -1,7 +1,7 @@
 """Run scripts, each in a fork of this process, which has imported torch already: half of what a short script costs.
 
-Standard input holds a JSON object a line: the script, the folder to run it in, and the seconds it may take. Its output goes to
-files in the folder; its exit status is printed.
+Standard input holds a JSON object a line: the script, the folder to run it in, and the seconds it may take. Its output
+goes to files in the folder; its exit status is printed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import runpy
 import signal
 import sys
 import tempfile
+
+import torch._dynamo  # noqa: F401 - which optimizers import when they are made
 
 import trainstack  # noqa: F401 - what all the scripts begin with
 

@@ -1,7 +1,8 @@
 """The Python in the pages: found, put together and run.
 
-The blocks of one page run in their order, in one process, which is a fork of one that has imported trainstack. `<!-- no-run -->` in the line above a block leaves it
-out; `<!-- output -->` above a text block says that this is what the Python block before it prints.
+The blocks of one page run in their order, in one process, a fork of one that has imported trainstack. `<!-- no-run -->`
+in the line above a block leaves it out; `<!-- output -->` above a text block says that this is what the Python block
+before it prints.
 """
 
 from __future__ import annotations
