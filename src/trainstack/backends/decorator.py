@@ -59,7 +59,7 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
         return self.inner.sampling
 
     def privacy_statement(self) -> PrivacyStatement:
-        return self.inner.privacy_statement()
+        return self.inner.privacy_statement() if self.is_private else super().privacy_statement()  # of the whole stack
 
     def gather(self, outputs: Any) -> Any:
         return self.inner.gather(outputs)

@@ -45,6 +45,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "deterministic": (True, False, "warn"),
     "nonfinite": ("raise", "skip"),
     "resume_mode": ("full", "weights_and_optimizer", "weights"),
+    "report": ("auto", True, False),
     "progress": ("auto", "rich", "plain", "none", None),
     "collect_train_outputs": ("auto", True, False),
     "amp_level_apex": ("O0", "O1", "O2", "O3"),

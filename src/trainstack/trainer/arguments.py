@@ -73,6 +73,8 @@ class TrainerArguments:
         log_every: global steps between two log points; a float in (0, 1] is a fraction of the run's.
         writers: `"stdout"`, `"csv"`, `"jsonl"`, `"tensorboard"`, `"wandb"`, `"mlflow"`, `"trackio"`, or `Writer`
             objects.
+        report: write `report.html` and `run.json` beside the logs: what the run was and did, on one page; `"auto"`
+            writes them where any writer but `"stdout"` is given.
         progress: `"auto"`, `"rich"`, `"plain"` or `"none"`.
         disable_tqdm: True is the same as `progress="none"`.
         collect_train_outputs: keep what `train_step` returns for `on_end_train_epoch`; `"auto"` keeps it if that
@@ -128,6 +130,7 @@ class TrainerArguments:
     output_dir: str | PathLike[str] = "runs"
     log_every: int | float = 50
     writers: Sequence[Any] = ("stdout", "csv")
+    report: bool | Literal["auto"] = "auto"
     progress: Literal["auto", "rich", "plain", "none"] | None = "auto"
     disable_tqdm: bool = False
     collect_train_outputs: bool | Literal["auto"] = "auto"
@@ -162,6 +165,11 @@ class TrainerArguments:
         """Where writers write."""
         chosen = self.writer_args.tb_log_dir if self.writer_args else None
         return Path(chosen or self.output_dir)
+
+    @property
+    def wants_report(self) -> bool:
+        """What `report` says; by itself where any writer but `"stdout"` writes."""
+        return any(writer != "stdout" for writer in self.writers) if self.report == "auto" else self.report
 
     @property
     def chosen_device(self) -> str | torch.device:

@@ -87,4 +87,4 @@ def _checked(state: Mapping[str, Any], key: str, length: int) -> np.ndarray[Any,
     tensor, dtype = state[key], torch.float64 if key == "values" else torch.int64
     if not isinstance(tensor, torch.Tensor) or tensor.dtype is not dtype or tensor.shape != (length,):
         raise ValueError(f"{key!r} is not a tensor of {length} {dtype} values")
-    return tensor.cpu().numpy()
+    return tensor.to("cpu").numpy()

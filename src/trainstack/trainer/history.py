@@ -132,6 +132,12 @@ class RunHistory:
         column = self._column(name)
         return np.array(column.steps), np.array(column.values)
 
+    def all_arrays(self, *, read_device: bool = True) -> dict[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """`arrays` by name; without `read_device` only of what was read from the device before."""
+        if read_device:
+            self._settle()
+        return {name: (np.array(c.steps), np.array(c.values)) for name, c in self._columns.items() if c.values}
+
     def to_dict(self) -> dict[str, dict[str, list[Any]]]:
         """All records by name, as plain lists `value`, `step` and `epoch`."""
         self._settle()

@@ -132,6 +132,7 @@ class Trainer(EvaluatingTrainer):
                 self.events.fail(error)
                 if self.args.save_on_exception:
                     save_after(error, self, run, within_s=self._saver.grace.seconds)
+                reporter.fail(self, error)
                 raise
             finally:
                 run.training = run.busy = run.save_asked = run.pin_asked = False
@@ -153,7 +154,7 @@ class Trainer(EvaluatingTrainer):
         self.module.train()
         if self.args.fit_micro_batch:
             fit_micro_batch(run)
-        reporter.open(self.plan, self.trainer_backend.spec, str(self.device), resumed)
+        reporter.open(self, resumed)
         if run.is_over:
             reporter.text(f"all {self.plan.epochs} epochs are trained already; nothing is left to do")
         refuse_over(run)
