@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+import trainstack
+
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "src" / "trainstack"
 
@@ -289,6 +291,11 @@ def test_constraints_are_portable() -> None:
     wrong = [pin for pin in pins if not re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", pin)]
     assert not wrong, f"not a plain name==version, run `make lock`: {wrong}"
     assert pins == sorted(pins, key=lambda pin: pin.split("==")[0])
+
+
+def test_the_version_is_the_same_in_both_places() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'\nversion = "{trainstack.__version__}"\n' in project
 
 
 # --- every field is read

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trainstack.backends.sampling import Sampling
 
 VERBS = ("open", "prepare", "accumulate", "forward", "backward", "clip", "step", "gather", "close")
+"""What the loop calls on a stack, in the order of a run."""
 
 
 class TrainerBackend(ABC):
