@@ -259,9 +259,7 @@ def test_the_averages_that_were_evaluated_best_are_kept_and_reproduce_their_valu
     assert best.watch.best_step < trainer.state.global_step
 
     assert (
-        trainer.validate().metrics["val/loss"]
-        == best.watch.best
-        == min(trainer.history.get_metric_values("val/loss"))
+        trainer.validate().metrics["val/loss"] == best.watch.best == min(trainer.history.get_metric_values("val/loss"))
     )
 
 

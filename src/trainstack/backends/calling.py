@@ -29,7 +29,7 @@ def bare_call(module: nn.Module) -> Callable[..., Any]:
         or modules._global_backward_pre_hooks
         or module._compiled_call_impl is not None
         or type(module).__call__ is not _USUAL
-        or _get_tracing_state()
+        or _get_tracing_state() is not None
     ):
         return module
     return module.forward

@@ -35,7 +35,7 @@ def _fetching_ready(dataset: Any) -> Callable[[Any], Any]:
         batch = dataset[index]
         if type(batch) is tuple and all(map(_is_plain, batch)):
             return list(batch)
-        return default_convert(batch)
+        return default_convert(batch)  # type: ignore[no-untyped-call]
 
     return fetch
 
