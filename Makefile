@@ -14,7 +14,7 @@ export OMP_NUM_THREADS = 1
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test check bench bench-peers conformance conformance-peers kills docs lock clean help
+.PHONY: demo test check wheel bench bench-peers conformance conformance-peers kills docs lock clean help
 
 demo: .venv/.stamp ## train, interrupt and resume a small model, and show that the results agree
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -27,6 +27,7 @@ check: .venv/.stamp ## format, lint, types, the table of features and the docume
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	@if [ -f tools/features.py ]; then echo "$(BIN)/python tools/features.py --check"; $(BIN)/python tools/features.py --check; fi
+	$(BIN)/python tools/messages.py --check
 	@$(MAKE) --no-print-directory docs
 
 bench: .venv/.stamp ## time a training step
@@ -47,6 +48,10 @@ kills: .venv/.stamp ## kill trainings at 200 random moments and compare what the
 
 docs: .venv/.stamp ## build the documentation into build/site
 	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
+	$(BIN)/python tools/public_names.py build/site
+
+wheel: .venv/.stamp ## build the wheel, install it alone in a fresh environment, and run the quickstart there
+	$(BIN)/python -m tools.wheel
 
 lock: ## write constraints.txt anew; make lock TORCH=x.y.z moves torch
 	$(PYTHON) tools/lock.py --torch "$(TORCH)"

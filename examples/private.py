@@ -30,6 +30,7 @@ from trainstack import (
     TrainerArguments,
     seed_everything,
 )
+from trainstack.backends.dp.audit import audit, audit_module
 
 # What each column is divided by, before anything else. The numbers follow from what the columns mean, such as the
 # logarithm of a percentage: public constants. Means and deviations of the rows would be a release of private data.
@@ -176,6 +177,10 @@ def main():
     picture = given.picture or given.output_dir / "cost-of-privacy.png"
     draw_costs(picture, panels)
     print("", *statements, sep="\n")
+    for name in given.data:
+        args = arguments(name, 1.0, given.output_dir, device=given.device)
+        print(f"\n{audit_module(TASKS[name](), args, rounds=2).text}")
+    print(f"\n{audit(args.differential_privacy_args).text}")
     print(f"\nThe picture: {picture}")
 
 

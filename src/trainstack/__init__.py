@@ -1,5 +1,7 @@
 """trainstack trains PyTorch models: write one module, pick one string, run it anywhere."""
 
+from typing import TYPE_CHECKING
+
 from trainstack import backends, checkpointing, errors, trainer
 from trainstack.backends import *  # noqa: F403
 from trainstack.checkpointing import *  # noqa: F403
@@ -24,10 +26,23 @@ from trainstack.errors import (
     TrainstackError,
     UnsupportedStateError,
 )
-from trainstack.launching import launch
+from trainstack.lazily import lazily
 from trainstack.ranks import main_process_first, print_once, rank_zero_only
-from trainstack.trainer import *  # noqa: F403
-from trainstack.verifying import Kill, Parting, ResumeReport, verify_resume
+
+if TYPE_CHECKING:
+    from trainstack.launching import launch
+    from trainstack.trainer import *  # noqa: F403
+    from trainstack.verifying import Kill, Parting, ResumeReport, verify_resume
+
+__getattr__ = lazily(
+    __name__,
+    {
+        **dict.fromkeys(trainer.__all__, "trainstack.trainer"),
+        **dict.fromkeys(("Kill", "Parting", "ResumeReport", "verify_resume"), "trainstack.verifying"),
+        "launch": "trainstack.launching",
+        "verifying": "trainstack.verifying",
+    },
+)
 
 __version__ = "0.1.0"
 
@@ -63,3 +78,7 @@ __all__ = [
     "verify_resume",
 ]
 __all__ += [*backends.__all__, *checkpointing.__all__, *trainer.__all__]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

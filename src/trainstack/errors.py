@@ -21,7 +21,8 @@ TrainstackError
 Preempted (SystemExit)               a signal stopped the training in good order; no error
 StopTraining (Exception)             what you raise in a hook or callback to end the training; no error
 
-Each message says what was given, what is wrong with it and what to write instead.
+Each message says what was given, what is wrong with it and what to write instead. docs/troubleshooting.md has a section
+for each class, with what does not fit into a sentence.
 """
 
 from __future__ import annotations

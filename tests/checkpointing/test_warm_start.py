@@ -120,6 +120,7 @@ class TestForeignWeights:
             lambda state: {"state_dict": state, "epoch": 3, "optimizer_states": [{"lr": 0.1}]},
             lambda state: {"model": state, "args": {"lr": 0.1}},
             lambda state: {"module": {"model_state_dict": state}},
+            lambda state: {"module_interface_state": state, "trainer_state": {"last_epoch": 3}},
             lambda state: {f"module.{name}": tensor for name, tensor in state.items()},
             lambda state: {"model": {f"module._orig_mod.{name}": tensor for name, tensor in state.items()}},
         ],

@@ -225,13 +225,12 @@ def test_the_module_runs_as_the_command(trained: Path) -> None:
     assert done.stdout.count("intact") == 3
 
 
-@pytest.mark.parametrize("no_color", [True, False])
-def test_colours_only_in_a_terminal_and_unless_told_not_to(no_color: bool, trained: Path) -> None:
+@pytest.mark.parametrize(
+    ("said", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)], ids=str
+)
+def test_colours_only_in_a_terminal_and_unless_told_not_to(said: dict[str, str], coloured: bool, trained: Path) -> None:
     leader, follower = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "200"}
-    environment.pop("NO_COLOR", None)
-    if no_color:
-        environment["NO_COLOR"] = "1"
+    environment = {**os.environ, "NO_COLOR": "", "TERM": "xterm-256color", "COLUMNS": "200", **said}
     command = [sys.executable, "-m", "trainstack", "checkpoints", "ls", str(trained)]
     subprocess.run(command, stdout=follower, env=environment, timeout=120, check=True)
     os.close(follower)
@@ -239,4 +238,4 @@ def test_colours_only_in_a_terminal_and_unless_told_not_to(no_color: bool, train
     os.close(leader)
 
     assert "checkpoint-000000012" in out
-    assert ("\x1b[" in out) is not no_color
+    assert ("\x1b[" in out) is coloured

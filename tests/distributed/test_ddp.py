@@ -121,6 +121,11 @@ def test_a_run_over_the_same_processes_goes_on_with_the_same_bits(backend: str, 
 
 
 @pytest.mark.spec("PMB-21", "F111", "F112")
+def test_trainers_one_after_the_other_meet_anew(tmp_path: Path) -> None:
+    for runs in run_world(2, "in_sequence", directory=str(tmp_path)):
+        assert runs == runs[:1] * 5
+
+
 def test_gathering_uneven_empty_and_nested_things() -> None:
     for rank in run_world(3, "gathered"):
         assert rank["rows"] == [[10.0, 11.0, 12.0], [20.0, 21.0, 22.0], [23.0, 24.0, 25.0]]

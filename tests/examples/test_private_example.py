@@ -37,6 +37,9 @@ def test_a_short_run_keeps_its_budget_and_learns_on_both_data_sets(tmp_path: Pat
     assert said["digits", "at epsilon"] > 0.3
     assert done.stdout.count("differentially private for one item") == 2
 
+    assert re.findall(r"^audit of (\w+)", done.stdout, re.M) == ["Insurance", "Digits", "sp"]
+    assert done.stdout.count("nothing found\n") == 3
+
     runs = tmp_path / "runs" / "private"
     assert (runs / "cost-of-privacy.png").read_bytes().startswith(b"\x89PNG")
     for name, steps in (("insurance", 4 * 16), ("digits", 4 * 6)):

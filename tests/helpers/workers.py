@@ -139,6 +139,19 @@ def hungry(directory: str) -> dict[str, Any]:
     }
 
 
+def saves_on_nodes(directory: str) -> dict[str, Any]:
+    """Two processes that take themselves for the first of a machine each, and save into folders of their own."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(RANK)}
+    trainer = ts.Trainer(Uneven(), arguments(directory, backend="auto", device=["cpu"], train_batch_size=12))
+    trainer.train(max_steps=2)
+    world, node = (Path(directory) / str(RANK) / once for once in ("world", "node"))
+    trainer.save_checkpoint(path=world)
+    trainer.save_checkpoint(path=node, once="node")
+    saved = ts.read_checkpoint(node).module_interface_state or {}
+    same = all(torch.equal(saved[name], value) for name, value in trainer.module.get_state().items())
+    return {"world": world.exists(), "node": node.exists(), "same": same}
+
+
 def plateau(directory: str) -> dict[str, Any]:
     """A plateau schedule over a metric that each process has measured differently."""
 
@@ -324,6 +337,19 @@ def adopted_failure(how: str) -> Any:
     again.train()
     again.close()
     return {"said": said, "seconds": seconds, "weights": weights(module).tolist(), "group": dist.is_initialized()}
+
+
+def in_sequence(directory: str) -> list[list[float]]:
+    """The weights of five runs in one process, of which all but the last two leave the group."""
+    found = []
+    for number in range(5):
+        module = Classifier(numbers(16))
+        trainer = ts.Trainer(module, arguments(directory, backend="ddp"))
+        trainer.train()
+        found.append(weights(module).tolist())
+        if number < 3:
+            trainer.close()
+    return found
 
 
 def late(how: str, seconds: float = 60.0) -> Any:

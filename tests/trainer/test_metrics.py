@@ -75,10 +75,11 @@ class Named:
         lambda loss, predicted, batch: predicted,
         lambda loss, predicted, batch: (loss, predicted, batch[1]),
         lambda loss, predicted, batch: {"loss": loss, "preds": predicted},
+        lambda loss, predicted, batch: {"pred": predicted, "target": batch[1]},
         lambda loss, predicted, batch: {"loss": loss, "outputs": predicted, "labels": batch[1]},
         lambda loss, predicted, batch: Named(loss, predicted, batch[1]),
     ],
-    ids=["loss and predictions", "predictions", "with targets", "preds", "labels", "dataclass"],
+    ids=["loss and predictions", "predictions", "with targets", "preds", "pred", "labels", "dataclass"],
 )
 def test_predictions_and_targets_are_found_in_what_a_step_returns(outputs: Any, tmp_path: Path) -> None:
     module = Measured({"right": Counts(), "accuracy": accuracy()}, outputs)

@@ -283,7 +283,7 @@ def test_an_exception_in_a_step_says_where(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="mine") as caught:
         train(broken(train_step=train_step), tmp_path)
 
-    assert "in epoch 0, global step 1" in caught.value.__notes__
+    assert caught.value.__notes__[0].startswith("in epoch 0, global step 1, with the samples ")
 
 
 def test_a_hook_with_a_slip_in_its_name_is_pointed_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

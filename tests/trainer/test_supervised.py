@@ -483,6 +483,51 @@ def test_what_does_not_fit_the_data_is_answered_when_it_is_seen(failure: str, tm
         train(supervised(**changes), tmp_path)
 
 
+class PredictsOnly(nn.Module):
+    """Computes its loss in one method, and predicts in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def train_step(self, features: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"loss": cross_entropy(self.net(features), target)}
+
+    def evaluate_step(self, features: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"pred": self.net(features).argmax(1), "target": target}
+
+
+class Right:
+    right = 0
+
+    def update(self, pred: Tensor, target: Tensor) -> None:
+        self.right += int((pred == target).sum())
+
+    def compute(self) -> int:
+        return self.right
+
+    def reset(self) -> None:
+        self.right = 0
+
+
+@pytest.mark.spec("FN-09", "FN-10")
+def test_a_model_need_not_compute_a_loss_where_it_is_evaluated(tmp_path: Path) -> None:
+    module = supervised(
+        PredictsOnly(),
+        None,
+        train_dataset=Named(),
+        val_dataset=Named(9),
+        forward_fn="train_step",
+        val_forward_fn="evaluate_step",
+        metrics={"right": Right()},
+    )
+    trainer = train(module, tmp_path)
+    assert "val/loss" not in trainer.history.get_metric_names()
+    features, target = numbers(9).tensors
+    expected = int((module.model.net(features).argmax(1) == target).sum())
+    assert trainer.history.get_latest_metric("val/right") == expected
+
+
 @pytest.mark.spec("FN-51")
 def test_a_step_of_one_s_own_may_return_a_dataclass(tmp_path: Path) -> None:
     class Own(SupervisedModule):

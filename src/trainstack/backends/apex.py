@@ -20,7 +20,7 @@ from trainstack.backends.base import TrainerBackend
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.registry import Slot, register_layer
 from trainstack.backends.workload import Workload
-from trainstack.backends.world import World
+from trainstack.backends.world import DeviceChoice, World
 from trainstack.errors import CheckpointMismatchError, ConfigurationError
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -76,7 +76,7 @@ class AmpApex(AbstractTrainerBackendDecorator):
         self._optimizers: tuple[Optimizer, ...] = ()
         self._own: frozenset[int] = frozenset()
 
-    def open(self, device: str | torch.device = "auto") -> World:
+    def open(self, device: DeviceChoice = "auto") -> World:
         self._amp = require_amp()
         world = self.inner.open(device)
         _refuse_device(world.device)

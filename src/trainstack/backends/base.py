@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from trainstack.backends.workload import Workload
-from trainstack.backends.world import World
+from trainstack.backends.world import DeviceChoice, World
 from trainstack.errors import CheckpointMismatchError, ConfigurationError
 from trainstack.stage import Stage
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from trainstack.backends.sampling import Sampling
 
 VERBS = ("open", "prepare", "accumulate", "forward", "backward", "clip", "step", "gather", "close")
+"""What the loop calls on a stack, in the order of a run."""
 
 
 class TrainerBackend(ABC):
@@ -36,6 +36,8 @@ class TrainerBackend(ABC):
         summary: what the layer does, in one sentence, for `explain`.
         collectives: what the layer makes all processes do together, and how often; for `explain`.
         excludes: tokens that may not stand in the same stack, each with the reason.
+        leaves_no_trace: whether a forward or backward pass that has failed leaves nothing behind in the layer, so that
+            the step can be made again.
         state_must_survive: refuse to go on from a checkpoint without the state of this layer, such as a privacy
             accountant's.
     """
@@ -44,6 +46,7 @@ class TrainerBackend(ABC):
     summary: ClassVar[str] = ""
     collectives: ClassVar[str] = ""
     excludes: ClassVar[Mapping[str, str]] = {}
+    leaves_no_trace: ClassVar[bool] = False
     state_must_survive: ClassVar[bool] = False
     _driver: Driver | None = None
     _owner: weakref.ref[Any] | None = None
@@ -51,7 +54,7 @@ class TrainerBackend(ABC):
     # --- the verbs -----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def open(self, device: str | torch.device = "auto") -> World:
+    def open(self, device: DeviceChoice = "auto") -> World:
         """Take this process's place in the world and pick its device."""
 
     @abstractmethod

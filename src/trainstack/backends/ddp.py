@@ -33,7 +33,7 @@ from trainstack.backends.gathering import gather_outputs
 from trainstack.backends.meeting import open_store
 from trainstack.backends.registry import Slot, register_layer
 from trainstack.backends.workload import Workload
-from trainstack.backends.world import World, pick_device
+from trainstack.backends.world import DeviceChoice, World, pick_device
 from trainstack.errors import ConfigurationError, annotate
 from trainstack.stage import Stage
 
@@ -90,12 +90,13 @@ class DDP(AbstractTrainerBackendDecorator):
         self._made: list[dist.ProcessGroup] = []
         self._world: World | None = None
 
-    def open(self, device: str | torch.device = "auto") -> World:
+    def open(self, device: DeviceChoice = "auto") -> World:
         place = None if dist.is_initialized() else find_place(self._environ, self._explicit)
         if place is None and not dist.is_initialized():
             raise ConfigurationError(how_to_launch(self.spec))
-        local_rank = (place or place_of_group()).local_rank
-        mine = pick_device(device, local_rank)
+        here = place or place_of_group()
+        local_rank = here.local_rank
+        mine = pick_device(device, local_rank, here.local_size)
         if mine.type != "cpu":
             torch.accelerator.set_device_index(mine.index or 0)
         if place is not None:

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from trainstack.backends.base import TrainerBackend
 from trainstack.backends.workload import Workload
-from trainstack.backends.world import World
+from trainstack.backends.world import DeviceChoice, World
 from trainstack.stage import Stage
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
         yield self
         yield from self.inner.layers()
 
-    def open(self, device: str | torch.device = "auto") -> World:
+    def open(self, device: DeviceChoice = "auto") -> World:
         return self.inner.open(device)
 
     def prepare(self, work: Workload) -> Workload:
@@ -59,7 +58,7 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
         return self.inner.sampling
 
     def privacy_statement(self) -> PrivacyStatement:
-        return self.inner.privacy_statement()
+        return self.inner.privacy_statement() if self.is_private else super().privacy_statement()  # of the whole stack
 
     def gather(self, outputs: Any) -> Any:
         return self.inner.gather(outputs)

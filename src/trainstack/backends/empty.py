@@ -16,6 +16,7 @@ class Empty:
 
 
 EMPTY = Empty()
+"""What a process without samples of a step trains on."""
 
 
 def zero_loss(parameters: Iterable[nn.Parameter]) -> Tensor:

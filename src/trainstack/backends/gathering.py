@@ -106,7 +106,7 @@ def _join(comm: Communicator, leaf: Any, told: list[Any], like: Any, chunk: int 
     if leaf is None:
         rows = torch.empty((0, *row), dtype=dtype)
     else:
-        rows = (leaf.reshape(1) if leaf.dim() == 0 else leaf).detach().cpu().contiguous()
+        rows = (leaf.reshape(1) if leaf.dim() == 0 else leaf).detach().to("cpu").contiguous()
         device = str(leaf.device)
     return comm.share_rows(rows, counts, chunk).to(device)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import difflib
 from itertools import pairwise, product
 
+import torch.distributed as dist
+
 from trainstack.backends.base import TrainerBackend
+from trainstack.backends.environment import find_place
 from trainstack.backends.registry import LayerRecord, Slot, known_layers
 from trainstack.errors import BackendSpecError
 
@@ -21,7 +24,7 @@ def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
             f"backend {spec!r}: a backend is named by a string such as 'sp-bf16'. "
             f"Write one of {', '.join(legal_specs())}."
         )
-    records = _tokenize(spec)
+    records = _tokenize(written_out(spec))
     _refuse_repeats(spec, records)
     in_order = sorted(records, key=lambda record: record.slot)
     _refuse_excluded(spec, in_order)
@@ -35,6 +38,15 @@ def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
             f"backend {spec!r}: {outer.token!r} goes outside {inner.token!r}. Write {_join(in_order)!r}."
         )
     return tuple(records)
+
+
+def written_out(spec: str) -> str:
+    """`spec`, with `ddp` or `sp` for a first word `auto`: as a launcher has started this process or not."""
+    first, *rest = spec.split("-")
+    if first != "auto":
+        return spec
+    joined = dist.is_available() and dist.is_initialized()
+    return "-".join(["ddp" if joined or find_place() is not None else "sp", *rest])
 
 
 def legal_specs() -> tuple[str, ...]:

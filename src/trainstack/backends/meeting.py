@@ -1,4 +1,4 @@
-"""The store that the processes of one round meet in, free of what an earlier round has left there."""
+"""The store in which the processes of a group meet, free of what an earlier group has left there."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from trainstack.errors import TrainstackError
 
 _POLL_S = 0.02
 
+_kept: dict[int, Store] = {}
+"""By port, what this process hosts until it ends: another one may be on its way to the next meeting there already."""
+
 
 def open_store(place: Place, timeout_s: float, environ: Mapping[str, str] | None = None) -> Store:
     """The store to hand to `torch.distributed.init_process_group(store=...)`.
 
-    Under torchrun the agent hosts the store, and keeps it, with all that was written, when it starts the workers
-    again: gloo then finds the addresses of processes that are gone, and waits for them for ever (seen with torch
-    2.13 at the second restart). So the processes of a round first agree on a name that no other round has, and use
-    only keys below it. Everywhere else rank 0 hosts a store of its own, which is empty.
+    It may hold what an earlier group has left: torchrun's agent keeps its store when it starts the workers again, and a
+    process that hosts one keeps it from one trainer to the next. gloo would find addresses there at which nobody is,
+    and wait for them for ever (seen with torch 2.13). So the processes first agree on a name that no other group has,
+    and use only keys below it.
 
     Raises:
         TrainstackError: a process has not come within `timeout_s`.
@@ -41,7 +44,9 @@ def open_store(place: Place, timeout_s: float, environ: Mapping[str, str] | None
         )
     except DistError as error:
         raise TrainstackError(_why_alone(place, timeout_s, error)) from error
-    return PrefixStore(f"trainstack/{agree(store, place.rank, place.size, timeout_s)}", store) if hosted else store
+    if place.rank == 0 and place.size > 1 and not hosted:
+        _kept[place.master_port] = store
+    return PrefixStore(f"trainstack/{agree(store, place.rank, place.size, timeout_s)}", store)
 
 
 def _why_alone(place: Place, timeout_s: float, error: Exception) -> str:
@@ -59,9 +64,9 @@ def _why_alone(place: Place, timeout_s: float, error: Exception) -> str:
 
 
 def agree(store: Store, rank: int, size: int, timeout_s: float) -> str:
-    """A name that all of this round have, and no other round: rank 0 invents it, the others answer to it.
+    """A name that all of this group have, and no other group: rank 0 invents it, the others answer to it.
 
-    An answer to the name of an earlier round does no harm: rank 0 counts only answers to its own, and a process
+    An answer to the name of an earlier group does no harm: rank 0 counts only answers to its own, and a process
     believes a name only when rank 0 has confirmed its own answer, which is new each time, too.
     """
     mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s

@@ -18,7 +18,7 @@ from trainstack.backends.clipping import clip_gradients
 from trainstack.backends.registry import Slot, register_layer
 from trainstack.backends.stepping import step_optimizer
 from trainstack.backends.workload import Workload
-from trainstack.backends.world import World, pick_device
+from trainstack.backends.world import DeviceChoice, World, pick_device
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 
@@ -36,13 +36,14 @@ class SingleProcess(TrainerBackend):
     """
 
     summary: ClassVar[str] = "runs the module in this process, on one device"
+    leaves_no_trace: ClassVar[bool] = True
 
     def __init__(self, *, environ: Mapping[str, str] | None = None, standalone: bool = True) -> None:
         self._environ = os.environ if environ is None else environ
         self._standalone = standalone
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
-    def open(self, device: str | torch.device = "auto") -> World:
+    def open(self, device: DeviceChoice = "auto") -> World:
         size = int(self._environ.get("WORLD_SIZE") or 1)
         if self._standalone and size > 1:
             raise ConfigurationError(

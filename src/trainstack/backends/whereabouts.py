@@ -16,7 +16,7 @@ import torch
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PYTHON = str(Path(os.__file__).parent) + os.sep
-_WRAPPERS = ("together", "hook")  # stand around everything
+_WRAPPERS = ("together", "hook", "announced")  # stand around everything
 
 
 def of_thread(thread: int) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
@@ -33,15 +35,37 @@ class World:
         return self.rank == 0
 
 
-def pick_device(wanted: str | torch.device = "auto", local_rank: int = 0) -> torch.device:
+Device: TypeAlias = str | torch.device | int
+DeviceChoice: TypeAlias = Device | Sequence[Device]
+"""A device, by name, as an object or as the number of an accelerator; -1 is all of them; or one for each process."""
+
+
+def pick_device(wanted: DeviceChoice = "auto", local_rank: int = 0, local_size: int | None = 1) -> torch.device:
     """The device to train on.
 
     `"auto"` is the accelerator that torch finds, else the CPU. A device type without an index gets `local_rank`.
 
+    Args:
+        wanted: one device, -1 for all accelerators of this machine, or several: one for each process.
+        local_rank: of this process on its machine.
+        local_size: processes on this machine, which several devices have to be as many as; None if unknown.
+
     Raises:
-        ConfigurationError: the device is unknown to torch, or not there.
+        ConfigurationError: the device is unknown to torch, or not there, or there are not as many as processes.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if accelerator is not None else 0
+    if wanted == -1 and count:
+        wanted = list(range(count))
+    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+        wanted = _one_of(wanted, local_rank, local_size)
+    if isinstance(wanted, int):
+        if accelerator is None or not 0 <= wanted < count:
+            raise ConfigurationError(
+                f"device={wanted}: torch finds {count} accelerators on this machine. Write the number of one, counted "
+                "from 0, or 'auto' or 'cpu'."
+            )
+        return torch.device(accelerator.type, wanted)
     if wanted == "auto":
         return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, local_rank)
     try:
@@ -58,3 +82,14 @@ def pick_device(wanted: str | torch.device = "auto", local_rank: int = 0) -> tor
             f"device={str(wanted)!r}: torch finds {found} on this machine. Write device='auto' or device='cpu'."
         )
     return torch.device(device.type, local_rank) if device.index is None else device
+
+
+def _one_of(devices: Sequence[Device], local_rank: int, local_size: int | None) -> Device:
+    """The one of this process."""
+    if local_rank < len(devices) == (local_size or len(devices)):
+        return devices[local_rank]
+    raise ConfigurationError(
+        f"device={list(devices)} names {len(devices)} devices, for {local_size or f'at least {local_rank + 1}'} "
+        "processes on this machine. Start one for each, with a backend that joins them such as 'ddp': "
+        f"launch(..., nproc={len(devices)}) or torchrun --nproc-per-node={len(devices)}."
+    )

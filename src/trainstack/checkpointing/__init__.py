@@ -9,6 +9,7 @@ from trainstack.checkpointing.default import DefaultCheckpointer
 from trainstack.checkpointing.directory import CheckpointInfo, list_checkpoints
 from trainstack.checkpointing.exporting import export_model
 from trainstack.checkpointing.foreign import read_foreign_weights
+from trainstack.checkpointing.hub import push_to_hub
 from trainstack.checkpointing.reading import read_checkpoint, read_model, verify_checkpoint
 from trainstack.checkpointing.warm_start import WarmStartReport, warm_start
 from trainstack.checkpointing.writing import write_checkpoint, write_model
@@ -22,6 +23,7 @@ __all__ = [
     "WarmStartReport",
     "export_model",
     "list_checkpoints",
+    "push_to_hub",
     "read_checkpoint",
     "read_foreign_weights",
     "read_model",

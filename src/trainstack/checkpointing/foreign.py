@@ -12,7 +12,7 @@ import torch
 from trainstack.errors import CheckpointMismatchError, CheckpointNotFoundError
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
-_NESTINGS = ("state_dict", "model_state_dict", "model", "module", "weights")
+_NESTINGS = ("state_dict", "model_state_dict", "module_interface_state", "model", "module", "weights")
 _WRAPPERS = ("module.", "_orig_mod.")
 """What `DistributedDataParallel` and `torch.compile` put before each name."""
 
@@ -21,9 +21,9 @@ def read_foreign_weights(path: str | os.PathLike[str], *, strip_prefix: str = ""
     """Read the tensors of a `.pt`, `.pth`, `.bin` or `.ckpt` file by `torch.load(weights_only=True)`.
 
     Nothing that the file names is imported or called. A state dict that lies under `state_dict`, `model_state_dict`,
-    `model`, `module` or `weights` is found there. The prefixes `module.` and `_orig_mod.`, which wrappers add, are
-    taken off if every name has them; `model.` is a part of a model as often as not, and is only taken off if
-    `strip_prefix` says so.
+    `module_interface_state`, `model`, `module` or `weights` is found there. The prefixes `module.` and `_orig_mod.`,
+    which wrappers add, are taken off if every name has them; `model.` is a part of a model as often as not, and is only
+    taken off if `strip_prefix` says so.
 
     Args:
         path: of the file.

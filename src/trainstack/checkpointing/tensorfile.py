@@ -38,7 +38,8 @@ def write_tensors(writer: HashingWriter, tensors: dict[str, torch.Tensor]) -> No
     writer.write(_header(ordered))
     for _, tensor in ordered:
         if tensor.numel():
-            plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            flat = tensor.detach().resolve_conj().resolve_neg()
+            plain = flat.to("cpu").contiguous()  # apex O1 lets .cpu() give float32
             writer.write(_bytes_of(plain))
 
 

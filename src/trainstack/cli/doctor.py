@@ -23,6 +23,7 @@ from trainstack.trainer import SupervisedModule, Trainer, TrainerArguments
 
 _EXTRAS = {
     "cli": "jsonargparse",
+    "hub": "huggingface_hub",
     "dp": "opacus",
     "tensorboard": "tensorboard",
     "wandb": "wandb",

@@ -13,7 +13,7 @@ from trainstack import __version__
 from trainstack.cli import train
 from trainstack.errors import TrainstackError
 
-COMMANDS = ("train", "explain", "plan", "doctor", "checkpoints", "privacy")
+COMMANDS = ("train", "explain", "plan", "doctor", "report", "checkpoints", "privacy")
 """Modules of this package. Each has `add(subparsers)`, which sets the default `run`: arguments to exit code.
 
 `train`, whose options depend on its first word, has `run` for the words behind its name.

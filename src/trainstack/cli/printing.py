@@ -21,8 +21,9 @@ def print_line(text: str = "") -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under their columns; with colours in a terminal, unless NO_COLOR is set."""
-    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+    """Print rows under their columns; with colours in a terminal, unless NO_COLOR is set or TERM says "dumb"."""
+    dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    if sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR"):
         from rich import box
         from rich.console import Console
         from rich.markup import escape

@@ -1,7 +1,10 @@
 """What a user touches: the module to write, its arguments, and the trainer that runs it."""
 
+from typing import TYPE_CHECKING
+
+from trainstack.lazily import lazily
 from trainstack.stage import Stage
-from trainstack.trainer import callbacks, placeholders, schedulers
+from trainstack.trainer import placeholders, schedulers
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.callback_interface import CallbackInterface
@@ -9,17 +12,17 @@ from trainstack.trainer.collector import OutputCollector
 from trainstack.trainer.evaluated import EvaluationOutputs
 from trainstack.trainer.events import Callback, Event, Events, Filter, only
 from trainstack.trainer.history import Record, RunHistory
-from trainstack.trainer.lr_finder import FoundRates, find_lr
 from trainstack.trainer.metrics import Metric
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
 from trainstack.trainer.plan import TrainingPlan
+from trainstack.trainer.progress import ProgressDisplay
 from trainstack.trainer.rhythm import Every
 from trainstack.trainer.schedulers import SchedulerConfig, build_scheduler
 from trainstack.trainer.seeding import seed_everything
-from trainstack.trainer.supervised import SupervisedModule, apply_mapping, build_optimizer, call_with_matching_args
 from trainstack.trainer.trainer import Trainer
 from trainstack.trainer.user_state import UserState
+from trainstack.trainer.view import RunView
 from trainstack.trainer.writers import (
     CsvWriter,
     JsonLinesWriter,
@@ -31,6 +34,29 @@ from trainstack.trainer.writers import (
     WandbWriter,
     Writer,
     read_history,
+)
+
+if TYPE_CHECKING:
+    from trainstack.trainer import callbacks
+    from trainstack.trainer.lr_finder import FoundRates, find_lr
+    from trainstack.trainer.supervised import (
+        SupervisedModule,
+        apply_mapping,
+        build_optimizer,
+        call_with_matching_args,
+    )
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "FoundRates": "trainstack.trainer.lr_finder",
+        "SupervisedModule": "trainstack.trainer.supervised",
+        "apply_mapping": "trainstack.trainer.supervised",
+        "build_optimizer": "trainstack.trainer.supervised",
+        "call_with_matching_args": "trainstack.trainer.supervised",
+        "callbacks": "trainstack.trainer.callbacks",
+        "find_lr": "trainstack.trainer.lr_finder",
+    },
 )
 
 __all__ = [
@@ -49,9 +75,11 @@ __all__ = [
     "MlflowWriter",
     "ModuleInterface",
     "OutputCollector",
+    "ProgressDisplay",
     "Record",
     "RunHistory",
     "RunInfo",
+    "RunView",
     "SchedulerConfig",
     "Stage",
     "StatsArguments",

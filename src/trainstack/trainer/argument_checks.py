@@ -16,6 +16,7 @@ from trainstack.checkpointing import AbstractCheckpointer, DefaultCheckpointerAr
 from trainstack.checkpointing.monitoring import DEFAULT_MONITOR, Monitor
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
+from trainstack.trainer.progress import ProgressDisplay
 from trainstack.trainer.rhythm import check_validate_every, is_number_of_steps
 
 if TYPE_CHECKING:
@@ -39,16 +40,20 @@ _FLAGS = (
     "handle_signals",
     "save_on_exception",
     "channels_last",
-    "fit_micro_batch",
+    "default_callbacks",
 )
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "deterministic": (True, False, "warn"),
+    "fit_micro_batch": (True, False, "always"),
     "nonfinite": ("raise", "skip"),
     "resume_mode": ("full", "weights_and_optimizer", "weights"),
-    "progress": ("auto", "rich", "plain", "none", None),
+    "report": ("auto", True, False),
     "collect_train_outputs": ("auto", True, False),
     "amp_level_apex": ("O0", "O1", "O2", "O3"),
 }
+
+
+_DISPLAYS = ("auto", "rich", "plain", "none", None)
 
 
 def check_arguments(args: TrainerArguments) -> None:
@@ -165,6 +170,11 @@ def _check_choices(args: TrainerArguments) -> None:
             "resume_mode='weights_and_optimizer' and reset_optimizers_schedulers=True contradict each other. Write "
             "resume_mode='weights' to take the weights alone."
         )
+    if not isinstance(args.progress, ProgressDisplay) and args.progress not in _DISPLAYS:
+        raise ConfigurationError(
+            f"progress={args.progress!r}: write one of {', '.join(map(repr, _DISPLAYS))}, or an object of a class "
+            "derived from ProgressDisplay."
+        )
     if not isinstance(args.compile, bool | Mapping):
         raise ConfigurationError(f"compile={args.compile!r}: write True, False or a dict of options of torch.compile.")
     if not isinstance(logging.getLevelName(args.log_level), int):
@@ -201,8 +211,12 @@ def _check_nested(args: TrainerArguments) -> None:
         )
     if not isinstance(args.output_dir, str | PathLike):
         raise ConfigurationError(f"output_dir={args.output_dir!r}: write the path of a folder.")
-    if not isinstance(args.device, str | torch.device):
-        raise ConfigurationError(f"device={args.device!r}: write 'auto', 'cpu', or for example 'cuda:0'.")
+    devices = args.device if isinstance(args.device, list | tuple) else [args.device]
+    if not devices or any(isinstance(one, bool) or not isinstance(one, str | torch.device | int) for one in devices):
+        raise ConfigurationError(
+            f"device={args.device!r}: write 'auto', 'cpu', 'cuda:0', the number of an accelerator, -1 for all of them, "
+            "or a list with one for each process."
+        )
     for name, nested in (("stats_args", StatsArguments), ("writer_args", WriterArguments)):
         if getattr(args, name) is not None and not isinstance(getattr(args, name), nested):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write {nested.__name__}(...) or None.")

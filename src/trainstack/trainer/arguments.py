@@ -13,10 +13,12 @@ from typing import Any, Literal
 import torch
 
 from trainstack.backends import Clipping, DifferentialPrivacyArguments, DistributedTrainingArguments
+from trainstack.backends.world import DeviceChoice
 from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.argument_checks import check_arguments
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
+from trainstack.trainer.progress import ProgressDisplay
 from trainstack.trainer.rhythm import Every, ValidateEvery
 
 
@@ -32,7 +34,8 @@ class TrainerArguments:
         per_device_train_batch_size: samples a global step on each process, instead of `train_batch_size`: the global
             batch then grows with the number of processes.
         gpu_batch_size_limit: samples that fit into one forward pass; larger batches are accumulated.
-        fit_micro_batch: try out a step before training, and halve the micro-batch until it fits into memory.
+        fit_micro_batch: try out a step before training, and halve the micro-batch until it fits into memory; `"always"`
+            also halves it, and makes the step again, where memory runs out in training.
         val_batch_size: samples a validation batch, on each process; None for as many as a micro-batch.
         max_train_steps_per_epoch: cap on global steps an epoch.
         max_val_steps_per_epoch: cap on batches a validation loader.
@@ -49,9 +52,11 @@ class TrainerArguments:
         clip_grad_value: clamp each element of the gradients to this magnitude instead.
         nonfinite: what to do about a loss or gradient that is inf or nan: `"raise"` at the next log point, or
             `"skip"` such steps and count them (this reads the device in every step).
-        backend: the backend string, such as `"sp"` or `"sp-bf16"`.
+        backend: the backend string, such as `"sp"` or `"sp-bf16"`; with `"auto"` for `"sp"` or `"ddp"`, as the process
+            was launched: `"auto-bf16"`.
         backend_options: keyword arguments for the stack's layers, by token: `{"amp": {"init_scale": 1024.0}}`.
-        device: `"auto"`, `"cpu"`, `"cuda"`, `"cuda:1"`, ...
+        device: `"auto"`, `"cpu"`, `"cuda"`, `"cuda:1"`, ..., or the number of an accelerator; several of these, one for
+            each process of a machine; or -1 for all accelerators, one for each.
         use_gpu: False is the same as `device="cpu"`.
         seed: of the data order and of the samples' own random numbers. The process's global generators are left to
             you: `seed_everything(seed)` before you build the module.
@@ -73,7 +78,10 @@ class TrainerArguments:
         log_every: global steps between two log points; a float in (0, 1] is a fraction of the run's.
         writers: `"stdout"`, `"csv"`, `"jsonl"`, `"tensorboard"`, `"wandb"`, `"mlflow"`, `"trackio"`, or `Writer`
             objects.
-        progress: `"auto"`, `"rich"`, `"plain"` or `"none"`.
+        report: write `report.html` and `run.json` beside the logs: what the run was and did, on one page; `"auto"`
+            writes them where any writer but `"stdout"` is given.
+        progress: `"auto"`, `"rich"`, `"plain"`, `"none"` or a `ProgressDisplay` of your own.
+        default_callbacks: add `callbacks.default_callbacks()` to those that the trainer is given.
         disable_tqdm: True is the same as `progress="none"`.
         collect_train_outputs: keep what `train_step` returns for `on_end_train_epoch`; `"auto"` keeps it if that
             hook takes outputs.
@@ -81,7 +89,7 @@ class TrainerArguments:
         stop_grace_s: seconds from the signal until a scheduler kills the process; a save that takes more than half of
             them is warned about. By default what TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, or 30.
         save_on_exception: write what there is after an exception, for a look at it; never resumed from by itself.
-        log_level: of the logger "trainstack".
+        log_level: of the logger "trainstack"; the plan and the line of each epoch are the writer `"stdout"`'s.
         stats_args, writer_args: PyMarlin's spelling of `log_every` and `output_dir`.
         distributed_training_args: for backends that join processes.
         differential_privacy_args: for backends with a privacy layer.
@@ -97,7 +105,7 @@ class TrainerArguments:
     train_batch_size: int = 1
     per_device_train_batch_size: int | None = None
     gpu_batch_size_limit: int = 512
-    fit_micro_batch: bool = False
+    fit_micro_batch: bool | Literal["always"] = False
     val_batch_size: int | None = 1
     max_train_steps_per_epoch: int | None = None
     max_val_steps_per_epoch: int | None = None
@@ -113,7 +121,7 @@ class TrainerArguments:
     nonfinite: Literal["raise", "skip"] = "raise"
     backend: str = "sp"
     backend_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    device: str | torch.device = "auto"
+    device: str | torch.device | int | Sequence[str | torch.device | int] = "auto"
     use_gpu: bool = True
     seed: int = 0
     deterministic: bool | Literal["warn"] = False
@@ -128,7 +136,9 @@ class TrainerArguments:
     output_dir: str | PathLike[str] = "runs"
     log_every: int | float = 50
     writers: Sequence[Any] = ("stdout", "csv")
-    progress: Literal["auto", "rich", "plain", "none"] | None = "auto"
+    report: bool | Literal["auto"] = "auto"
+    progress: Literal["auto", "rich", "plain", "none"] | ProgressDisplay | None = "auto"
+    default_callbacks: bool = False
     disable_tqdm: bool = False
     collect_train_outputs: bool | Literal["auto"] = "auto"
     handle_signals: bool = True
@@ -164,7 +174,12 @@ class TrainerArguments:
         return Path(chosen or self.output_dir)
 
     @property
-    def chosen_device(self) -> str | torch.device:
+    def wants_report(self) -> bool:
+        """What `report` says; by itself where any writer but `"stdout"` writes."""
+        return any(writer != "stdout" for writer in self.writers) if self.report == "auto" else self.report
+
+    @property
+    def chosen_device(self) -> DeviceChoice:
         """`device`, or the CPU if `use_gpu` is False."""
         return self.device if self.use_gpu else "cpu"
 

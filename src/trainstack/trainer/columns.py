@@ -37,6 +37,11 @@ class Column:
         self.steps.append(step)
         self.epochs.append(epoch)
 
+    def drop_last(self) -> None:
+        """Take back the newest record."""
+        for array_ in (self.values, self.steps, self.epochs):
+            array_.pop()
+
     def record(self, index: int) -> Record:
         """The record at `index`."""
         return Record(self.name, self.values[index], self.steps[index], self.epochs[index])
@@ -87,4 +92,4 @@ def _checked(state: Mapping[str, Any], key: str, length: int) -> np.ndarray[Any,
     tensor, dtype = state[key], torch.float64 if key == "values" else torch.int64
     if not isinstance(tensor, torch.Tensor) or tensor.dtype is not dtype or tensor.shape != (length,):
         raise ValueError(f"{key!r} is not a tensor of {length} {dtype} values")
-    return tensor.cpu().numpy()
+    return tensor.to("cpu").numpy()

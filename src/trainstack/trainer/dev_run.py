@@ -28,6 +28,7 @@ def for_dev_run(args: TrainerArguments) -> TrainerArguments:
         log_every=1,
         stats_args=None,
         writers=["stdout"] if "stdout" in args.writers else [],
+        report=False,
         resume=False,
         save_on_exception=False,
         checkpointer_args=replace(args.checkpointer_args, checkpoint=False),

@@ -23,6 +23,7 @@ def end_training(trainer: Trainer, run: Run, reporter: Reporter) -> None:
         run.events.fire(Event.STOP_TRAINING, agreed.reason)
         if agreed.signal is not None:
             run.events.end_train("interrupted")
+            reporter.end(trainer, "interrupted", agreed.reason)
             return
         reporter.text(f"stopped after global step {step}: {agreed.reason}")
     run.events.end_train("finished" if agreed is None else "stopped")
@@ -31,3 +32,4 @@ def end_training(trainer: Trainer, run: Run, reporter: Reporter) -> None:
         run.hooks.end_train(step)
     reporter.write()
     reporter.end_private_run(trainer.trainer_backend, run.why_over)
+    reporter.end(trainer, "finished" if agreed is None else "stopped", agreed.reason if agreed else run.why_over)

@@ -10,7 +10,9 @@ from trainstack.stage import Stage
 from trainstack.trainer.evaluated import EvaluationOutputs
 from trainstack.trainer.evaluation import named_loaders
 from trainstack.trainer.properties import TrainerProperties
+from trainstack.trainer.pushing import push
 from trainstack.trainer.together import by_all
+from trainstack.trainer.view import RunView
 
 if TYPE_CHECKING:
     from trainstack.trainer.run import Run
@@ -26,6 +28,11 @@ class EvaluatingTrainer(TrainerProperties):
     @abstractmethod
     def _ready(self) -> Run:
         """Open the backend, restore what is to be resumed, and prepare the module; once."""
+
+    @property
+    def view(self) -> RunView:
+        """Counters, sizes and loaders of the run, to be read."""
+        return RunView(self._ready())
 
     @by_all
     def validate(self, dataloaders: Any = None, *, log: bool | None = None) -> EvaluationOutputs:
@@ -63,6 +70,26 @@ class EvaluatingTrainer(TrainerProperties):
         run = self._ready()
         outputs = run.evaluator.evaluate(Stage.PREDICT, named_loaders(dataloader, "the caller of predict"), keep=True)
         return outputs if isinstance(dataloader, dict) else outputs["default"]
+
+    @by_all
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload a model trained with trainstack",
+        private: bool | None = None,
+        revision: str | None = None,
+        token: str | None = None,
+        endpoint: str | None = None,
+    ) -> str:
+        """Export the module's state and upload that; arguments and errors are those of the function `push_to_hub`.
+
+        Returns:
+            The URL of the commit.
+        """
+        self._ready()
+        options = {"commit_message": commit_message, "private": private, "revision": revision}
+        return push(self._saver, repo_id, {**options, "token": token, "endpoint": endpoint})
 
     @by_all
     def gather(self, outputs: Any) -> Any:

@@ -47,7 +47,8 @@ class Evaluator:
         run, where = self._run, "get_val_dataloaders" if stage is Stage.VAL else "get_test_dataloaders"
         size = run.args.val_batch_size or run.data.plan.micro_batch
         few = run.data.few_to_validate(size) if stage is Stage.VAL else None
-        if few is not None and type(run.module).val_step is not ModuleInterface.val_step:
+        validates = run.module._own_val_step or type(run.module).val_step is not ModuleInterface.val_step
+        if few is not None and validates:
             return {"default": few}
         return named_loaders(getattr(run.module, where)(sampler=SequentialSampler, batch_size=size), where)
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
+from trainstack.errors import annotate
 from trainstack.trainer.order import mix
 from trainstack.trainer.seeding import host_rng_kept, seed_sample
 from trainstack.trainer.sheltered import Sheltered
+from trainstack.trainer.worker_end import end_with
 
 
 class SeededDataset(Dataset[Any]):
@@ -30,7 +32,11 @@ class SeededDataset(Dataset[Any]):
         samples = []
         for epoch, index in keys:
             seed_sample(self.seed, epoch, index)
-            samples.append(self.dataset[index])
+            try:
+                samples.append(self.dataset[index])
+            except Exception as error:
+                annotate(error, f"raised by the data set for sample {index}")
+                raise
         return samples
 
 
@@ -91,7 +97,12 @@ class Fetcher:
             self._workers = self._make_workers()
         iterator = iter(self._workers)
         if self.loader.num_workers > 0:
-            yield from iterator
+            ending = end_with(self, iterator)
+            try:
+                yield from iterator
+            finally:
+                if not self.loader.persistent_workers:
+                    ending()
             return
         while True:
             with host_rng_kept():

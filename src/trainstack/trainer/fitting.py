@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 from trainstack.trainer.loop import loss_of
 from trainstack.trainer.order import mix
+from trainstack.trainer.refitting import free_memory, guard_steps, ran_out_of_memory
 from trainstack.trainer.undoing import undone
 
 if TYPE_CHECKING:
@@ -21,21 +21,27 @@ if TYPE_CHECKING:
 def fit_micro_batch(run: Run) -> None:
     """Halve the micro-batch of `run` until one forward and backward pass fits on every process.
 
+    With `"always"`, training does so as well from now on.
+
     All processes call it together. The gradient of a global batch does not depend on how it is split, so the result of
     the run stays what it is. Room is left for the gradients and for two values a parameter that optimizers may keep.
     The samples tried are the first of the data set; where others are larger, choose `gpu_batch_size_limit` yourself.
 
     Raises:
-        ConfigurationError: the library does not know the samples of the training loader, or the run is private.
+        ConfigurationError: the library does not know the samples of the training loader, or the run is private, or
+            `"always"` does not go with the backend.
         torch.OutOfMemoryError: not even one sample fits.
     """
     problem = run.data.training_set.problem
     if run.stack.is_private or problem is not None:
         why = "the run is private, and its batches are drawn anew for each step" if problem is None else problem
         raise ConfigurationError(
-            f"fit_micro_batch=True: batches cannot be tried out, since {why}. Write gpu_batch_size_limit=... instead."
+            f"fit_micro_batch={run.args.fit_micro_batch!r}: batches cannot be tried out, since {why}. Write "
+            "gpu_batch_size_limit=... instead."
         )
     first = run.data.plan.micro_batch
+    if run.args.fit_micro_batch == "always":
+        guard_steps(run)
     while not _fits_everywhere(run):
         run.args = replace(run.args, gpu_batch_size_limit=max(1, run.data.plan.micro_batch // 2))
         run.data.plan_anew(run.args)
@@ -49,14 +55,14 @@ def fit_micro_batch(run: Run) -> None:
 
 
 def _fits_everywhere(run: Run) -> bool:
-    error: torch.OutOfMemoryError | None = None
+    error: Exception | None = None
     try:
         _try_once(run)
-    except torch.OutOfMemoryError as raised:
+    except Exception as raised:
+        if not ran_out_of_memory(raised):
+            raise
         error = raised.with_traceback(None)  # which holds what the pass has allocated
-    gc.collect()
-    if run.world.device.type != "cpu":
-        torch.get_device_module(run.world.device).empty_cache()
+    free_memory(run.world.device)
     if not any(run.world.comm.gather(error is not None)):
         return True
     if run.data.plan.micro_batch == 1:

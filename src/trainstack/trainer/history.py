@@ -92,6 +92,19 @@ class RunHistory:
         self._arrived = []
         return records
 
+    def mark(self) -> int:
+        """What `take_back` needs to know to forget what is recorded from now on."""
+        return len(self._arrived)
+
+    def take_back(self, mark: int) -> None:
+        """Forget what was recorded since `mark`; nothing may have been flushed in between."""
+        self._settle()
+        for column in reversed(self._arrived[mark:]):
+            column.drop_last()
+            if not column.values:
+                del self._columns[column.name]
+        del self._arrived[mark:]
+
     def get_metric_names(self) -> set[str]:
         """The names of all metrics that have a record."""
         return set(self._columns)
@@ -118,10 +131,10 @@ class RunHistory:
         self._settle()
         return {name: c.values[-1] for name, c in sorted(self._columns.items()) if c.steps and c.steps[-1] == step}
 
-    def records(self, name: str) -> list[Record]:
-        """All records of `name` in order of arrival; ConfigurationError (a ValueError) when there is none."""
+    def records(self, name: str, first: int = 0) -> list[Record]:
+        """The records of `name` in order of arrival, from number `first` on; ConfigurationError when there is none."""
         column = self._column(name)
-        return [column.record(index) for index in range(len(column.values))]
+        return [column.record(index) for index in range(first, len(column.values))]
 
     def arrays(self, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Steps (int64) and values (float64) of `name`, ready for `plt.plot(*history.arrays(name))`; copies.
@@ -131,6 +144,12 @@ class RunHistory:
         """
         column = self._column(name)
         return np.array(column.steps), np.array(column.values)
+
+    def all_arrays(self, *, read_device: bool = True) -> dict[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """`arrays` by name; without `read_device` only of what was read from the device before."""
+        if read_device:
+            self._settle()
+        return {name: (np.array(c.steps), np.array(c.values)) for name, c in self._columns.items() if c.values}
 
     def to_dict(self) -> dict[str, dict[str, list[Any]]]:
         """All records by name, as plain lists `value`, `step` and `epoch`."""

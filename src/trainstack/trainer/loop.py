@@ -33,6 +33,8 @@ from trainstack.trainer.schedulers.schedules import Schedules
 from trainstack.trainer.sources import Window
 
 NEVER = 1 << 62
+Passes = Callable[[Window], list[Tensor]]
+"""Forward and backward of all micro-batches of a step; returns their losses."""
 
 
 class TrainLoop:
@@ -55,6 +57,8 @@ class TrainLoop:
         step_outputs, epoch_outputs: collectors; None where nobody reads them.
         attend: called once `state.global_step` has reached `attend_at`, which it sets anew.
         attend_at: see `attend`. A signal handler or another thread may set it to 0 at any moment.
+        failed_in: the micro-batch of its step, from 0, in which an exception was raised; None before, or elsewhere.
+        guard: what is to be done around the passes of each step; None for nothing.
     """
 
     def __init__(
@@ -90,6 +94,8 @@ class TrainLoop:
         self.measure_every = measure_every
         self.attend: Callable[[], None] = lambda: None
         self.attend_at = NEVER
+        self.failed_in: int | None = None
+        self.guard: Callable[[Passes], Passes] | None = None
 
 
 def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
@@ -99,7 +105,8 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
         ModuleContractError: `train_step` did not return a loss to train on.
     """
     stack, state, step_schedulers = loop.stack, loop.state, loop.schedules.step
-    work = loop.work = loop.work.refreshed()
+    work, loop.failed_in = loop.work.refreshed(), None
+    loop.work = work
     if loop.step_outputs is not None:
         loop.step_outputs.reset()
     buffers = Buffers(work.module) if loop.skip_nonfinite else None
@@ -130,7 +137,7 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
             loop.attend()
 
 
-def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
+def _bind_micro_batches(loop: TrainLoop) -> Passes:
     """Forward and backward of a step's micro-batches, with every verb and hook looked up once."""
     stack, work, state = loop.stack, loop.work, loop.state
     accumulate, train = stack.accumulate, Stage.TRAIN
@@ -142,23 +149,28 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
     def run_micro_batches(window: Window) -> list[Tensor]:
         number, last, losses = state.global_step + 1, len(window.batches) - 1, []
         state.current_step = number
-        for position, batch in enumerate(window.batches):
-            weight = window.weights[position]
-            with accumulate(work, position == last):
-                outputs = forward(work, train, batch, number)
-                loss = loss_of(outputs)
-                if weight or must_join:
-                    backward(work, as_seen_by_all(loss) if skip else loss, weight)
-            losses.append(loss.detach().clone() if loss.is_leaf else loss.detach())
-            if batch is EMPTY:
-                continue
-            for collect in collectors:
-                collect(outputs)
-            if end_backward is not None:
-                end_backward(number, loss)
+        position = 0
+        try:
+            for position, batch in enumerate(window.batches):
+                weight = window.weights[position]
+                with accumulate(work, position == last):
+                    outputs = forward(work, train, batch, number)
+                    loss = loss_of(outputs)
+                    if weight or must_join:
+                        backward(work, as_seen_by_all(loss) if skip else loss, weight)
+                losses.append(loss.detach().clone() if loss.is_leaf else loss.detach())
+                if batch is EMPTY:
+                    continue
+                for collect in collectors:
+                    collect(outputs)
+                if end_backward is not None:
+                    end_backward(number, loss)
+        except Exception:
+            loop.failed_in = position
+            raise
         return losses
 
-    return run_micro_batches
+    return run_micro_batches if loop.guard is None else loop.guard(run_micro_batches)
 
 
 def _bind_update(loop: TrainLoop) -> tuple[Callable[[Workload], bool], Callable[[Iterable[nn.Parameter]], None]]:

@@ -12,7 +12,7 @@ from trainstack.errors import ModuleContractError
 from trainstack.trainer.supervised.mapping import as_named
 from trainstack.trainer.supervised.matching import Parameters, parameters_of
 
-PREDICTIONS = ("preds", "predictions", "outputs", "logits")
+PREDICTIONS = ("preds", "pred", "predictions", "prediction", "outputs", "logits")
 TARGETS = ("target", "targets", "labels", "label")
 
 

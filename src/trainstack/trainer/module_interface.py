@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +34,7 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
     plan: TrainingPlan | None = None
     _history: RunHistory | None = None
     _run_state: RunState | None = None
+    _own_val_step: Callable[..., Any] | None = None
 
     @abstractmethod
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
@@ -126,6 +127,8 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
         """Run the step that belongs to `stage`; what the backend calls."""
         if stage is Stage.TRAIN:
             return self.train_step(batch=batch, device=device, global_step=global_step)
+        if stage is Stage.VAL and self._own_val_step is not None:
+            return self._own_val_step(self, batch=batch, device=device, global_step=global_step)
         if stage is Stage.VAL:
             return self.val_step(batch=batch, device=device, global_step=global_step)
         if stage is Stage.TEST:

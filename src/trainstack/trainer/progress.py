@@ -232,8 +232,8 @@ class RichProgress(PacedProgress):
             self._console.print("\n".join(lines), markup=False, emoji=False, soft_wrap=True)
 
 
-def build_progress(kind: str | None = "auto", stream: TextIO | None = None) -> ProgressDisplay:
-    """The display of that `kind`: `"rich"` (a bar), `"plain"` (lines), `"none"` or None, or `"auto"`.
+def build_progress(kind: str | ProgressDisplay | None = "auto", stream: TextIO | None = None) -> ProgressDisplay:
+    """A display: `kind` is `"rich"` (a bar), `"plain"` (lines), `"none"` or None, or `"auto"`; a display as it is.
 
     `"auto"` is the bar where `stream` (default: `sys.stderr`; borrowed, never closed) is a terminal that can
     move its cursor, and plain lines otherwise. The bar has no colours where the environment sets NO_COLOR.
@@ -241,6 +241,8 @@ def build_progress(kind: str | None = "auto", stream: TextIO | None = None) -> P
     Raises:
         ConfigurationError: `kind` is none of these.
     """
+    if isinstance(kind, ProgressDisplay):
+        return kind
     stream = sys.stderr if stream is None else stream
     if kind == "auto":
         dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")

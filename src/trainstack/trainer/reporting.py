@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
@@ -14,10 +13,15 @@ from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.meter import LossMeter
+from trainstack.trainer.plain_values import as_json
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.progress import NoProgress, ProgressDisplay, build_progress, format_plan_table
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.writers import RunInfo, WriterGroup, build_writers
+
+if TYPE_CHECKING:
+    from trainstack.trainer.report import RunRecorder
+    from trainstack.trainer.trainer import Trainer
 
 
 class Reporter:
@@ -31,29 +35,44 @@ class Reporter:
 
     def __init__(self, args: TrainerArguments, history: RunHistory, *, is_main: bool = True) -> None:
         self.history = history
-        log = RunLogger(args.log_level)
-        self._writers = WriterGroup(build_writers(args.writers, args.log_dir) if is_main else [], log.warning)
+        self._log = RunLogger(args.log_level)
+        self._writers = WriterGroup(build_writers(args.writers, args.log_dir) if is_main else [], self._log.warning)
         self._args, self._log_dir, self._is_main = args, args.log_dir, is_main
         self._kind = "none" if args.disable_tqdm or not is_main else args.progress
         self.progress: ProgressDisplay = NoProgress()
         self._last_loss: float | None = None
         self._epoch_began = 0.0
+        self._recorder: RunRecorder | None = None
 
-    def open(self, plan: TrainingPlan, backend: str, device: str, resume_step: int | None) -> None:
-        """Open the writers and show the plan."""
+    def open(self, trainer: Trainer, resume_step: int | None) -> None:
+        """Open the writers, begin the report, and show the plan and the stack."""
+        plan, stack = trainer.plan, trainer.trainer_backend
         self.progress = build_progress(self._kind)
         self._writers.open(
             RunInfo(
                 resume_step=resume_step,
                 recorded_there=None if resume_step is None else self.history.flushed_at(resume_step),
                 log_dir=self._log_dir,
-                config=_described({"backend": backend, "arguments": self._args.to_dict(), "plan": plan.to_dict()}),
+                config=as_json({"backend": stack.spec, "arguments": self._args.to_dict(), "plan": plan.to_dict()}),
             )
         )
-        rows = [("backend", f"{backend} on {device}"), *plan.rows()]
+        self._recorder = self._begin_report(trainer, resume_step)
+        layers = "\n".join(f"{layer.name}: {layer.summary}" for layer in stack.layers())
+        rows = [("backend", f"{stack.spec} on {trainer.device}"), ("stack", layers), *plan.rows()]
         if resume_step is not None:
             rows.append(("resumed", f"after global step {resume_step}"))
         self._writers.text(format_plan_table(rows))
+
+    def _begin_report(self, trainer: Trainer, resume_step: int | None) -> RunRecorder | None:
+        if not self._is_main or not self._args.wants_report:
+            return None
+        from trainstack.trainer.report import begin_recording
+
+        try:
+            return begin_recording(trainer, resume_step)
+        except Exception as error:  # training is what counts
+            self._log.warning(f"there will be no run report: {type(error).__name__}: {error}")
+            return None
 
     def start_epoch(self, state: RunState, plan: TrainingPlan) -> None:
         """An epoch begins, or goes on after a resume."""
@@ -65,8 +84,8 @@ class Reporter:
         """Let the display paint; it shows the loss of the last log point and reads nothing."""
         self.progress.look(state.steps_in_epoch, lambda: self._last_loss)
 
-    def log_point(self, state: RunState, meter: LossMeter, optimizers: Iterable[Optimizer]) -> None:
-        """Read what has been measured since the last log point, record it and write it."""
+    def measure(self, state: RunState, meter: LossMeter, optimizers: Iterable[Optimizer]) -> None:
+        """Read what has been measured since the last log point, and record it."""
         meter.drain()
         self.history.current_step = state.global_step
         loss = meter.interval.take()
@@ -79,7 +98,8 @@ class Reporter:
         for position, rate in enumerate(rates):
             self.history.update_metric("lr" if len(rates) == 1 else f"lr/{position}", rate)
         self._record_skips(state)
-        self.write()
+        if self._recorder is not None:
+            self._recorder.sample(state.global_step)
 
     def end_training_epoch(self, state: RunState, meter: LossMeter) -> None:
         """The training part of an epoch is over."""
@@ -138,6 +158,30 @@ class Reporter:
             (self._log_dir / "privacy_statement.txt").write_text(statement.text + "\n", encoding="utf-8")
             (self._log_dir / "privacy_statement.json").write_text(statement.to_json() + "\n", encoding="utf-8")
 
+    def end(self, trainer: Trainer, status: str, reason: str | None = None) -> None:
+        """Write the report of a run that has ended, and where it lies; a report that fails is said, and no more.
+
+        Args:
+            trainer: which has run.
+            status: "finished", "stopped", "interrupted" or "failed".
+            reason: why it has not finished.
+        """
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        try:
+            privacy = trainer.trainer_backend.privacy_statement().text
+            path = recorder.end(self.history, trainer.state.global_step, status, reason, privacy)
+            self.text(f"report: {path}")
+        except Exception as error:  # training is what counts
+            self._log.warning(f"the run report could not be written: {type(error).__name__}: {error}")
+
+    def fail(self, trainer: Trainer, error: BaseException) -> None:
+        """The run ends by `error`; of a private run only its kind is told, for the message may hold values."""
+        message = "" if trainer.trainer_backend.is_private else " ".join(str(error).split())
+        reason = f"{type(error).__name__}: {message}" if message else type(error).__name__
+        self.end(trainer, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", reason)
+
     def close(self) -> None:
         """Leave the terminal and the files in order."""
         self.progress.close()
@@ -145,8 +189,3 @@ class Reporter:
 
 
 _LEFT_OUT = ("train/loss", "train/grad_norm", "lr")
-
-
-def _described(values: dict[str, Any]) -> Any:
-    """`values` as JSON has them; what it has no word for, such as a writer, by the name of its type."""
-    return json.loads(json.dumps(values, default=lambda value: type(value).__name__))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from trainstack.backends import TrainerBackend, Workload, World
@@ -14,13 +13,15 @@ from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.collector import as_arguments
 from trainstack.trainer.evaluator import Evaluator
 from trainstack.trainer.events import Event, Events
+from trainstack.trainer.failing import place_of_failure
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.hooks import Hooks
 from trainstack.trainer.logs import RunLogger
-from trainstack.trainer.loop import TrainLoop, train_windows
+from trainstack.trainer.loop import TrainLoop
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.optimizers import checked_optimizers_schedulers
 from trainstack.trainer.order import mix
+from trainstack.trainer.refitting import train_refitting
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.rhythm import ValidationSchedule, whole_steps
 from trainstack.trainer.run_state import RunState
@@ -63,6 +64,7 @@ class Run:
         busy: whether a step, a hook or a validation is under way, so that a checkpoint has to wait.
         save_asked: whether one waits.
         pin_asked: whether the next checkpoint is to be kept for good.
+        paths_asked: where else it is to go, and whether once for the world or for each node.
         watched: names of the parameters and buffers that must stay finite.
         poll: raises what has failed beside the training; called whenever the loop attends to something.
     """
@@ -88,6 +90,7 @@ class Run:
         self.epoch_rng: Mapping[str, Any] | None = None
         self.poll: Callable[[], None] = lambda: None
         self.training = self.busy = self.save_asked = self.pin_asked = False
+        self.paths_asked: list[tuple[Any, str]] = []
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log)
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
@@ -158,16 +161,16 @@ class Run:
     def _train_windows(
         self, windows: Iterator[Window], reporter: Reporter, save: Callable[[bool], None], save_every: int | None
     ) -> None:
-        state, loop = self.state, self.loop
-        loop.attend = lambda: self._attend(reporter, save, save_every)
+        state = self.state
+        self.loop.attend = lambda: self._attend(reporter, save, save_every)
         self._set_next_attention(reporter, save_every)
         try:
             with suppress(Stopped):
                 if state.validating >= 0:  # it was broken off there
                     self._validate_within(reporter)
-                train_windows(loop, islice(windows, self._steps_left()))
+                train_refitting(self, windows)
         except Exception as error:
-            annotate(error, f"in epoch {state.epoch}, global step {state.current_step}")
+            annotate(error, place_of_failure(self))
             raise
         self.stopper.settle()
         if not state.steps_in_epoch:
@@ -176,7 +179,7 @@ class Run:
                 "loader over data; an iterator that is used up has to be made anew in each call."
             )
 
-    def _steps_left(self) -> int | None:
+    def steps_left(self) -> int | None:
         """How many steps the epoch under way may still have; None for as many as there is data for."""
         cap, most = self.args.max_train_steps_per_epoch, self.data.plan.max_steps
         left = [] if cap is None else [cap - self.state.steps_in_epoch]
@@ -230,8 +233,9 @@ class Run:
         """What is due at this step: log, save, paint, stop, and moving on to the next step at which something is."""
         state, step = self.state, self.state.global_step
         if step % self.log_interval == 0 or step == self.data.plan.max_steps:
+            reporter.measure(state, self.loop.meter, self.loop.work.optimizers)
             self.events.fire(Event.LOG, step)
-            reporter.log_point(state, self.loop.meter, self.loop.work.optimizers)
+            reporter.write()
         elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
             self.loop.meter.drain()
             reporter.write()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
-from trainstack.checkpointing import Checkpoint, export_model, read_model
+from trainstack.checkpointing import Checkpoint, export_model, read_model, write_checkpoint
 from trainstack.checkpointing.warm_start import read_weights
 from trainstack.errors import annotate
 from trainstack.trainer.events import Event
@@ -49,6 +50,7 @@ class Saver:
             unless_saved: not if this very place was saved already.
         """
         trainer, state = self._trainer, self._trainer.state
+        self.save_where_asked(run)
         place = (state.global_step, state.epoch)
         if (unless_saved and place == self.saved_at) or not trainer.checkpointer.is_due(state.last_epoch, force):
             return
@@ -62,6 +64,13 @@ class Saver:
 
     def _write(self, run: Run, force: bool) -> None:
         trainer, state = self._trainer, self._trainer.state
+        checkpoint = self._take(run)
+        self.saved_as = self.on_main(
+            lambda: trainer.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint"
+        )
+
+    def _take(self, run: Run) -> Checkpoint:
+        trainer, state = self._trainer, self._trainer.state
         pinned, run.pin_asked = run.pin_asked, False
         run.loop.meter.drain()
         refuse_poisoned(trainer.module, run.watched, state.global_step)
@@ -69,9 +78,25 @@ class Saver:
         loader_state = run.data.loader_memory.get_state(within=state.steps_in_epoch > 0)
         checkpoint = take_checkpoint(trainer, run.epoch_rng, loader_state, pinned=pinned)
         trainer.events.fire(Event.SAVE_CHECKPOINT, checkpoint)
-        self.saved_as = self._on_main(
-            lambda: trainer.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint"
-        )
+        return checkpoint
+
+    def save_where_asked(self, run: Run) -> None:
+        """Write checkpoints of where `run` stands as the folders that were asked for, apart from the checkpointer."""
+        asked, run.paths_asked = run.paths_asked, []
+        for path, once in asked:
+            self._save_as(run, path, once)
+
+    def _save_as(self, run: Run, path: str | os.PathLike[str], once: str) -> None:
+        trainer, world = self._trainer, self._trainer.world
+        with trainer.events.aside.put_back_for_now():
+            checkpoint, failure = self._take(run), None
+        if world.is_main if once == "world" else world.local_rank == 0:
+            target = Path(path).absolute()
+            try:
+                write_checkpoint(checkpoint, target.parent, target.name)
+            except Exception as error:
+                failure = error
+        world.comm.agree(failure, "saving a checkpoint")
 
     def last_words(self, run: Run) -> str:
         """After which step `run` was stopped, where that is saved, and how to go on."""
@@ -99,21 +124,21 @@ class Saver:
             else:
                 export_model(module_state, path, **about)
 
-        self._on_main(write, "exporting the model")
+        self.on_main(write, "exporting the model")
 
     def load(self) -> Checkpoint:
         """What the checkpointer finds, as `args.resume` says; an empty checkpoint if nothing."""
         trainer = self._trainer
         asked = () if trainer.args.resume is False else (trainer.args.resume,)
-        return self._on_main(lambda: trainer.checkpointer.load(*asked), "loading a checkpoint")
+        return self.on_main(lambda: trainer.checkpointer.load(*asked), "loading a checkpoint")
 
     def read_weights(self, path: str | os.PathLike[str]) -> dict[str, Tensor]:
         """The tensors at `path`, by name."""
-        return self._on_main(lambda: read_weights(path), "reading the weights to begin with")
+        return self.on_main(lambda: read_weights(path), "reading the weights to begin with")
 
     def read_export(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """The module's state in the export at `path`."""
-        return self._on_main(lambda: read_model(path), "reading an export of the model")
+        return self.on_main(lambda: read_model(path), "reading an export of the model")
 
     def begin_run(self, run: Run, *, resumed: bool) -> None:
         """Tell the checkpointer that training begins; from now on saves may go on in the background."""
@@ -125,11 +150,11 @@ class Saver:
         if self._trainer.world.is_main:
             run.poll = self._poll
             self._trainer.checkpointer.watch(wake)
-        self._on_main(lambda: self._trainer.checkpointer.begin_run(resumed=resumed), "beginning the run")
+        self.on_main(lambda: self._trainer.checkpointer.begin_run(resumed=resumed), "beginning the run")
 
     def finish(self) -> None:
         """Wait until all checkpoints are safe, and raise what has failed."""
-        self._on_main(self._trainer.checkpointer.finish, "finishing the checkpoints")
+        self.on_main(self._trainer.checkpointer.finish, "finishing the checkpoints")
         self._training = False
         self._hold_against_grace()
 
@@ -165,7 +190,7 @@ class Saver:
         log = RunLogger(trainer.args.log_level if trainer.world.is_main else "ERROR")
         self.grace.saved_in(max(seconds, trainer.checkpointer.last_save_s or 0.0), log)
 
-    def _on_main(self, do: Callable[[], Result], what: str) -> Result:
+    def on_main(self, do: Callable[[], Result], what: str) -> Result:
         """Let the main process do something; the others get its result, or learn of its failure."""
         world = self._trainer.world
         result, failure = None, None

@@ -6,7 +6,7 @@ import difflib
 import inspect
 from typing import Any
 
-from trainstack.errors import ModuleContractError
+from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.trainer.callback_interface import CallbackInterface
 from trainstack.trainer.events.event import Event
 from trainstack.trainer.logs import RunLogger
@@ -30,6 +30,22 @@ _CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "on_end_train": (("global_step",), ()),
 }
 """By method: what it is given by position, and what by name. Outputs of steps come on top."""
+
+
+def check_val_step(function: Any) -> None:
+    """Refuse a function that cannot stand in for `val_step`; None is none.
+
+    Raises:
+        ConfigurationError: saying how it will be called.
+    """
+    try:
+        if function is not None:
+            inspect.signature(function).bind(None, **dict.fromkeys(_STEP[1]))
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"Trainer(val_step={function!r}): it cannot be called as a val_step is ({error}). Write "
+            "def val_step(module, global_step, batch, device)."
+        ) from None
 
 
 def check_signatures(module: Any, log: RunLogger) -> None:

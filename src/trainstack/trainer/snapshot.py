@@ -80,7 +80,7 @@ def restore_module(module: nn.Module, checkpoint: Checkpoint) -> None:
         what = " ".join(str(error).split()).rstrip(". ")
         raise CheckpointMismatchError(
             f"the checkpoint does not fit {type(module).__name__}: {what}. Build the module as it was when the "
-            "checkpoint was written, or override update_state to take what fits."
+            "checkpoint was written, start afresh in another output_dir, or override update_state to take what fits."
         ) from error
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from trainstack.backends import PrivacyStatement, TrainerBackend, World, build_trainer_backend
 from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport
@@ -30,6 +30,7 @@ from trainstack.trainer.run import Run
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.saving import Saver
 from trainstack.trainer.signals import end_by_signal, signals_ask
+from trainstack.trainer.signatures import check_val_step
 from trainstack.trainer.snapshot import get_loop_state, restore_module, update_loop_state
 from trainstack.trainer.stopping import Stopped, Stopper
 from trainstack.trainer.together import by_all
@@ -47,6 +48,7 @@ class Trainer(EvaluatingTrainer):
             `args.output_dir`.
         run_history: where metrics are recorded; a new `RunHistory` by default.
         callbacks: objects that subscribe to events by their methods, or classes of them.
+        val_step: a function that is called for `val_step` of the module, as if it were that method.
         metrics: by name, anything with `update`, `compute` and `reset`; instead of the module's.
 
     Attributes:
@@ -69,9 +71,11 @@ class Trainer(EvaluatingTrainer):
         *,
         run_history: RunHistory | None = None,
         callbacks: Iterable[Callback | type[Callback]] | None = None,
+        val_step: Callable[..., Any] | None = None,
         metrics: Any = None,
     ) -> None:
         check_trainer_parts(module, args, trainer_backend, checkpointer)
+        check_val_step(val_step)
         self.module = module
         self.args = args = for_dev_run(args)
         if not isinstance(trainer_backend, TrainerBackend):
@@ -84,7 +88,7 @@ class Trainer(EvaluatingTrainer):
         self.history = run_history or RunHistory()
         self.state = RunState(seed=args.seed)
         self.user_state = UserState()
-        self._metrics = metrics
+        self._metrics, self._val_step = metrics, val_step
         self.warm_start_report: WarmStartReport | None = None
         self._opened: World | None = None
         self._run: Run | None = None
@@ -132,6 +136,7 @@ class Trainer(EvaluatingTrainer):
                 self.events.fail(error)
                 if self.args.save_on_exception:
                     save_after(error, self, run, within_s=self._saver.grace.seconds)
+                reporter.fail(self, error)
                 raise
             finally:
                 run.training = run.busy = run.save_asked = run.pin_asked = False
@@ -153,7 +158,7 @@ class Trainer(EvaluatingTrainer):
         self.module.train()
         if self.args.fit_micro_batch:
             fit_micro_batch(run)
-        reporter.open(self.plan, self.trainer_backend.spec, str(self.device), resumed)
+        reporter.open(self, resumed)
         if run.is_over:
             reporter.text(f"all {self.plan.epochs} epochs are trained already; nothing is left to do")
         refuse_over(run)
@@ -173,7 +178,9 @@ class Trainer(EvaluatingTrainer):
         return self.trainer_backend.privacy_statement()
 
     def close(self) -> None:
-        """Give back what the backend took from the outside, such as a process group."""
+        """Give back what was taken from the outside: the loader's workers, and the backend's process group."""
+        if self._run is not None:
+            self._run.data.close()
         self.trainer_backend.close()
 
     def _ready(self) -> Run:
@@ -198,6 +205,7 @@ class Trainer(EvaluatingTrainer):
     def _make_ready(self) -> None:
         checkpoint = what_the_mode_keeps(self.load_checkpoints(), self.args, self.trainer_backend)
         restore_module(self.module, checkpoint)
+        self.module._own_val_step = self._val_step
         self.warm_start_report = start_from_weights(self, resumed=not checkpoint.is_empty)
         self.state.update_state(checkpoint.trainer_state or {})
         parts = (self.module, self.args, self.trainer_backend, self.world, self.state, self.history, self._stopper)
@@ -209,12 +217,22 @@ class Trainer(EvaluatingTrainer):
     # --- checkpoints ---------------------------------------------------------------------------------------
 
     @by_all
-    def save_checkpoint(self, force: bool = False, *, pin: bool = False) -> None:
-        """Hand the states of trainer, backend and module to the checkpointer.
+    def save_checkpoint(
+        self,
+        force: bool = False,
+        *,
+        pin: bool = False,
+        path: str | os.PathLike[str] | None = None,
+        once: Literal["world", "node"] = "world",
+    ) -> None:
+        """Hand the states of trainer, backend and module to the checkpointer, or write them as the folder `path`.
 
         Args:
             force: save out of turn as well.
             pin: so too, and keep it for good: it is never deleted to make room for others.
+            path: of a folder that the checkpointer has nothing to do with; `resume=path` goes on from it. Asked for in
+                the middle of something, an ordinary checkpoint is saved beside it.
+            once: `"node"` writes `path` on the first process of each machine, for folders that they do not share.
 
         Called in the middle of something, from a hook or a step, it is done at the end of the step, or of the epoch
         when training has ended: a checkpoint holds a state from which a run can go on exactly.
@@ -225,8 +243,11 @@ class Trainer(EvaluatingTrainer):
         """
         run = self._ready()
         run.pin_asked |= pin
+        run.paths_asked += [] if path is None else [(path, once)]
         if run.busy:
             run.save_asked, run.loop.attend_at = True, 0
+        elif path is not None:
+            self._saver.save_where_asked(run)
         else:
             self._saver.save(run, force or pin)
 

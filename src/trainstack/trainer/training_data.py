@@ -22,6 +22,8 @@ from trainstack.trainer.run_state import RunState
 from trainstack.trainer.sampled import SampledSource
 from trainstack.trainer.sources import ForeignSource, OrderedSource, Window, own_weigher, why_foreign
 
+_EMPTY = "get_train_dataloader gives a loader over an empty data set; there is nothing to train on."
+
 
 class TrainingData:
     """The training data of one run.
@@ -35,8 +37,9 @@ class TrainingData:
 
     Attributes:
         plan: the run's step arithmetic.
-            loader_memory: the state of a loader that keeps one.
-            training_set: what the layers of the stack may know of the data.
+        loader: what the module returned last.
+        loader_memory: the state of a loader that keeps one.
+        training_set: what the layers of the stack may know of the data.
     """
 
     def __init__(
@@ -44,7 +47,9 @@ class TrainingData:
     ) -> None:
         self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
         self._fetcher: Fetcher | None = None
+        self._order: DataOrder | None = None
         self._said = False
+        self.loader: Any = None
         self._few = FewBatches(args.overfit_batches, args.global_batch_size(world.size), seed)
         self.loader_memory = LoaderMemory(log)
         self.plan = self._make_plan(None)
@@ -71,7 +76,7 @@ class TrainingData:
                 f"{type(self._module).__name__}.get_train_dataloader returned None. Return a DataLoader: "
                 "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))."
             )
-        reason = why_foreign(loader)
+        reason, self._order = why_foreign(loader), None
         if sampling is not None:
             return self._sampled(loader, sampling, state)
         if reason is None:
@@ -83,10 +88,25 @@ class TrainingData:
         )
         return source.windows(state.epoch, state.samples_in_epoch, 0 if positioned else state.batches_in_epoch)
 
+    def close(self) -> None:
+        """End the loader's workers; another pass starts new ones."""
+        self._fetcher = None
+
     def plan_anew(self, args: TrainerArguments) -> None:
         """Make the plan of the same data by other arguments."""
         self._args = args
         self.plan = self._make_plan(self._ask())
+
+    def indices_under_way(self, state: RunState, position: int) -> list[int] | None:
+        """The samples of a micro-batch of the step after those that `state` counts; None where that is not known."""
+        if self._order is None or self._args.overfit_batches:
+            return None
+        share = next(self._order.shares(state.epoch, state.samples_in_epoch), None)
+        if share is None or position >= len(share.micro_batches):
+            return None
+        known = len(share.micro_batches) == 1 or own_weigher(self._module) is None  # else they may have changed places
+        rows = share.micro_batches[position : position + 1] if known else share.micro_batches
+        return [index for row in rows for index in row.tolist()]
 
     def _training_set(self, loader: Any) -> TrainingSet:
         problem = "get_train_dataloader returned None" if loader is None else why_foreign(loader)
@@ -121,6 +141,8 @@ class TrainingData:
         try:
             loader = self._module.get_train_dataloader(sampler=RandomSampler, batch_size=self.plan.micro_batch)
         except Exception as error:
+            if isinstance(error, ValueError) and "num_samples=0" in str(error):  # torch's sampler
+                raise ModuleContractError(_EMPTY) from error
             annotate(error, f"raised in {type(self._module).__name__}.get_train_dataloader")
             raise
         if isinstance(getattr(loader, "sampler", None), type):
@@ -140,6 +162,7 @@ class TrainingData:
                 f"batch_size={has}. Pass batch_size on to the DataLoader, and set train_batch_size and "
                 "gpu_batch_size_limit in TrainerArguments."
             )
+        self.loader = loader
         return self._few.of(loader) if loader is not None and self._args.overfit_batches else loader
 
     def few_to_validate(self, batch_size: int) -> Any:
@@ -152,9 +175,7 @@ class TrainingData:
         if loader is not None and why_foreign(loader) is None:
             lengths = {"dataset_length": len(loader.dataset), "drop_last": loader.drop_last}
             if not len(loader.dataset):
-                raise ModuleContractError(
-                    "get_train_dataloader returned a loader over an empty data set; there is nothing to train on."
-                )
+                raise ModuleContractError(_EMPTY)
         elif loader is not None:
             length = _length_of(loader)
             lengths = {} if length is None else {"loader_length": length}
@@ -180,7 +201,7 @@ class TrainingData:
                 f"train_batch_size={plan.global_batch} with drop_last=True and {len(loader.dataset)} samples leaves no "
                 "global step at all. Lower train_batch_size or write drop_last=False."
             )
-        order = DataOrder(
+        order = self._order = DataOrder(
             length=len(loader.dataset),
             global_batch=plan.global_batch,
             micro_batch=plan.micro_batch,

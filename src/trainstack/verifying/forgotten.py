@@ -41,7 +41,7 @@ def _mark(value: Any) -> str | None:
     if isinstance(value, torch.Generator):
         value = value.get_state()
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        value = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else hashlib.sha256(value.tobytes()).hexdigest()
     if isinstance(value, Mapping):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainstack.backends.grammar import written_out
 from trainstack.errors import ConfigurationError, LaunchError
 from trainstack.pickled_call import pickle_call, refuse_nesting
 from trainstack.trainer import ModuleInterface, TrainerArguments
@@ -65,7 +66,7 @@ def verify_resume(
     def call_in(place: Path) -> bytes:
         return pickle_call(module_factory, (_placed(args, place),), "verify_resume")
 
-    alone = args.backend.partition("-")[0] == "sp"
+    alone = written_out(args.backend).partition("-")[0] == "sp"
     subject = Subject(
         backend=args.backend,
         nproc=None if alone else nproc or 2,
@@ -124,7 +125,7 @@ def _check(args: Any, kills: Any, nproc: Any, timeout_s: Any) -> None:
             raise ConfigurationError(f"{name}={value!r}: write a whole number, 1 or more.")
     if not timeout_s > 0:
         raise ConfigurationError(f"timeout_s={timeout_s!r}: write a number of seconds above 0.")
-    process, *features = args.backend.split("-")
+    process, *features = written_out(args.backend).split("-")
     if process == "sp" and nproc not in (None, 1):
         raise ConfigurationError(
             f"nproc={nproc}: backend {args.backend!r} trains in one process. Write a backend that joins several, "

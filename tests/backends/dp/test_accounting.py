@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from trainstack.backends.dp import calibrate_noise, delta_of, epsilon_of, steps_within
+from trainstack.backends.dp import accounting, calibrate_noise, delta_of, epsilon_of, steps_within
 from trainstack.backends.dp.accounting import merged
+from trainstack.backends.dp.gaussian import clt_epsilon
 from trainstack.errors import ConfigurationError
 
 SIGMAS = st.floats(0.4, 20)
@@ -229,3 +230,16 @@ def test_delta_is_the_inverse_of_epsilon(accountant: str) -> None:
     delta = delta_of(2.0, history, accountant)
     assert epsilon_of(history, delta, accountant) <= 2.0 < epsilon_of(history, delta * 0.99, accountant)
     assert delta_of(1e-9, [(0.1, 1.0, 50)], accountant) == 1.0
+
+
+def test_a_tiny_target_asks_the_slow_accountant_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def slow(history: list[tuple[float, float, int]], delta: float, eps_error: float, rdp: float) -> float:
+        asked.append(history)
+        return 1.1 * clt_epsilon(*history[0], delta)
+
+    monkeypatch.setattr(accounting, "prv_epsilon", slow)
+    sigma = calibrate_noise(0.001, 1e-5, 0.0625, 160)
+    assert 0.0009 < slow([(sigma, 0.0625, 160)], 1e-5, 0.0, 0.0) <= 0.001
+    assert len(asked) <= 7

@@ -116,3 +116,19 @@ def test_noise_is_calibrated_for_all_planned_steps() -> None:
     assert 1.98 < epsilon_of([(plan.noise_multiplier, 0.02, 100)], 1e-5) <= 2.0
     longer = plan_privacy(args, expected_batch_size=4, dataset_size=200, steps=400)
     assert longer.noise_multiplier > plan.noise_multiplier
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("max_grad_norm", "Write per_sample_max_grad_norm."),
+        ("epsilon", "Write target_epsilon."),
+        ("noise_multplier", "Write noise_multiplier."),
+        ("max_physical_batch_size", "gpu_batch_size_limit"),
+        ("zzz", "There are delta, noise_multiplier"),
+    ],
+)
+def test_an_unknown_argument_is_answered_with_the_one_to_write(name: str, said: str) -> None:
+    values: dict[str, Any] = {"delta": 1e-5, "noise_multiplier": 1.0, name: 1.0}
+    with pytest.raises(ConfigurationError, match=f"no argument '{name}'.*{said}"):
+        DifferentialPrivacyArguments(**values)

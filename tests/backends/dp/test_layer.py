@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import trainstack as ts
-from tests.helpers.modules import Classifier, numbers, weights
+from tests.helpers.modules import Classifier, numbers, train, weights
 from tests.helpers.private_runs import (
     LIMIT,
     Recorded,
@@ -164,3 +164,15 @@ def test_the_noise_of_an_adaptive_step_is_split_between_gradients_and_their_coun
     empty = [i for i, count in enumerate(counts(60, 1 / 60, range(1, 1201), seed=1)) if count == 0]
     noise = torch.stack([module.released[i] for i in empty]) / LIMIT
     assert float(noise.std()) == pytest.approx((2.0**-2 - 3.0**-2) ** -0.5, rel=0.03)
+
+
+def test_a_recurrent_module_trains_without_a_warning_of_torch_s(tmp_path: Path) -> None:
+    class Recurrent(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.LSTM(6, 3, batch_first=True)  # type: ignore[assignment]
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return torch.nn.functional.cross_entropy(self.net(batch[0][:, None])[0][:, -1], batch[1])
+
+    train(Recurrent(), tmp_path, backend="sp-dp", max_steps=2)

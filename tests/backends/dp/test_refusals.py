@@ -78,7 +78,7 @@ class Standardised(nn.Module):
         (nn.InstanceNorm1d(FEATURES, track_running_stats=True), r"InstanceNorm1d.*track_running_stats=False"),
         (nn.DataParallel(nn.Linear(FEATURES, FEATURES)), r"before \(DataParallel\).*backend='ddp-dp'"),
         (Codebook(), r"before\.code changes in a forward pass"),
-        (nn.Linear(FEATURES, FEATURES).to(torch.bfloat16), r"before\.weight: is torch\.bfloat16.*sp-dp-bf16"),
+        (nn.Linear(FEATURES, FEATURES).to(torch.bfloat16), r"before\.weight: torch\.bfloat16.*sp-dp-bf16"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )

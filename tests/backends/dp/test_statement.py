@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.backends.dp.support import make_plan
+from trainstack.backends import build_trainer_backend
 from trainstack.backends.dp import (
     PrivacyStatement,
     epsilon_of,
@@ -115,6 +116,7 @@ def test_a_stack_without_privacy_guarantees_nothing() -> None:
         "NOT PRIVATE: backend 'sp-amp' has no privacy layer, so no limit on what the weights reveal is known."
     )
     assert (statement.epsilon, statement.steps) == (None, 0)
+    assert build_trainer_backend("sp-amp").privacy_statement() == statement
     assert PrivacyStatement.from_json(statement.to_json()) == statement
 
 

@@ -36,6 +36,11 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return _least_epsilon(lambda epsilon: gaussian_delta(mu, epsilon), delta)
 
 
+def clt_epsilon(sigma: float, q: float, steps: int, delta: float) -> float:
+    """What epsilon of `steps` Poisson samples tends to as they grow in number (Bu et al. 2020); no upper bound."""
+    return gaussian_epsilon(q * math.sqrt(steps * math.expm1(1 / sigma**2)), delta) if sigma > 0.05 else math.inf
+
+
 def fixed_order_epsilon(history: Iterable[tuple[float, float, int]], delta: float) -> float:
     """Epsilon of the same steps (sigma, q, steps) if batches were not drawn, but cut from one order fixed beforehand.
 

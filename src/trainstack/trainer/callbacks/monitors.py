@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,11 +11,10 @@ from torch.optim import Optimizer
 
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.events import Callback
+from trainstack.trainer.memory import GIB, host_peak_gib
 
 if TYPE_CHECKING:
     from trainstack.trainer.trainer import Trainer
-
-_GIB = 2**30
 
 
 def record(trainer: Trainer, name: str, value: float | Tensor) -> None:
@@ -116,14 +114,12 @@ class MemoryMonitor(Callback):
 
     def on_log(self, trainer: Trainer) -> None:
         """Record; these are counters of the host."""
-        if sys.platform != "win32":
-            import resource
-
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            record(trainer, "memory/host_peak", peak * (1 if sys.platform == "darwin" else 1024) / _GIB)
+        peak = host_peak_gib()
+        if peak is not None:
+            record(trainer, "memory/host_peak", peak)
         device = trainer.device
         if device.type == "cuda":
-            record(trainer, "memory/allocated", torch.cuda.memory_allocated(device) / _GIB)
-            record(trainer, "memory/reserved", torch.cuda.memory_reserved(device) / _GIB)
-            record(trainer, "memory/peak", torch.cuda.max_memory_allocated(device) / _GIB)
+            record(trainer, "memory/allocated", torch.cuda.memory_allocated(device) / GIB)
+            record(trainer, "memory/reserved", torch.cuda.memory_reserved(device) / GIB)
+            record(trainer, "memory/peak", torch.cuda.max_memory_allocated(device) / GIB)
             torch.cuda.reset_peak_memory_stats(device)

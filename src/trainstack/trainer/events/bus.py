@@ -55,7 +55,7 @@ class Events:
         self.aside = Aside()
         self._add_methods(trainer.module, type(trainer.module).__name__, 0)
         self.callbacks: dict[str, Callback] = numbered(
-            ((c.state_key or type(c).__name__, c) for c in made(callbacks)), taken={OWN}
+            ((c.state_key or type(c).__name__, c) for c in made(_all(trainer, callbacks))), taken={OWN}
         )
         for key, callback in self.callbacks.items():
             self._add_methods(callback, key, callback.priority)
@@ -189,6 +189,15 @@ class Events:
     def _filters(self) -> dict[str, Filter]:
         every = (s for others in self._subscriptions.values() for s in others)
         return {s.key: s.filter for s in every if s.filter is not None and s.key is not None}
+
+
+def _all(trainer: Trainer, given: Iterable[Any] | None) -> Iterable[Any] | None:
+    """The callbacks `given`, with the default ones where the arguments ask for them."""
+    if not trainer.args.default_callbacks:
+        return given
+    from trainstack.trainer.callbacks.defaults import with_defaults  # the ready-made ones are loaded when used
+
+    return with_defaults(given)
 
 
 def checked_event(event: Any) -> Event:

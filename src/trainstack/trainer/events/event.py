@@ -32,7 +32,7 @@ class Event(Enum):
     BEFORE_ZERO_GRAD = ("before_zero_grad", "optimizers", "the gradients of the step are still there", 1)
     AFTER_ZERO_GRAD = ("after_zero_grad", "optimizers", "they are dropped; schedulers have not stepped", 1)
     TRAIN_STEP_END = ("train_step_end", "step", "a global step is finished and counted", 1)
-    LOG = ("log", "step", "at each log point, before what was measured is written", 0)
+    LOG = ("log", "step", "at each log point, when the loss is recorded and nothing is written yet", 0)
     TRAIN_EPOCH_END = ("train_epoch_end", "epoch", "after the last step of an epoch, before its validation", 1)
     VALIDATION_BEGIN = ("validation_begin", "", "before the first validation loader", 1)
     VALIDATION_END = ("validation_end", "results", "after the last one: what was measured at this step, by name", 1)

@@ -29,7 +29,8 @@ class SupervisedModule(ModuleInterface):
 
     Args:
         model: the network. Its weights are in this module's state dict under "model.".
-        loss: a function or module, a mean over samples; None where the model's outputs have an item or field `loss`.
+        loss: a function or module, a mean over samples; None where the model's outputs have an item or field `loss`,
+            which they need not have outside training.
         optimizer: a name such as "adamw", a class, a function of the parameters, or an optimizer over `model`'s.
         train_dataset: an object with `__len__` and `__getitem__`; its `data_collator`, if it has one, collates it.
         val_dataset: likewise, or a dict of them by name; None for no validation.
@@ -141,8 +142,9 @@ class SupervisedModule(ModuleInterface):
         """Run the model on one batch and compute the loss.
 
         Returns:
-            `loss` (0-dim), `outputs` (as the model gave them, mapped; with names, a dict) and `targets` (the last
-            item of a tuple; of a batch with names, a dict).
+            `loss` (0-dim; left out where the model is to give it, and gives none outside training), `outputs` (as the
+            model gave them, mapped; with names, a dict) and `targets` (the last item of a tuple; of a batch with names,
+            a dict).
         """
         batch = self._mapped(batch, training)
         if not isinstance(batch, dict) and (not isinstance(batch, tuple | list) or len(batch) < 2):
@@ -155,7 +157,10 @@ class SupervisedModule(ModuleInterface):
             )
         outputs = self._call_model(batch, training)
         targets = self._targets(batch, training) if isinstance(batch, dict) else batch[-1]
-        return {"loss": self._loss(outputs, batch), "outputs": outputs, "targets": targets}
+        found = {"outputs": outputs, "targets": targets}
+        if self.loss is None and not training and not _has_loss(outputs):
+            return found
+        return {"loss": self._loss(outputs, batch), **found}
 
     def metric_inputs(self, outputs: Any, batch: Any) -> dict[str, Any]:
         """`outputs` and `targets` of a step; the items of those that have names, by their names as well."""
@@ -200,7 +205,7 @@ class SupervisedModule(ModuleInterface):
 
     def _loss(self, outputs: Any, batch: Any) -> Any:
         if self.loss is None:
-            if isinstance(outputs, dict) and outputs.get("loss") is not None:
+            if _has_loss(outputs):
                 return outputs["loss"]
             has = f"the items {sorted(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
             raise ModuleContractError(
@@ -214,6 +219,10 @@ class SupervisedModule(ModuleInterface):
             return call_with_matching_args(self.loss, outputs, named)
         first = parameters_of(self.loss).names[:1]
         return call_with_matching_args(self.loss, {**named, **dict.fromkeys(first, outputs)})
+
+
+def _has_loss(outputs: Any) -> bool:
+    return isinstance(outputs, dict) and outputs.get("loss") is not None
 
 
 def _named_scheduler(scheduler: Any, options: Mapping[str, Any] | None) -> Any:

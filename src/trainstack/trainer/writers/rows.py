@@ -55,7 +55,7 @@ class RowWriter(Writer):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size > 0:
             if run.resume_step is None or not self._is_ours():
-                path.rename(_free_name(path))
+                path.rename(free_name(path))
             else:
                 self._cut_off(run)
         self._file = path.open("ab")
@@ -111,7 +111,8 @@ class RowWriter(Writer):
         return left[record.name] < 0
 
 
-def _free_name(path: Path) -> Path:
+def free_name(path: Path) -> Path:
+    """`path`, which is taken, with the first number that is not: `metrics.csv` becomes `metrics.1.csv`."""
     number = 1
     while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1

@@ -6,6 +6,8 @@ can be traced: no `.item()`, no branch on a tensor's value, no change of a buffe
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from trainstack.backends.dp.clipping import Clipper
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
 from trainstack.backends.dp.modes.loop import one_loss
 from trainstack.backends.dp.modes.outputs import detached, finished
@@ -57,6 +60,10 @@ class VmapMode(GradientMode):
     """`vmap(grad(train_step))`, in chunks of records whose gradients fit into memory."""
 
     name: ClassVar[str] = "vmap"
+
+    def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter], clipper: Clipper) -> None:
+        super().__init__(module, trained, clipper)
+        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
         at_once = max(1, _FLOATS_AT_ONCE // sum(p.numel() for p in self.trained))

@@ -1,0 +1,43 @@
+"""`trainstack report RUN_DIR...`: the page of one run, or several runs side by side."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from trainstack.cli.printing import print_line
+from trainstack.errors import ConfigurationError
+from trainstack.trainer.report import REPORT_NAME, page_of, read_run, replace_file
+
+_COMPARISON_NAME = "comparison.html"
+
+
+def add(subparsers: Any) -> None:
+    """Add the command."""
+    about = "write a page about a run, or one that compares several: curves, arguments, checkpoints"
+    parser = subparsers.add_parser("report", help=about, description=about)
+    parser.add_argument("directories", metavar="RUN_DIR", nargs="+", help="the output_dir of a run")
+    default = f"{REPORT_NAME} in RUN_DIR; of several runs {_COMPARISON_NAME} here"
+    parser.add_argument("--output", metavar="FILE", type=Path, help=f"where to write (default: {default})")
+    parser.set_defaults(run=_report)
+
+
+def _report(args: argparse.Namespace) -> int:
+    directories = [Path(given) for given in args.directories]
+    if len({directory.resolve() for directory in directories}) < len(directories):
+        raise ConfigurationError("a run is named twice; name each once.")
+    runs = [read_run(directory, label) for directory, label in zip(directories, _labels(directories), strict=True)]
+    path = args.output or (directories[0] / REPORT_NAME if len(runs) == 1 else Path(_COMPARISON_NAME))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, page_of(runs))
+    print_line(str(path))
+    return 0
+
+
+def _labels(directories: list[Path]) -> list[str]:
+    """The paths without what they have in common at the front."""
+    resolved = [directory.resolve() for directory in directories]
+    common = Path(os.path.commonpath([path.parent for path in resolved]))
+    return [str(path.relative_to(common)) for path in resolved]

@@ -1,0 +1,27 @@
+"""The callbacks that `default_callbacks=True` adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from trainstack.trainer.callbacks.monitors import MemoryMonitor
+from trainstack.trainer.callbacks.moving_average import MovingAverage
+from trainstack.trainer.callbacks.throughput import ThroughputMonitor
+from trainstack.trainer.events import Callback
+
+
+def default_callbacks() -> list[Callback]:
+    """What is useful in most runs and costs a step nothing: throughput, memory, and a moving average of the loss.
+
+    Placing the module, refusing what is not finite, progress, logs and checkpoints are parts of every run, and have
+    arguments of their own.
+    """
+    return [ThroughputMonitor(), MemoryMonitor(), MovingAverage("train/loss")]
+
+
+def with_defaults(callbacks: Iterable[Any] | None) -> list[Any]:
+    """`callbacks` after the default ones, without those of which there is one of the same class."""
+    given = list(callbacks or ())
+    classes = {one if isinstance(one, type) else type(one) for one in given}
+    return [*(one for one in default_callbacks() if type(one) not in classes), *given]

@@ -1,0 +1,48 @@
+"""HTML and SVG from nested calls: what is not marked as markup is escaped."""
+
+from __future__ import annotations
+
+from html import escape
+
+_VOID = frozenset({"meta", "line", "path", "circle", "rect", "br"})
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def tag(name: str, /, *children: object, **attributes: object) -> Markup:
+    """`<name attributes>children</name>`; children and values that are no `Markup` are escaped.
+
+    An underscore at an attribute's end is left out, others become hyphens: `class_`, `stroke_width`. An attribute of
+    None is left out, one of True has no value.
+    """
+    head = name + "".join(_attribute(key, value) for key, value in attributes.items() if value is not None)
+    if name in _VOID and not children:
+        return Markup(f"<{head}/>")
+    return Markup(f"<{head}>{joined(*children)}</{name}>")
+
+
+def joined(*children: object) -> Markup:
+    """`children` one after the other, those escaped that are no `Markup`; None is nothing."""
+    return Markup(
+        "".join(
+            child if isinstance(child, Markup) else escape(str(child), quote=True)
+            for child in children
+            if child is not None
+        )
+    )
+
+
+def table(columns: tuple[str, ...], rows: object, *, class_: str | None = None) -> Markup:
+    """A table of `rows`, each a sequence of cells, that scrolls by itself where it is too wide."""
+    head = tag("thead", tag("tr", *(tag("th", column) for column in columns))) if any(columns) else None
+    body = tag("tbody", *(tag("tr", *(tag("td", cell) for cell in row)) for row in rows))  # type: ignore[attr-defined]
+    return tag("div", tag("table", head, body), class_=f"scroll {class_ or ''}".strip())
+
+
+def _attribute(key: str, value: object) -> str:
+    name = key.removesuffix("_").replace("_", "-")
+    return f" {name}" if value is True else f' {name}="{escape(str(value), quote=True)}"'

@@ -1,0 +1,87 @@
+"""Exports are uploaded to a hub of models, here a local stand-in for it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainstack as ts
+from tests.helpers.hub import Hub, running_hub
+from tests.helpers.modules import Classifier, arguments, train
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+    with running_hub() as running:
+        yield running
+
+
+@pytest.mark.spec("HZ-34")
+def test_a_trainer_pushes_what_it_exports(hub: Hub, tmp_path: Path) -> None:
+    trainer = train(Classifier(), tmp_path)
+    url = trainer.push_to_hub("me/line", endpoint=hub.url, token="hf_secret", commit_message="First", private=True)
+
+    assert url == f"{hub.url}/me/line/commit/{'1' * 40}"
+    assert [repo["name"] for repo in hub.made] == ["line"]
+    assert hub.made[0].get("private") is True or hub.made[0].get("visibility") == "private"  # older and newer clients
+    assert [(commit["revision"], commit["summary"]) for commit in hub.commits] == [("main", "First")]
+    assert hub.tokens >= {"Bearer hf_secret"}
+    trainer.export(tmp_path / "export" / "line")
+    exported = {file.name for file in (tmp_path / "export" / "line").iterdir()}
+    assert set(hub.files) == exported
+    assert b"# line" in hub.files["README.md"]
+
+    back = tmp_path / "back"
+    back.mkdir()
+    for name, content in hub.files.items():
+        (back / name).write_bytes(content)
+    state = ts.read_model(back)
+    assert all(torch.equal(state[name], value) for name, value in trainer.module.get_state().items())
+
+
+def test_an_export_is_pushed_into_a_repository_that_exists_and_to_a_branch(hub: Hub, tmp_path: Path) -> None:
+    path = ts.export_model(torch.nn.Linear(2, 1), tmp_path / "line")
+    for revision in (None, "try"):
+        ts.push_to_hub(path, "me/line", revision=revision, endpoint=hub.url, token="hf_secret")
+    assert [commit["revision"] for commit in hub.commits] == ["main", "try"]
+
+
+def test_what_the_server_refuses_is_an_error(hub: Hub, tmp_path: Path) -> None:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    path = ts.export_model(torch.nn.Linear(2, 1), tmp_path / "line")
+    hub.refuses = True
+    with pytest.raises(HfHubHTTPError, match="403"):
+        ts.push_to_hub(path, "me/line", endpoint=hub.url, token="hf_secret")
+
+
+def test_only_exports_are_pushed(tmp_path: Path) -> None:
+    saved = train(Classifier(), tmp_path, checkpointer_args=ts.DefaultCheckpointerArguments())
+    for path in (tmp_path / "nothing", saved.checkpointer.save_dir / "checkpoint-000000006"):  # type: ignore[attr-defined]
+        with pytest.raises(ts.ConfigurationError, match="that is no export"):
+            ts.push_to_hub(path, "me/line")
+
+
+def test_without_the_package_the_extra_is_named_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "huggingface_hub" else find(name, *a)
+    )
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("exported")
+
+    trainer = ts.Trainer(Classifier(), arguments(tmp_path))
+    monkeypatch.setattr("trainstack.trainer.saving.export_model", refuse)
+    with pytest.raises(ts.MissingExtraError, match=r"pip install 'trainstack\[hub\]'"):
+        trainer.push_to_hub("me/line")

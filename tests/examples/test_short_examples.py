@@ -1,0 +1,82 @@
+"""The examples without a test of their own train in a short form, and go on when they are run again."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainstack import read_model
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+HELPERS = {"curves.py", "private_curves.py", "demo.py"}
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.name not in HELPERS)
+
+
+def run(directory: Path, script: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / script), *arguments],
+        cwd=directory,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses_of(folder: Path) -> list[float]:
+    with open(folder / "metrics.csv", encoding="utf-8") as file:
+        return [float(row["value"]) for row in csv.DictReader(file) if row["name"] in ("train/loss", "val/loss")]
+
+
+def test_the_transformer_learns_the_same_however_its_batches_are_split(tmp_path: Path) -> None:
+    small = ("--width", "8", "--layers", "1", "--max-steps", "10", "--device", "cpu")
+    whole = run(tmp_path, "characters.py", *small, "--output-dir", "whole")
+    split = run(tmp_path, "characters.py", *small, "--output-dir", "split", "--micro-batch", "8")
+    assert "1 process x 1 micro-batch x 32" in whole
+    assert "1 process x 4 micro-batches x 8" in split
+    losses = [losses_of(tmp_path / folder) for folder in ("whole", "split")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert 4 < float(re.search(r"^([\d.]+) bits a character", whole, re.M)[1]) < 7, "any of 128 would have 7"
+
+
+def test_two_tasks_are_learned_by_two_optimizers_and_evaluated_by_name(tmp_path: Path) -> None:
+    said = run(tmp_path, "multitask.py", "--epochs", "2", "--device", "cpu")
+    epochs = [line for line in said.splitlines() if line.startswith("epoch 2/2")]
+    assert len(epochs) == 1
+    assert "val/digits/accuracy" in epochs[0]
+    assert "val/pixels/loss" in epochs[0]
+    assert float(re.search(r"^digits: ([\d.]+)% right", said, re.M)[1]) > 30
+    again = run(tmp_path, "multitask.py", "--epochs", "2", "--device", "cpu")
+    assert "nothing is left to do" in again
+    assert said.splitlines()[-2:] == again.splitlines()[-2:]
+
+
+def test_the_student_is_taught_and_exported_without_its_teacher(tmp_path: Path) -> None:
+    said = run(tmp_path, "distillation.py", "--epochs", "2", "--device", "cpu")
+    right = {name.strip(): float(share) for name, share in re.findall(r"^(.{15}) .* ([\d.]+)% right$", said, re.M)}
+    assert list(right) == ["teacher", "student alone", "student taught"]
+    assert right["teacher"] > 60
+    assert right["student taught"] > 30
+    student = read_model(tmp_path / "runs" / "distillation" / "student")
+    assert sorted(student) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_example_has_a_page_that_shows_it_and_how_to_run_it(name: str) -> None:
+    page = (ROOT / "docs" / "examples" / f"{name}.md").read_text(encoding="utf-8")
+    assert f'--8<-- "{name}.py"' in page
+    script = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    commands = re.findall(rf"^(?:python|torchrun --nproc-per-node=\d+) examples/{name}\.py(.*)$", page, re.M)
+    assert commands
+    for option in re.findall(r"--[a-z-]+", " ".join(commands)):
+        assert f'"{option}"' in script, f"{name}.md runs it with {option}, which it does not have"

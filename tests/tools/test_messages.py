@@ -1,0 +1,34 @@
+"""Every error has a section on the page about messages, and the page quotes what is really raised."""
+
+from __future__ import annotations
+
+from tools import messages as tool
+
+PAGE = tool.PAGE.read_text(encoding="utf-8")
+KNOWN = [
+    tool.Message("ConfigurationError", "a.py:1", "epochs=...: write a number"),
+    tool.Message("PeerError", "a.py:2", "..."),
+]
+
+
+def test_the_page_has_a_section_for_each_error_and_quotes_messages_that_exist() -> None:
+    assert tool.problems(PAGE, tool.messages(), tool.public_errors()) == []
+
+
+def test_an_error_without_a_section_and_a_message_that_is_gone_are_told() -> None:
+    page = "## ConfigurationError\n\n| message | more |\n|---|---|\n| `epochs=... write a word` | no |\n"
+    assert tool.problems(page, KNOWN, ["ConfigurationError", "PeerError"]) == [
+        "troubleshooting.md has no section '## PeerError'",
+        "no ConfigurationError has a message like: epochs=... write a word",
+    ]
+
+
+def test_a_quoted_message_may_leave_out_what_varies() -> None:
+    assert tool.occurs("epochs=...: write", KNOWN[0].text)
+    assert not tool.occurs("write ... epochs", KNOWN[0].text)
+
+
+def test_messages_are_read_off_the_source_also_where_a_function_makes_them() -> None:
+    texts = {message.text for message in tool.messages() if message.error == "PrivacyBudgetError"}
+    assert any(text.startswith("The privacy budget is spent") for text in texts)
+    assert {message.error for message in tool.messages()} >= set(tool.public_errors()) - {"CheckpointError"}

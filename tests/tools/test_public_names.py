@@ -1,0 +1,32 @@
+"""Every public name has a docstring, and what the documentation lacks is told."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import trainstack
+from tools import public_names
+
+
+def test_every_public_class_and_function_has_a_docstring() -> None:
+    assert public_names.undocumented() == []
+
+
+def test_every_name_that_trainstack_exports_is_looked_at() -> None:
+    assert set(public_names.names_of("trainstack")) == set(trainstack.__all__) - {"__version__"}
+    assert {"TOTAL_STEPS", "WORLD_SIZE"} <= set(public_names.names_of("trainstack.trainer.placeholders")) | {
+        name for name in dir(trainstack.placeholders) if name.isupper()
+    }
+
+
+def test_names_that_are_not_in_the_inventory_of_the_site_are_told(tmp_path: Path) -> None:
+    every = {f"{package}.{name}" for package in public_names.PACKAGES for name in public_names.names_of(package)}
+    written = "\n".join(f"{name} py:function 1 api/#$ -" for name in sorted(every - {"trainstack.Trainer"}))
+    (tmp_path / "objects.inv").write_bytes(b"# one\n# two\n# three\n# four\n" + zlib.compress(written.encode()))
+    entries = public_names.inventory(tmp_path)
+    assert public_names.unlisted(entries - {"trainstack.trainer.Trainer"}) == [
+        "trainstack.Trainer",
+        "trainstack.trainer.Trainer",
+    ]
+    assert public_names.unlisted(entries | {"trainstack.Trainer"}) == []

@@ -1,0 +1,141 @@
+"""List the messages of all errors that the library raises, read off the source; `--check` holds the page to them.
+
+`python tools/messages.py` prints class, place and message of each, `...` for what varies; `--check` fails where
+docs/troubleshooting.md has no section for a public error, or quotes a message that no error has any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = ROOT / "src" / "trainstack"
+PAGE = ROOT / "docs" / "troubleshooting.md"
+VARIES = "..."
+
+_NOT_ERRORS = ("AssertionError", "NotImplementedError")
+_QUOTED = re.compile(r"^\| `(?P<message>[^`]+)` \|", re.MULTILINE)
+_SECTION = re.compile(r"^## (?P<name>\w+)$", re.MULTILINE)
+
+
+class Message(NamedTuple):
+    """One message of an error.
+
+    Attributes:
+        error: the name of its class.
+        place: file and line, from the root of the library.
+        text: with `...` for what varies.
+    """
+
+    error: str
+    place: str
+    text: str
+
+
+def public_errors() -> list[str]:
+    """The names of the classes in errors.py that are in the tree, without those that are no errors."""
+    tree = ast.parse((LIBRARY / "errors.py").read_text(encoding="utf-8"))
+    names = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    return [name for name in names if name.endswith("Error")]
+
+
+def messages() -> list[Message]:
+    """The messages of all errors in the library, by file and line."""
+    found: list[Message] = []
+    for path in sorted(LIBRARY.rglob("*.py")):
+        label = path.relative_to(LIBRARY).as_posix()
+        for call, function, tree in _errors_made(ast.parse(path.read_text(encoding="utf-8"))):
+            texts = _texts(call.args[0], function, tree) if call.args else []
+            found += [Message(_name(call.func), f"{label}:{call.lineno}", text) for text in texts]
+    return found
+
+
+def _errors_made(tree: ast.Module) -> Iterator[tuple[ast.Call, ast.AST, ast.Module]]:
+    """Each call that makes an error, with the innermost function around it."""
+
+    def visit(node: ast.AST, function: ast.AST) -> Iterator[tuple[ast.Call, ast.AST, ast.Module]]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = node
+        if isinstance(node, ast.Call) and _name(node.func).endswith("Error") and _name(node.func) not in _NOT_ERRORS:
+            yield node, function, tree
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, function)
+
+    return visit(tree, tree)
+
+
+def _name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _texts(node: ast.expr, function: ast.AST, tree: ast.Module) -> list[str]:
+    """What an expression may be, as text: names and calls are followed one step within the file."""
+    if isinstance(node, ast.Name):
+        values = [n.value for n in ast.walk(function) if isinstance(n, ast.Assign) and _name(n.targets[0]) == node.id]
+    elif isinstance(node, ast.Call):
+        called = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == _name(node.func)]
+        values = [n.value for f in called for n in ast.walk(f) if isinstance(n, ast.Return) and n.value is not None]
+    else:
+        values = []
+    return [_text(value) for value in values] or [_text(node)]
+
+
+def _text(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + _text(node.right)
+    return VARIES
+
+
+def quotes(page: str) -> list[str]:
+    """The messages that the page quotes: the first cells of its tables, where they are code."""
+    return _QUOTED.findall(page)
+
+
+def occurs(quoted: str, text: str) -> bool:
+    """Whether `quoted` may be a part of a message; `...` in it stands for anything, as it does in `text`."""
+    pieces = [piece.strip() for piece in quoted.split(VARIES)]
+    return re.search(".*".join(map(re.escape, pieces)), text, re.DOTALL) is not None
+
+
+def problems(page: str, known: list[Message], errors: list[str]) -> list[str]:
+    """What is wrong with the page, in sentences."""
+    sections = set(_SECTION.findall(page))
+    wrong = [f"{PAGE.name} has no section '## {name}'" for name in errors if name not in sections]
+    for part in re.split(r"^(?=## )", page, flags=re.MULTILINE):
+        section = _SECTION.match(part)
+        if section is None or section["name"] not in errors:
+            continue
+        texts = [message.text for message in known if message.error == section["name"]]
+        for quoted in quotes(part):
+            if not any(occurs(quoted, text) for text in texts):
+                wrong.append(f"no {section['name']} has a message like: {quoted}")
+    return wrong
+
+
+def main() -> None:
+    """Print the list, or check the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="hold docs/troubleshooting.md to the messages")
+    known = messages()
+    if not parser.parse_args().check:
+        for message in sorted(known):
+            print(f"{message.error}  ({message.place})\n    {message.text}")
+        return
+    wrong = problems(PAGE.read_text(encoding="utf-8"), known, public_errors())
+    if wrong:
+        sys.exit("\n".join(wrong))
+    print(f"{PAGE.name}: a section for each error, and every message that it quotes is one of the {len(known)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Check that each public name has a docstring and stands in the API reference of a documentation that is built.
+
+`python tools/public_names.py build/site` reads the inventory `objects.inv` there, which mkdocstrings writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import sys
+import zlib
+from pathlib import Path
+
+PACKAGES = (
+    "trainstack",
+    "trainstack.trainer",
+    "trainstack.trainer.callbacks",
+    "trainstack.trainer.schedulers",
+    "trainstack.trainer.placeholders",
+    "trainstack.backends",
+    "trainstack.checkpointing",
+    "trainstack.verifying",
+)
+
+
+def names_of(package: str) -> dict[str, object]:
+    """The public names of a package: `__all__`, or what is defined there and has no underscore."""
+    module = importlib.import_module(package)
+    public = getattr(module, "__all__", None)
+    if public is None:
+        public = [n for n, v in vars(module).items() if n[0] != "_" and getattr(v, "__module__", None) == package]
+    return {name: getattr(module, name) for name in public if name != "__version__"}
+
+
+def undocumented() -> list[str]:
+    """Public classes, functions and modules without a docstring; constants are documented where they are defined."""
+    return sorted(
+        f"{package}.{name}"
+        for package in PACKAGES
+        for name, value in names_of(package).items()
+        if (inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)) and not value.__doc__
+    )
+
+
+def inventory(site: Path) -> set[str]:
+    """The names that have an entry in the documentation that was built in `site`."""
+    packed = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]  # four lines of text stand before it
+    return {line.split(" ", 1)[0] for line in zlib.decompress(packed).decode("utf-8").splitlines()}
+
+
+def unlisted(entries: set[str]) -> list[str]:
+    """Public names that have no entry, under the name they are imported by or the one they are defined by."""
+    missing = []
+    for package in PACKAGES:
+        for name, value in names_of(package).items():
+            home = value.__name__ if inspect.ismodule(value) else f"{getattr(value, '__module__', package)}.{name}"
+            if not {f"{package}.{name}", home} & entries:
+                missing.append(f"{package}.{name}")
+    return sorted(missing)
+
+
+def main() -> None:
+    """Print what is wrong, or how many names there are."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("site", type=Path, help="the folder that `mkdocs build` wrote")
+    entries = inventory(parser.parse_args().site)
+    wrong = [f"{name} has no docstring" for name in undocumented()]
+    wrong += [f"{name} is not in the API reference" for name in unlisted(entries)]
+    if wrong:
+        sys.exit("\n".join(wrong))
+    print(f"all {sum(len(names_of(package)) for package in PACKAGES)} public names are documented")
+
+
+if __name__ == "__main__":
+    main()
