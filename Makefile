@@ -14,7 +14,7 @@ export OMP_NUM_THREADS = 1
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test check wheel bench conformance conformance-peers kills docs lock clean help
+.PHONY: demo test check wheel bench bench-peers conformance conformance-peers kills docs lock clean help
 
 demo: .venv/.stamp ## train, interrupt and resume a small model, and show that the results agree
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -32,6 +32,11 @@ check: .venv/.stamp ## format, lint, types, the table of features and the docume
 
 bench: .venv/.stamp ## time a training step
 	$(BIN)/python -m tools.bench $(ARGS)
+
+bench-peers: .venv-peers/.stamp ## the same beside other trainers, in .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-input \
+	  --constraint tools/conformance/peers-constraints.txt --constraint constraints.txt --editable '.[tensorboard]'
+	.venv-peers/bin/python -m tools.bench $(ARGS)
 
 conformance: .venv/.stamp ## put trainers to the public suite and print the table; ARGS="--trainer trainstack"
 	$(BIN)/python -m tools.conformance $(ARGS)

@@ -10,14 +10,16 @@ from statistics import median
 import pytest
 import torch
 
+from tools.bench import processes
 from tools.bench.__main__ import main
 from tools.bench.checkpoints import measure_checkpoints
 from tools.bench.contender import Contender, find_contenders
 from tools.bench.measure import Outcome, measure, same_bits
 from tools.bench.workloads import WORKLOADS
 
-BOUND = 1.15
-"""Over the goal of 1.05, so that a busy machine does not fail it; a step that got 15 % dearer does."""
+BOUNDS = {"W1": 0.85, "W1-ready": 1.0, "W4-ready": 0.95}
+"""About 15 % over what is measured, setting up a run of so few steps included: a busy machine passes, and a step that
+got so much dearer does not."""
 
 
 def contenders(*names: str) -> list[Contender]:
@@ -30,19 +32,27 @@ def short(workload: str, steps: int, rounds: int, *names: str) -> dict[str, Outc
         return measure(WORKLOADS[workload]().cut(steps), contenders("raw", *names), rounds)
 
 
-@pytest.mark.parametrize("workload", ["W1", "W1-ready"])
-def test_the_default_loop_costs_no_more_than_the_handwritten_one_that_clips(workload: str) -> None:
+@pytest.mark.parametrize("workload", BOUNDS)
+def test_the_default_loop_costs_less_than_the_handwritten_one_that_clips(workload: str) -> None:
     outcomes = short(workload, 400, 7, "raw_clip", "trainstack_default")
     default, by_hand = outcomes["trainstack_default"], outcomes["raw_clip"]
     assert default.same_bits
-    assert median(default.ratios(by_hand)) <= BOUND
+    assert median(default.ratios(by_hand)) <= BOUNDS[workload]
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_every_contender_ends_with_the_bits_of_its_handwritten_counterpart(workload: str) -> None:
-    names = ["raw_clip", "trainstack_lean", "trainstack_default", "trainstack_full"]
-    outcomes = short(workload, 8, 1, *names)
-    assert {"raw", "trainstack_lean", "trainstack_default", "trainstack_full"} <= set(outcomes)
+    ours = [name for name in (c.name for c in find_contenders()) if name.startswith("trainstack")]
+    outcomes = short(workload, 8, 1, "raw_clip", "raw_tuned", *ours)
+    takes_part = {name for name in outcomes if name in ours}
+    assert (
+        takes_part
+        == {
+            "train": set(ours) - {"trainstack_tuned"},
+            "tuned": {"trainstack_tuned"},
+            "evaluate": set(ours) - {"trainstack_tuned", "trainstack_unclipped"},
+        }[WORKLOADS[workload]().kind]
+    )
     assert [outcome.name for outcome in outcomes.values() if not outcome.same_bits] == []
 
 
@@ -51,6 +61,21 @@ def test_clipping_has_something_to_do_wherever_equal_bits_are_to_speak_for_it(wo
     outcomes = short(workload, 8, 1, "raw_clip")
     idle = same_bits(outcomes["raw"].result, outcomes["raw_clip"].result)
     assert idle is (workload == "W1-calm")
+
+
+def test_processes_are_compared_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = {name: iter([9.0, *seconds]) for name, seconds in [("trainstack_lean", [2.0, 8.0, 3.0])]}
+    measured["raw"] = iter([9.0, 9.0, 2.0, 2.0, 4.0, 4.0, 2.0, 2.0])
+    measured["trainstack_default"] = iter([9.0, 2.0, 4.0, 2.0])
+    monkeypatch.setattr(processes, "_measure", lambda what, contender: next(measured[contender]))
+    rows = {row.split(" | ")[0]: row for row in processes.measure_processes("startup", 3).splitlines()[2:]}
+    assert rows["| trainstack_lean"] == "| trainstack_lean | 3.000 | 1.500 | 1.00 - 2.00 |"
+    assert rows["| trainstack_default"] == "| trainstack_default | 2.000 | 1.000 | 1.00 - 1.00 |"
+
+
+def test_a_contender_that_fails_in_a_process_is_named() -> None:
+    with pytest.raises(RuntimeError, match="no_such_contender failed in memory"):
+        processes._measure("memory", "no_such_contender")
 
 
 def test_the_table_of_checkpoints_has_a_line_for_each_way() -> None:

@@ -21,6 +21,7 @@ import torch
 from tools.bench.checkpoints import measure_checkpoints
 from tools.bench.contender import find_contenders
 from tools.bench.measure import measure
+from tools.bench.processes import WHOLE, measure_processes
 from tools.bench.report import as_json, table, versions
 from tools.bench.workloads import WORKLOADS
 
@@ -45,9 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     rounds = options.rounds or (3 if options.quick else 7)
     print(", ".join(f"{what} {value}" for what, value in versions().items()))
     results = {}
-    for name in options.workload or (*WORKLOADS, CHECKPOINT):
+    for name in options.workload or (*WORKLOADS, *WHOLE, CHECKPOINT):
         if name == CHECKPOINT:
             print(f"\n{measure_checkpoints(rounds, 5 if options.quick else 50, _tell)}", flush=True)
+            continue
+        if name in WHOLE:
+            print(f"\n{measure_processes(name, rounds, _tell)}", flush=True)
             continue
         task = WORKLOADS[name]()
         if options.quick:
@@ -65,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workload",
         action="append",
-        choices=(*WORKLOADS, CHECKPOINT),
+        choices=(*WORKLOADS, *WHOLE, CHECKPOINT),
         help="measure only this one; may be given several times",
     )
     parser.add_argument(

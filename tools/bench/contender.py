@@ -29,6 +29,7 @@ class Contender:
         prepare: makes model and data ready, given a task and an empty folder to write to. Not timed; what it
             returns is.
         kinds: of tasks that it can carry out.
+        feeds: ways for batches to reach the loop that it has.
         requires: packages without which it is left out.
     """
 
@@ -37,7 +38,12 @@ class Contender:
     against: str
     prepare: Callable[[Task, Path], Run]
     kinds: tuple[str, ...] = ("train", "evaluate")
+    feeds: tuple[str, ...] = ("tensors", "loader", "list")
     requires: tuple[str, ...] = ()
+
+    def can_do(self, task: Task) -> bool:
+        """Whether it has a part in `task`."""
+        return task.kind in self.kinds and task.feed in self.feeds
 
     @property
     def is_installed(self) -> bool:

@@ -11,12 +11,18 @@ from tools.bench.contender import Run
 from tools.bench.task import Task
 
 
-def prepare_handwritten(task: Task, *, max_norm: float | None = None) -> Run:
-    """A plain loop over `task`; with `max_norm`, gradients are clipped by torch's own function."""
+def prepare_handwritten(task: Task, *, max_norm: float | None = None, tuned: bool = False) -> Run:
+    """A plain loop over `task`; with `max_norm`, gradients are clipped by torch's own function.
+
+    With `tuned`, the channels are last in memory and the optimizer is the tuned one.
+    """
     model, loader = task.make_model(), task.make_loader()
+    make_optimizer = (tuned and task.tuned_optimizer) or task.make_optimizer
+    if tuned:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def train() -> Sequence[Tensor]:
-        optimizer = task.make_optimizer(model.parameters())
+        optimizer = make_optimizer(model.parameters())
         model.train()
         for inputs, targets in loader:
             optimizer.zero_grad()
@@ -28,7 +34,7 @@ def prepare_handwritten(task: Task, *, max_norm: float | None = None) -> Run:
         return list(model.state_dict().values())
 
     def train_accumulating() -> Sequence[Tensor]:
-        optimizer, every = task.make_optimizer(model.parameters()), task.accumulation
+        optimizer, every = make_optimizer(model.parameters()), task.accumulation
         model.train()
         for number, (inputs, targets) in enumerate(loader, 1):
             loss = task.loss(model(inputs), targets) / every

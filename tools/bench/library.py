@@ -31,7 +31,8 @@ class TaskModule(ModuleInterface):
         self.loader = task.make_loader()
 
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
-        return [self.task.make_optimizer(self.model.parameters())], []
+        tuned = self.task.tuned_optimizer  # fused where the library is asked for channels last, too
+        return [(tuned or self.task.make_optimizer)(self.model.parameters())], []
 
     def get_train_dataloader(self, sampler: type, batch_size: int) -> Any:
         return self.loader

@@ -58,7 +58,7 @@ def measure(
         rounds: that count.
         tell: is given a word on how far it is.
     """
-    takes_part = [contender for contender in contenders if task.kind in contender.kinds]
+    takes_part = [contender for contender in contenders if contender.can_do(task)]
     names = {contender.name for contender in takes_part}
     outcomes = {
         contender.name: Outcome(

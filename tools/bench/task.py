@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 Feed = Literal["tensors", "loader", "list"]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -21,7 +22,8 @@ class Task:
 
     Attributes:
         name, title: as on the command line, and for people.
-        kind: train for one epoch, or evaluate and collect the outputs.
+        kind: train for one epoch, the same where contenders may ask for more speed (`tuned_optimizer`, channels last),
+            or evaluate and collect the outputs.
         make_model: a new model; its weights depend on torch's global generator alone.
         make_optimizer: an optimizer over parameters.
         inputs, targets: the whole data, `(steps * micro_batch, ...)`.
@@ -29,19 +31,21 @@ class Task:
         accumulation: forward passes an update.
         feed: how batches reach the loop: a `DataLoader` over a `TensorDataset` (rows are collated), a `DataLoader`
             over ready-made batches, or a list of ready-made batches. Every contender gets the same.
+        tuned_optimizer: the optimizer of those that ask for more speed; None for the same.
         loss: of a batch, from the model's output and the targets.
     """
 
     name: str
     title: str
-    kind: Literal["train", "evaluate"]
+    kind: Literal["train", "tuned", "evaluate"]
     make_model: Callable[[], nn.Module]
-    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    make_optimizer: MakeOptimizer
     inputs: Tensor
     targets: Tensor
     micro_batch: int
     accumulation: int = 1
     feed: Feed = "tensors"
+    tuned_optimizer: MakeOptimizer | None = None
     loss: Loss = functional.cross_entropy
 
     @property

@@ -82,6 +82,17 @@ def cnn() -> Task:
     )
 
 
+def cnn_tuned() -> Task:
+    """W2 for those that ask for a fused optimizer and the channels last, against the plain loop."""
+    return replace(
+        cnn(),
+        name="W2-tuned",
+        title="small CNN as in W2, fused Adam and channels last where asked for",
+        kind="tuned",
+        tuned_optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3, fused=True),
+    )
+
+
 class _TinyTransformer(nn.Module):
     """Predicts a class from a sequence of 64 tokens out of 256."""
 
@@ -141,6 +152,7 @@ WORKLOADS: dict[str, Callable[[], Task]] = {
     "W1-list": mlp_list,
     "W1-calm": mlp_calm,
     "W2": cnn,
+    "W2-tuned": cnn_tuned,
     "W3": transformer,
     "W4": accumulation,
     "W4-ready": accumulation_ready,

@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from trainstack.backends.backpropagation import run_backward
 from trainstack.backends.base import TrainerBackend
+from trainstack.backends.calling import bare_call
 from trainstack.backends.clipping import clip_gradients
 from trainstack.backends.registry import Slot, register_layer
 from trainstack.backends.stepping import step_optimizer
@@ -61,10 +63,10 @@ class SingleProcess(TrainerBackend):
         device = work.world.device
         if device.type != "cpu":
             batch = move_to_device(batch, device)
-        return work.model(stage=stage, global_step=step, batch=batch, device=device)
+        return bare_call(work.model)(stage=stage, global_step=step, batch=batch, device=device)
 
     def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
-        loss.backward(self._seed(weight, loss))  # type: ignore[no-untyped-call]
+        run_backward(loss, self._seed(weight, loss))
 
     def _seed(self, weight: float, loss: Tensor) -> Tensor:
         """The gradient to begin with. Made once: that costs less than multiplying the loss, for the same bits.

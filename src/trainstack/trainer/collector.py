@@ -125,7 +125,8 @@ class _Tensors(_Node):
     def add(self, value: Any, device: torch.device | None) -> None:
         if not isinstance(value, Tensor):
             raise self._refuse(value, "a tensor")
-        value = value.detach()
+        if value.requires_grad:
+            value = value.detach()
         if value.untyped_storage().nbytes() > value.nbytes:
             value = value.clone()  # a small view would keep all of a large tensor alive
         if device is not None and value.device != device:

@@ -20,6 +20,7 @@ from trainstack.trainer.collector import OutputCollector
 from trainstack.trainer.fetching import Fetcher
 from trainstack.trainer.meter import read_scalars
 from trainstack.trainer.progress import ProgressDisplay
+from trainstack.trainer.ready_batches import batches_of
 from trainstack.trainer.sources import own_weigher, samples_in, why_foreign
 
 EVALUATION_EPOCH = (1 << 32) - 1
@@ -78,7 +79,7 @@ def evaluation_batches(loader: Any, *, seed: int, world: World, limit: int | Non
         limit: batches on each process, at most.
     """
     if why_foreign(loader) is not None:
-        return Batches(((batch, None) for batch in islice(iter(loader), limit)), False)
+        return Batches(((batch, None) for batch in islice(batches_of(loader), limit)), False)
     size = loader.batch_size
     number = -(-len(loader.dataset) // size)
     if limit is not None:
@@ -216,6 +217,8 @@ class Evaluation:
 
 def _loss_in(outputs: Any) -> Tensor | None:
     """A 0-dim floating tensor that is the output, its first item, or its item or field "loss"."""
+    if type(outputs) is Tensor and outputs.dim():  # the usual case, cheaply
+        return None
     if isinstance(outputs, dict):
         outputs = outputs.get("loss")
     elif is_dataclass(outputs):

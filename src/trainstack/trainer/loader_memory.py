@@ -10,6 +10,7 @@ from torch.utils.data import RandomSampler
 from trainstack.backends import World
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.logs import RunLogger
+from trainstack.trainer.ready_batches import batches_of
 from trainstack.trainer.seeding import host_rng_kept
 
 
@@ -53,7 +54,9 @@ class LoaderMemory:
         self.meet(loader)
         pending, self._pending = self._pending, None
         self._iterated, self._exhausted = True, False
-        if pending is None or not keeps_state(loader):
+        if not keeps_state(loader):
+            return batches_of(loader), False
+        if pending is None:
             return self._watched(iter(loader)), False
         try:
             state = pending["loader"] if within else _after_an_epoch(loader, pending)

@@ -18,7 +18,10 @@ def seed_everything(seed: int) -> None:
     """Seed python's, numpy's and torch's global generators (all devices)."""
     random.seed(seed)
     np.random.seed(mix(seed) & 0xFFFFFFFF)
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # which would keep the request, and the stack it came from, for devices that are not there
+        torch.default_generator.manual_seed(seed)
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:

@@ -107,12 +107,9 @@ class ForeignSource:
         stream = iter(self.batches)
         for _ in islice(stream, batches_done * self.world_size):
             pass
-        return self._cut(stream)
+        return map(self._whole, stream) if self.accumulation == self.world_size == 1 else self._cut(stream)
 
     def _cut(self, stream: Iterator[Any]) -> Iterator[Window]:
-        if self.accumulation == self.world_size == 1:
-            yield from map(self._whole, stream)
-            return
         while window := list(islice(stream, self.accumulation * self.world_size)):
             counts = [float(self.weigh(batch)) for batch in window]
             mine = slice(self.rank, None, self.world_size)
@@ -168,7 +165,7 @@ def samples_in(batch: Any) -> int:
         ModuleContractError: nothing in it tells; `batch_weight` must be overridden.
     """
     if type(batch) in (list, tuple) and batch and type(batch[0]) is Tensor and batch[0].dim():
-        return len(batch[0])
+        return batch[0].shape[0]
     if is_dataclass(batch):
         batch = {f.name: getattr(batch, f.name) for f in fields(batch)}
     if isinstance(batch, Mapping) and batch:

@@ -5,4 +5,4 @@ from __future__ import annotations
 from tools.bench.contender import Contender
 from tools.bench.contenders.raw import prepare
 
-CONTENDER = Contender(name="null", rank=1, against="raw", prepare=prepare)
+CONTENDER = Contender(name="null", rank=1, against="raw", prepare=prepare, kinds=("train", "tuned", "evaluate"))

@@ -14,4 +14,4 @@ def prepare(task: Task, folder: Path) -> Run:
     return prepare_handwritten(task)
 
 
-CONTENDER = Contender(name="raw", rank=0, against="raw", prepare=prepare)
+CONTENDER = Contender(name="raw", rank=0, against="raw", prepare=prepare, kinds=("train", "tuned", "evaluate"))

@@ -25,8 +25,14 @@ class HookedModule(TaskModule):
 
 def prepare(task: Task, folder: Path) -> Run:
     """All that the library offers for watching a run."""
+    return prepare_full(task, folder)
+
+
+def prepare_full(task: Task, folder: Path, **options: Any) -> Run:
+    """The same, with `options` as further trainer arguments."""
     writers = ["stdout", "csv", *(["tensorboard"] if importlib.util.find_spec("tensorboard") else [])]
-    return prepare_library(task, folder, module=HookedModule(task), on_terminal=True, writers=writers, progress="rich")
+    watched = {"on_terminal": True, "writers": writers, "progress": "rich"}
+    return prepare_library(task, folder, module=HookedModule(task), **watched, **options)
 
 
 CONTENDER = Contender(name="trainstack_full", rank=22, against="raw_clip", prepare=prepare)

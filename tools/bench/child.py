@@ -1,0 +1,91 @@
+"""What `tools.bench.processes` starts: one contender doing one thing in a process of its own.
+
+Imports no other contender, so that a hand-written loop does not pay for the library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import Tensor
+
+from tools.bench.contender import Run
+from tools.bench.task import Task
+from tools.bench.workloads import SEED, WORKLOADS
+
+
+def main(what: str, contender: str) -> None:
+    """`startup` makes one step of W1, `memory` trains on W3, `ddp` on W2 as one of the processes of a world.
+
+    `ddp` prints CPU seconds of the training and a sum over the final weights; the others are measured from outside.
+    """
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(SEED)
+        if what == "ddp":
+            run = _ddp(contender, WORKLOADS["W2"]().cut(60), Path(folder))
+            began = time.process_time()
+            result = run()
+            print(time.process_time() - began, sum(tensor.double().sum().item() for tensor in result))
+            return
+        task = WORKLOADS["W1"]().cut(1) if what == "startup" else WORKLOADS["W3"]()
+        importlib.import_module(f"tools.bench.contenders.{contender}").CONTENDER.prepare(task, Path(folder))()
+
+
+def _ddp(contender: str, task: Task, folder: Path) -> Run:
+    size = int(os.environ["WORLD_SIZE"])
+    if contender != "raw":
+        from dataclasses import replace
+
+        from tools.bench.library import TaskModule, prepare_library
+
+        batches = _Batches(task)
+        module = TaskModule(replace(task, make_model=batches.model))
+        module.loader = batches
+        options = {} if contender == "trainstack_default" else {"writers": (), "progress": "none"}
+        return prepare_library(
+            replace(task, accumulation=size), folder, module=module, backend="ddp", clip_grads=False, **options
+        )
+
+    def train() -> Sequence[Tensor]:
+        torch.distributed.init_process_group("gloo")
+        rank, model = torch.distributed.get_rank(), task.make_model()
+        wrapped, mine = torch.nn.parallel.DistributedDataParallel(model), task.batches()[rank::size]
+        optimizer = task.make_optimizer(model.parameters())
+        wrapped.train()
+        for inputs, targets in mine:
+            optimizer.zero_grad()
+            task.loss(wrapped(inputs), targets).backward()
+            optimizer.step()
+        weights = list(model.state_dict().values())
+        del wrapped
+        torch.distributed.destroy_process_group()
+        return weights
+
+    return train
+
+
+class _Batches:
+    """All batches, of which each process takes every second; no loader, for neither side has one."""
+
+    def __init__(self, task: Task) -> None:
+        self._batches, self.model = task.batches(), task.make_model
+
+    def __iter__(self) -> object:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,17 @@
+"""trainstack with everything on but clipping: what `trainstack_full` does, for the arithmetic of `raw`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.bench.contender import Contender, Run
+from tools.bench.contenders.trainstack_full import prepare_full
+from tools.bench.task import Task
+
+
+def prepare(task: Task, folder: Path) -> Run:
+    """All that the library offers for watching a run."""
+    return prepare_full(task, folder, clip_grads=False)
+
+
+CONTENDER = Contender(name="trainstack_unclipped", rank=23, against="raw", prepare=prepare, kinds=("train",))
