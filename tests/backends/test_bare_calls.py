@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trainstack.backends import backpropagation
 from trainstack.backends.backpropagation import run_backward
 from trainstack.backends.calling import bare_call
 
@@ -94,3 +95,9 @@ def test_a_compiled_module_is_called_as_compiled() -> None:
     module = nn.Linear(2, 2)
     module.compile(backend="eager")
     assert bare_call(module) is module
+
+
+def test_what_is_used_of_this_torch_is_there() -> None:
+    """Where it is not, backward passes still are right, but slower; then look at `backpropagation.py`."""
+    assert backpropagation._engine is not None
+    assert backpropagation._transforming is not None
