@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.forks import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,7 +76,7 @@ def run_world(size: int, what: str, *, timeout: float = 90.0, may_fail: bool = F
     Results go through files: gloo may abort a process at exit, after all work is done.
     """
     with tempfile.TemporaryDirectory() as folder:
-        environment = {
+        world = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "WORLD_SIZE": str(size),
@@ -81,27 +84,25 @@ def run_world(size: int, what: str, *, timeout: float = 90.0, may_fail: bool = F
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
         }
-        processes = []
-        for rank in range(size):
-            command = [sys.executable, "-W", "error", "-m", "tests.helpers.workers", what, json.dumps(options), folder]
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(
-                subprocess.Popen(
-                    command, cwd=ROOT, env={**environment, **place}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-                )
-            )
-        try:
-            errors = [process.communicate(timeout=timeout)[1].decode() for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
+        errors = [Path(folder) / f"{rank}.stderr" for rank in range(size)]
+        places = [
+            {"environment": {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}, "errors": str(errors[rank])}
+            for rank in range(size)
+        ]
+        statuses = _forks().run(places, [what, json.dumps(options), folder], timeout)
         results = []
-        for rank, (process, error) in enumerate(zip(processes, errors, strict=True)):
+        for rank, status in enumerate(statuses):
             answer = Path(folder) / f"{rank}.json"
+            error = errors[rank].read_text(errors="replace")
             if answer.exists():
                 results.append(json.loads(answer.read_text()))
             elif may_fail:
-                results.append({"exit": process.returncode, "stderr": error[-6000:]})
+                results.append({"exit": status, "stderr": error[-6000:]})
             else:
-                raise AssertionError(f"rank {rank} ended with {process.returncode}:\n{error[-4000:]}")
+                raise AssertionError(f"rank {rank} ended with {status}:\n{error[-4000:]}")
         return results
+
+
+@functools.cache
+def _forks() -> Forks:
+    return Forks(str(ROOT))

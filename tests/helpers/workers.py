@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import logging
 import os
@@ -625,6 +626,7 @@ def callbacks_cut(directory: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    faulthandler.enable()
     what, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
     result = globals()[what](**options)
     aside = folder / f"{RANK}.tmp"
