@@ -66,6 +66,7 @@ def test_one_spelling_a_stack() -> None:
         ("sp-amp-amp", "backend 'sp-amp-amp': 'amp' stands twice. Write 'sp-amp'."),
         ("sp-amp-dp", f"backend 'sp-amp-dp': {SCALED} Write 'sp-dp'."),
         ("dp-amp", f"backend 'dp-amp': {SCALED} Write 'sp-dp'."),
+        ("ddp_bf16", "backend 'ddp_bf16': layers are joined by '-'. Write 'ddp-bf16'."),
         ("sp-quantum", f"backend 'sp-quantum': no layer is called 'quantum'. There are {KNOWN}."),
     ],
 )

@@ -239,3 +239,11 @@ def test_colours_only_in_a_terminal_and_unless_told_not_to(said: dict[str, str],
 
     assert "checkpoint-000000012" in out
     assert ("\x1b[" in out) is coloured
+
+
+def test_ls_finds_the_checkpoints_of_a_run_by_its_output_dir(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "ls", trained.parent)
+
+    assert code == 0
+    assert out == call(capsys, "ls", trained)[1]
+    assert "checkpoint-" in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -382,10 +383,27 @@ class TestFromDictAndYaml:
         assert ts.TrainerArguments.from_yaml(path).checkpointer_args.period == 2
 
     def test_an_unknown_key_is_answered_with_the_one_that_was_meant(self) -> None:
-        with pytest.raises(ts.ConfigurationError, match=r"no argument 'epoch'\. Did you mean 'epochs'\?"):
+        with pytest.raises(ts.ConfigurationError, match=r"no argument 'epoch'\. Write epochs\."):
             ts.TrainerArguments.from_dict({"epoch": 1})
         with pytest.raises(ts.ConfigurationError, match="checkpointer_args has no argument 'perod'"):
             ts.TrainerArguments.from_dict({"checkpointer_args": {"perod": 1}})
+
+    @pytest.mark.parametrize(
+        ("name", "answer"),
+        [
+            ("epoch", "TrainerArguments has no argument 'epoch'. Write epochs."),
+            ("num_train_epochs", "Write epochs."),
+            ("lr", "in get_optimizers_schedulers."),
+            ("batch_size", "Write train_batch_size"),
+            ("zzz", "There are amp_backend_apex, "),
+        ],
+    )
+    def test_a_keyword_that_there_is_not_is_answered_likewise(self, name: str, answer: str) -> None:
+        with pytest.raises(ts.ConfigurationError, match=re.escape(answer)):
+            ts.TrainerArguments(**{name: 1})
+        with pytest.raises(ts.ConfigurationError, match=r"DefaultCheckpointerArguments .* Write keep_last\."):
+            ts.DefaultCheckpointerArguments(keep=1)  # type: ignore[call-arg]
+        assert "epochs" in inspect.signature(ts.TrainerArguments).parameters
 
     def test_a_file_that_is_no_mapping(self, tmp_path: Path) -> None:
         (tmp_path / "list.yaml").write_text("- 1\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from itertools import pairwise, product
 
 import torch.distributed as dist
@@ -70,6 +71,9 @@ def spec_of(stack: TrainerBackend) -> str:
 def _tokenize(spec: str) -> list[LayerRecord]:
     """Longest token first, so that `amp-apex` is one layer and not two."""
     table, words, records = known_layers(), spec.split("-"), []
+    meant = "-".join(re.split(r"[\s_+,/-]+", spec.strip().lower()))
+    if meant != spec and all(word in table for word in meant.split("-")):
+        raise BackendSpecError(f"backend {spec!r}: layers are joined by '-'. Write {meant!r}.")
     while words:
         for count in range(len(words), 0, -1):
             token = "-".join(words[:count])

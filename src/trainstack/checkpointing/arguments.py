@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from trainstack.checkpointing.monitoring import DEFAULT_MONITOR, Monitor
 from trainstack.errors import ConfigurationError
+from trainstack.keywords import NamesFields
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DefaultCheckpointerArguments:
+class DefaultCheckpointerArguments(metaclass=NamesFields):
     """When, where and under which names to save, and where to load from. `""` means not set.
 
     Attributes:

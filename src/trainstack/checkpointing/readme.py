@@ -48,7 +48,7 @@ def _how_to_load(model_state: Mapping[str, Any]) -> Iterable[str]:
     if all(isinstance(value, torch.Tensor) and value.dtype in NATIVE for value in model_state.values()):
         lines = ["from safetensors.torch import load_file", "", 'weights = load_file("model.safetensors")']
         lines += [f"weights[{tied!r}] = weights[{first!r}]  # one tensor" for tied, first in _tied(model_state)]
-        yield "In plain PyTorch:"
+        yield "In plain PyTorch (`pip install safetensors`); names are those of the module that was trained:"
         yield _code([*lines, "model.load_state_dict(weights)"])
     else:
         yield (

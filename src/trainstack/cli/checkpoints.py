@@ -50,7 +50,8 @@ def _ls(args: argparse.Namespace) -> int:
     root = Path(args.directory)
     if is_checkpoint_directory(root):
         raise CheckpointNotFoundError(f"{root} is one checkpoint. Give the folder it lies in, or write show {root}.")
-    entries = _entries(root, args.verify)
+    within = root / "checkpoints"  # where those of a run's output_dir lie
+    entries = _entries(root, args.verify) or (_entries(within, args.verify) if within.is_dir() else [])
     if args.json:
         print_json(entries)
     elif entries:

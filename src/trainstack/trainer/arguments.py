@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -16,14 +15,16 @@ from trainstack.backends import Clipping, DifferentialPrivacyArguments, Distribu
 from trainstack.backends.world import DeviceChoice
 from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.errors import ConfigurationError
+from trainstack.keywords import NamesFields, refuse_unknown
 from trainstack.trainer.argument_checks import check_arguments
+from trainstack.trainer.foreign_names import FOREIGN_NAMES
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
 from trainstack.trainer.progress import ProgressDisplay
 from trainstack.trainer.rhythm import Every, ValidateEvery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerArguments:
+class TrainerArguments(metaclass=NamesFields):
     """Hyperparameters of a run. Checked when made; never changed afterwards.
 
     Args:
@@ -99,6 +100,8 @@ class TrainerArguments:
     Raises:
         ConfigurationError: a value is out of range, or two contradict each other.
     """
+
+    ELSEWHERE: ClassVar = FOREIGN_NAMES
 
     epochs: int = 1
     max_steps: int | float | None = None
@@ -260,12 +263,8 @@ _NESTED: dict[str, type] = {
 
 
 def _build(cls: Any, values: Mapping[str, Any], where: str) -> Any:
+    refuse_unknown(cls, values, where)
     known = {f.name: f for f in dataclasses.fields(cls)}
-    for key in values:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(sorted(known))}."
-            raise ConfigurationError(f"{where} has no argument {key!r}. {hint}")
     built = {
         key: _build(_NESTED[key], value, key)
         if key in _NESTED and isinstance(value, Mapping)

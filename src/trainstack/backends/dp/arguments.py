@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from trainstack.backends.dp.accounting import ACCOUNTANTS, check_delta, check_mechanism, check_target
 from trainstack.errors import ConfigurationError
+from trainstack.keywords import NamesFields
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "clipping": ("flat", "per_layer", "automatic", "adaptive"),
@@ -18,38 +18,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "on_unsafe": ("error", "report"),
 }
 _FLAGS = ("secure", "log_train_loss", "allow_plan_change")
-_ELSEWHERE = {
-    "epsilon": "target_epsilon",
-    "target_delta": "delta",
-    "max_grad_norm": "per_sample_max_grad_norm",
-    "max_per_sample_grad_norm": "per_sample_max_grad_norm",
-    "l2_norm_clip": "per_sample_max_grad_norm",
-    "sigma": "noise_multiplier",
-    "grad_sample_mode": "grad_mode",
-    "secure_mode": "secure",
-    "sample_size": "dataset_size",
-    "expected_batch_size": "TrainerArguments(train_batch_size=...)",
-    "max_physical_batch_size": "TrainerArguments(gpu_batch_size_limit=...)",
-    "epochs": "TrainerArguments(epochs=...)",
-}
-"""What other libraries call it."""
-
-
-class _NamesFields(type):
-    """Answers an argument that there is not with the one to write."""
-
-    def __call__(cls, *args: Any, **values: Any) -> Any:
-        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        for name in values:
-            if name not in known:
-                close = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, known, n=1)
-                hint = f"Write {close[0]}." if close else f"There are {', '.join(known)}."
-                raise ConfigurationError(f"{cls.__name__} has no argument {name!r}. {hint}")
-        return super().__call__(*args, **values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DifferentialPrivacyArguments(metaclass=_NamesFields):
+class DifferentialPrivacyArguments(metaclass=NamesFields):
     """How a private run clips, how much noise it adds, and what it may spend. All of it is public.
 
     Attributes:
@@ -79,6 +51,21 @@ class DifferentialPrivacyArguments(metaclass=_NamesFields):
     Raises:
         ConfigurationError: a value is wrong, or two contradict each other.
     """
+
+    ELSEWHERE: ClassVar = {
+        "epsilon": "target_epsilon",
+        "target_delta": "delta",
+        "max_grad_norm": "per_sample_max_grad_norm",
+        "max_per_sample_grad_norm": "per_sample_max_grad_norm",
+        "l2_norm_clip": "per_sample_max_grad_norm",
+        "sigma": "noise_multiplier",
+        "grad_sample_mode": "grad_mode",
+        "secure_mode": "secure",
+        "sample_size": "dataset_size",
+        "expected_batch_size": "TrainerArguments(train_batch_size=...)",
+        "max_physical_batch_size": "TrainerArguments(gpu_batch_size_limit=...)",
+        "epochs": "TrainerArguments(epochs=...)",
+    }
 
     delta: float = math.nan
     noise_multiplier: float | None = None
