@@ -49,6 +49,17 @@ def test_weights_order_and_evaluation_are_those_of_one_process(size: int, limit:
         assert close(ranks[0]["history"][name], expected["history"][name], 1e-12)
 
 
+def test_each_sample_is_evaluated_with_the_running_statistics_that_are_saved(tmp_path: Path) -> None:
+    for rank in run_world(2, "statistics", directory=str(tmp_path), shared=True):
+        assert rank["used"] == rank["resumed"] == rank["predicted"] == [rank["saved"]] * 16
+
+
+def test_each_process_evaluates_with_its_own_buffers_where_ddp_is_told_not_to_share_them(tmp_path: Path) -> None:
+    for rank in run_world(2, "statistics", directory=str(tmp_path), shared=False):
+        assert rank["used"][:8] == [rank["saved"]] * 8
+        assert rank["saved"] not in rank["used"][8:]
+
+
 @pytest.mark.spec("HZ-12", "PA-06")
 def test_a_plateau_schedule_sees_the_main_process_s_value_and_a_batch_a_device_grows_with_the_processes() -> None:
     one, other = run_world(2, "plateau", directory="unused")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import inspect
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import trainstack as ts
@@ -201,6 +203,53 @@ def few(count: int) -> dict[str, Any]:
         "loss": trainer.history.get_latest_metric("train/loss_epoch"),
         "metric": trainer.history.get_latest_metric("val/loss"),
         "collected": module.collected,
+    }
+
+
+def statistics(directory: str, shared: bool) -> dict[str, Any]:
+    """The running means that samples were evaluated with, in a run and in one whose first validation is broken off."""
+
+    class Normed(Classifier):
+        def __init__(self, breaks: bool = False) -> None:
+            super().__init__(numbers(16), validate=True)
+            self.norm, self.breaks = torch.nn.BatchNorm1d(6), breaks
+            self.used: list[list[float]] = []
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return torch.nn.functional.cross_entropy(self.net(self.norm(batch[0])), batch[1])
+
+        def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if self.breaks:
+                raise KeyboardInterrupt
+            return {"means": self.norm.running_mean.expand(len(batch[0]), -1).clone()}
+
+        def on_end_val_epoch(self, global_step: int, outputs: Any, key: str = "default") -> None:
+            self.used = outputs["means"].tolist()
+
+        predict_step = val_step
+
+    switch = "forward_sync_buffers"  # which torch once called otherwise
+    if switch not in inspect.signature(DistributedDataParallel).parameters:
+        switch = "broadcast_buffers"
+    options = {} if shared else {switch: False}
+
+    def run(name: str, breaks: bool = False, **changes: Any) -> tuple[ts.Trainer, Normed]:
+        saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
+        made: dict[str, Any] = {"backend": "ddp", "val_batch_size": 2, "backend_options": {"ddp": options}}
+        args = arguments(f"{directory}/{name}", checkpointer_args=saving, **made, **changes)
+        trainer = ts.Trainer(module := Normed(breaks), args)
+        with contextlib.suppress(KeyboardInterrupt):
+            trainer.train()
+        return trainer, module
+
+    trainer, module = run("whole")
+    run("cut", breaks=True)
+    newest = ts.list_checkpoints(f"{directory}/whole/checkpoints")[-1].path
+    return {
+        "used": module.used,
+        "resumed": run("cut", resume=True)[1].used,
+        "predicted": trainer.predict(DataLoader(module.dataset, 2))["means"].tolist(),
+        "saved": ts.read_model(newest)["norm.running_mean"].tolist(),
     }
 
 

@@ -95,6 +95,9 @@ class TrainerBackend(ABC):
     def close(self) -> None:
         """Give back what `open` took. May be called twice."""
 
+    def begin_evaluation(self, work: Workload) -> None:  # noqa: B027  # most layers have nothing to do
+        """Make what is evaluated the same on all processes, before each pass without training; all call it."""
+
     @property
     def sampling(self) -> Sampling | None:
         """How the training data is drawn, if a layer does that itself; known once `prepare` was called."""
@@ -198,7 +201,7 @@ class TrainerBackend(ABC):
         return self._need_driver().train(dataloader, callback)
 
     def validate_dl(self, dataloader: Any) -> Any:
-        """Run `val_step` on every batch of `dataloader`; returns the collected outputs."""
+        """Run `val_step` on every batch of `dataloader`; returns the collected outputs. All processes call it."""
         return self._need_driver().validate(dataloader)
 
     def get_global_steps_completed(self) -> int:

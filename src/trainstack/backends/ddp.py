@@ -66,7 +66,8 @@ class DDP(AbstractTrainerBackendDecorator):
     summary: ClassVar[str] = "joins the launcher's processes and sums gradients over them, once a global step"
     collectives: ClassVar[str] = (
         "one all-reduce a gradient bucket each global step; none for logs, metrics or decisions "
-        "(a batch_weight of the module's own: one small exchange more)"
+        "(a batch_weight of the module's own: one small exchange more); buffers are broadcast as a step begins, and "
+        "before an evaluation"
     )
 
     def __init__(
@@ -170,6 +171,19 @@ class DDP(AbstractTrainerBackendDecorator):
         if weight == 0:
             loss = zero_loss(work.parameters)  # whatever the loss was: 0 * nan would be nan
         self.inner.backward(work, loss, weight * work.world.size)
+
+    def begin_evaluation(self, work: Workload) -> None:
+        """Give every process the main process's buffers, which are the ones that are saved.
+
+        In training the wrapper does that as each step begins, unless its options say otherwise. What the step has made
+        of them since, such as running statistics, is of each process's own samples.
+        """
+        self.inner.begin_evaluation(work)
+        if work.world.size > 1 and getattr(work.model, "broadcast_buffers", True):
+            for buffer in work.module.buffers():
+                whole = buffer.data.to(work.world.device).contiguous()
+                work.world.comm.take_from_main(whole)
+                buffer.data.copy_(whole)
 
     def gather(self, outputs: Any) -> Any:
         assert self._world is not None

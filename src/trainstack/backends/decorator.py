@@ -53,6 +53,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     def step(self, work: Workload) -> bool:
         return self.inner.step(work)
 
+    def begin_evaluation(self, work: Workload) -> None:
+        self.inner.begin_evaluation(work)
+
     @property
     def sampling(self) -> Sampling | None:
         return self.inner.sampling

@@ -74,6 +74,7 @@ class LoopDriver:
         """One pass over `dataloader`; returns the collected outputs."""
         evaluation = Evaluation(self._stack, self._work, Stage.VAL, self._state.global_step)
         seed = mix(0, Stage.VAL.value, self._state.global_step)
+        self._stack.begin_evaluation(self._work)
         with isolated_rng(seed, self._work.world.device), eval_mode(self._work.module):
             evaluation.run(
                 ((batch, None) for batch in islice(iter(dataloader), self._args.max_val_steps_per_epoch)), NoProgress()

@@ -131,6 +131,7 @@ class Evaluator:
         seed = mix(run.state.seed, stage.value, step, run.world.rank)
         self.metrics.check_loaders(list(loaders))
         done = 0 if reporter is None else run.state.loaders_done
+        run.stack.begin_evaluation(run.loop.work)
         for key, loader in islice(loaders.items(), done, None):
             with isolated_rng(seed, run.world.device), eval_mode(run.module):
                 outputs, values = self._evaluate(stage, key, loader, keep, reporter, only)
