@@ -33,6 +33,22 @@ def test_when_one_rank_raises_all_end_with_its_traceback(how: str, culprit: int,
     assert survivor["seconds"] < SECONDS
 
 
+def test_an_error_that_all_ranks_raised_and_caught_is_not_heard_in_what_they_do_next() -> None:
+    for rank in run_world(2, "caught", timeout=60):
+        assert "has no test data" in rank["said"]
+        assert rank["steps"] == 4
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_has_gone_on_hears_what_failed_behind_it(culprit: int) -> None:
+    results = run_world(2, "failure_behind", timeout=60, culprit=culprit)
+
+    assert results[culprit]["error"] == "ZeroDivisionError: divides by zero"
+    said = results[1 - culprit]["error"]
+    assert said.startswith(f"PeerError: rank {culprit} failed, so rank {1 - culprit} stops as well.")
+    assert "divides by zero" in said
+
+
 @pytest.mark.spec("FN-35")
 def test_a_rank_that_is_killed_is_missed_by_name() -> None:
     survivor, killed = run_world(2, "late", timeout=60, may_fail=True, how="killed")

@@ -25,6 +25,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, weights
 from tests.helpers.private_runs import private_ranks  # noqa: F401 - found by its name
 from trainstack import callbacks
+from trainstack.backends import lookout
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -321,6 +322,41 @@ def failure(directory: str, how: str, culprit: int = 1) -> Any:
         trainer.train()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - start}
+    return {"error": None}
+
+
+def caught() -> Any:
+    """All processes raise the same and catch it; then they train for longer than a lookout waits."""
+    lookout.PAUSE_S = lookout.GRACE_S = 0.1
+
+    class Slow(Classifier):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            time.sleep(0.2)
+            return super().train_step(global_step, batch, device)
+
+    trainer, said = ts.Trainer(Slow(numbers(32)), arguments("unused", backend="ddp")), ""
+    try:
+        trainer.test()
+    except ts.ModuleContractError as error:
+        said = str(error)
+    trainer.train()
+    return {"said": said, "steps": trainer.global_steps_finished}
+
+
+def failure_behind(culprit: int) -> Any:
+    """One rank fails at the end of what all do together; the other is through with it, and waits in what comes next."""
+    lookout.PAUSE_S = lookout.GRACE_S = 0.1
+    comm = ts.build_trainer_backend("ddp").open("cpu").comm
+    try:
+        with comm.together(lambda: "first"):
+            comm.gather(None)
+            if culprit == RANK:
+                time.sleep(0.5)
+                raise ZeroDivisionError("divides by zero")
+        with comm.together(lambda: "second"):
+            comm.gather(None)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
     return {"error": None}
 
 

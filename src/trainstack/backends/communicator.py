@@ -108,7 +108,7 @@ class GroupCommunicator(Communicator):
         self._group, self._groups = group, tuple(groups)
         self._for_gradients = groups[0] if groups else group
         self._lookout: Lookout | None = None
-        self._lookouts = 0
+        self._lookouts = self._heeded = 0
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         # A group may serve one run after another. A connection of its own waits for nobody who waits on the store.
         self._store = PrefixStore(f"trainstack/run/{self.share(uuid.uuid4().hex)}", store.clone())  # type: ignore[attr-defined]  # missing in the stubs
@@ -154,12 +154,15 @@ class GroupCommunicator(Communicator):
             yield
             return
         self._lookouts += 1
-        self._lookout = lookout = Lookout(self._store, self.rank, self.size, self._lookouts, where, self._cut)
+        self._lookout = lookout = Lookout(
+            self._store, self.rank, self.size, self._lookouts, self._heeded, where, self._cut
+        )
         lookout.start()
         try:
             yield
         except BaseException as error:
             origin = lookout.judge(error)
+            self._heeded = lookout.failed
             if origin is error:
                 raise
             raise origin from error

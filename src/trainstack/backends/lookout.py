@@ -51,17 +51,29 @@ class Lookout(threading.Thread):
         store: the group's, with keys of this run only.
         rank: of this process.
         size: how many there are.
-        number: counts the lookouts of a run: what was heard in an earlier one is not heard in this one.
+        number: counts the lookouts of a run, alike in all its processes.
+        heeded: up to which number failures were raised here before; they are not heard again. A later one may still be
+            of an earlier lookout: another process failed in it when this one was through already.
         where: what to say beside the place in the code, such as the step.
         cut: makes every collective of this process fail, those under way included.
+
+    Attributes:
+        failed: the number of what `judge` has judged.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, number: int, where: Callable[[], str], cut: Callable[[], None]
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        number: int,
+        heeded: int,
+        where: Callable[[], str],
+        cut: Callable[[], None],
     ) -> None:
         super().__init__(name="trainstack-lookout", daemon=True)
         self._store, self._rank, self._size, self._where, self._cut = store, rank, size, where, cut
-        self._heard = f"heard/{number}"
+        self._number, self._heeded, self.failed = number, heeded, number
         self._pause = max(PAUSE_S, size / 100)
         self._watched = threading.get_ident()
         self._fell: str | None = None
@@ -79,7 +91,8 @@ class Lookout(threading.Thread):
         self._over.set()
         self.join(self._pause + GRACE_S)
         with suppress(RuntimeError):
-            self._store.set(f"{self._heard}/{self._rank}", "")
+            if self._fell is not None:
+                self._store.set(f"heard/{self._number}/{self._rank}", "")
             self._store.set(f"place/{self._rank}", f"{self._where()}; its trainer is at work no more")
 
     def judge(self, error: BaseException) -> BaseException:
@@ -98,16 +111,22 @@ class Lookout(threading.Thread):
                 error = PeerError(self._report(error))
                 text = str(error)
         with suppress(RuntimeError):  # where the store is gone, there is nobody left to tell
-            self._store.compare_set("failure", "", f"{self._rank}\n{text}")
+            self._leave(text)
             if self._rank == 0:
                 self._wait_until_heard()
         return error
+
+    def _leave(self, text: str) -> None:
+        """Leave word of a failure, unless another process has done so in this lookout."""
+        before = self._store.get("failure").decode() if self._store.check(["failure"]) else ""
+        if not before or int(before.partition("\n")[0]) < self._number:
+            self._store.compare_set("failure", before, f"{self._number}\n{self._rank}\n{text}")
 
     def _wait_until_heard(self) -> None:
         """The store may live in this process, and this process may be about to end."""
         deadline, deaf = time.monotonic() + self._pause + ANSWER_S, set(range(1, self._size))
         while deaf and time.monotonic() < deadline:
-            deaf -= {rank for rank in deaf if self._store.check([f"{self._heard}/{rank}"])}
+            deaf -= {rank for rank in deaf if self._store.check([f"heard/{self._number}/{rank}"])}
             time.sleep(_POLL_S)
 
     def _look(self) -> bool:
@@ -115,22 +134,23 @@ class Lookout(threading.Thread):
         here = self._fell or f"{self._where()}; {whereabouts.of_thread(self._watched)}"
         self._store.set(f"place/{self._rank}", here)
         if self._store.check(["asked"]):
-            self._store.compare_set(f"answer/{self._rank}", "", here)
+            self._store.compare_set(f"{self._store.get('asked').decode()}/{self._rank}", "", here)
         self._told = self._failure()
         if self._told is None:
             return False
-        self._store.set(f"{self._heard}/{self._rank}", "")
         if not self._over.wait(GRACE_S):
             self._cut()
         return True
 
     def _failure(self) -> PeerError | None:
-        """What another process has left."""
+        """What another process has left since this one last failed."""
         if not self._store.check(["failure"]):
             return None
-        rank, _, text = self._store.get("failure").decode().partition("\n")
-        if int(rank) == self._rank:
+        number, rank, text = self._store.get("failure").decode().split("\n", 2)
+        if int(number) <= self._heeded or int(rank) == self._rank:
             return None
+        self.failed = max(self.failed, int(number))
+        self._store.set(f"heard/{number}/{self._rank}", "")
         return PeerError(f"rank {rank} failed, so rank {self._rank} stops as well. There:\n{text}")
 
     def _report(self, error: BaseException) -> str:
@@ -146,15 +166,16 @@ class Lookout(threading.Thread):
     def _places(self) -> tuple[dict[str, list[int]], set[int]]:
         """Ask everybody; the ranks at each place, and those that do not answer."""
         assert self._fell is not None
-        self._store.set("asked", "")
-        self._store.set(f"answer/{self._rank}", self._fell)
+        answer = f"answer/{self._number}"
+        self._store.set("asked", answer)
+        self._store.set(f"{answer}/{self._rank}", self._fell)
         deadline, silent = time.monotonic() + self._pause + ANSWER_S, set(range(self._size))
         while silent and time.monotonic() < deadline:
-            silent -= {rank for rank in silent if self._store.check([f"answer/{rank}"])}
+            silent -= {rank for rank in silent if self._store.check([f"{answer}/{rank}"])}
             time.sleep(_POLL_S)
         places: dict[str, list[int]] = {}
         for rank in range(self._size):
-            place = self._last_known(rank) if rank in silent else self._store.get(f"answer/{rank}").decode()
+            place = self._last_known(rank) if rank in silent else self._store.get(f"{answer}/{rank}").decode()
             places.setdefault(place, []).append(rank)
         return places, silent
 
