@@ -77,11 +77,20 @@ def test_few_samples_on_many_processes(size: int, count: int) -> None:
         assert rank["collected"] == list(range(count))
 
 
-def test_a_loader_that_pads_by_itself_is_told_once_how_many_samples_it_gave(tmp_path: Path) -> None:
-    (said,), others = run_world(2, "own_sampler", directory=str(tmp_path), count=5)
+def test_a_sampler_that_shares_the_data_out_is_refused_since_the_library_does_that_too() -> None:
+    """A sampler of torch's, a batch sampler over one, and a batch sampler of somebody's; for each use of a loader."""
+    for rank in run_world(2, "own_sampler"):
+        assert len(rank) == 9
+        for said in rank:
+            assert "among 2 processes" in said
+            assert "sampler=sampler(dataset)" in said
+
+
+def test_a_loader_that_pads_by_itself_is_told_once_how_many_samples_it_gave() -> None:
+    (said,), others = run_world(2, "own_order", count=5)
 
     assert others == []
-    assert said.startswith("val loader 'default': 3 samples were evaluated and the data set has 5")
+    assert said.startswith("val loader 'default': 6 samples were evaluated and the data set has 5")
     assert "sampler=sampler(dataset)" in said
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, weights
@@ -477,15 +477,48 @@ class Pair(NamedTuple):
 _DTYPES = (torch.float32, torch.float32, torch.float64)
 
 
-def own_sampler(directory: str, count: int) -> Any:
-    """What is said of a validation loader that shares the data out by itself, and pads it."""
+def own_sampler() -> list[str]:
+    """What is said of loaders that share the data out by themselves, in training and in evaluation."""
+    data = numbers(8)
+
+    class Groups(BatchSampler):
+        num_replicas = 2
+
+    def loader(kind: str, size: int) -> Any:
+        if kind == "sampler":
+            return DataLoader(data, size, sampler=DistributedSampler(data))
+        if kind == "batches":
+            return DataLoader(data, batch_sampler=BatchSampler(DistributedSampler(data), size, drop_last=False))
+        return DataLoader(data, batch_sampler=Groups(range(RANK, 8, 2), size, drop_last=False))
+
+    class Shares(Classifier):
+        def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+            return loader(kind, batch_size) if how == "train" else super().get_train_dataloader(sampler, batch_size)
+
+        def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
+            return loader(kind, batch_size)
+
+        predict_step = Classifier.val_step
+
+    refused = []
+    for kind in ("sampler", "batches", "groups"):
+        for how in ("train", "validate", "predict"):
+            trainer = ts.Trainer(Shares(data), arguments("unused", backend="ddp"))
+            try:
+                trainer.predict(loader(kind, 4)) if how == "predict" else getattr(trainer, how)()
+            except ts.ModuleContractError as error:
+                refused.append(str(error))
+    return refused
+
+
+def own_order(count: int) -> list[str]:
+    """What is said of a validation loader that gives a sample twice."""
 
     class Padded(Classifier):
         def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
-            data = numbers(count)
-            return DataLoader(data, batch_size, sampler=DistributedSampler(data, shuffle=False))
+            return DataLoader(numbers(count), batch_size, sampler=[*range(count), 0])
 
-    trainer = ts.Trainer(Padded(numbers(8)), arguments(directory, backend="ddp"))
+    trainer = ts.Trainer(Padded(numbers(8)), arguments("unused", backend="ddp"))
     with capture("trainstack") as said:
         trainer.validate()
         trainer.validate()

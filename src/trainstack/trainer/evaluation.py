@@ -21,7 +21,7 @@ from trainstack.trainer.fetching import Fetcher
 from trainstack.trainer.meter import read_scalars
 from trainstack.trainer.progress import ProgressDisplay
 from trainstack.trainer.ready_batches import batches_of
-from trainstack.trainer.sources import own_weigher, samples_in, why_foreign
+from trainstack.trainer.sources import own_weigher, refuse_shared_out, samples_in, why_foreign
 
 EVALUATION_EPOCH = (1 << 32) - 1
 """Stands for the epoch in the seeds of evaluated samples: their augmentation is the same every time."""
@@ -77,7 +77,11 @@ def evaluation_batches(loader: Any, *, seed: int, world: World, limit: int | Non
         seed: of the samples' own random numbers.
         world: this process's place.
         limit: batches on each process, at most.
+
+    Raises:
+        ModuleContractError: a sampler has shared the data out already.
     """
+    refuse_shared_out(loader, world.size)
     if why_foreign(loader) is not None:
         return Batches(((batch, None) for batch in islice(batches_of(loader), limit)), False)
     size = loader.batch_size

@@ -58,6 +58,23 @@ def why_foreign(loader: Any) -> str | None:
     return None
 
 
+def refuse_shared_out(loader: Any, world_size: int) -> None:
+    """The library shares data out among processes; of a part that a sampler has left, it would use but a part.
+
+    Raises:
+        ModuleContractError: the sampler or batch sampler of `loader` is for several processes, and there are several.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+        parts = getattr(sampler, "num_replicas", None)
+        if world_size > 1 and isinstance(parts, int) and parts > 1:
+            raise ModuleContractError(
+                f"a {type(sampler).__name__} shares the data out among {parts} processes, and so does the library. "
+                "Give it all of the data: DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset)), with "
+                "the sampler that the method is handed."
+            )
+
+
 @dataclass(slots=True)
 class OrderedSource:
     """A map-style data set in the library's own order: every sample once, whatever the number of processes.

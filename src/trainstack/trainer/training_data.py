@@ -20,7 +20,7 @@ from trainstack.trainer.order import DataOrder
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.sampled import SampledSource
-from trainstack.trainer.sources import ForeignSource, OrderedSource, Window, own_weigher, why_foreign
+from trainstack.trainer.sources import ForeignSource, OrderedSource, Window, own_weigher, refuse_shared_out, why_foreign
 
 _EMPTY = "get_train_dataloader gives a loader over an empty data set; there is nothing to train on."
 
@@ -155,6 +155,7 @@ class TrainingData:
                 f"get_train_dataloader returned a {type(loader).__name__}, which cannot be iterated over. "
                 "Return a DataLoader."
             )
+        refuse_shared_out(loader, self._world.size)
         asked, has = self.plan.micro_batch, getattr(loader, "batch_size", None)
         if loader is not None and why_foreign(loader) is None and has != asked:
             raise ModuleContractError(
