@@ -120,10 +120,10 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
             buffers.keep()
         losses = run_micro_batches(window)
         norm = clip(unmeasured if (state.global_step + 1) % measure_every else work)
-        left_out = loop.skip_nonfinite and norm is not None and not bool(torch.isfinite(norm))
+        left_out = not window.items > 0 or (loop.skip_nonfinite and norm is not None and not bool(torch.isfinite(norm)))
         if left_out:
             _drop_gradients(parameters)
-        moved = step(work) and not left_out and window.items > 0
+        moved = step(work) and not left_out
         drop_gradients(parameters)
         if not moved and buffers is not None:
             buffers.put_back()
