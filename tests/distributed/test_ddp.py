@@ -12,7 +12,7 @@ import torch
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, weights
 from tests.helpers.processes import run_agents, run_world
-from tests.helpers.workers import Uneven, equality
+from tests.helpers.workers import Uneven, equality, picky
 
 pytestmark = pytest.mark.distributed
 
@@ -103,6 +103,30 @@ def test_a_loss_over_tokens_counts_by_tokens_over_processes() -> None:
     for size in (2, 3):
         for rank in run_world(size, "tokens"):
             assert close(rank, weights(reference).tolist())
+
+
+@pytest.mark.parametrize("limit", [512, 1])
+def test_a_process_whose_samples_count_nothing_takes_part_and_leaves_unused_weights_alone(limit: int) -> None:
+    """The weights decay, but not those that are unused, and none in a step of no items on any process."""
+    expected = picky(backend="sp")
+
+    for rank in run_world(2, "picky", limit=limit, find_unused_parameters=True):
+        assert close(rank, expected)
+
+
+def test_a_static_graph_is_refused_where_it_would_hang_or_end_in_an_assertion_of_torch_s() -> None:
+    several = run_world(2, "picky", limit=1, static_graph=True)
+    nothing = run_world(2, "picky", static_graph=True)
+
+    assert all("steps of several micro-batches" in said for said in several)
+    assert any(said.startswith("backend_options") and "batch_weight returned 0" in said for said in nothing)
+    assert all("batch_weight returned 0" in said for said in nothing), "the other one says why it ends, too"
+
+
+def test_static_graphs_and_views_of_buckets_end_with_the_same_bits() -> None:
+    for plain, static, view, accumulated, accumulated_view in run_world(2, "ways_to_reduce"):
+        assert plain == static == view
+        assert accumulated == accumulated_view
 
 
 @pytest.mark.spec("FN-52", "F105")

@@ -207,6 +207,48 @@ def few(count: int) -> dict[str, Any]:
     }
 
 
+def picky(backend: str = "ddp", limit: int = 512, **options: Any) -> Any:
+    """Trains on a few of the samples, of which a process may have none; a part of the module is never used."""
+
+    class Picky(Classifier):
+        def __init__(self) -> None:
+            super().__init__(numbers(24, dtype=torch.float64), dtype=torch.float64)
+            self.unused = torch.nn.Linear(2, 2).double()
+
+        def get_optimizers_schedulers(self, *given: Any) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, weight_decay=0.5), None
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            chosen = batch[0][:, 0] > 0
+            return torch.nn.functional.cross_entropy(self.net(batch[0][chosen]), batch[1][chosen])  # nan for none
+
+        def batch_weight(self, batch: Any) -> float:
+            return float((batch[0][:, 0] > 0).sum())
+
+    torch.manual_seed(0)
+    made: dict[str, Any] = {"backend_options": {"ddp": options} if options else {}, "clip_grads": False}
+    module = Picky()
+    trainer = ts.Trainer(
+        module, arguments("unused", backend=backend, train_batch_size=4, **made, epochs=2, gpu_batch_size_limit=limit)
+    )
+    try:
+        trainer.train()
+    except ts.TrainstackError as error:
+        return str(error)
+    return weights(module).tolist()
+
+
+def ways_to_reduce() -> list[list[float]]:
+    """The weights after runs with several options of `DistributedDataParallel`, without and with accumulation."""
+    view, static = {"gradient_as_bucket_view": True}, {"static_graph": True}
+    found = []
+    for options, limit in (({}, 512), (static, 512), (view, 512), ({}, 2), (view, 2)):
+        module, made = Uneven(), {"backend_options": {"ddp": options}, "gpu_batch_size_limit": limit}
+        ts.Trainer(module, arguments("unused", backend="ddp", train_batch_size=12, **made)).train()
+        found.append(weights(module).tolist())
+    return found
+
+
 def statistics(directory: str, shared: bool) -> dict[str, Any]:
     """The running means that samples were evaluated with, in a run and in one whose first validation is broken off."""
 

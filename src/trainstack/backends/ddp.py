@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainstack.backends.base import TrainerBackend
 from trainstack.backends.communicator import GroupCommunicator
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
-from trainstack.backends.empty import EMPTY, zero_loss
+from trainstack.backends.empty import EMPTY, used_by, zero_loss
 from trainstack.backends.environment import (
     DistributedTrainingArguments,
     Place,
@@ -43,6 +43,9 @@ _UNUSED = (
     "some parameters took no part in the loss of a step. If that is meant, write "
     "backend_options={'ddp': {'find_unused_parameters': True}}; else freeze them with requires_grad_(False)."
 )
+
+_STATIC = "backend_options={'ddp': {'static_graph': True}}"
+_NOT_STATIC = "Leave static_graph out"
 
 
 @register_layer("ddp", slot=Slot.PROCESS)
@@ -90,6 +93,7 @@ class DDP(AbstractTrainerBackendDecorator):
         self._group: dist.ProcessGroup | None = None  # sums gradients
         self._made: list[dist.ProcessGroup] = []
         self._world: World | None = None
+        self._without_samples = False  # in the forward pass that was last
 
     def open(self, device: DeviceChoice = "auto") -> World:
         place = None if dist.is_initialized() else find_place(self._environ, self._explicit)
@@ -154,11 +158,17 @@ class DDP(AbstractTrainerBackendDecorator):
     def accumulate(self, work: Workload, last: bool) -> AbstractContextManager[Any]:
         if last or not isinstance(work.model, DistributedDataParallel):
             return self.inner.accumulate(work, last)
+        if work.model.static_graph:
+            raise ConfigurationError(
+                f"{_STATIC} for steps of several micro-batches, in which torch does not support it. {_NOT_STATIC}, or "
+                "make gpu_batch_size_limit and the number of processes so large that each has one micro-batch a step."
+            )
         return _Both(work.model.no_sync(), self.inner.accumulate(work, last))
 
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
         if stage is not Stage.TRAIN and isinstance(work.model, DistributedDataParallel):
             work = replace(work, model=work.model.module.module)
+        self._without_samples = batch is EMPTY
         try:
             return self.inner.forward(work, stage, batch, step)
         except RuntimeError as error:
@@ -168,8 +178,8 @@ class DDP(AbstractTrainerBackendDecorator):
 
     def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
         """DistributedDataParallel averages; weights that sum to one over all processes need the sum."""
-        if weight == 0:
-            loss = zero_loss(work.parameters)  # whatever the loss was: 0 * nan would be nan
+        if weight == 0 and not self._without_samples:
+            loss = _nothing_of(loss, work)
         self.inner.backward(work, loss, weight * work.world.size)
 
     def begin_evaluation(self, work: Workload) -> None:
@@ -197,6 +207,17 @@ class DDP(AbstractTrainerBackendDecorator):
             if self._owns_group:
                 dist.destroy_process_group()
         self._group, self._made, self._owns_group = None, [], False
+
+
+def _nothing_of(loss: Tensor, work: Workload) -> Tensor:
+    """A loss of 0 in place of `loss`, which may be nan, with the gradients that the wrapper waits for."""
+    if getattr(work.model, "static_graph", False):
+        raise ConfigurationError(
+            f"{_STATIC} for a micro-batch that counts nothing (batch_weight returned 0): it has no backward pass, so "
+            f"steps are not alike. {_NOT_STATIC}."
+        )
+    searched = getattr(work.model, "find_unused_parameters", False)  # it waits for parameters in use alone
+    return zero_loss(used_by(loss, work.parameters) if searched else work.parameters)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
