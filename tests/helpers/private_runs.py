@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, weights
+from trainstack.backends.dp import ledger_file
 
 LIMIT, SEED = 0.5, 3
 
@@ -143,3 +146,34 @@ def private_ranks(directory: str, runs: dict[str, dict[str, Any]]) -> dict[str, 
             "planned": trainer.plan.total_steps,
         }
     return found
+
+
+class BreaksOff(Classifier):
+    """Fails in the step after `steps`."""
+
+    def __init__(self, steps: int, dataset: Any = None) -> None:
+        super().__init__(dataset)
+        self.steps = steps
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        if global_step > self.steps:
+            raise ArithmeticError("broken off")
+        return super().train_step(global_step, batch, device)
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def closed_on_a_full_disk(directory: str) -> dict[str, Any]:
+    """Break off within a block of the ledger's, and close when what is left of it cannot be handed back."""
+    trainer = ts.Trainer(BreaksOff(2), private(directory, promise(noise_multiplier=1.0), backend="ddp-dp"))
+    with suppress(ArithmeticError):
+        trainer.train()
+    ledger_file.write = full_disk
+    found: dict[str, Any] = {"error": None}
+    try:
+        trainer.close()
+    except ts.TrainstackError as error:
+        found["error"] = str(error)
+    return {**found, "open": dist.is_initialized()}

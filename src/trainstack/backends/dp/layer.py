@@ -118,9 +118,11 @@ class DP(AbstractTrainerBackendDecorator):
         self._ready.update_state(state)
 
     def close(self) -> None:
-        if self._mechanism is not None:
-            self._mechanism.close()
-        self.inner.close()
+        try:
+            if self._mechanism is not None:
+                self._mechanism.close()
+        finally:
+            self.inner.close()
 
     @property
     def _ready(self) -> Mechanism:
