@@ -72,6 +72,12 @@ def test_without_noise_epsilon_is_infinite(capsys: pytest.CaptureFixture[str]) -
     assert ask_json(capsys, *words)["epsilon"] is None
 
 
+def test_with_hardly_any_noise_epsilon_is_large(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["epsilon", "--noise-multiplier", "0.02", "--sample-rate", "0.01", "--steps", "200", "--delta", "1e-5"]
+    found = ask_json(capsys, *words)
+    assert 1000 < found["shuffled_at_least"] < found["fixed_order"] < found["epsilon"] < 1e6
+
+
 def test_noise_for_a_target(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["noise", "--target-epsilon", "8", "--sample-rate", "0.04", "--steps", "2250", "--delta", "1e-5"]
     assert ask(capsys, *words).splitlines()[0] == "noise multiplier 1.34765625 for epsilon 8 at delta 1e-05"
