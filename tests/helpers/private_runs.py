@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -166,14 +167,18 @@ def full_disk(*_: Any) -> None:
 
 
 def closed_on_a_full_disk(directory: str) -> dict[str, Any]:
-    """Break off within a block of the ledger's, and close when what is left of it cannot be handed back."""
-    trainer = ts.Trainer(BreaksOff(2), private(directory, promise(noise_multiplier=1.0), backend="ddp-dp"))
+    """Break off within a block of the ledger's, close when what is left of it cannot be handed back, start again."""
+    args = private(directory, promise(noise_multiplier=1.0), backend="ddp-dp", resume="auto")
+    trainer = ts.Trainer(BreaksOff(2), args)
     with suppress(ArithmeticError):
         trainer.train()
-    ledger_file.write = full_disk
     found: dict[str, Any] = {"error": None}
-    try:
-        trainer.close()
-    except ts.TrainstackError as error:
-        found["error"] = str(error)
-    return {**found, "open": dist.is_initialized()}
+    with mock.patch.object(ledger_file, "write", full_disk):
+        try:
+            trainer.close()
+        except ts.TrainstackError as error:
+            found["error"] = str(error)
+    found["open"] = dist.is_initialized()
+    again = ts.Trainer(Classifier(), args)
+    again.train()
+    return {**found, "steps": again.privacy_statement().steps}

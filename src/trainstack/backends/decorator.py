@@ -53,6 +53,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     def step(self, work: Workload) -> bool:
         return self.inner.step(work)
 
+    def start_afresh(self, *, again: bool) -> None:
+        self.inner.start_afresh(again=again)
+
     @property
     def sampling(self) -> Sampling | None:
         return self.inner.sampling

@@ -62,7 +62,9 @@ def _add_noise(parser: argparse.ArgumentParser) -> None:
 def _add_steps(parser: argparse.ArgumentParser) -> None:
     duration = parser.add_mutually_exclusive_group(required=True)
     duration.add_argument("--steps", type=int, help="of the whole training")
-    duration.add_argument("--epochs", type=int, help="of N / batch size steps each, rounded up, as the Trainer makes them")
+    duration.add_argument(
+        "--epochs", type=int, help="of N / batch size steps each, rounded up, as the Trainer makes them"
+    )
 
 
 def _add_mechanism(parser: argparse.ArgumentParser) -> None:

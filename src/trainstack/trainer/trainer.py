@@ -211,7 +211,9 @@ class Trainer(EvaluatingTrainer):
         parts = (self.module, self.args, self.trainer_backend, self.world, self.state, self.history, self._stopper)
         self._run = Run(*parts, self.events, self._metrics)
         self.events.fire(Event.READY)
-        if not checkpoint.is_empty:
+        if checkpoint.is_empty:
+            self.trainer_backend.start_afresh(again=self.args.resume == "auto")
+        else:
             resume(self, self._run, checkpoint)
 
     # --- checkpoints ---------------------------------------------------------------------------------------

@@ -99,6 +99,10 @@ class DP(AbstractTrainerBackendDecorator):
         """Charge the step, then release the noisy mean of the clipped gradients; returns its norm."""
         return self._ready.release(work)
 
+    def start_afresh(self, *, again: bool) -> None:
+        self._ready.start_afresh(again=again)
+        self.inner.start_afresh(again=again)
+
     @property
     def sampling(self) -> Sampling | None:
         return None if self._mechanism is None else self._mechanism.sampling
