@@ -108,6 +108,11 @@ class TrainerBackend(ABC):
         return None
 
     @property
+    def stated_records(self) -> int | None:
+        """How many records the run is planned for and tells of, where a layer keeps the true number back."""
+        return None
+
+    @property
     def is_private(self) -> bool:
         """Whether a layer of the stack bounds what training reveals of a record."""
         return any(layer.name == "dp" for layer in self.layers())

@@ -60,6 +60,10 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     def sampling(self) -> Sampling | None:
         return self.inner.sampling
 
+    @property
+    def stated_records(self) -> int | None:
+        return self.inner.stated_records
+
     def privacy_statement(self) -> PrivacyStatement:
         return self.inner.privacy_statement() if self.is_private else super().privacy_statement()  # of the whole stack
 

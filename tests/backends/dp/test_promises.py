@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import time
@@ -252,6 +253,24 @@ def test_what_was_overridden_is_in_every_checkpoint_also_after_a_resume_without_
     after = trained(Classifier(), tmp_path, promise(**NOISY), epochs=2, resume=True)
     assert after.privacy_statement().epsilon is None
     assert "clip_grad_value=1.0" in after.privacy_statement().text
+
+
+def test_a_number_of_records_that_is_kept_back_stands_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    args = promise(**NOISY, dataset_size=2000)
+    changes = {"train_batch_size": 100, "gpu_batch_size_limit": 100, "writers": ["stdout", "csv", "jsonl"]}
+    trainer = trained(Classifier(numbers(1493)), tmp_path, args, **changes)
+
+    plan, statement = trainer.plan, trainer.privacy_statement()
+    assert (plan.samples_per_epoch, plan.last_step_samples, plan.total_steps) == (2000, 100, 20)
+    assert (statement.dataset_size, statement.planned_steps) == (2000, 20)
+    assert statement.history == ((1.0, 0.05, 20),)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
+    assert {"MANIFEST.json", "README.md", "privacy_statement.txt"} <= {path.name for path in files}
+    told = [capsys.readouterr().out, caplog.text, *(path.read_text() for path in files)]
+    assert any("2000" in text for text in told)
+    assert not any(re.search(r"(?<![\w.])1,?493(?![\w.])", text) for text in told)
 
 
 # --- randomness

@@ -108,6 +108,10 @@ class DP(AbstractTrainerBackendDecorator):
         return None if self._mechanism is None else self._mechanism.sampling
 
     @property
+    def stated_records(self) -> int | None:
+        return None if self._args is None else self._args.dataset_size
+
+    @property
     def accountant(self) -> Accountant:
         """What was spent and may still be."""
         return self._ready.accountant
