@@ -18,7 +18,7 @@ from tools.bench.measure import Outcome, measure, same_bits
 from tools.bench.profile import PARTS, Clock, profile, table
 from tools.bench.workloads import WORKLOADS
 
-BOUNDS = {"W1": 0.85, "W1-ready": 1.0, "W4-ready": 0.95}
+BOUNDS = {"W1": 0.85, "W1-ready": 1.0, "W4-ready": 0.95, "W5": 0.35, "W5-ready": 1.1}
 """About 15 % over what is measured, setting up a run of so few steps included: a busy machine passes, and a step that
 got so much dearer does not."""
 
@@ -34,9 +34,10 @@ def short(workload: str, steps: int, rounds: int, *names: str) -> dict[str, Outc
 
 
 @pytest.mark.parametrize("workload", BOUNDS)
-def test_the_default_loop_costs_less_than_the_handwritten_one_that_clips(workload: str) -> None:
+def test_the_default_loop_costs_less_than_the_handwritten_one_that_does_the_same(workload: str) -> None:
     outcomes = short(workload, 400, 7, "raw_clip", "trainstack_default")
-    default, by_hand = outcomes["trainstack_default"], outcomes["raw_clip"]
+    default = outcomes["trainstack_default"]
+    by_hand = outcomes[default.against]
     assert default.same_bits
     assert median(default.ratios(by_hand)) <= BOUNDS[workload]
 
