@@ -160,6 +160,26 @@ def test_test_and_predict(tmp_path: Path) -> None:
         ts.Trainer(Classifier(), arguments(tmp_path)).predict(DataLoader(module.dataset))
 
 
+class Breaks(Classifier):
+    def predict_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_after_a_prediction_that_was_broken_off_checkpoints_are_written_and_validations_record_nothing(
+    tmp_path: Path,
+) -> None:
+    trainer = train(Breaks(validate=True), tmp_path / "run")
+    before = trainer.history.to_dict()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.predict(DataLoader(numbers(13), batch_size=4))
+
+    trainer.save_checkpoint(path=tmp_path / "mine")
+    trainer.validate()
+    assert (tmp_path / "mine").exists()
+    assert trainer.history.to_dict() == before
+    assert ts.find_lr(trainer, steps=3).rates
+
+
 class Predicts(Classifier):
     def get_test_dataloaders(self, sampler: Any, batch_size: int) -> Any:
         return DataLoader(self.dataset, batch_size=batch_size, shuffle=True)
