@@ -180,6 +180,16 @@ def test_after_a_prediction_that_was_broken_off_checkpoints_are_written_and_vali
     assert ts.find_lr(trainer, steps=3).rates
 
 
+@pytest.mark.spec("PMT-22", "FN-31")
+def test_the_cap_on_validations_cuts_neither_tests_nor_predictions(tmp_path: Path) -> None:
+    module = Predicts(numbers(13), validate=True)
+    trainer = ts.Trainer(module, arguments(tmp_path, val_batch_size=5, max_val_steps_per_epoch=1))
+
+    assert len(trainer.validate()["default"][1]) == 5
+    assert len(trainer.test()["default"][1]) == 13
+    assert len(trainer.predict(DataLoader(module.dataset, batch_size=5))[0]) == 13
+
+
 class Predicts(Classifier):
     def get_test_dataloaders(self, sampler: Any, batch_size: int) -> Any:
         return DataLoader(self.dataset, batch_size=batch_size, shuffle=True)

@@ -153,7 +153,7 @@ class Evaluator:
         run = self._run
         world = run.world
         evaluation = Evaluation(run.stack, run.loop.work, stage, run.state.global_step, keep_outputs=keep)
-        limit = only or run.args.max_val_steps_per_epoch
+        limit = only or (run.args.max_val_steps_per_epoch if stage is Stage.VAL else None)
         batches, in_parts = evaluation_batches(loader, seed=run.state.seed, world=world, limit=limit)
         measured = None if stage is Stage.PREDICT else self.metrics.over(key, world, in_parts=in_parts)
         progress = NoProgress() if reporter is None else reporter.progress
