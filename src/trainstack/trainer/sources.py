@@ -58,6 +58,13 @@ def why_foreign(loader: Any) -> str | None:
     return None
 
 
+def order_in_words(loader: Any) -> str:
+    """How the samples behind `loader` come in training."""
+    if why_foreign(loader) is not None:
+        return "in the loader's own order"
+    return "in data set order" if isinstance(loader.sampler, SequentialSampler) else "shuffled"
+
+
 @dataclass(slots=True)
 class OrderedSource:
     """A map-style data set in the library's own order: every sample once, whatever the number of processes.
