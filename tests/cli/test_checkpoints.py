@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import trainstack as ts
 from tests.checkpointing.support import flip_bit, make_checkpoint
 from tests.helpers.modules import Classifier, train
-from trainstack.checkpointing import manifest
+from trainstack.checkpointing import Checkpoint, manifest, write_checkpoint
 from trainstack.cli.main import main
 
 
@@ -133,6 +134,19 @@ class TestShow:
         assert shown["states"]["module_interface_state"]["encoder.weight"] == {"dtype": "float32", "shape": [3, 2]}
         assert shown["states"]["rng_state"]["numpy"][1] == {"dtype": "uint32", "shape": [624]}
         assert shown["states"]["history_state"]["loss"] == [0.5, "inf"]
+
+    def test_shows_what_a_deque_and_a_set_hold(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        held = {"memory": deque([torch.ones(4)] * 9, maxlen=10), "names": {"a"}}
+        path = write_checkpoint(Checkpoint(module_interface_state=held), tmp_path, "a")
+        _, out, _ = call(capsys, "show", path)
+
+        assert "module_interface_state: 9 tensors, 36 elements" in out
+        assert "    [0]                                  float32 [4]\n" in out
+        assert "    ... and 7 more\n" in out
+        assert "'a'" in out
+        shown = as_json(capsys, "show", path)["states"]["module_interface_state"]
+        assert shown["memory"][8] == {"dtype": "float32", "shape": [4]}
+        assert shown["names"] == ["a"]
 
     def test_an_export(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "model_state: 4 tensors" in call(capsys, "show", trained / "checkpoint-model-000001")[1]
