@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,11 @@ def test_a_tensor_is_compared_in_every_bit_whatever_holds_it(container: Any) -> 
 def test_two_deques_of_other_lengths_or_limits_differ() -> None:
     assert words(deque([1, 2]), deque([1])) == ["x[1]: 2 | absent"]
     assert words(deque([1], maxlen=2), deque([1])) == ["x.maxlen: 2 | None"]
+
+
+def test_two_defaultdicts_with_other_factories_differ() -> None:
+    assert words(defaultdict(int, a=1), defaultdict(int, a=1)) == []
+    assert words(defaultdict(int, a=1), defaultdict(list, a=1)) == ["x.default_factory: <class 'int'> | <class 'list'>"]
 
 
 @pytest.mark.parametrize("kind", [set, frozenset])

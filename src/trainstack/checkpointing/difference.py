@@ -48,8 +48,10 @@ def differences(one: Any, other: Any, root: str = "", place: tuple[Any, ...] = (
     if mine is None or theirs is None or type(one) is not type(other):
         yield from _leaf(where, one, other)
         return
-    if isinstance(one, deque) and one.maxlen != other.maxlen:
-        yield Difference(where=f"{where}.maxlen", one=repr(one.maxlen), other=repr(other.maxlen))
+    for name in ("maxlen", "default_factory"):  # of a deque and a defaultdict
+        traits = [getattr(side, name, None) for side in (one, other)]
+        if traits[0] != traits[1]:
+            yield Difference(where=f"{where}.{name}", one=repr(traits[0]), other=repr(traits[1]))
     part = (lambda key: key) if isinstance(one, dict) else Index
     left, right = dict(mine), dict(theirs)
     for key in [*left, *(key for key in right if key not in left)]:
