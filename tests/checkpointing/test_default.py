@@ -190,6 +190,21 @@ def test_resume_by_path_takes_a_checkpoint_or_a_directory_of_them(tmp_path: Path
     assert mark_of(other.load(tmp_path)) == 2
 
 
+def test_a_runs_folder_stands_for_the_checkpoints_in_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    one = checkpointer(run / "checkpoints")
+    one.save(make_checkpoint(1), 1)
+    one.save_model({"w": torch.ones(1)}, 1)
+    os.rename(run / "checkpoints" / "checkpoint-model-000001", run / "export")
+    assert mark_of(checkpointer(tmp_path / "new").load(run)) == 1
+    assert mark_of(checkpointer(tmp_path / "new", load_dir=str(run)).load(True)) == 1
+    deleting = checkpointer(run / "checkpoints", delete_existing_checkpoints=True)
+    with pytest.raises(ConfigurationError, match="delete_existing_checkpoints"):
+        deleting.load(run)
+    checkpointer(run).save(make_checkpoint(2), 2)
+    assert mark_of(checkpointer(tmp_path / "new").load(run)) == 2
+
+
 @pytest.mark.parametrize("resume", ["", 1, 0])
 def test_a_resume_that_means_nothing_is_refused(tmp_path: Path, resume: Any) -> None:
     with pytest.raises(ConfigurationError, match="resume="):

@@ -98,6 +98,9 @@ class TestVerify:
             assert code == 1
             assert f"checkpoint-000000012/{file} is damaged" in out
 
+    def test_a_runs_folder(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert call(capsys, "verify", trained.parent) == call(capsys, "verify", trained)
+
     def test_what_is_no_checkpoint_is_trouble(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "file.pt").write_bytes(b"x")
         for path in (tmp_path / "nowhere", tmp_path / "file.pt", tmp_path):

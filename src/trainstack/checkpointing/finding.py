@@ -10,7 +10,7 @@ from pathlib import Path
 from trainstack.checkpointing import pointers
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
 from trainstack.checkpointing.checkpoint import Checkpoint
-from trainstack.checkpointing.directory import is_checkpoint_directory
+from trainstack.checkpointing.directory import has_its_files, is_checkpoint_directory
 from trainstack.checkpointing.monitoring import Monitor
 from trainstack.checkpointing.newest import of_prefix, of_run, other_names, read_newest
 from trainstack.checkpointing.reading import read_checkpoint
@@ -62,7 +62,9 @@ class Finder:
                 if rule.monitor is None
                 else self._load_best(directory, prefix, rule.monitor)
             )
-        return self._load_newest(path, required=True) if _holds_many(path) else self._load_named(path)
+        if not _holds_many(path):
+            return self._load_named(path)
+        return self._load_newest(folder_at(path, self.args.file_prefix), required=True)
 
     def _load_own(self, monitor: Monitor | None) -> Checkpoint | None:
         """The newest or best that a run which began from another directory has saved itself; None if there is none."""
@@ -137,6 +139,31 @@ class Finder:
 
     def _warn_of_damage(self, error: CheckpointDamagedError) -> None:
         self._log(logging.WARNING, f"passing over a damaged checkpoint: {error}")
+
+
+def folder_at(path: Path, prefix: str) -> Path:
+    """`path`, or where a run with this `output_dir` keeps its checkpoints, if there are none in `path` itself."""
+    within = path / "checkpoints"
+    return within if within.is_dir() and not of_prefix(path, prefix) else path
+
+
+def follow(path: Path) -> Path:
+    """`path`, or the checkpoint that it stands for if it is a file `last` or `best`.
+
+    Raises:
+        CheckpointNotFoundError: it is, and there is no such checkpoint any more.
+    """
+    rule = pointers.rule_in(path)
+    if rule is None:
+        return path
+    run = of_run(path.parent, rule.file_prefix)
+    found = next(filter(has_its_files, run if rule.monitor is None else rule.monitor.rank(run)), None)
+    if found is None:
+        which = "newest" if rule.monitor is None else f"best by {rule.monitor.name!r}"
+        raise CheckpointNotFoundError(
+            f"{path} stands for the {which} of the checkpoints beside it, and there is none. Name another checkpoint."
+        )
+    return found.path
 
 
 def _holds_many(path: Path) -> bool:

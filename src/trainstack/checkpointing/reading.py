@@ -19,6 +19,7 @@ from trainstack.checkpointing.directory import (
     info_of,
     is_checkpoint_directory,
     read_manifest,
+    scan,
 )
 from trainstack.checkpointing.manifest import Manifest
 from trainstack.checkpointing.tags import Json
@@ -112,10 +113,17 @@ def _open(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
         )
     if not is_checkpoint_directory(root):
         raise CheckpointNotFoundError(
-            f"{root} is not a checkpoint: it has no {manifest.FILE_NAME} of trainstack. "
-            "Give the directory of a checkpoint."
+            f"{root} is not a checkpoint: it has no {manifest.FILE_NAME} of trainstack. {_what_to_name(root)}"
         )
     return root, read_manifest(root)
+
+
+def _what_to_name(root: Path) -> str:
+    inside = [*scan(root).intact, *scan(root / "checkpoints").intact]
+    if not inside:
+        return "Give the directory of a checkpoint."
+    newest = min(inside, key=lambda info: info.kind)  # a checkpoint rather than a model export
+    return f"Name one of those in it, such as {newest.path}."
 
 
 def _load(
