@@ -112,18 +112,13 @@ def _open(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
             "(.pt, .pth, .ckpt) are never read unasked: read_foreign_weights(path) does, for their weights."
         )
     if not is_checkpoint_directory(root):
-        raise CheckpointNotFoundError(
-            f"{root} is not a checkpoint: it has no {manifest.FILE_NAME} of trainstack. {_what_to_name(root)}"
-        )
+        what = f"{root} is not a checkpoint: it has no {manifest.FILE_NAME} of trainstack."
+        inside = [*scan(root).intact, *scan(root / "checkpoints").intact]
+        if inside:
+            newest = min(inside, key=lambda info: info.kind)  # a checkpoint rather than a model export
+            raise CheckpointNotFoundError(f"{what} Name one of those in it, such as {newest.path}.")
+        raise CheckpointNotFoundError(f"{what} Give the directory of a checkpoint.")
     return root, read_manifest(root)
-
-
-def _what_to_name(root: Path) -> str:
-    inside = [*scan(root).intact, *scan(root / "checkpoints").intact]
-    if not inside:
-        return "Give the directory of a checkpoint."
-    newest = min(inside, key=lambda info: info.kind)  # a checkpoint rather than a model export
-    return f"Name one of those in it, such as {newest.path}."
 
 
 def _load(
