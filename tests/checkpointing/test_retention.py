@@ -187,6 +187,27 @@ def test_a_run_keeps_its_own_checkpoints_where_the_earlier_runs_were_deleted(tmp
     assert mark_of(checkpointer(tmp_path).load(True)) == 8
 
 
+def test_a_run_that_begins_afresh_beside_an_earlier_ones_checkpoints_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = checkpointer(tmp_path)
+    first.begin_run(resumed=False)
+    save_all(first, [1.0, 2.0])
+    checkpointer(tmp_path).begin_run(resumed=True)
+    checkpointer(tmp_path, delete_existing_checkpoints=True).begin_run(resumed=False)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    afresh = checkpointer(tmp_path)
+    afresh.begin_run(resumed=False)
+    (said,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    newest = tmp_path / "checkpoint-000000002"
+    assert said.startswith(f"{tmp_path} has 2 checkpoints of an earlier run. This run does not go on from there")
+    assert f"To go on from the newest write resume='{newest}'; to keep all give this run another output_dir" in said
+    assert mark_of(checkpointer(tmp_path).load(newest)) == 2
+    save_all(afresh, [7.0])
+    assert steps(tmp_path) == {1, 2}
+    assert list_checkpoints(tmp_path)[-1].metrics["val/loss"] == 7.0
+
+
 def test_while_it_cannot_be_told_what_is_an_earlier_runs_nothing_is_deleted(tmp_path: Path) -> None:
     save_all(checkpointer(tmp_path), [1.0, 2.0])
     saver = checkpointer(tmp_path, keep_last=1)

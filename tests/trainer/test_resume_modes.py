@@ -143,11 +143,26 @@ class TestStateThatMustSurvive:
         )
         assert kept.trainer_backend.get_state()["ledger"] == {"steps": 12}
 
+    @pytest.mark.parametrize("backend", ["sp", "sp-ledger"])
+    def test_a_checkpoints_weights_are_not_taken_without_it_by_the_name_of_their_file(
+        self, tmp_path: Path, backend: str
+    ) -> None:
+        train(Classifier(), tmp_path, backend="sp-ledger", checkpointer_args=SAVING)
+        folder = tmp_path / "checkpoints" / "checkpoint-000000006"
+        link = tmp_path / "weights.safetensors"
+        link.symlink_to(folder / "model.safetensors")
+
+        said = rf"is a file of a checkpoint of backend 'sp-ledger', .*\['ledger'\].* Write resume='{folder}'"
+        for file in (folder / "model.safetensors", link):
+            with pytest.raises(ts.CheckpointMismatchError, match=said):
+                train(Classifier(), tmp_path / "new", backend=backend, init_weights_from=file)
+
     def test_an_export_is_a_release(self, tmp_path: Path) -> None:
         train(Classifier(), tmp_path, backend="sp-ledger", checkpointer_args=SAVING)
         export = tmp_path / "checkpoints" / "checkpoint-model-000000"
 
-        assert train(Classifier(), tmp_path / "new", init_weights_from=export).warm_start_report is not None
+        for source in (export, export / "model.safetensors"):
+            assert train(Classifier(), tmp_path / "new", init_weights_from=source).warm_start_report is not None
 
 
 class TestWarmStart:
@@ -193,6 +208,19 @@ class TestWarmStart:
         trainer = ts.Trainer(Classifier(), arguments(tmp_path, init_weights_from=path, init_weights_strict=True))
         assert trainer.plan is not None
         assert torch.equal(weights(trainer.module), weights(source))
+
+    def test_a_file_of_a_checkpoint_or_beside_files_of_others_is_read(self, tmp_path: Path) -> None:
+        train(Classifier(), tmp_path, checkpointer_args=SAVING)
+        file = tmp_path / "checkpoints" / "checkpoint-000000006" / "model.safetensors"
+        theirs = tmp_path / "theirs"
+        theirs.mkdir()
+        for name in ("MANIFEST.json", "state.json"):
+            (theirs / name).write_text("{}")
+            alone = theirs / f"{name}.safetensors"
+            alone.write_bytes(file.read_bytes())
+            for source in (file, alone):
+                assert train(Classifier(), tmp_path / "new", init_weights_from=source).warm_start_report is not None
+            (theirs / name).unlink()
 
     def test_a_path_that_is_none(self, tmp_path: Path) -> None:
         with pytest.raises(ts.ConfigurationError, match="init_weights_from=True: write the path of"):

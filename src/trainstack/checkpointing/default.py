@@ -70,7 +70,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """Remember, when a run begins afresh or from another directory, which checkpoints are an earlier run's.
 
         They stay where they are and can be named, but are not "the newest" of this run, and it never deletes them: it
-        may be interrupted before its first checkpoint, and must not go on from another run's.
+        may be interrupted before its first checkpoint, and must not go on from another run's. A warning tells of them.
         """
         self._background.wait()  # one that was abandoned may still be deleting older ones
         elsewhere = self._loaded_from is not None and self._loaded_from.resolve() != self.save_dir.resolve()
@@ -79,6 +79,14 @@ class DefaultCheckpointer(AbstractCheckpointer):
         if earlier:
             began.mark(self.save_dir, self.args.file_prefix, earlier[0].sequence)
             retention.after_save(self.save_dir, self.args, self._log)
+        if earlier and not self.args.delete_existing_checkpoints:  # each that is deleted is named then
+            count = "a checkpoint" if len(earlier) == 1 else f"{len(earlier)} checkpoints"
+            self._log(
+                logging.WARNING,
+                f"{self.save_dir} has {count} of an earlier run. This run does not go on from there, and replaces "
+                f"those of the same step. To go on from the newest write resume={str(earlier[0].path)!r}; to keep all "
+                "give this run another output_dir.",
+            )
 
     def last(self) -> CheckpointInfo | None:
         """The newest checkpoint of this run in `save_dir` whose files are there in their sizes, or None."""

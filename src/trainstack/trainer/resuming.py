@@ -13,6 +13,7 @@ from trainstack.backends.registry import known_layers
 from trainstack.checkpointing import Checkpoint, WarmStartReport, warm_start
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
 from trainstack.checkpointing.finding import follow
+from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.events import Event
@@ -85,17 +86,28 @@ def start_from_weights(trainer: Trainer, resumed: bool) -> WarmStartReport | Non
 
 def _refuse_private(source: Path, stack: TrainerBackend) -> None:
     """A checkpoint of a private run may only be gone on from with its accountant; an export is a release."""
-    if not is_checkpoint_directory(source):
+    folder = _checkpoint_of(source)
+    if folder is None:
         return
-    content = read_manifest(source)
+    content = read_manifest(folder)
     spec = (content.metadata or {}).get("backend", "")
     private = [token for token in _must_survive(stack) if token and f"-{token}-" in f"-{spec}-"]
     if content.kind == "checkpoint" and private:
+        part = "" if folder == source else "a file of "
         raise CheckpointMismatchError(
-            f"init_weights_from={str(source)!r} is a checkpoint of backend {spec!r}, and would be taken without the "
-            f"state of {private}, which accounts for all that was done so far. Write resume={str(source)!r}, or, if "
-            "these weights are released as they are, name an export of them."
+            f"init_weights_from={str(source)!r} is {part}a checkpoint of backend {spec!r}, and would be taken without "
+            f"the state of {private}, which accounts for all that was done so far. Write resume={str(folder)!r}, or, "
+            "if these weights are released as they are, name an export of them."
         )
+
+
+def _checkpoint_of(source: Path) -> Path | None:
+    """The checkpoint or export that `source` is, or is a file of, also by a link to that file; None if of neither."""
+    if source.is_dir():
+        return source if is_checkpoint_directory(source) else None
+    folders = (source.parent, source.resolve().parent)
+    own = (folder for folder in folders if (folder / MANIFEST).exists() and is_checkpoint_directory(folder))
+    return next(own, None)
 
 
 def resume(trainer: Trainer, run: Run, checkpoint: Checkpoint) -> None:
