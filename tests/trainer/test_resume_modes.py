@@ -134,6 +134,8 @@ class TestStateThatMustSurvive:
                 train(Classifier(), tmp_path / "new", backend=backend, resume=path, resume_mode="weights")
             with pytest.raises(ts.CheckpointMismatchError, match=r"without the state of \['ledger'\].*name an export"):
                 train(Classifier(), tmp_path / "new", backend=backend, init_weights_from=path)
+            with pytest.raises(ts.CheckpointMismatchError, match=r"without the state of \['ledger'\].*name an export"):
+                train(Classifier(), tmp_path / "new", backend=backend, init_weights_from=path.with_name("last"))
         with pytest.raises(ts.CheckpointMismatchError, match=r"state for \['ledger'\]"):
             train(Classifier(), tmp_path / "new", resume=path, resume_mode="weights_and_optimizer")
         kept = train(

@@ -18,7 +18,7 @@ from trainstack.checkpointing.buffers import HostBuffers
 from trainstack.checkpointing.checkpoint import Checkpoint
 from trainstack.checkpointing.committing import Payload, commit
 from trainstack.checkpointing.directory import CheckpointInfo, has_prefix, name_of, scan
-from trainstack.checkpointing.finding import Finder
+from trainstack.checkpointing.finding import Finder, folder_at
 from trainstack.checkpointing.monitoring import DEFAULT_MONITOR
 from trainstack.checkpointing.newest import of_prefix, of_run
 from trainstack.checkpointing.writing import pack, write_checkpoint, write_model
@@ -221,7 +221,9 @@ class DefaultCheckpointer(AbstractCheckpointer):
         return checkpoint
 
     def _load_directory(self) -> Path:
-        return self._settle("load_dir", self.args.load_dir) if self.args.load_dir else self.save_dir
+        if not self.args.load_dir:
+            return self.save_dir
+        return folder_at(self._settle("load_dir", self.args.load_dir), self.args.file_prefix)
 
     def _miss_monitor(self, checkpoint: Checkpoint) -> None:
         """Say once that a checkpoint cannot be the best, where somebody asked for the best."""

@@ -12,6 +12,7 @@ from trainstack.backends import TrainerBackend
 from trainstack.backends.registry import known_layers
 from trainstack.checkpointing import Checkpoint, WarmStartReport, warm_start
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
+from trainstack.checkpointing.finding import follow
 from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.arguments import TrainerArguments
@@ -75,7 +76,8 @@ def start_from_weights(trainer: Trainer, resumed: bool) -> WarmStartReport | Non
     if resumed:
         log.info(f"init_weights_from={os.fspath(source)!r} is not used: the run goes on from a checkpoint.")
         return None
-    _refuse_private(Path(source), trainer.trainer_backend)
+    source = follow(Path(source))
+    _refuse_private(source, trainer.trainer_backend)
     weights = trainer._saver.read_weights(source)
     report = warm_start(trainer.module, weights, strict=args.init_weights_strict, name=os.fspath(source))
     log.info(str(report)) if report.is_complete else log.warning(str(report))
