@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, train, weights
 from tests.helpers.specs import stacks_that_run_here
+from trainstack.trainer.writers import CsvWriter
 
 
 def broken(**methods: Any) -> Classifier:
@@ -91,6 +94,10 @@ MODULE_MISTAKES = {
         loader(lambda s, b: DataLoader(numbers(5), batch_size=b, drop_last=True)),
         "train_batch_size=8 with drop_last=True and 5 samples leaves no global step",
     ),
+    "an empty list for a loader": (
+        loader(lambda s, b: []),
+        "gave no batch at all. Return a loader over data",
+    ),
     "validation data without val_step": (
         {
             **val_loader(lambda s, b: DataLoader(s.dataset, batch_size=b)),
@@ -150,6 +157,17 @@ def test_a_module_that_breaks_its_contract(mistake: str, tmp_path: Path) -> None
         train(broken(**methods), tmp_path)
 
 
+@pytest.mark.parametrize("limit", [{"max_steps": 5}, {"max_steps": 0.5}, {"fast_dev_run": True}], ids=str)
+@pytest.mark.parametrize("mistake", ["drop_last leaves nothing", "an empty list for a loader"])
+def test_data_without_a_step_is_named_also_where_steps_are_counted(
+    mistake: str, limit: dict[str, Any], tmp_path: Path
+) -> None:
+    methods, message = MODULE_MISTAKES[mistake]
+
+    with pytest.raises((ts.ModuleContractError, ts.ConfigurationError), match=message):
+        train(broken(**methods), tmp_path, **limit)
+
+
 ARGUMENT_MISTAKES = {
     "unknown backend": ({"backend": "sp-apm"}, r"no layer is called 'apm'. Did you mean 'amp'\?"),
     "wrong order": ({"backend": "amp-sp"}, "'sp' goes outside 'amp'. Write 'sp-amp'."),
@@ -161,6 +179,15 @@ ARGUMENT_MISTAKES = {
     "two clippings": ({"clip_grad_value": 1.0, "max_grad_norm": 2.0}, "clipped once, by value or by norm"),
     "an unknown choice": ({"nonfinite": "ignore"}, "nonfinite='ignore': write one of 'raise', 'skip'"),
     "an unknown device": ({"device": "gpu"}, "device='gpu': torch knows no such device"),
+    "no writers": ({"writers": None}, r"writers=None: write a list .*or \[\] for none"),
+    "a writer by itself": ({"writers": CsvWriter("metrics.csv")}, "write a list of names and Writer objects"),
+    "the class of a writer": ({"writers": CsvWriter}, "write a list of names and Writer objects"),
+    "the class of a writer in a list": ({"writers": [CsvWriter]}, r"Give an object: CsvWriter\(\.\.\.\)"),
+    "no backend options": ({"backend_options": None}, "backend_options=None: write a dict of options for each layer"),
+    "options that are no dict": ({"backend_options": {"amp": 1}}, "by its token: {'amp': {'init_scale': 1024.0}}"),
+    "statistics as a dict": ({"stats_args": {}}, r"stats_args={}: write StatsArguments\(\.\.\.\) or None"),
+    "resume in quotes": ({"resume": "True"}, "resume='True' would be the path .* Write resume=True, not in quotes"),
+    "no resume in quotes": ({"resume": "no"}, "Write resume=False, not in quotes"),
     "writers as a string": ({"writers": "csv"}, r"writers='csv': write a list: writers=\['csv'\]"),
     "PyMarlin's flag against the string": ({"amp_backend_native": True}, "Write backend='sp-amp'"),
     "privacy without a private backend": (
@@ -178,6 +205,13 @@ ARGUMENT_MISTAKES = {
         "layer 'amp' does not take the options {'scale': 1.0}",
     ),
 }
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(ts.TrainerArguments)])
+def test_no_argument_of_a_wrong_kind_is_answered_with_a_traceback(name: str) -> None:
+    for value in (None, 1, 1.5, "x", b"x", [], ["x"], {}, {"amp": 1}, {"a"}, object(), int):
+        with contextlib.suppress(ts.ConfigurationError):  # or taken as it is
+            ts.TrainerArguments(**{name: value})
 
 
 @pytest.mark.parametrize("mistake", ARGUMENT_MISTAKES)
@@ -202,6 +236,11 @@ def test_arguments_that_are_wrong(mistake: str, tmp_path: Path) -> None:
 def test_a_trainer_of_wrong_parts(parts: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=message):
         ts.Trainer(*parts, *([ts.TrainerArguments()] if len(parts) == 1 else []))
+
+
+def test_a_stack_goes_to_the_trainer_and_its_string_to_the_arguments() -> None:
+    with pytest.raises(ts.ConfigurationError, match=r"string such as 'sp-bf16'.*Trainer\(\.\.\., trainer_backend="):
+        ts.TrainerArguments(backend=ts.build_trainer_backend("sp"))  # type: ignore[arg-type]
 
 
 def test_a_module_without_the_methods_that_must_be_there() -> None:
