@@ -223,6 +223,19 @@ class TestMoreAndFewerEpochs:
         assert longer.global_steps_finished == 24
         assert longer.get_state()["schedulers"][0]["last_epoch"] == 12
 
+    def test_a_schedule_by_epochs_is_held_against_epochs(self, tmp_path: Path) -> None:
+        class ByEpochs(Classifier):
+            def get_optimizers_schedulers(self, *_: Any) -> Any:
+                optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+                cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=4)
+                return optimizer, ts.SchedulerConfig(cycle, interval="epoch")
+
+        train(ByEpochs(), tmp_path, epochs=2, checkpointer_args=SAVING)
+        longer = train(ByEpochs(), tmp_path, epochs=4, resume=True, checkpointer_args=SAVING)
+        assert longer.get_state()["schedulers"][0]["last_epoch"] == 4
+        with pytest.raises(ts.CheckpointMismatchError, match=r"4 steps, of which 4 are done; epochs=5 has 1 more"):
+            train(ByEpochs(), tmp_path, epochs=5, resume=True, checkpointer_args=SAVING)
+
     def test_a_schedule_that_is_made_too_short_is_named(self, tmp_path: Path) -> None:
         class Short(Classifier):
             def get_optimizers_schedulers(self, *_: Any) -> Any:

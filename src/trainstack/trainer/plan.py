@@ -119,6 +119,11 @@ class TrainingPlan:
         steps = None if self.max_steps is None else max(1, self.max_steps - global_step)
         return replace(self, epochs=max(1, self.epochs - epoch), max_steps=steps)
 
+    def with_end(self, epochs: int, max_steps: int | float | None) -> TrainingPlan:
+        """The plan of the same data with another end; arguments and errors are those of `make`."""
+        steps, epochs = _limited(max_steps, self.steps_per_epoch, epochs)
+        return replace(self, epochs=epochs, max_steps=steps)
+
     def ends_within_epoch(self, global_step: int, steps_in_epoch: int) -> bool:
         """Whether the run is over at a step that is not the last of its epoch, as far as that is known."""
         if self.max_steps is None or global_step < self.max_steps:
