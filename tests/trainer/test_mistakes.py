@@ -137,6 +137,18 @@ MODULE_MISTAKES = {
         {"on_begin_train_epoch": lambda self, epoch: None},
         r"Write def on_begin_train_epoch\(self, global_step, epoch\)",
     ),
+    "a hook at the end of an epoch without arguments": (
+        {"on_end_train_epoch": lambda self: None},
+        r"on_end_train_epoch\(\) cannot be .*Write def on_end_train_epoch\(self, global_step, \*outputs\)",
+    ),
+    "a hook at the end of a step without arguments": (
+        {"on_end_train_step": lambda self: None},
+        r"Write def on_end_train_step\(self, global_step, \*outputs\)",
+    ),
+    "a hook at the end of an epoch with a keyword": (
+        {"on_end_train_epoch": lambda self, global_step, *, epoch: None},
+        r"Write def on_end_train_epoch\(self, global_step, \*outputs\)",
+    ),
     "a hook without key": (
         {"on_end_val_epoch": lambda self, global_step, loss: None},
         r"Write def on_end_val_epoch\(self, global_step, \*outputs, key\)",
@@ -331,6 +343,90 @@ def test_a_hook_with_a_slip_in_its_name_is_pointed_at(tmp_path: Path, caplog: py
 
     assert "Broken.on_end_validation_epoch is no hook" in caplog.text
     assert "Did you mean 'on_end_val_epoch'?" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("get_val_dataloader", "get_val_dataloaders"),
+        ("get_vla_dataloaders", "get_val_dataloaders"),
+        ("val_dataloader", "get_val_dataloaders"),
+        ("validation_step", "val_step"),
+        ("eval_step", "val_step"),
+    ],
+)
+def test_a_method_of_validation_with_a_slip_in_its_name_is_pointed_at(
+    name: str, meant: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lacking = {meant: getattr(ts.ModuleInterface, meant), name: lambda self, *given: None}
+    train(broken(**lacking), tmp_path)
+
+    assert f"Broken.{name} is never called by the trainer, and there is no {meant}: did you mean that?" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["get_val_dataloader", "validation_step", "get_val_dataset", "interval", "last_step"])
+def test_methods_of_ones_own_are_no_slips_where_nothing_is_missing(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(broken(**{name: lambda self: None}), tmp_path)
+    train(
+        broken(get_val_dataset=lambda self: None, get_val_dataloaders=ts.ModuleInterface.get_val_dataloaders), tmp_path
+    )
+
+    assert "is never called" not in caplog.text
+
+
+class Validated(Classifier):
+    """Without a `val_step`; counts what it is asked and how often it is trained."""
+
+    val_step = ts.ModuleInterface.val_step
+
+    def __init__(self, data: bool = True) -> None:
+        super().__init__(numbers(16), validate=data)
+        self.asked = self.trained = 0
+
+    def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
+        self.asked += 1
+        return super().get_val_dataloaders(sampler, batch_size)
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        self.trained += 1
+        return super().train_step(global_step, batch, device)
+
+
+def step_of_ones_own(module: Any, global_step: int, batch: Any, device: Any) -> Any:
+    return module.train_step(global_step, batch, device)
+
+
+class TestValidationDataWithoutAStep:
+    def test_it_is_refused_before_the_first_step(self, tmp_path: Path) -> None:
+        module = Validated()
+        with pytest.raises(ts.ModuleContractError, match="Validated has no val_step, but get_val_dataloaders returned"):
+            train(module, tmp_path)
+        assert module.trained == 0
+
+    def test_none_is_no_data(self, tmp_path: Path) -> None:
+        assert train(Validated(data=False), tmp_path).global_steps_finished == 2
+
+    def test_nothing_is_refused_or_asked_where_no_validation_comes(self, tmp_path: Path) -> None:
+        module = Validated()
+        assert train(module, tmp_path, validate_every=0).global_steps_finished == 2
+        assert module.asked == 0
+
+    def test_a_step_that_the_trainer_is_given_is_one(self, tmp_path: Path) -> None:
+        module = Validated()
+        trainer = ts.Trainer(module, arguments(tmp_path, epochs=2), val_step=step_of_ones_own)
+        trainer.train()
+        assert (trainer.global_steps_finished, module.asked) == (4, 2)
+
+    def test_a_forward_that_does_without_it_is_one(self, tmp_path: Path) -> None:
+        class Forwards(Validated):
+            def forward(self, stage: Any, global_step: int, batch: Any, device: Any) -> Any:
+                return self.train_step(global_step, batch, device)
+
+        module = Forwards()
+        assert train(module, tmp_path).global_steps_finished == 2
+        assert module.asked == 1
 
 
 def test_a_hook_may_leave_outputs_out(tmp_path: Path) -> None:

@@ -251,7 +251,25 @@ class TestMoreAndFewerEpochs:
 
         assert again.global_steps_finished == 12
         assert torch.equal(weights(again.module), weights(done.module))
-        assert "all 1 epochs are trained already; nothing is left to do" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "2 epochs are trained already, and epochs=1: nothing is left to do. Write epochs=3 or more to go" in said
+        assert "or resume=False or another output_dir to begin anew." in said
+
+    @pytest.mark.parametrize(
+        ("first", "said"),
+        [
+            ({"epochs": 1}, "1 epoch is trained already, and epochs=1: nothing is left to do. Write epochs=2 or more"),
+            ({"max_steps": 4}, "4 global steps are trained already, and max_steps=4: nothing is left to do. Write max"),
+            ({"epochs": 0}, "epochs=0: there is nothing to train"),
+        ],
+        ids=str,
+    )
+    def test_a_run_that_is_over_says_what_to_write_for_more(
+        self, first: dict[str, int], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        train(Classifier(), tmp_path, checkpointer_args=SAVING, **first)
+        train(Classifier(), tmp_path, resume="auto", checkpointer_args=SAVING, writers=["stdout"], **first)
+        assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("scheduler", [False, True])
