@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -427,6 +428,44 @@ class TestValidationDataWithoutAStep:
         module = Forwards()
         assert train(module, tmp_path).global_steps_finished == 2
         assert module.asked == 1
+
+
+@dataclasses.dataclass
+class Found:
+    loss: Any
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [0.5, (0.5, torch.zeros(8)), {"loss": 1}, Found(numpy.float32(0.5))],
+    ids=["alone", "tuple", "dict", "data"],
+)
+def test_a_loss_of_validation_that_is_a_plain_number_is_said_once(
+    returned: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = broken(val_step=lambda self, **given: returned)
+    module.validates = True
+    trainer = train(module, tmp_path, epochs=2, sanity_val_steps=1)
+
+    assert "val/loss" not in trainer.history.get_metric_names()
+    said = [record.message for record in caplog.records if "where its loss is looked for" in record.message]
+    kind = "int" if isinstance(returned, dict) else "float"
+    assert len(said) == 1
+    assert said[0].startswith(f"val_step returned a {kind}")
+    assert said[0].endswith("no val/loss is recorded. Return the tensor itself, without .item() or float().")
+
+
+@pytest.mark.parametrize(
+    "returned", [None, {"preds": torch.zeros(8)}, (torch.zeros(8), 0.5), torch.tensor(0.5)], ids=str
+)
+def test_a_validation_without_a_loss_or_with_one_is_left_alone(
+    returned: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = broken(val_step=lambda self, **given: returned)
+    module.validates = True
+    train(module, tmp_path)
+
+    assert "where its loss is looked for" not in caplog.text
 
 
 def test_a_hook_may_leave_outputs_out(tmp_path: Path) -> None:
