@@ -163,7 +163,7 @@ class TestFittingTheMicroBatch:
         results = []
         for fit in (False, True):
             torch.manual_seed(1)
-            module = Hooked(dataset=Noisy(40), scheduler=not trained)  # a longer run refuses a cosine
+            module = Hooked(dataset=Noisy(40))
             trainer = train(module, tmp_path, fit_micro_batch=fit, epochs=2)
             results.append((weights(module), trainer.history.to_dict(), module.steps))
         assert torch.equal(results[0][0], results[1][0])
