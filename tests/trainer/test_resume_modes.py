@@ -253,6 +253,19 @@ class TestMoreAndFewerEpochs:
         assert longer.global_steps_finished == 24
         assert longer.get_state()["schedulers"][0]["last_epoch"] == 12
 
+    def test_a_schedule_by_epochs_is_held_against_epochs(self, tmp_path: Path) -> None:
+        class ByEpochs(Classifier):
+            def get_optimizers_schedulers(self, *_: Any) -> Any:
+                optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+                cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=4)
+                return optimizer, ts.SchedulerConfig(cycle, interval="epoch")
+
+        train(ByEpochs(), tmp_path, epochs=2, checkpointer_args=SAVING)
+        longer = train(ByEpochs(), tmp_path, epochs=4, resume=True, checkpointer_args=SAVING)
+        assert longer.get_state()["schedulers"][0]["last_epoch"] == 4
+        with pytest.raises(ts.CheckpointMismatchError, match=r"4 steps, of which 4 are done; epochs=5 has 1 more"):
+            train(ByEpochs(), tmp_path, epochs=5, resume=True, checkpointer_args=SAVING)
+
     def test_a_schedule_that_is_made_too_short_is_named(self, tmp_path: Path) -> None:
         class Short(Classifier):
             def get_optimizers_schedulers(self, *_: Any) -> Any:
@@ -268,7 +281,25 @@ class TestMoreAndFewerEpochs:
 
         assert again.global_steps_finished == 12
         assert torch.equal(weights(again.module), weights(done.module))
-        assert "all 1 epochs are trained already; nothing is left to do" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "2 epochs are trained already, and epochs=1: nothing is left to do. Write epochs=3 or more to go" in said
+        assert "or resume=False or another output_dir to begin anew." in said
+
+    @pytest.mark.parametrize(
+        ("first", "said"),
+        [
+            ({"epochs": 1}, "1 epoch is trained already, and epochs=1: nothing is left to do. Write epochs=2 or more"),
+            ({"max_steps": 4}, "4 global steps are trained already, and max_steps=4: nothing is left to do. Write max"),
+            ({"epochs": 0}, "epochs=0: there is nothing to train"),
+        ],
+        ids=str,
+    )
+    def test_a_run_that_is_over_says_what_to_write_for_more(
+        self, first: dict[str, int], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        train(Classifier(), tmp_path, checkpointer_args=SAVING, **first)
+        train(Classifier(), tmp_path, resume="auto", checkpointer_args=SAVING, writers=["stdout"], **first)
+        assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("scheduler", [False, True])

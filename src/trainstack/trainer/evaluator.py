@@ -17,6 +17,7 @@ from trainstack.trainer.evaluated import EvaluationOutputs
 from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_batches, miscounted, named_loaders
 from trainstack.trainer.events.evaluating import with_events
 from trainstack.trainer.history import RunHistory
+from trainstack.trainer.loss_slip import looking_at_the_first
 from trainstack.trainer.metrics import Metrics, numbers_in
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.order import mix
@@ -162,7 +163,7 @@ class Evaluator:
             batches,
             progress,
             interrupted=None if reporter is None else run.stopper.interrupts,
-            also=None if measured is None else measured.add,
+            also=looking_at_the_first(None if measured is None else measured.add, stage, self._say_once),
         )
         progress.end_validation()
         comm = world.comm if in_parts else Communicator()

@@ -18,6 +18,7 @@ from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.events import Event
 from trainstack.trainer.logs import RunLogger
+from trainstack.trainer.schedulers.length import counts_at_end
 from trainstack.trainer.snapshot import check_plan, rng_of_rank, say_if_inexact, update_loop_state
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def resume(trainer: Trainer, run: Run, checkpoint: Checkpoint) -> None:
     if args.resume_mode == "weights_and_optimizer":
         update_loop_state(run.loop, checkpoint.trainer_state or {}, fresh_optimizers=False, log=run.log)
         trainer.trainer_backend.update_state(checkpoint.trainer_backend_state or {})
-        check_schedules(run)
+        _check_schedules(run)
         return
     say_if_inexact(checkpoint, run.log)
     check_plan(checkpoint, run.data.plan, state, run.log)
@@ -130,7 +131,7 @@ def resume(trainer: Trainer, run: Run, checkpoint: Checkpoint) -> None:
         run.log.warning(f"the run began with seed={state.seed} and goes on with it; seed={args.seed} is not used.")
     trainer.update_state(checkpoint.trainer_state)
     trainer.trainer_backend.update_state(checkpoint.trainer_backend_state or {})
-    check_schedules(run)
+    _check_schedules(run)
     if checkpoint.history_state is not None:
         trainer.history.update_state(checkpoint.history_state)
     if "user" in (checkpoint.trainer_state or {}):
@@ -146,23 +147,16 @@ def resume(trainer: Trainer, run: Run, checkpoint: Checkpoint) -> None:
     trainer.events.fire(Event.LOAD_CHECKPOINT, checkpoint)
 
 
-def check_schedules(run: Run) -> None:
-    """Refuse a schedule that would end before the run does; torch would raise in the middle of it.
-
-    Raises:
-        CheckpointMismatchError: naming the scheduler and what to write instead.
-    """
-    plan, state = run.data.plan, run.state
-    if plan.steps_per_epoch is None:
-        return
-    ahead = (plan.epochs - state.epoch) * plan.steps_per_epoch - state.steps_in_epoch
-    if plan.max_steps is not None:
-        ahead = plan.max_steps - state.global_step
-    for position, scheduler in enumerate(run.loop.schedulers):
-        if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + ahead > scheduler.total_steps:
+def _check_schedules(run: Run) -> None:
+    """Refuse a schedule that torch would refuse to step in the middle of the run."""
+    plan, schedules = run.data.plan, run.loop.schedules
+    counts = counts_at_end(schedules, plan, run.state)
+    for position, (scheduler, count) in enumerate(zip(schedules.schedulers, counts, strict=True)):
+        if isinstance(scheduler, OneCycleLR) and count is not None and count > scheduler.total_steps:
+            done = scheduler.last_epoch
             raise CheckpointMismatchError(
                 f"scheduler {position} (OneCycleLR) of the checkpoint was made for {scheduler.total_steps} steps, of "
-                f"which {scheduler.last_epoch} are done; epochs={plan.epochs} has {ahead} more. Write "
+                f"which {done} are done; epochs={plan.epochs} has {count - done} more. Write "
                 "reset_optimizers_schedulers=True for a new cycle over the epochs that are left, or the epochs that "
                 "the run began with."
             )

@@ -240,7 +240,7 @@ class Run:
         elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
             self.loop.meter.drain()
             reporter.write()
-        if self.validation.is_due(step, self.world.comm):
+        if self.validation.is_due(step, state.steps_in_epoch, self.world.comm):
             self._validate_within(reporter)
         if self.save_asked or (save_every is not None and step % save_every == 0):
             reporter.write()  # a history counts as written once it is saved
