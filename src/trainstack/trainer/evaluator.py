@@ -17,7 +17,6 @@ from trainstack.trainer.evaluated import EvaluationOutputs
 from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_batches, miscounted, named_loaders
 from trainstack.trainer.events.evaluating import with_events
 from trainstack.trainer.history import RunHistory
-from trainstack.trainer.loss_slip import looking_at_the_first
 from trainstack.trainer.metrics import Metrics, numbers_in
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.order import mix
@@ -163,9 +162,11 @@ class Evaluator:
             batches,
             progress,
             interrupted=None if reporter is None else run.stopper.interrupts,
-            also=looking_at_the_first(None if measured is None else measured.add, stage, self._say_once),
+            also=None if measured is None else measured.add,
         )
         progress.end_validation()
+        if evaluation.slip is not None:
+            self._say_once(evaluation.slip)
         comm = world.comm if in_parts else Communicator()
         told = world.comm.gather((evaluation.batches, evaluation.samples, evaluation.broken_off))
         if any(broken_off for *_, broken_off in told):

@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import is_dataclass
 from numbers import Real
 from typing import Any
 
 from trainstack.stage import Stage
 
-Look = Callable[[Any, Any], None]
 
-
-def looking_at_the_first(also: Look | None, stage: Stage, say: Callable[[str], None]) -> Look | None:
-    """`also`, called with outputs and batch, that says at the first batch what is wrong with the step's loss.
-
-    Nothing is said of a step that returns no loss at all, nor of predictions.
-    """
-    if stage is Stage.PREDICT:
-        return also
-    looked = False
-
-    def look(outputs: Any, batch: Any) -> None:
-        nonlocal looked
-        if not looked:
-            looked, loss = True, _in_place_of_loss(outputs)
-            if isinstance(loss, Real) and not isinstance(loss, bool):
-                name = stage.name.lower()
-                say(
-                    f"{name}_step returned a {type(loss).__name__} where its loss is looked for, and only a tensor is "
-                    f"taken: no {name}/loss is recorded. Return the tensor itself, without .item() or float()."
-                )
-        if also is not None:
-            also(outputs, batch)
-
-    return look
+def what_is_no_loss(outputs: Any, stage: Stage) -> str | None:
+    """What to say of a number that stands in the place of the loss; None where none does, and for predictions."""
+    loss = _in_place_of_loss(outputs)
+    if stage is Stage.PREDICT or isinstance(loss, bool) or not isinstance(loss, Real):
+        return None
+    name = stage.name.lower()
+    return (
+        f"{name}_step returned a {type(loss).__name__} where its loss is looked for, and only a tensor is taken: no "
+        f"{name}/loss is recorded. Return the tensor itself, without .item() or float()."
+    )
 
 
 def _in_place_of_loss(outputs: Any) -> Any:
