@@ -58,6 +58,11 @@ def checked_order(
     if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
         raise ConfigurationError(f"nnodes={nnodes!r}: write a number of machines, '2', or a range, '1:4'.")
     several = int(most or least) > 1
+    if node_rank is not None and not 0 <= node_rank < int(most or least):
+        raise ConfigurationError(
+            f"node_rank={node_rank}, nnodes={nnodes!r}: machines are counted from 0, where rdzv_endpoint is. "
+            f"Write a number from 0 to {int(most or least) - 1}, or leave it out to have it found out."
+        )
     if several and (endpoint is None or not endpoint.rpartition(":")[2].isdecimal()):
         raise ConfigurationError(
             f"nnodes={nnodes!r}, rdzv_endpoint={endpoint!r}: several machines need a place to meet, the same on all of "
@@ -79,7 +84,7 @@ def checked_order(
         output=_output(output),
         timeout_s=timeout_s,
         grace_s=grace_s,
-        env=dict(env or {}),
+        env=_variables(env or {}),
     )
 
 
@@ -94,6 +99,18 @@ def _count(nproc: int | None) -> int:
     if nproc < 1:
         raise ConfigurationError(f"nproc={nproc}: write a number of processes from 1 up.")
     return nproc
+
+
+def _variables(env: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(env, Mapping):
+        raise ConfigurationError(f"env={env!r}: write variables with their values, env={{'NAME': 'value'}}.")
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ConfigurationError(
+                f"env={{{name!r}: {value!r}}}: names and values of variables are text. "
+                f"Write env={{{str(name)!r}: {str(value)!r}}}."
+            )
+    return dict(env)
 
 
 def _output(output: str | os.PathLike[str]) -> str:
