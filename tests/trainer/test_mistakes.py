@@ -173,6 +173,8 @@ ARGUMENT_MISTAKES = {
         {"backend_options": {"amp": {"init_scale": 1.0}}},
         r"backend 'sp' has no layer for the options \['amp'\]",
     ),
+    "options that are no mapping": ({"backend_options": {"amp": 3}}, "backend_options={'amp': 3}: .*{'amp': {"),
+    "options of no layer": ({"backend_options": 3}, "backend_options=3: write the options of each layer by name"),
     "options a layer does not take": (
         {"backend": "sp-amp", "backend_options": {"amp": {"scale": 1.0}}},
         "layer 'amp' does not take the options {'scale': 1.0}",

@@ -211,6 +211,12 @@ def _check_nested(args: TrainerArguments) -> None:
         )
     if not isinstance(args.output_dir, str | PathLike):
         raise ConfigurationError(f"output_dir={args.output_dir!r}: write the path of a folder.")
+    options = args.backend_options
+    if not isinstance(options, Mapping) or not all(isinstance(of_one, Mapping) for of_one in options.values()):
+        raise ConfigurationError(
+            f"backend_options={options!r}: write the options of each layer by name, such as "
+            "backend_options={'amp': {'init_scale': 1024.0}}."
+        )
     devices = args.device if isinstance(args.device, list | tuple) else [args.device]
     if not devices or any(isinstance(one, bool) or not isinstance(one, str | torch.device | int) for one in devices):
         raise ConfigurationError(
