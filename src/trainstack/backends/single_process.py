@@ -16,6 +16,7 @@ from trainstack.backends.backpropagation import run_backward
 from trainstack.backends.base import TrainerBackend
 from trainstack.backends.calling import bare_call
 from trainstack.backends.clipping import clip_gradients
+from trainstack.backends.environment import launched_size
 from trainstack.backends.registry import Slot, register_layer
 from trainstack.backends.stepping import step_optimizer
 from trainstack.backends.workload import Workload
@@ -45,11 +46,11 @@ class SingleProcess(TrainerBackend):
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
     def open(self, device: DeviceChoice = "auto") -> World:
-        size = int(self._environ.get("WORLD_SIZE") or 1)
-        if self._standalone and size > 1:
+        if self._standalone and (size := launched_size(self._environ)) > 1:
             raise ConfigurationError(
                 f"backend 'sp' in a world of {size} processes: each would train a model of its own. "
-                "Start one process, or choose a backend that joins them."
+                "Start one process, or choose a backend that joins them: 'ddp'. If each is to train its own, write "
+                "backend_options={'sp': {'environ': {}}}, and another output_dir in each."
             )
         return World(device=pick_device(device))
 
