@@ -29,7 +29,7 @@ from trainstack.watching import Watch, launch_error
 
 T = TypeVar("T")
 
-_READ_S = 60  # torch's own
+_READ_S = 60  # torch's own: a host that does not come is waited for so long, up to twice
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # what torch's agent handles, and never gives back
 _LOGS_OF_FAILURE = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 
@@ -124,7 +124,7 @@ def _config(order: Order, run: Path) -> Any:
     meeting: dict[str, Any] = {} if order.is_host is None else {"is_host": order.is_host}
     if order.timeout_s is not None:
         meeting["join_timeout"] = math.ceil(order.timeout_s)
-        meeting["read_timeout"] = min(_READ_S, math.ceil(order.timeout_s / 2))  # a host that is missing is tried twice
+        meeting["read_timeout"] = min(_READ_S, meeting["join_timeout"])
     newer: dict[str, Any] = {}
     if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:  # newer than torch 2.10
         newer["shutdown_timeout"] = math.ceil(order.grace_s)

@@ -196,7 +196,7 @@ def test_a_machine_whose_host_does_not_come_gives_up_in_time() -> None:
     began = time.monotonic()
     with pytest.raises(ts.LaunchError, match="timeout_s=2"):
         launch(launched.talk, nnodes=2, node_rank=1, rdzv_endpoint=f"127.0.0.1:{free_port()}", timeout_s=2)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40  # torch's own patience is 60 seconds, up to twice
 
 
 def test_exit_codes_and_results_that_do_not_travel(tmp_path: Path) -> None:
