@@ -60,6 +60,7 @@ def choose_mode(
 
     Raises:
         Unsupported: `asked` cannot give the module's per-record gradients, or nothing can.
+        torch.OutOfMemoryError: `asked` needs more memory than there is for `records`.
         ConfigurationError: `asked` is no mode, or there are less than 2 records.
     """
     if asked != "auto" and asked not in MODES:
@@ -74,7 +75,7 @@ def choose_mode(
         for kind in AUTOMATIC:
             try:
                 mode = judge.tried(kind, clipper)
-            except (Unsupported, MissingExtraError) as error:
+            except (Unsupported, MissingExtraError, torch.OutOfMemoryError) as error:
                 reasons.append(f"{kind.name}: {error}")
                 continue
             _logger.info("%s", " | ".join([f"gradient mode {mode.name!r}, exact on a probe", *reasons]))
@@ -107,7 +108,7 @@ class Judge:
             remembered = memories(module)
             again = self._case(probe, records, _whole, self._plain_run)
             self._rounded = self._case(probe, records, _whole, run) if self._autocast else None
-        except Unsupported:
+        except (Unsupported, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise Unsupported(
@@ -144,9 +145,9 @@ class Judge:
             self._try(mode)
         except Exception as error:
             mode.close()
-            if isinstance(error, ConfigurationError):
+            if isinstance(error, ConfigurationError | torch.OutOfMemoryError):
                 raise
-            raise Unsupported(f"grad_mode={kind.name!r} fails: {type(error).__name__}: {error}") from error
+            raise Unsupported(mode.explained(error)) from error
         mode.clipper = clipper
         return mode
 
