@@ -17,6 +17,7 @@ from torch import Tensor
 from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.probing import undisturbed
+from trainstack.backends.dp.modes.records import rows_of
 from trainstack.backends.dp.records import check_records
 from trainstack.backends.sampling import TrainingSet
 from trainstack.backends.single_process import move_to_device
@@ -83,6 +84,11 @@ class _Summing:
         self._mode.clipper = FlatClipper(limit)
         batch = move_to_device(self._data.fetch(index), self._mode.trained[0].device)
         check_records(batch, len(index))
-        with undisturbed(self._mode.module):
-            self._mode.add(self._run, batch, len(index))
+        with undisturbed(self._mode.module) as states:
+            if self._mode.one_by_one:
+                for i in range(len(index)):
+                    states.restore()  # with the same random numbers, however many records come before it
+                    self._mode.add(self._run, rows_of(batch, len(index), slice(i, i + 1)), 1)
+            else:
+                self._mode.add(self._run, batch, len(index))
         return torch.cat([part.flatten() for part in self._mode.take()])

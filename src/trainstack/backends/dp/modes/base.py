@@ -40,6 +40,8 @@ class GradientMode(ABC):
     """
 
     name: ClassVar[str] = ""
+    one_by_one: ClassVar[bool] = False
+    """Whether a record's gradient is computed from it alone, whatever the module does."""
 
     def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter], clipper: Clipper) -> None:
         self.module, self.trained, self.clipper = module, tuple(trained), clipper

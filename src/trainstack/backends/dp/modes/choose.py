@@ -17,7 +17,8 @@ from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
 from trainstack.backends.dp.modes.ghost import GhostMode
 from trainstack.backends.dp.modes.hooks import HooksMode
 from trainstack.backends.dp.modes.loop import LoopMode
-from trainstack.backends.dp.modes.probing import changed_tensors, memories, undisturbed, values_of
+from trainstack.backends.dp.modes.probing import attributes_of, changed_tensors, undisturbed, values_of
+from trainstack.backends.dp.modes.random_states import RandomStates
 from trainstack.backends.dp.modes.records import rows_of
 from trainstack.backends.dp.modes.vmap import VmapMode
 from trainstack.errors import ConfigurationError, MissingExtraError
@@ -88,7 +89,7 @@ class Judge:
     """Compares modes with the loop, which is run once.
 
     Raises:
-        Unsupported: `train_step` cannot be run on single records, or buffers learn from them.
+        Unsupported: `train_step` cannot be run on single records, or buffers learn from them, or it remembers them.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Judge:
         self._module, self._trained = module, tuple(trained)
         self._autocast = False
         self._run, self._plain_run = run, lambda model, batch: run(_Plain(model, self._note), batch)
-        before = values_of(module)
+        before, states = values_of(module), RandomStates(module)
         half = rows_of(probe, records, slice(0, records // 2))
         try:
             self._cases = [
@@ -105,8 +106,10 @@ class Judge:
                 for batch, count in ((probe, records), (half, records // 2))
                 for scaling in (_whole, leveller)
             ]
-            remembered = memories(module)
-            again = self._case(probe, records, _whole, self._plain_run)
+            self._is_random = self._has_changed()
+            self._refuse_what_learns(before)
+            if self._is_random:
+                self._refuse_what_remembers(states)
             self._rounded = self._case(probe, records, _whole, run) if self._autocast else None
         except (Unsupported, torch.OutOfMemoryError):
             raise
@@ -115,23 +118,35 @@ class Judge:
                 f"train_step fails on a single record{_suspects(module)}: {error}. Let it take a batch of one, and put "
                 "the records along dimension 0 of everything that collate_fn returns."
             ) from error
-        self._is_random = self._cases[0].differs(again.sums, again.scales, _EXACT) is not None
-        self._refuse_what_learns(before, remembered)
 
-    def _refuse_what_learns(self, before: dict[str, Tensor], remembered: dict[str, Tensor]) -> None:
-        module = self._module
-        kept = [name for name, value in memories(module).items() if not _is_same(value, remembered.get(name))]
-        if self._is_random and kept:
-            raise Unsupported(
-                f"{kept[0]} changes in a forward pass, and the same records then have other gradients: it would carry "
-                "what one record is into the steps of others, without clipping and noise. Let nothing but parameters "
-                "be kept from one forward pass to the next."
-            )
-        learning = changed_tensors(module, before)
+    def _has_changed(self) -> bool:
+        """Whether the records have other gradients than in the first forward pass."""
+        first = self._cases[0]
+        again = self._case(first.batch, first.records, _whole, self._plain_run)
+        return first.differs(again.sums, again.scales, _EXACT) is not None
+
+    def _refuse_what_remembers(self, states: RandomStates) -> None:
+        """What differs although all generators are where they were differs by what came before."""
+        states.restore()
+        if not self._has_changed():
+            return
+        after_all = attributes_of(self._module)
+        half = self._cases[-1]
+        self._case(half.batch, half.records, _whole, self._plain_run)
+        kept = [name for name, value in attributes_of(self._module).items() if value != after_all.get(name)]
+        raise Unsupported(
+            f"{' or '.join(kept) or 'what train_step remembers'} changes in a forward pass, and the same records then "
+            "have other gradients: it would carry what one record is into the steps of others, without clipping and "
+            "noise. Let nothing but parameters be kept from one forward pass to the next, and draw random numbers from "
+            "the generators of torch, numpy and random, or from those that the module holds from the start."
+        )
+
+    def _refuse_what_learns(self, before: dict[str, Tensor]) -> None:
+        learning = changed_tensors(self._module, before)
         if learning:
             raise Unsupported(
                 f"{learning[0]} changes in a forward pass: it would learn from records without clipping and noise"
-                f"{_suspects(module)}. Use GroupNorm in place of BatchNorm, or freeze the layer in eval mode."
+                f"{_suspects(self._module)}. Use GroupNorm in place of BatchNorm, or freeze the layer in eval mode."
             )
 
     def tried(self, kind: type[GradientMode], clipper: Clipper) -> GradientMode:
@@ -261,10 +276,6 @@ class _Plain(nn.Module):
         self._note(torch.is_autocast_enabled(device.type))
         with torch.autocast(device.type, enabled=False):
             return self._model[0](*args, **kwargs)
-
-
-def _is_same(left: Tensor, right: Tensor | None) -> bool:
-    return right is not None and left.shape == right.shape and torch.equal(left, right)
 
 
 def _suspects(module: nn.Module) -> str:

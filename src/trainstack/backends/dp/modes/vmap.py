@@ -60,6 +60,7 @@ class VmapMode(GradientMode):
     """`vmap(grad(train_step))`, in chunks of records whose gradients fit into memory."""
 
     name: ClassVar[str] = "vmap"
+    one_by_one: ClassVar[bool] = True
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
         at_once = max(1, _FLOATS_AT_ONCE // sum(p.numel() for p in self.trained))
