@@ -17,7 +17,7 @@ from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
 from trainstack.backends.dp.modes.ghost import GhostMode
 from trainstack.backends.dp.modes.hooks import HooksMode
 from trainstack.backends.dp.modes.loop import LoopMode
-from trainstack.backends.dp.modes.probing import attributes_of, changed_tensors, undisturbed, values_of
+from trainstack.backends.dp.modes.probing import Plain, attributes_of, changed_tensors, undisturbed, values_of
 from trainstack.backends.dp.modes.random_states import RandomStates
 from trainstack.backends.dp.modes.records import rows_of
 from trainstack.backends.dp.modes.vmap import VmapMode
@@ -97,7 +97,7 @@ class Judge:
     ) -> None:
         self._module, self._trained = module, tuple(trained)
         self._autocast = False
-        self._run, self._plain_run = run, lambda model, batch: run(_Plain(model, self._note), batch)
+        self._run, self._plain_run = run, lambda model, batch: run(Plain(model, self._note), batch)
         before, states = values_of(module), RandomStates(module)
         half = rows_of(probe, records, slice(0, records // 2))
         try:
@@ -262,20 +262,6 @@ class _Scaler(Clipper):
         added = torch.where(finite, rows * squares.sqrt(), 0.0).sum(1)
         self.scales = self.scales.to(added) + added
         return tuple(rows)
-
-
-class _Plain(nn.Module):
-    """Calls a model without autocast, whatever is around it, so that differences are mistakes and not rounding."""
-
-    def __init__(self, model: nn.Module, note: Any) -> None:
-        super().__init__()
-        self._model, self._note = (model,), note  # in a tuple, for it is no submodule
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        device = next((v for v in kwargs.values() if isinstance(v, torch.device)), torch.device("cpu"))
-        self._note(torch.is_autocast_enabled(device.type))
-        with torch.autocast(device.type, enabled=False):
-            return self._model[0](*args, **kwargs)
 
 
 def _suspects(module: nn.Module) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +69,23 @@ _DROPOUTS = {
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _NOISE_LIKE = {torch.rand_like, torch.randn_like}
 _NOISE = {torch.rand, torch.randn, torch.bernoulli, torch.normal}
+
+
+class Plain(nn.Module):
+    """Calls a model without autocast, whatever is around it, so that differences are mistakes and not rounding.
+
+    Tells `note` whether there was autocast.
+    """
+
+    def __init__(self, model: nn.Module, note: Callable[[bool], object] = bool) -> None:
+        super().__init__()
+        self._model, self._note = (model,), note  # in a tuple, for it is no submodule
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        device = next((v for v in kwargs.values() if isinstance(v, torch.device)), torch.device("cpu"))
+        self._note(torch.is_autocast_enabled(device.type))
+        with torch.autocast(device.type, enabled=False):
+            return self._model[0](*args, **kwargs)
 
 
 def values_of(module: nn.Module) -> dict[str, Tensor]:
