@@ -204,9 +204,10 @@ def test_exit_codes_and_results_that_do_not_travel(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_the_processes(tmp_path: Path) -> None:
     text = f"""
-import pathlib, trainstack
+import pathlib, signal, trainstack
 from tests.helpers.launched import sleep
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     try:
         trainstack.launch(sleep, pathlib.Path({str(tmp_path / "pids")!r}), nproc=2, grace_s=2)
     except KeyboardInterrupt:

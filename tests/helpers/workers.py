@@ -204,6 +204,24 @@ def few(count: int) -> dict[str, Any]:
     }
 
 
+def driven(shares: list[list[int]], accumulation: int = 1) -> dict[str, Any]:
+    """`train_dl` with a loader of each process's own over its share of 12 samples: batches of so many."""
+    data = numbers(12, dtype=torch.float64)
+    module, stack = Classifier(data, dtype=torch.float64), ts.build_trainer_backend("ddp")
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1)]
+    changes: dict[str, Any] = {"device": "cpu", "clip_grads": False, "gradient_accumulation": accumulation}
+    stack.init(ts.TrainerBackendArguments(model=module, optimizers=optimizers, **changes))
+    begin = sum(sum(share) for share in shares[:RANK])
+    mine = [tensor[begin : begin + sum(shares[RANK])].split(shares[RANK]) for tensor in data.tensors]
+    outputs = stack.train_dl(list(zip(*mine, strict=True)), ts.CallbackInterface())
+    stack.close()
+    return {
+        "weights": weights(module).tolist(),
+        "steps": stack.get_global_steps_completed(),
+        "losses": len(outputs[0]) if outputs else 0,
+    }
+
+
 def tokens() -> list[float]:
     """A loss over tokens; the processes' batches hold very different numbers of them, one none at all."""
     from tests.trainer.test_weighting import Tokens

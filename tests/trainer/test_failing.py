@@ -100,3 +100,16 @@ def test_private_runs_tell_no_samples(tmp_path: Path) -> None:
     assert "samples" not in notes(caught.value)
     assert isinstance(caught.value, ValueError)
     assert not isinstance(caught.value, ts.TrainstackError)
+
+
+def test_the_batch_of_an_evaluation_that_fails_is_named(tmp_path: Path) -> None:
+    module, seen = Classifier(dataset=numbers(20), validate=True), list[Any]()
+
+    def val_step(batch: Any, **_: Any) -> Any:
+        seen.append(batch)
+        return {}["absent"] if len(seen) == 3 else batch[0]
+
+    module.val_step = val_step  # type: ignore[method-assign]
+    with pytest.raises(KeyError) as caught:
+        train(module, tmp_path, val_batch_size=4)
+    assert "in batch 2 of val at global step " in notes(caught.value)

@@ -197,6 +197,46 @@ class TestCompiling:
         wrapped.update_state(plain.get_state())
         assert torch.equal(weights(wrapped), weights(plain))
 
+    def test_losses_are_kept_where_a_model_returns_the_same_memory_in_every_step(self, tmp_path: Path) -> None:
+        """As a model does that is replayed as a CUDA graph; here a compiler's backend of our own does it."""
+
+        def replaying(graph: Any, _: Any) -> Any:
+            memory: list[torch.Tensor] = []
+
+            def replay(*inputs: Any) -> Any:
+                (loss,) = graph(*inputs)
+                memory[:] = memory or [loss.detach().clone()]
+                memory[0].copy_(loss.detach())
+                loss.data = memory[0]
+                return (loss,)
+
+            return replay
+
+        class Whole(nn.Module):
+            def __init__(self, net: nn.Module) -> None:
+                super().__init__()
+                self.net = net
+
+            def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+                return nn.functional.cross_entropy(self.net(inputs), targets)
+
+        class WithLoss(Counting):
+            def __init__(self) -> None:
+                super().__init__(dropout=0.0)
+                self.net = Whole(self.net)  # type: ignore[assignment]
+
+            def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+                return self.net(*batch)
+
+            def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
+                return None
+
+        plain = train(WithLoss(), tmp_path / "plain")
+        compiled = train(WithLoss(), tmp_path, compile={"backend": replaying})
+        assert compiled.history.get_metric_values("train/loss_epoch") == pytest.approx(
+            plain.history.get_metric_values("train/loss_epoch")
+        )
+
     def test_a_private_run_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ts.ConfigurationError, match="compile=True in a private run"):
             train(Counting(), tmp_path, backend="sp-dp", compile=True)

@@ -194,7 +194,10 @@ class TrainerBackend(ABC):
         self._driver = LoopDriver(self, args)
 
     def train_dl(self, dataloader: Any, callback: Any) -> Any:
-        """Train on every batch of `dataloader` once; returns the collected outputs of `train_step`."""
+        """Train on every batch of `dataloader` once; returns the collected outputs of `train_step`.
+
+        On many processes each gives batches of its own; a global step is over the next ones of all of them.
+        """
         return self._need_driver().train(dataloader, callback)
 
     def validate_dl(self, dataloader: Any) -> Any:

@@ -39,7 +39,7 @@ class TrainerArguments(metaclass=NamesFields):
             also halves it, and makes the step again, where memory runs out in training.
         val_batch_size: samples a validation batch, on each process; None for as many as a micro-batch.
         max_train_steps_per_epoch: cap on global steps an epoch.
-        max_val_steps_per_epoch: cap on batches a validation loader.
+        max_val_steps_per_epoch: cap on batches a validation loader, on each process; tests and predictions take all.
         validate_every: when to validate in training. None: after each epoch. A positive number counts global steps, a
             float in (0, 1] is a fraction of the run's, a negative number counts epochs, 0 is never; or `Every(...)`, or
             a function of the trainer, asked after each step on the main process, that returns True when it is time.

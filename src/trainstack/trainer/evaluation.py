@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainstack.backends import Communicator, TrainerBackend, Workload, World
-from trainstack.errors import ModuleContractError
+from trainstack.errors import ModuleContractError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.collector import OutputCollector
 from trainstack.trainer.fetching import Fetcher
@@ -171,31 +171,34 @@ class Evaluation:
         """
         forward, work, stage, step = self.stack.forward, self.work, self.stage, self.step
         collect = None if self.outputs is None else self.outputs.collect
-        with torch.no_grad():
-            for done, (batch, samples) in enumerate(pairs, start=1):
-                outputs = forward(work, stage, batch, step)
-                if collect is not None:
-                    collect(outputs)
-                if also is not None:
-                    also(outputs, batch)
-                loss = _loss_in(outputs)
-                if loss is not None:
-                    self._losses.append(loss)
-                    self._weights.append(self._weigh(batch, samples))
-                if done >= progress.next_look:
-                    progress.look(done, lambda: None)
-                self.batches = done
-                self._count(batch, samples)
-                if interrupted is not None and interrupted():
-                    self.broken_off = True
-                    return
+        counted: float = 0
+        try:
+            with torch.no_grad():
+                for batch, samples in pairs:
+                    outputs = forward(work, stage, batch, step)
+                    if collect is not None:
+                        collect(outputs)
+                    if also is not None:
+                        also(outputs, batch)
+                    if type(outputs) is not Tensor or not outputs.dim():
+                        self._keep_loss(outputs, batch, samples)
+                    counted += _count(batch) if samples is None else samples
+                    self.batches += 1
+                    if self.batches >= progress.next_look:
+                        progress.look(self.batches, lambda: None)
+                    if interrupted is not None and interrupted():
+                        self.broken_off = True
+                        break
+        except Exception as error:
+            annotate(error, f"in batch {self.batches} of {stage.name.lower()} at global step {step}")
+            raise
+        self.samples = None if math.isnan(counted) else int(counted)
 
-    def _count(self, batch: Any, samples: int | None) -> None:
-        if self.samples is not None:
-            try:
-                self.samples += samples_in(batch) if samples is None else samples
-            except ModuleContractError:
-                self.samples = None
+    def _keep_loss(self, outputs: Any, batch: Any, samples: int | None) -> None:
+        loss = _loss_in(outputs)
+        if loss is not None:
+            self._losses.append(loss)
+            self._weights.append(self._weigh(batch, samples))
 
     def _weigh(self, batch: Any, samples: int | None) -> float:
         weigh = own_weigher(self.work.module)
@@ -215,10 +218,15 @@ class Evaluation:
         return math.fsum(value for parts, _ in everyone for value in parts) / total if total else None
 
 
+def _count(batch: Any) -> float:
+    try:
+        return samples_in(batch)
+    except ModuleContractError:
+        return math.nan
+
+
 def _loss_in(outputs: Any) -> Tensor | None:
     """A 0-dim floating tensor that is the output, its first item, or its item or field "loss"."""
-    if type(outputs) is Tensor and outputs.dim():  # the usual case, cheaply
-        return None
     if isinstance(outputs, dict):
         outputs = outputs.get("loss")
     elif is_dataclass(outputs):

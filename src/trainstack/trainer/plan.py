@@ -71,7 +71,7 @@ class TrainingPlan:
             world_size: number of processes.
             epochs: of the whole run.
             dataset_length: samples in the data set, where the library orders them.
-            loader_length: batches of a loader that brings its own order, otherwise.
+            loader_length: otherwise, batches of a loader with an order of its own, which the processes take in turn.
             drop_last: leave out a last global batch that is not full.
             max_steps_per_epoch: cap on global steps an epoch.
             max_steps: global steps of the whole run, whatever `epochs` says; a float is a fraction of theirs.
@@ -90,7 +90,8 @@ class TrainingPlan:
         process_batch = train_batch_size // world_size
         micro = largest_divisor(process_batch, gpu_batch_size_limit)
         accumulation = process_batch // micro
-        lengths = _lengths(dataset_length, loader_length, train_batch_size, micro, accumulation, drop_last)
+        in_step = accumulation * world_size
+        lengths = _lengths(dataset_length, loader_length, train_batch_size, micro, in_step, drop_last)
         steps = lengths["steps_per_epoch"]
         if steps is not None and max_steps_per_epoch is not None:
             steps = lengths["steps_per_epoch"] = min(steps, max_steps_per_epoch)
@@ -174,9 +175,9 @@ def _limited(max_steps: int | float | None, steps: int | None, epochs: int) -> t
 
 
 def _lengths(
-    dataset: int | None, loader: int | None, global_batch: int, micro: int, accumulation: int, drop_last: bool
+    dataset: int | None, loader: int | None, global_batch: int, micro: int, in_step: int, drop_last: bool
 ) -> dict[str, int | None]:
-    """The lengths of one epoch, as far as they can be known."""
+    """The lengths of one epoch, as far as they can be known, with so many micro-batches in a step on all processes."""
     samples = tail = batches = steps = None
     if dataset is not None:
         full, rest = divmod(dataset, global_batch)
@@ -186,7 +187,7 @@ def _lengths(
         batches = -(-samples // micro)
     elif loader is not None:
         batches = loader
-        steps = -(-loader // accumulation)
+        steps = -(-loader // in_step)
     return {
         "samples_per_epoch": samples,
         "last_step_samples": tail,

@@ -121,6 +121,7 @@ class Run:
             measure_every=self.log_interval,
             keep_epoch_outputs=self.hooks.epoch_outputs if keep == "auto" else bool(keep),
             bind=self.events.bound,
+            copy_losses=args.compile is not False,
         )
 
     def train_epoch(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:

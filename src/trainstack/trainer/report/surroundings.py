@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -50,6 +51,7 @@ def _numbers_of(optimizer: Optimizer) -> str:
     )
 
 
+@cache  # what is installed stays, and looking it up takes a millisecond each
 def _version_of(package: str) -> str | None:
     try:
         return version(package)
