@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import default_collate
 
+import trainstack as ts
+from tests.helpers.modules import Classifier
+from tests.helpers.private_runs import private, promise
 from tests.helpers.private_shapes import Plain, reference, run, trained, vectors
 from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.base import GradientMode
@@ -120,3 +126,18 @@ def test_a_warning_of_train_step_is_shown_once_and_not_in_every_step(asked: str)
             mode.add(run, vectors(4), 4)
     assert len(shown) <= 1
     mode.close()
+
+
+def test_a_module_that_was_refused_is_left_without_hooks(tmp_path: Path) -> None:
+    class Scaled(Classifier):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return F.cross_entropy(self.net(batch[0]), batch[1]) / batch[2].sum(1).mean()
+
+    def collate(samples: list[Any]) -> Any:
+        x, y = default_collate(samples)
+        return x, y, x.max().expand(len(x), 1)
+
+    module = Scaled(collate_fn=collate)
+    with pytest.raises(ts.PrivacyError, match=r"together than each by itself|when one is left out"):
+        ts.Trainer(module, private(tmp_path, promise(noise_multiplier=1.0, grad_mode="hooks"))).train()
+    assert not any(layer._forward_hooks or "activations" in vars(layer) for layer in module.modules())

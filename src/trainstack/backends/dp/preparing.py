@@ -60,6 +60,7 @@ def make_mechanism(
     _share_weights(comm, work.module)
     mode, found = _mode(work, work.data, args, run)
     if found and args.on_unsafe == "error":
+        mode.close()
         raise PrivacyError(_told(found))
     book = SpendLedger(ledger) if ledger is not None and work.world.is_main else None
     accountant = Accountant(plan, args, book)
