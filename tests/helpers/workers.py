@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, weights
-from tests.helpers.private_runs import private_ranks  # noqa: F401 - found by its name
+from tests.helpers.private_runs import closed_on_a_full_disk, private_ranks  # noqa: F401 - found by their names
 from trainstack import callbacks
 
 RANK = int(os.environ.get("RANK", 0))

@@ -117,6 +117,47 @@ class TestDevRun:
         assert left == []
         assert (backend == "sp") == (not any(tmp_path.rglob("privacy*")))
 
+    @pytest.mark.parametrize(("wanted", "ends"), [(True, [1]), (3, [3]), (8, [6])])
+    @pytest.mark.parametrize("has_length", [True, False])
+    def test_it_ends_an_epoch_so_that_every_hook_is_called(
+        self, wanted: bool | int, ends: list[int], has_length: bool, tmp_path: Path
+    ) -> None:
+        class Hooked(Counting):
+            ended_epochs: tuple[int, ...] = ()
+
+            def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+                loader = super().get_train_dataloader(sampler, batch_size)
+                return loader if has_length else iter([*loader])
+
+            def get_optimizers_schedulers(self, *_: Any) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.1), ts.build_scheduler("warmup_cosine")
+
+            def on_end_train_epoch(self, global_step: int) -> None:
+                self.ended_epochs += (global_step,)
+
+        module = Hooked()
+        trainer = train(module, tmp_path, fast_dev_run=wanted, max_steps=100)
+
+        assert trainer.global_steps_finished == int(wanted)
+        assert list(module.ended_epochs) == ends
+        assert module.ended == 1 + (wanted == 8)
+        assert len(trainer.history.records("val/loss")) == module.ended
+
+    def test_a_hook_at_the_end_of_an_epoch_that_fails_is_found(self, tmp_path: Path) -> None:
+        class Fails(Counting):
+            def on_end_train_epoch(self, global_step: int) -> None:
+                raise KeyError("labels")
+
+        with pytest.raises(KeyError, match="labels"):
+            train(Fails(), tmp_path, fast_dev_run=True)
+
+    @pytest.mark.parametrize("longer", [{"epochs": 3}, {"max_steps": 15}], ids=str)
+    def test_it_stays_one_whatever_train_is_asked_for(self, longer: dict[str, int], tmp_path: Path) -> None:
+        trainer = ts.Trainer(Counting(), arguments(tmp_path, fast_dev_run=2))
+        for _ in range(2):
+            trainer.train(**longer)
+            assert trainer.global_steps_finished == 2
+
     def test_it_neither_resumes_nor_saves_with_a_checkpointer_of_ones_own(self, tmp_path: Path) -> None:
         train(Counting(), tmp_path, checkpointer_args=SAVING)
         before = sorted(tmp_path.rglob("*"))

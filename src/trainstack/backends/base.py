@@ -95,9 +95,21 @@ class TrainerBackend(ABC):
     def close(self) -> None:
         """Give back what `open` took. May be called twice."""
 
+    def start_afresh(self, *, again: bool) -> None:  # noqa: B027 - most layers have nothing to do
+        """No checkpoint is gone on from; called once `prepare` was, if that is so.
+
+        Args:
+            again: one was looked for in vain, so this may be another start of a run that was interrupted early.
+        """
+
     @property
     def sampling(self) -> Sampling | None:
         """How the training data is drawn, if a layer does that itself; known once `prepare` was called."""
+        return None
+
+    @property
+    def stated_records(self) -> int | None:
+        """How many records the run is planned for and tells of, where a layer keeps the true number back."""
         return None
 
     @property

@@ -70,8 +70,9 @@ class TrainerArguments(metaclass=NamesFields):
         resume_mode: what is taken from the checkpoint. `"full"`: everything, the run goes on exactly.
             `"weights_and_optimizer"`: module, optimizers, schedulers and layers; counters, order, random numbers and
             history start anew. `"weights"`: the module alone.
-        init_weights_from: a checkpoint, an export or a `.safetensors` file whose weights the module starts from, as
-            far as they fit; `trainer.warm_start_report` says how far. Not used when a checkpoint is resumed.
+        init_weights_from: a checkpoint (or a file `last` or `best`), an export or a `.safetensors` file whose weights
+            the module starts from, as far as they fit; `trainer.warm_start_report` says how far. Not used when a
+            checkpoint is resumed.
         init_weights_strict: refuse `init_weights_from` unless everything fits.
         reset_optimizers_schedulers: on resume, take the weights but make optimizers and schedulers anew.
         checkpointer_args: of the default checkpointer.

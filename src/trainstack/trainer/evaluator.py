@@ -165,6 +165,8 @@ class Evaluator:
             also=None if measured is None else measured.add,
         )
         progress.end_validation()
+        if evaluation.slip is not None:
+            self._say_once(evaluation.slip)
         comm = world.comm if in_parts else Communicator()
         told = world.comm.gather((evaluation.batches, evaluation.samples, evaluation.broken_off))
         if any(broken_off for *_, broken_off in told):

@@ -120,11 +120,17 @@ class TrainingPlan:
         steps = None if self.max_steps is None else max(1, self.max_steps - global_step)
         return replace(self, epochs=max(1, self.epochs - epoch), max_steps=steps)
 
+    def with_end(self, epochs: int, max_steps: int | float | None) -> TrainingPlan:
+        """The plan of the same data with another end; arguments and errors are those of `make`."""
+        steps, epochs = _limited(max_steps, self.steps_per_epoch, epochs)
+        return replace(self, epochs=epochs, max_steps=steps)
+
     def ends_within_epoch(self, global_step: int, steps_in_epoch: int) -> bool:
-        """Whether the run is over at a step that is not the last of its epoch."""
+        """Whether the run is over at a step that is not the last of its epoch, as far as that is known."""
         if self.max_steps is None or global_step < self.max_steps:
             return False
-        return steps_in_epoch > 0 and (self.steps_per_epoch is None or steps_in_epoch < self.steps_per_epoch)
+        length = self.max_steps_per_epoch if self.steps_per_epoch is None else self.steps_per_epoch
+        return steps_in_epoch > 0 and (length is None or steps_in_epoch < length)
 
     @property
     def estimated_global_steps_per_epoch(self) -> int:
@@ -160,18 +166,21 @@ class TrainingPlan:
 
 
 def _limited(max_steps: int | float | None, steps: int | None, epochs: int) -> tuple[int | None, int]:
-    """`max_steps` as a number, a fraction of all steps rounded up, and the epochs that it takes, if that is known."""
+    """`max_steps` as a number, a fraction of all steps rounded up, and the epochs that it takes.
+
+    Epochs stay what they are where their steps are unknown, or where there are none.
+    """
     if max_steps is None:
         return None, epochs
     if not isinstance(max_steps, float):
-        return max_steps, epochs if steps is None else -(-max_steps // steps)
+        return max_steps, -(-max_steps // steps) if steps else epochs
     if steps is None:
         raise ConfigurationError(
             f"max_steps={max_steps} is a fraction of all global steps of the run, and how many those are is unknown: "
             "the training loader has no length. Write a whole number of steps, or give the loader a length."
         )
     whole = max(1, math.ceil(Fraction(str(max_steps)) * steps * epochs))  # as written: 0.07 of 100 is 7
-    return whole, -(-whole // steps)
+    return whole, -(-whole // steps) if steps else epochs
 
 
 def _lengths(

@@ -34,6 +34,7 @@ class TrainingData:
         world: how many processes share the data.
         seed: of the order.
         log: is told what cannot be promised.
+        stated_records: how long the plan takes a data set to be, where the true length is not to be told.
 
     Attributes:
         plan: the run's step arithmetic.
@@ -43,9 +44,16 @@ class TrainingData:
     """
 
     def __init__(
-        self, module: ModuleInterface, args: TrainerArguments, world: World, seed: int, log: RunLogger
+        self,
+        module: ModuleInterface,
+        args: TrainerArguments,
+        world: World,
+        seed: int,
+        log: RunLogger,
+        stated_records: int | None = None,
     ) -> None:
         self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
+        self._stated_records = stated_records
         self._fetcher: Fetcher | None = None
         self._order: DataOrder | None = None
         self._said = False
@@ -175,7 +183,8 @@ class TrainingData:
     def _make_plan(self, loader: Any) -> TrainingPlan:
         args, lengths = self._args, {}
         if loader is not None and why_foreign(loader) is None:
-            lengths = {"dataset_length": len(loader.dataset), "drop_last": loader.drop_last}
+            records = self._stated_records or len(loader.dataset)
+            lengths = {"dataset_length": records, "drop_last": loader.drop_last}
             if not len(loader.dataset):
                 raise ModuleContractError(_EMPTY)
         elif loader is not None:
