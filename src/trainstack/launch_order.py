@@ -54,10 +54,8 @@ def checked_order(
     Raises:
         ConfigurationError: one of them is wrong.
     """
-    least, _, most = str(nnodes).partition(":")
-    if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
-        raise ConfigurationError(f"nnodes={nnodes!r}: write a number of machines, '2', or a range, '1:4'.")
-    several = int(most or least) > 1
+    least, most = _machines(nnodes, node_rank)
+    several = most > 1
     if several and (endpoint is None or not endpoint.rpartition(":")[2].isdecimal()):
         raise ConfigurationError(
             f"nnodes={nnodes!r}, rdzv_endpoint={endpoint!r}: several machines need a place to meet, the same on all of "
@@ -70,8 +68,8 @@ def checked_order(
         raise ConfigurationError(f"timeout_s={timeout_s}: write seconds above 0, or None to wait for ever.")
     return Order(
         nproc=_count(nproc),
-        min_nodes=int(least),
-        max_nodes=int(most or least),
+        min_nodes=least,
+        max_nodes=most,
         endpoint=endpoint if several and endpoint else f"{_LOOPBACK}:0",
         local_addr=_address_towards(endpoint) if several and endpoint else _LOOPBACK,
         is_host=None if several and node_rank is None else not node_rank,
@@ -79,8 +77,22 @@ def checked_order(
         output=_output(output),
         timeout_s=timeout_s,
         grace_s=grace_s,
-        env=dict(env or {}),
+        env=_variables(env or {}),
     )
+
+
+def _machines(nnodes: str | int, node_rank: int | None) -> tuple[int, int]:
+    """The least and the most."""
+    first, _, last = str(nnodes).partition(":")
+    if not (first.isdecimal() and (last or first).isdecimal() and 1 <= int(first) <= int(last or first)):
+        raise ConfigurationError(f"nnodes={nnodes!r}: write a number of machines, '2', or a range, '1:4'.")
+    least, most = int(first), int(last or first)
+    if node_rank is not None and not 0 <= node_rank < most:
+        raise ConfigurationError(
+            f"node_rank={node_rank}, nnodes={nnodes!r}: machines are counted from 0, where rdzv_endpoint is. "
+            f"Write a number from 0 to {most - 1}, or leave it out to have it found out."
+        )
+    return least, most
 
 
 def _count(nproc: int | None) -> int:
@@ -94,6 +106,18 @@ def _count(nproc: int | None) -> int:
     if nproc < 1:
         raise ConfigurationError(f"nproc={nproc}: write a number of processes from 1 up.")
     return nproc
+
+
+def _variables(env: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(env, Mapping):
+        raise ConfigurationError(f"env={env!r}: write variables with their values, env={{'NAME': 'value'}}.")
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ConfigurationError(
+                f"env={{{name!r}: {value!r}}}: names and values of variables are text. "
+                f"Write env={{{str(name)!r}: {str(value)!r}}}."
+            )
+    return dict(env)
 
 
 def _output(output: str | os.PathLike[str]) -> str:

@@ -29,6 +29,7 @@ from trainstack.watching import Watch, launch_error
 
 T = TypeVar("T")
 
+_READ_S = 60  # torch's own: a host that does not come is waited for so long, up to twice
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # what torch's agent handles, and never gives back
 _LOGS_OF_FAILURE = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 
@@ -122,7 +123,8 @@ def _config(order: Order, run: Path) -> Any:
 
     meeting: dict[str, Any] = {} if order.is_host is None else {"is_host": order.is_host}
     if order.timeout_s is not None:
-        meeting["join_timeout"] = max(1, math.ceil(order.timeout_s))
+        meeting["join_timeout"] = math.ceil(order.timeout_s)
+        meeting["read_timeout"] = min(_READ_S, meeting["join_timeout"])
     newer: dict[str, Any] = {}
     if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:  # newer than torch 2.10
         newer["shutdown_timeout"] = math.ceil(order.grace_s)
@@ -159,11 +161,11 @@ def _surroundings(order: Order) -> Iterator[Path]:
     before = {name: os.environ.get(name) for name in (*made, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
     handlers, drawn = _handlers(), random.getstate()
     run = Path(tempfile.mkdtemp(prefix="trainstack-launch-"))
-    os.environ.update(made)
     quiet = [logging.getLogger(name) for name in _LOGS_OF_FAILURE]
     for logger in quiet:  # LaunchError says it all; and torch's formatter imports its compiler first, for seconds
         logger.addFilter(_nothing)
     try:
+        os.environ.update(made)
         yield run
     finally:
         for logger in quiet:

@@ -115,11 +115,6 @@ def test_a_stack_with_nothing_to_train() -> None:
         ts.build_trainer_backend("sp").train_dl(BATCHES, ts.CallbackInterface())
 
 
-def test_one_process_in_a_world_of_many_is_refused() -> None:
-    with pytest.raises(ts.ConfigurationError, match="'sp' in a world of 4 processes"):
-        ts.SingleProcess(environ={"WORLD_SIZE": "4", "RANK": "1"}).open()
-
-
 def test_private_training_needs_a_trainer() -> None:
     with pytest.raises(ts.PrivacyError, match="private training draws the records itself"):
         driven_privately()

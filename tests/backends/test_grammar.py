@@ -111,6 +111,12 @@ def test_a_token_is_taken_once_and_spelt_simply(own_layer: type[Any]) -> None:
         ts.register_layer("My Layer")
 
 
+@pytest.mark.parametrize("options", [1024, None, "init_scale", [("init_scale", 1024.0)]], ids=repr)
+def test_options_are_given_by_name(options: Any) -> None:
+    with pytest.raises(ts.ConfigurationError, match=r"'amp': .* is no mapping. Write them by name: amp=\{'NAME': "):
+        ts.build_trainer_backend("sp-amp", amp=options)
+
+
 @pytest.mark.spec("PMT-03")
 def test_a_whole_backend_of_ones_own() -> None:
     ts.register_trainer_backend("mine", lambda: ts.build_trainer_backend("sp-bf16"))

@@ -70,8 +70,11 @@ def test_the_scale_grows_and_is_never_lost(tmp_path: Path) -> None:
     assert scale_of(resumed) == 64.0
 
 
-def test_a_step_without_any_gradient_leaves_the_scaler_ready(tmp_path: Path) -> None:
+@pytest.mark.parametrize("empty", [1, 2])
+def test_a_step_without_any_gradient_leaves_the_scaler_ready(empty: int, tmp_path: Path) -> None:
+    """Also the very first of a run, before any loss was scaled."""
     module = SometimesEmpty(numbers(32))
+    module.empty = empty
     trainer = train(module, tmp_path, backend="sp-amp")
 
     assert trainer.global_steps_finished == 4
@@ -84,11 +87,11 @@ class InOrder(Classifier):
 
 
 class SometimesEmpty(Classifier):
-    seen = 0
+    seen, empty = 0, 2
 
     def batch_weight(self, batch: Any) -> float:
         self.seen += 1
-        return 0.0 if self.seen == 2 else 1.0
+        return 0.0 if self.seen == self.empty else 1.0
 
 
 class TwoOptimizers(Classifier):
@@ -111,6 +114,12 @@ def test_options_reach_the_layer() -> None:
     stack = ts.build_trainer_backend("sp-amp", amp={"init_scale": 8.0})
 
     assert stack.get_state()["amp"]["scale"] == 8.0
+
+
+def test_the_scaler_is_switched_off_in_the_string_only() -> None:
+    for enabled in (False, True):
+        with pytest.raises(ts.ConfigurationError, match=rf"enabled={enabled}: the backend string says.*backend='sp'"):
+            ts.build_trainer_backend("sp-amp", amp={"enabled": enabled})
 
 
 def test_layers_share_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import TensorDataset
 
+from tests.helpers.modules import Classifier, train, weights
 from trainstack.backends.clipping import MOST_ON_HOST, clip_gradients
 from trainstack.backends.stepping import bare_update, step_optimizer
 from trainstack.backends.workload import Clipping
@@ -127,3 +130,40 @@ def test_clipping_gives_the_bits_of_torch(scale: float, limit: float, dtype: tor
         assert one.grad is not None
         assert other.grad is not None
         assert torch.equal(one.grad.nan_to_num(-1), other.grad.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("rows", [[1, 3], [1, 1, 3]])
+def test_clipping_by_value_sees_a_sparse_gradient_as_the_sum_that_it_stands_for(rows: list[int], beside: bool) -> None:
+    """Row 1 is looked up once, or twice: then neither part of its gradient exceeds the limit, and the sum does."""
+    embedding, usual = nn.Embedding(5, 2, sparse=True), nn.Embedding(5, 2)
+    linear = nn.Linear(2, 1)
+    for one in (embedding, usual):
+        one(torch.tensor(rows)).mul(torch.tensor([0.3, -0.9])).sum().backward()
+    linear.weight.grad = torch.full((1, 2), 7.0)
+    clipping = Clipping(kind="value", limit=0.5)
+    clip_gradients([embedding.weight, *([linear.weight] if beside else [])], clipping)
+    clip_gradients([usual.weight], clipping)
+
+    assert embedding.weight.grad is not None
+    assert embedding.weight.grad.is_sparse
+    assert torch.equal(embedding.weight.grad.to_dense(), usual.weight.grad)  # type: ignore[arg-type]
+    assert linear.weight.grad.tolist() == [[0.5, 0.5] if beside else [7.0, 7.0]]
+
+
+def test_an_embedding_with_sparse_gradients_is_trained_with_values_clipped(tmp_path: Path) -> None:
+    ends = []
+    for sparse in (True, False):
+        module = Looking(sparse)
+        train(module, tmp_path / str(sparse), clip_grad_value=0.001)
+        ends.append(weights(module))
+
+    assert torch.equal(*ends)
+
+
+class Looking(Classifier):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__(TensorDataset(torch.arange(32) % 3, torch.arange(32) % 3))
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Embedding(3, 4, sparse=sparse), nn.Linear(4, 3))

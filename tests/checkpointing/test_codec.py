@@ -84,8 +84,12 @@ def test_integers_too_long_for_decimal_digits_come_back() -> None:
     assert through_json(-(2**20000)) == -(2**20000)
 
 
-def test_defaultdict_comes_back_as_a_plain_dict() -> None:
-    assert same(through_json(defaultdict(list, a=[1])), {"a": [1]})
+@pytest.mark.parametrize("factory", [int, float, bool, str, list, tuple, dict, set, deque, Counter, None], ids=str)
+def test_a_defaultdict_comes_back_with_its_factory(factory: Any) -> None:
+    value = defaultdict(factory, {"a": [1], 6: 2})
+    found = through_json({"value": value})["value"]
+    assert same(found, value)
+    assert found.default_factory is factory
 
 
 @pytest.mark.parametrize("dtype", [*NATIVE, *AS_BYTES], ids=str)
@@ -205,6 +209,8 @@ class OwnDict(dict[str, int]):
         (np.array([object()]), "dtype object"),
         (np.zeros(1, dtype=[("a", "i4")]), "ndarray"),
         (lambda: 0, "function"),
+        (defaultdict(lambda: 0), "defaultdict with a factory of its own"),
+        (defaultdict(Path), "bool, int, float"),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,36 @@ def test_load_without_resume(tmp_path: Path) -> None:
     assert mark_of(absolute.load()) == 1
 
 
+@pytest.mark.parametrize("resume", [True, "auto", "last", "best"])
+@pytest.mark.parametrize("named", [None, "checkpoint-000001"])
+def test_a_run_that_came_from_load_dir_goes_on_from_its_own_checkpoints(
+    tmp_path: Path, resume: Any, named: str | None
+) -> None:
+    def one() -> DefaultCheckpointer:
+        return checkpointer(tmp_path / "mine", load_dir=str(tmp_path / "theirs"), load_filename=named)
+
+    def measured(mark: int, loss: float) -> Checkpoint:
+        return replace(make_checkpoint(mark), metadata={"metrics": {"val/loss": loss}})
+
+    checkpointer(tmp_path / "theirs").save(measured(1, 0.1), 1)
+    first = one()
+    assert mark_of(first.load(resume)) == 1
+    first.begin_run(resumed=True)
+    first.save(measured(2, 0.5), 2)
+    again = one()
+    assert mark_of(again.load(resume)) == 2
+    again.begin_run(resumed=True)
+    assert mark_of(one().load(resume)) == 2
+    assert mark_of(one().load(False)) == 1
+
+
+def test_a_name_in_the_own_directory_is_what_is_loaded(tmp_path: Path) -> None:
+    one = checkpointer(tmp_path, load_dir=str(tmp_path), load_filename="checkpoint-000001")
+    one.save(make_checkpoint(1), 1)
+    one.save(make_checkpoint(2), 2)
+    assert mark_of(one.load(True)) == 1
+
+
 @pytest.mark.spec("F115")
 @pytest.mark.spec("PMT-14")
 def test_what_is_missing_is_an_error(tmp_path: Path) -> None:
@@ -157,6 +188,21 @@ def test_resume_by_path_takes_a_checkpoint_or_a_directory_of_them(tmp_path: Path
     assert mark_of(other.load(first)) == 1
     assert mark_of(other.load(Path(str(first)))) == 1
     assert mark_of(other.load(tmp_path)) == 2
+
+
+def test_a_runs_folder_stands_for_the_checkpoints_in_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    one = checkpointer(run / "checkpoints")
+    one.save(make_checkpoint(1), 1)
+    one.save_model({"w": torch.ones(1)}, 1)
+    os.rename(run / "checkpoints" / "checkpoint-model-000001", run / "export")
+    assert mark_of(checkpointer(tmp_path / "new").load(run)) == 1
+    assert mark_of(checkpointer(tmp_path / "new", load_dir=str(run)).load(True)) == 1
+    deleting = checkpointer(run / "checkpoints", delete_existing_checkpoints=True)
+    with pytest.raises(ConfigurationError, match="delete_existing_checkpoints"):
+        deleting.load(run)
+    checkpointer(run).save(make_checkpoint(2), 2)
+    assert mark_of(checkpointer(tmp_path / "new").load(run)) == 2
 
 
 @pytest.mark.parametrize("resume", ["", 1, 0])
@@ -208,6 +254,9 @@ def test_deleting_what_is_to_be_loaded_is_refused(tmp_path: Path) -> None:
         checkpointer(tmp_path / "a", load_dir=str(tmp_path / "a"), delete_existing_checkpoints=True).load()
     elsewhere = checkpointer(tmp_path / "b", load_dir=str(tmp_path / "a"), delete_existing_checkpoints=True)
     assert mark_of(elsewhere.load()) == 1
+    for resume in (True, "auto"):
+        with pytest.raises(ConfigurationError, match="resume=False to start over"):
+            elsewhere.load(resume)
 
 
 def test_a_newer_format_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

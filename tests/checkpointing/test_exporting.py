@@ -96,7 +96,9 @@ def test_an_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a checkpoint, which an export does not replace"):
         ts.export_model(nn.Linear(1, 1), checkpoint)
     (tmp_path / "notes").mkdir()
-    with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not replaced"):
+    with pytest.raises(
+        CheckpointError, match=r"is not a checkpoint, so it is not replaced\. Move it away, or give another path"
+    ):
         ts.export_model(nn.Linear(1, 1), tmp_path / "notes")
     with pytest.raises(ts.ConfigurationError, match=r"given a list\. Give it a module or a state dict"):
         ts.export_model([1], tmp_path / "list")  # type: ignore[arg-type]

@@ -172,6 +172,42 @@ def test_a_run_that_came_from_elsewhere_leaves_what_it_finds(tmp_path: Path) -> 
     assert steps(tmp_path / "a") == {1, 2, 8}
 
 
+@pytest.mark.parametrize("how", ["by the arguments", "by hand"])
+def test_a_run_keeps_its_own_checkpoints_where_the_earlier_runs_were_deleted(tmp_path: Path, how: str) -> None:
+    save_all(checkpointer(tmp_path), [1.0, 2.0])
+    afresh = checkpointer(tmp_path, keep_last=1, delete_existing_checkpoints=how == "by the arguments")
+    afresh.begin_run(resumed=False)
+    if how == "by hand":
+        for info in list_checkpoints(tmp_path):
+            shutil.rmtree(info.path)
+    save_all(afresh, [3.0, 4.0], first=7)
+
+    assert steps(tmp_path) == {8}
+    assert pointed(tmp_path / "last") == 8
+    assert mark_of(checkpointer(tmp_path).load(True)) == 8
+
+
+def test_a_run_that_begins_afresh_beside_an_earlier_ones_checkpoints_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = checkpointer(tmp_path)
+    first.begin_run(resumed=False)
+    save_all(first, [1.0, 2.0])
+    checkpointer(tmp_path).begin_run(resumed=True)
+    checkpointer(tmp_path, delete_existing_checkpoints=True).begin_run(resumed=False)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    afresh = checkpointer(tmp_path)
+    afresh.begin_run(resumed=False)
+    (said,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    newest = tmp_path / "checkpoint-000000002"
+    assert said.startswith(f"{tmp_path} has 2 checkpoints of an earlier run. This run does not go on from there")
+    assert f"To go on from the newest write resume='{newest}'; to keep all give this run another output_dir" in said
+    assert mark_of(checkpointer(tmp_path).load(newest)) == 2
+    save_all(afresh, [7.0])
+    assert steps(tmp_path) == {1, 2}
+    assert list_checkpoints(tmp_path)[-1].metrics["val/loss"] == 7.0
+
+
 def test_while_it_cannot_be_told_what_is_an_earlier_runs_nothing_is_deleted(tmp_path: Path) -> None:
     save_all(checkpointer(tmp_path), [1.0, 2.0])
     saver = checkpointer(tmp_path, keep_last=1)

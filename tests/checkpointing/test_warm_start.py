@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import trainstack as ts
+from trainstack.checkpointing import list_checkpoints
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
 
 
@@ -101,6 +103,36 @@ class TestWarmStart:
             model = Net()
             assert ts.warm_start(model, path, strict=True).source == str(path)
             assert torch.equal(model.head.weight, source.head.weight)
+
+    @pytest.mark.parametrize(("pointer", "value"), [("last", 2.0), ("best", 1.0)])
+    def test_the_checkpoint_that_a_pointer_stands_for(self, pointer: str, value: float, tmp_path: Path) -> None:
+        saver = ts.DefaultCheckpointer(ts.DefaultCheckpointerArguments(save_dir=str(tmp_path)))
+        for step, loss in ((1, 0.1), (2, 0.2)):
+            state = {"weight": torch.full((1, 1), float(step))}
+            metrics = {"metrics": {"val/loss": loss}}
+            saver.save(ts.Checkpoint(module_interface_state=state, global_step=step, metadata=metrics), step)
+        model = nn.Linear(1, 1, bias=False)
+        report = ts.warm_start(model, tmp_path / pointer)
+
+        assert model.weight.item() == value
+        assert report.source == str(tmp_path / f"checkpoint-00000000{int(value)}")
+        for info in list_checkpoints(tmp_path):
+            shutil.rmtree(info.path)
+        with pytest.raises(CheckpointNotFoundError, match=f"{pointer} stands for .*there is none"):
+            ts.warm_start(model, tmp_path / pointer)
+
+    def test_a_file_that_is_called_best_and_holds_tensors(self, tmp_path: Path) -> None:
+        source = Net()
+        save_file(source.state_dict(), str(tmp_path / "best"))
+        assert ts.warm_start(Net(), tmp_path / "best", strict=True).is_complete
+
+    def test_a_folder_of_checkpoints_is_answered_with_one_to_name(self, tmp_path: Path) -> None:
+        path = ts.write_checkpoint(ts.Checkpoint(), tmp_path / "run" / "checkpoints", "checkpoint-1")
+        for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
+            with pytest.raises(
+                CheckpointNotFoundError, match=f"is not a checkpoint.*Name one of those in it, such as {path}"
+            ):
+                ts.warm_start(Net(), folder)
 
     def test_what_cannot_be_read(self, tmp_path: Path) -> None:
         (tmp_path / "text.safetensors").write_text("no tensors at all, only words")

@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import trainstack as ts
 from tests.checkpointing.support import flip_bit, make_checkpoint
 from tests.helpers.modules import Classifier, train
-from trainstack.checkpointing import manifest
+from trainstack.checkpointing import Checkpoint, manifest, write_checkpoint
 from trainstack.cli.main import main
 
 
@@ -97,6 +98,9 @@ class TestVerify:
             assert code == 1
             assert f"checkpoint-000000012/{file} is damaged" in out
 
+    def test_a_runs_folder(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert call(capsys, "verify", trained.parent) == call(capsys, "verify", trained)
+
     def test_what_is_no_checkpoint_is_trouble(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "file.pt").write_bytes(b"x")
         for path in (tmp_path / "nowhere", tmp_path / "file.pt", tmp_path):
@@ -133,6 +137,19 @@ class TestShow:
         assert shown["states"]["module_interface_state"]["encoder.weight"] == {"dtype": "float32", "shape": [3, 2]}
         assert shown["states"]["rng_state"]["numpy"][1] == {"dtype": "uint32", "shape": [624]}
         assert shown["states"]["history_state"]["loss"] == [0.5, "inf"]
+
+    def test_shows_what_a_deque_and_a_set_hold(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        held = {"memory": deque([torch.ones(4)] * 9, maxlen=10), "names": {"a"}}
+        path = write_checkpoint(Checkpoint(module_interface_state=held), tmp_path, "a")
+        _, out, _ = call(capsys, "show", path)
+
+        assert "module_interface_state: 9 tensors, 36 elements" in out
+        assert "    [0]                                  float32 [4]\n" in out
+        assert "    ... and 7 more\n" in out
+        assert "'a'" in out
+        shown = as_json(capsys, "show", path)["states"]["module_interface_state"]
+        assert shown["memory"][8] == {"dtype": "float32", "shape": [4]}
+        assert shown["names"] == ["a"]
 
     def test_an_export(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "model_state: 4 tensors" in call(capsys, "show", trained / "checkpoint-model-000001")[1]

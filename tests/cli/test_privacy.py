@@ -13,6 +13,7 @@ from trainstack.backends.dp import calibrate_noise, epsilon_of, fixed_order_epsi
 from trainstack.cli import privacy
 from trainstack.cli.main import main
 from trainstack.errors import ConfigurationError
+from trainstack.trainer.plan import TrainingPlan
 
 RATE = ["--batch-size", "150", "--dataset-size", "60000", "--delta", "1e-5"]
 
@@ -60,16 +61,42 @@ def test_an_epoch_has_all_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
     """`int(1 / q)` loses a step for 1364 of these loader lengths."""
     lengths = range(1, 20_001)
     assert sum(int(1 / (1 / length)) != length for length in lengths) == 1364
-    args = argparse.Namespace(steps=None, epochs=3)
-    assert all(privacy._steps(args, 1 / length) == 3 * length for length in lengths)
+    args = argparse.Namespace(batch_size=None, dataset_size=None)
+    assert all(privacy._steps_per_epoch(args, 1 / length) == length for length in lengths)
     words = ["--noise-multiplier", "2", "--epochs", "1", "--delta", "1e-5"]
     assert ask_json(capsys, "epsilon", "--sample-rate", str(1 / 93), *words)["steps"] == 93
+
+
+@pytest.mark.parametrize(("batch", "records"), [(100, 149), (100, 150), (7, 7), (3, 1000)])
+def test_an_epoch_has_the_steps_that_a_trainer_makes(
+    batch: int, records: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = TrainingPlan.make(train_batch_size=batch, gpu_batch_size_limit=1, dataset_length=records, epochs=10)
+    sizes = ["--batch-size", str(batch), "--dataset-size", str(records), "--delta", "1e-5"]
+    rate = ["--sample-rate", str(batch / records), "--delta", "1e-5"]
+    for mechanism in (sizes, rate):
+        found = ask_json(capsys, "epsilon", "--noise-multiplier", "5", "--epochs", "10", *mechanism)
+        assert found["steps"] == plan.total_steps
+
+
+def test_a_budget_lasts_for_as_many_epochs_as_a_trainer_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--batch-size", "100", "--dataset-size", "149", "--delta", "1e-3", "--accountant", "rdp"]
+    found = ask_json(capsys, "steps", "--max-epsilon", "17", "--noise-multiplier", "1", *sizes)
+    assert found["epochs"] == found["steps"] / 2 == 10
+    epochs = ask_json(capsys, "epsilon", "--epochs", "10", "--noise-multiplier", "1", *sizes)
+    assert 16 < epochs["epsilon"] <= 17
 
 
 def test_without_noise_epsilon_is_infinite(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["epsilon", "--noise-multiplier", "0", "--steps", "1", *RATE]
     assert ask(capsys, *words).startswith("epsilon infinite at delta 1e-05")
     assert ask_json(capsys, *words)["epsilon"] is None
+
+
+def test_with_hardly_any_noise_epsilon_is_large(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["epsilon", "--noise-multiplier", "0.02", "--sample-rate", "0.01", "--steps", "200", "--delta", "1e-5"]
+    found = ask_json(capsys, *words)
+    assert 1000 < found["shuffled_at_least"] < found["fixed_order"] < found["epsilon"] < 1e6
 
 
 def test_noise_for_a_target(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,16 @@ def test_a_plan_that_cannot_be_is_answered_in_one_line(
     assert message in capsys.readouterr().err
 
 
+def test_an_option_that_there_is_not_is_answered_with_the_one_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--samples", "9", "--epohs=3", "--jsn", "more"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "trainstack: unrecognized arguments: --epohs=3 --jsn more. Did you mean --epochs and --json? "
+        "(see trainstack plan --help)\n"
+    )
+
+
 def test_doctor_says_which_strings_work_by_trying_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "sp", "ddp-bf16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import beside
+import trainstack as ts
 from trainstack import SupervisedModule
 
 
@@ -40,6 +41,20 @@ class Breaks(Line):
         raise OSError("in the user's code")
 
 
+class Opens(Line):
+    def __init__(self, file: str = "no/such/data.csv"):
+        open(file)
+
+
+class Refused(Line):
+    def __init__(self):
+        raise ts.ConfigurationError("in the user's code")
+
+
+def opens():
+    return Opens()
+
+
 class Other:
     pass
 
@@ -56,7 +71,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "beside.py").write_text("TWO = 2\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("my", "beside"):
+    for name in ("my", "beside", "reads"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -132,17 +147,24 @@ def test_a_function_may_make_the_module_and_files_beside_it_can_be_imported() ->
         (["my.py"], "'my.py' does not say where a module comes from. Write FILE.py:NAME"),
         (["me.py:Line"], "there is no file me.py"),
         (["mine.deep:Line"], "there is no Python module 'mine.deep'"),
-        (["my.py:Lin"], "Did you mean 'Line'? It has the modules Breaks, Line."),
-        (["my.py:Other"], "the class Other is not a ModuleInterface. It has the modules Breaks, Line."),
+        (["my.py:Lin"], "Did you mean 'Line'? It has the modules Breaks, Line, Opens, Refused."),
+        (["my.py:Other"], "the class Other is not a ModuleInterface. It has the modules Breaks, Line, Opens, Refused."),
         (["my.py:Line", "--epochs", "x"], "\"epochs\": Expected a <class 'int'>. Got value: x"),
-        (["my.py:Line", "--epoch", "3"], "--epoch"),
+        ([".my:Line"], "'.my' begins with a dot, and there is no package that it could belong to. Write FILE.py:NAME"),
+        (["./my:Line"], "'./my' begins with a dot"),
+        (["my.py:Line", "--epoch", "3"], "unrecognized arguments: --epoch 3. Did you mean --epochs? (see"),
+        (
+            ["my.py:Line", "--keep_last=3", "--train-batch-size", "8", "--zzzz=--epoch"],
+            "8 --zzzz=--epoch. Did you mean --checkpointer_args.keep_last and --train_batch_size? (see",
+        ),
+        (["my.py:Line", "--zzzz", "3"], "unrecognized arguments: --zzzz 3 (see"),
         (["my.py:Line", "--epochs", "-1"], "epochs=-1: write a whole number"),
         (["my.py:Line", "--nonfinite", "fly"], "Expected a typing.Literal['raise', 'skip']. Got value: fly"),
         (["my.py:Line", "--backend", "amp-ddp"], "Write 'ddp-amp'."),
         (["my.py:Line", "--config", "wrong.yaml"], "'epchs' is not accepted"),
         (["my.py:Line", "--config", "none.yaml"], "--config none.yaml: there is no such file."),
         (["my.py:Line", "--config"], "--config"),
-        (["my.py:Line", "--module.hiden", "3"], "--module.hiden"),
+        (["my.py:Line", "--module.hiden", "3"], "--module.hiden 3. Did you mean --module.hidden?"),
         (["my.py:make"], "arguments are required: module.units"),
     ],
 )
@@ -158,11 +180,31 @@ def test_a_wrong_command_line_is_answered_in_one_line(
     assert message in shown.err
 
 
-def test_an_error_in_the_training_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "my.py:Breaks", *QUIET]) == 1
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("my.py:Breaks", "OSError: in the user's code"),
+        ("my.py:Opens", "No such file or directory: 'no/such/data.csv'"),
+        ("my.py:opens", "No such file or directory: 'no/such/data.csv'"),
+        ("my.py:Refused", "ConfigurationError: in the user's code"),
+        ("reads.py:Line", "No such file or directory: 'config.yaml'"),
+        ("reads:Line", "No such file or directory: 'config.yaml'"),
+    ],
+)
+def test_an_error_in_the_users_code_keeps_its_traceback(
+    capsys: pytest.CaptureFixture[str], target: str, message: str
+) -> None:
+    Path("reads.py").write_text("from my import Line\nopen('config.yaml')\n")
+    assert main(["train", target, *QUIET]) == 1
     shown = capsys.readouterr().err
-    assert "OSError: in the user's code" in shown
-    assert "my.py" in shown
+    assert message in shown
+    assert f'{target.partition(":")[0].removesuffix(".py")}.py", line' in shown
+
+
+def test_a_file_may_be_named_with_dots_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("inner").mkdir()
+    monkeypatch.chdir("inner")
+    assert main(["train", "../my.py:Line", *QUIET]) == 0
 
 
 def test_help_lists_the_options_with_what_they_mean(capsys: pytest.CaptureFixture[str]) -> None:

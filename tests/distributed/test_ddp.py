@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import trainstack as ts
-from tests.helpers.modules import Classifier, arguments, weights
+from tests.helpers.modules import Classifier, arguments, numbers, weights
 from tests.helpers.processes import run_agents, run_world
 from tests.helpers.workers import Uneven, equality, picky
 
@@ -127,6 +127,35 @@ def test_static_graphs_and_views_of_buckets_end_with_the_same_bits() -> None:
     for plain, static, view, accumulated, accumulated_view in run_world(2, "ways_to_reduce"):
         assert plain == static == view
         assert accumulated == accumulated_view
+
+
+def test_a_stack_without_a_trainer_takes_the_step_of_the_batches_of_all_processes() -> None:
+    one, other = run_world(2, "driven", shares=[[4, 2], [6]], accumulation=2)
+
+    assert one["weights"] == other["weights"]
+    assert close(one["weights"], whole_steps([12]))
+    assert (one["steps"], one["losses"], other["losses"]) == (1, 2, 1)
+
+
+def test_without_a_trainer_a_process_whose_batches_have_ended_joins_in_until_the_others_have() -> None:
+    ranks = run_world(3, "driven", shares=[[2], [2, 3, 5], []])
+
+    assert [rank["steps"] for rank in ranks] == [3, 3, 3]
+    assert [rank["losses"] for rank in ranks] == [1, 3, 0]
+    assert ranks[0]["weights"] == ranks[1]["weights"] == ranks[2]["weights"]
+    assert close(ranks[0]["weights"], whole_steps([4, 3, 5]))
+
+
+def whole_steps(sizes: list[int]) -> list[float]:
+    """Weights after plain steps of SGD on 12 samples, cut into batches of so many."""
+    data = numbers(12, dtype=torch.float64)
+    module = Classifier(data, dtype=torch.float64)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for batch in zip(*(tensor.split(sizes) for tensor in data.tensors), strict=True):
+        optimizer.zero_grad()
+        module.train_step(0, batch, "cpu").backward()
+        optimizer.step()
+    return weights(module).tolist()
 
 
 @pytest.mark.spec("FN-52", "F105")

@@ -328,3 +328,55 @@ def test_how_to_launch_names_every_way() -> None:
     text = how_to_launch("ddp-amp")
     for part in ("backend 'ddp-amp'", "torchrun --nproc-per-node", "trainstack.launch(", "srun", "mpirun", "'sp-amp'"):
         assert part in text
+
+
+# --- one process
+
+
+@pytest.mark.parametrize(
+    ("environ", "size"),
+    [
+        (TORCHRUN, 4),
+        ({"WORLD_SIZE": "4"}, 4),
+        (OPENMPI, 2),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, 4),
+        (SLURM, 7),
+        ({**SLURM, **OPENMPI}, 2),
+    ],
+)
+def test_one_process_among_many_is_refused_whoever_started_them(environ: dict[str, str], size: int) -> None:
+    with pytest.raises(
+        ts.ConfigurationError, match=rf"'sp' in a world of {size} processes: .*each is to train its own"
+    ):
+        ts.SingleProcess(environ=environ).open("cpu")
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        BATCH,
+        INTERACTIVE,
+        {**SLURM, "SLURM_PTY_PORT": "3333"},
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "1"},
+        {**OPENMPI, "OMPI_COMM_WORLD_SIZE": "1"},
+        {**SLURM, "RANK": "0", "WORLD_SIZE": "1"},
+    ],
+)
+def test_one_process_runs_where_one_was_started(environ: dict[str, str]) -> None:
+    assert ts.SingleProcess(environ=environ).open("cpu").size == 1
+
+
+def test_a_process_that_is_to_train_a_model_of_its_own_is_told_that_it_is_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ts.ConfigurationError, match=r"backend_options=\{'sp': \{'environ': \{\}\}\}"):
+        ts.build_trainer_backend("sp-bf16").open("cpu")
+    assert ts.build_trainer_backend("sp-bf16", sp={"environ": {}}).open("cpu").is_main
+
+
+def test_a_world_that_is_no_number_is_named() -> None:
+    with pytest.raises(ts.ConfigurationError, match="WORLD_SIZE='x' is no whole number"):
+        ts.SingleProcess(environ={"WORLD_SIZE": "x"}).open("cpu")

@@ -192,6 +192,13 @@ def test_output_to_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         assert (tmp_path / "logs" / f"{rank}_err.log").read_text() == f"err of {rank}\n"
 
 
+def test_a_machine_whose_host_does_not_come_gives_up_in_time() -> None:
+    began = time.monotonic()
+    with pytest.raises(ts.LaunchError, match="timeout_s=2"):
+        launch(launched.talk, nnodes=2, node_rank=1, rdzv_endpoint=f"127.0.0.1:{free_port()}", timeout_s=2)
+    assert time.monotonic() - began < 40  # torch's own patience is 60 seconds, up to twice
+
+
 def test_exit_codes_and_results_that_do_not_travel(tmp_path: Path) -> None:
     assert launch(launched.leave_by_exit, None, nproc=1) == [None]
     with pytest.raises(ts.LaunchError, match="rank 0 raised SystemExit: 3") as caught:
@@ -274,12 +281,22 @@ def test_the_number_of_processes_is_not_guessed() -> None:
         ({"max_restarts": -1}, "max_restarts=-1"),
         ({"grace_s": -1}, "grace_s=-1"),
         ({"timeout_s": 0}, "timeout_s=0"),
+        ({"node_rank": 1}, "node_rank=1, nnodes='1': .* from 0 to 0, or leave it out"),
+        ({"nnodes": "1:2", "rdzv_endpoint": "localhost:29400", "node_rank": 7}, "from 0 to 1, or leave it out"),
+        ({"node_rank": -1}, "node_rank=-1"),
+        ({"env": {"AAA": "1", "BBB": 2}}, r"env=\{'BBB': 2\}: .* Write env=\{'BBB': '2'\}"),
+        ({"env": "AAA=1"}, "env='AAA=1': write variables with their values"),
         ({"rank_output": "onlyerror"}, "rank_output='onlyerror': write one of 'only_error'"),
     ],
 )
 def test_wrong_arguments(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=sentence):
         launch(launched.talk, **changes)
+
+
+def test_a_variable_that_no_system_takes_leaves_nothing_behind() -> None:
+    with pytest.raises(ValueError, match="variable name"):
+        launch(launched.talk, env={"TRAINSTACK_TEST": "1", "A=B": "2"})
 
 
 def test_launch_in_a_launched_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, weights
-from tests.helpers.private_runs import private_ranks  # noqa: F401 - found by its name
+from tests.helpers.private_runs import closed_on_a_full_disk, private_ranks  # noqa: F401 - found by their names
 from trainstack import callbacks
 from trainstack.backends import lookout
 
@@ -293,6 +293,24 @@ def statistics(directory: str, shared: bool) -> dict[str, Any]:
         "resumed": run("cut", resume=True)[1].used,
         "predicted": trainer.predict(DataLoader(module.dataset, 2))["means"].tolist(),
         "saved": ts.read_model(newest)["norm.running_mean"].tolist(),
+    }
+
+
+def driven(shares: list[list[int]], accumulation: int = 1) -> dict[str, Any]:
+    """`train_dl` with a loader of each process's own over its share of 12 samples: batches of so many."""
+    data = numbers(12, dtype=torch.float64)
+    module, stack = Classifier(data, dtype=torch.float64), ts.build_trainer_backend("ddp")
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1)]
+    changes: dict[str, Any] = {"device": "cpu", "clip_grads": False, "gradient_accumulation": accumulation}
+    stack.init(ts.TrainerBackendArguments(model=module, optimizers=optimizers, **changes))
+    begin = sum(sum(share) for share in shares[:RANK])
+    mine = [tensor[begin : begin + sum(shares[RANK])].split(shares[RANK]) for tensor in data.tensors]
+    outputs = stack.train_dl(list(zip(*mine, strict=True)), ts.CallbackInterface())
+    stack.close()
+    return {
+        "weights": weights(module).tolist(),
+        "steps": stack.get_global_steps_completed(),
+        "losses": len(outputs[0]) if outputs else 0,
     }
 
 

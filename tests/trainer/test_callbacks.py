@@ -374,6 +374,24 @@ def test_monitors_read_nothing_from_the_device_between_log_points(
     assert len(trainer.history.get_metric_values("grad_norm/net")) == 3
 
 
+def test_a_learning_rate_that_is_a_tensor_is_recorded_as_it_was_at_each_step(tmp_path: Path) -> None:
+    class TensorRate(Classifier):
+        def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> Any:
+            optimizer = torch.optim.Adam(self.parameters(), lr=torch.tensor(0.5), foreach=False)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)]
+
+    trainer = trained(tmp_path, TensorRate(numbers(32)), cb.LRMonitor(momentum=True, weight_decay=True), log_every=4)
+    assert trainer.history.get_metric_values("schedule/lr/0") == [0.25, 0.125, 0.0625, 0.03125]
+
+
+def test_a_tensor_learning_rate_may_be_changed_at_a_log_point(tmp_path: Path) -> None:
+    rate: Any = torch.tensor(0.5)
+    trainer = trainer_of(tmp_path, Classifier(numbers(16), lr=rate), log_every=1)
+    trainer.on(ts.Event.LOG)(lambda trainer: rate.mul_(0.5))
+    trainer.train()
+    assert trainer.history.get_metric_values("lr") == [0.5, 0.25]
+
+
 def test_norms_of_gradients_are_those_of_the_step_that_is_logged(tmp_path: Path) -> None:
     norms: list[float] = []
     module = Classifier(numbers(48))

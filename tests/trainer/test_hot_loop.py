@@ -147,3 +147,20 @@ class ReadsEpoch(Classifier):
 
     def on_end_train_epoch(self, global_step: int, losses: torch.Tensor) -> None:
         ReadsEpoch.shape = tuple(losses.shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["sp", "sp-bf16"])
+def test_no_step_waits_for_a_gpu_between_log_points(backend: str, tmp_path: Path) -> None:
+    class Watched(Classifier):
+        def on_end_train_step(self, global_step: int) -> None:
+            last = global_step == self.plan.total_steps  # the epoch's end reads its losses
+            if global_step > 2:  # the first steps make handles and move nothing else
+                torch.cuda.set_sync_debug_mode("default" if last else "error")
+
+    module = Watched(dataset=numbers(96))
+    try:
+        ts.Trainer(module, arguments(tmp_path, backend=backend, device="cuda", log_every=1000)).train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

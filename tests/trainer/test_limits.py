@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim import lr_scheduler as lrs
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, train, weights
@@ -66,6 +68,8 @@ def test_a_loader_without_a_length_is_read_as_often_as_it_takes(tmp_path: Path) 
             return iter([*super().get_train_dataloader(sampler, batch_size)])
 
     assert train(Stream(), tmp_path, max_steps=14).global_steps_finished == 14
+    capped = train(module := Stream(), tmp_path, max_steps=6, max_train_steps_per_epoch=3)
+    assert (module.ended, val_steps(capped)) == ([3, 6], [3, 6])  # the cap ends an epoch here, too
     with pytest.raises(ts.ConfigurationError, match=r"max_steps=0.5 is a fraction.*no length"):
         train(Stream(), tmp_path, max_steps=0.5)
 
@@ -118,15 +122,89 @@ def test_a_longer_run_may_be_asked_for_before_the_first(tmp_path: Path) -> None:
         trainer.train(epochs=-1)
 
 
-def test_a_schedule_that_would_end_before_the_longer_run_is_refused(tmp_path: Path) -> None:
-    class Cycle(Classifier):
-        def get_optimizers_schedulers(self, *_: Any) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, self.plan.total_steps)  # type: ignore[union-attr]
+class Scheduled(Classifier):
+    """Six global steps an epoch, and a schedule for a number of steps."""
 
-    trainer = train(Cycle(), tmp_path, max_steps=4)
-    with pytest.raises(ts.CheckpointMismatchError, match="OneCycleLR"):
-        trainer.train(max_steps=9)
+    def __init__(self, lay: Callable[[torch.optim.Optimizer, int], Any]) -> None:
+        super().__init__()
+        self.lay = lay
+
+    def get_optimizers_schedulers(self, *_: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return optimizer, self.lay(optimizer, self.plan.total_steps)  # type: ignore[union-attr, arg-type]
+
+
+ENDS = "it ends before, and the rate of the last update would be 0"
+TOO_SHORT: dict[str, tuple[Callable[[torch.optim.Optimizer, int], Any], str]] = {
+    "a cycle": (lambda o, n: lrs.OneCycleLR(o, 0.1, n), "it ends after 6 of its steps, and torch refuses to make more"),
+    "a cycle by epochs": (lambda o, n: ts.SchedulerConfig(lrs.OneCycleLR(o, 0.1, 1), interval="epoch"), "after 1 of"),
+    "a cosine": (lambda o, n: lrs.CosineAnnealingLR(o, n), "after T_max=6 of its steps the rate would rise again"),
+    "the library's cosine": (lambda o, n: ts.schedulers.warmup_cosine(o, n, warmup=2), ENDS),
+    "the library's line": (lambda o, n: ts.schedulers.warmup_linear(o, n), ENDS),
+    "a function of the step": (lambda o, n: lrs.LambdaLR(o, lambda step: max(0.0, 1 - step / n)), ENDS),
+    "a polynomial": (lambda o, n: lrs.PolynomialLR(o, n, power=2), ENDS),
+    "a line to zero": (lambda o, n: lrs.LinearLR(o, 1.0, 0.0, n), ENDS),
+    "a warm-up, then a polynomial": (
+        lambda o, n: lrs.SequentialLR(o, [lrs.LinearLR(o, 0.1, total_iters=2), lrs.PolynomialLR(o, n - 2)], [2]),
+        ENDS,
+    ),
+    "a warm-up on top of a line": (
+        lambda o, n: lrs.ChainedScheduler([lrs.ConstantLR(o, 0.5, 2), lrs.LinearLR(o, 1.0, 0.0, n)]),
+        ENDS,
+    ),
+}
+LONG_ENOUGH: dict[str, Callable[[torch.optim.Optimizer, int], Any]] = {
+    "a warm-up": lambda o, n: lrs.LinearLR(o, 0.1, total_iters=3),
+    "a constant": lambda o, n: lrs.ConstantLR(o, 0.5, 3),
+    "a line to a tenth": lambda o, n: lrs.LinearLR(o, 1.0, 0.1, n),
+    "a cosine to a tenth": lambda o, n: ts.schedulers.warmup_cosine(o, n, final_ratio=0.1),
+    "a root": lambda o, n: ts.schedulers.inverse_sqrt(o, warmup=2),
+    "a cosine that swings": lambda o, n: lrs.CosineAnnealingLR(o, 3),
+    "a polynomial over more": lambda o, n: lrs.PolynomialLR(o, 3 * n),
+    "a cycle by epochs over more": lambda o, n: ts.SchedulerConfig(lrs.OneCycleLR(o, 0.1, 3), interval="epoch"),
+    "one that is not torch's": lambda o, n: Halving(o),
+    "a warm-up, then a polynomial over more": lambda o, n: lrs.SequentialLR(
+        o, [lrs.ConstantLR(o, 0.5, 30), lrs.PolynomialLR(o, 2)], [30]
+    ),
+}
+
+
+class Halving:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.param_groups[0]["lr"] /= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("longer", [{"epochs": 3}, {"max_steps": 15}], ids=str)
+@pytest.mark.parametrize("kind", TOO_SHORT)
+def test_a_schedule_that_would_end_before_the_longer_run_is_refused(
+    kind: str, longer: dict[str, Any], tmp_path: Path
+) -> None:
+    lay, what = TOO_SHORT[kind]
+    trainer = train(Scheduled(lay), tmp_path)
+    written = "=".join(map(str, *longer.items()))
+    with pytest.raises(ts.ConfigurationError, match=rf"train\({written}\) .*{what}.*Write {written} in TrainerArg"):
+        trainer.train(**longer)
+
+    assert (trainer.args.epochs, trainer.args.max_steps, trainer.plan.total_steps) == (1, None, 6)
+    trainer.train()
+    assert trainer.global_steps_finished == 6
+
+
+@pytest.mark.parametrize("kind", LONG_ENOUGH)
+def test_a_schedule_that_leaves_a_rate_goes_on_as_it_was_laid(kind: str, tmp_path: Path) -> None:
+    lay = LONG_ENOUGH[kind]
+    trainer, planned = train(Scheduled(lay), tmp_path), Scheduled(lambda o, n: lay(o, 6))
+    trainer.train(epochs=3)
+    train(planned, tmp_path, epochs=3)
+
+    assert trainer.global_steps_finished == 18
+    assert torch.equal(weights(trainer.module), weights(planned))
 
 
 def test_the_plan_says_how_long_the_run_is() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -15,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, train, weights
 from tests.helpers.specs import stacks_that_run_here
+from trainstack.trainer.writers import CsvWriter
 
 
 def broken(**methods: Any) -> Classifier:
@@ -91,6 +95,10 @@ MODULE_MISTAKES = {
         loader(lambda s, b: DataLoader(numbers(5), batch_size=b, drop_last=True)),
         "train_batch_size=8 with drop_last=True and 5 samples leaves no global step",
     ),
+    "an empty list for a loader": (
+        loader(lambda s, b: []),
+        "gave no batch at all. Return a loader over data",
+    ),
     "validation data without val_step": (
         {
             **val_loader(lambda s, b: DataLoader(s.dataset, batch_size=b)),
@@ -130,6 +138,18 @@ MODULE_MISTAKES = {
         {"on_begin_train_epoch": lambda self, epoch: None},
         r"Write def on_begin_train_epoch\(self, global_step, epoch\)",
     ),
+    "a hook at the end of an epoch without arguments": (
+        {"on_end_train_epoch": lambda self: None},
+        r"on_end_train_epoch\(\) cannot be .*Write def on_end_train_epoch\(self, global_step, \*outputs\)",
+    ),
+    "a hook at the end of a step without arguments": (
+        {"on_end_train_step": lambda self: None},
+        r"Write def on_end_train_step\(self, global_step, \*outputs\)",
+    ),
+    "a hook at the end of an epoch with a keyword": (
+        {"on_end_train_epoch": lambda self, global_step, *, epoch: None},
+        r"Write def on_end_train_epoch\(self, global_step, \*outputs\)",
+    ),
     "a hook without key": (
         {"on_end_val_epoch": lambda self, global_step, loss: None},
         r"Write def on_end_val_epoch\(self, global_step, \*outputs, key\)",
@@ -150,6 +170,17 @@ def test_a_module_that_breaks_its_contract(mistake: str, tmp_path: Path) -> None
         train(broken(**methods), tmp_path)
 
 
+@pytest.mark.parametrize("limit", [{"max_steps": 5}, {"max_steps": 0.5}, {"fast_dev_run": True}], ids=str)
+@pytest.mark.parametrize("mistake", ["drop_last leaves nothing", "an empty list for a loader"])
+def test_data_without_a_step_is_named_also_where_steps_are_counted(
+    mistake: str, limit: dict[str, Any], tmp_path: Path
+) -> None:
+    methods, message = MODULE_MISTAKES[mistake]
+
+    with pytest.raises((ts.ModuleContractError, ts.ConfigurationError), match=message):
+        train(broken(**methods), tmp_path, **limit)
+
+
 ARGUMENT_MISTAKES = {
     "unknown backend": ({"backend": "sp-apm"}, r"no layer is called 'apm'. Did you mean 'amp'\?"),
     "wrong order": ({"backend": "amp-sp"}, "'sp' goes outside 'amp'. Write 'sp-amp'."),
@@ -161,6 +192,15 @@ ARGUMENT_MISTAKES = {
     "two clippings": ({"clip_grad_value": 1.0, "max_grad_norm": 2.0}, "clipped once, by value or by norm"),
     "an unknown choice": ({"nonfinite": "ignore"}, "nonfinite='ignore': write one of 'raise', 'skip'"),
     "an unknown device": ({"device": "gpu"}, "device='gpu': torch knows no such device"),
+    "no writers": ({"writers": None}, r"writers=None: write a list .*or \[\] for none"),
+    "a writer by itself": ({"writers": CsvWriter("metrics.csv")}, "write a list of names and Writer objects"),
+    "the class of a writer": ({"writers": CsvWriter}, "write a list of names and Writer objects"),
+    "the class of a writer in a list": ({"writers": [CsvWriter]}, r"Give an object: CsvWriter\(\.\.\.\)"),
+    "no backend options": ({"backend_options": None}, "backend_options=None: write a dict of options for each layer"),
+    "options that are no dict": ({"backend_options": {"amp": 1}}, "by its token: {'amp': {'init_scale': 1024.0}}"),
+    "statistics as a dict": ({"stats_args": {}}, r"stats_args={}: write StatsArguments\(\.\.\.\) or None"),
+    "resume in quotes": ({"resume": "True"}, "resume='True' would be the path .* Write resume=True, not in quotes"),
+    "no resume in quotes": ({"resume": "no"}, "Write resume=False, not in quotes"),
     "writers as a string": ({"writers": "csv"}, r"writers='csv': write a list: writers=\['csv'\]"),
     "PyMarlin's flag against the string": ({"amp_backend_native": True}, "Write backend='sp-amp'"),
     "privacy without a private backend": (
@@ -178,6 +218,13 @@ ARGUMENT_MISTAKES = {
         "layer 'amp' does not take the options {'scale': 1.0}",
     ),
 }
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(ts.TrainerArguments)])
+def test_no_argument_of_a_wrong_kind_is_answered_with_a_traceback(name: str) -> None:
+    for value in (None, 1, 1.5, "x", b"x", [], ["x"], {}, {"amp": 1}, {"a"}, object(), int):
+        with contextlib.suppress(ts.ConfigurationError):  # or taken as it is
+            ts.TrainerArguments(**{name: value})
 
 
 @pytest.mark.parametrize("mistake", ARGUMENT_MISTAKES)
@@ -202,6 +249,11 @@ def test_arguments_that_are_wrong(mistake: str, tmp_path: Path) -> None:
 def test_a_trainer_of_wrong_parts(parts: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=message):
         ts.Trainer(*parts, *([ts.TrainerArguments()] if len(parts) == 1 else []))
+
+
+def test_a_stack_goes_to_the_trainer_and_its_string_to_the_arguments() -> None:
+    with pytest.raises(ts.ConfigurationError, match=r"string such as 'sp-bf16'.*Trainer\(\.\.\., trainer_backend="):
+        ts.TrainerArguments(backend=ts.build_trainer_backend("sp"))  # type: ignore[arg-type]
 
 
 def test_a_module_without_the_methods_that_must_be_there() -> None:
@@ -292,6 +344,128 @@ def test_a_hook_with_a_slip_in_its_name_is_pointed_at(tmp_path: Path, caplog: py
 
     assert "Broken.on_end_validation_epoch is no hook" in caplog.text
     assert "Did you mean 'on_end_val_epoch'?" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("get_val_dataloader", "get_val_dataloaders"),
+        ("get_vla_dataloaders", "get_val_dataloaders"),
+        ("val_dataloader", "get_val_dataloaders"),
+        ("validation_step", "val_step"),
+        ("eval_step", "val_step"),
+    ],
+)
+def test_a_method_of_validation_with_a_slip_in_its_name_is_pointed_at(
+    name: str, meant: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lacking = {meant: getattr(ts.ModuleInterface, meant), name: lambda self, *given: None}
+    train(broken(**lacking), tmp_path)
+
+    assert f"Broken.{name} is never called by the trainer, and there is no {meant}: did you mean that?" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["get_val_dataloader", "validation_step", "get_val_dataset", "interval", "last_step"])
+def test_methods_of_ones_own_are_no_slips_where_nothing_is_missing(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(broken(**{name: lambda self: None}), tmp_path)
+    train(
+        broken(get_val_dataset=lambda self: None, get_val_dataloaders=ts.ModuleInterface.get_val_dataloaders), tmp_path
+    )
+
+    assert "is never called" not in caplog.text
+
+
+class Validated(Classifier):
+    """Without a `val_step`; counts what it is asked and how often it is trained."""
+
+    val_step = ts.ModuleInterface.val_step
+
+    def __init__(self, data: bool = True) -> None:
+        super().__init__(numbers(16), validate=data)
+        self.asked = self.trained = 0
+
+    def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
+        self.asked += 1
+        return super().get_val_dataloaders(sampler, batch_size)
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        self.trained += 1
+        return super().train_step(global_step, batch, device)
+
+
+def step_of_ones_own(module: Any, global_step: int, batch: Any, device: Any) -> Any:
+    return module.train_step(global_step, batch, device)
+
+
+class TestValidationDataWithoutAStep:
+    def test_it_is_refused_before_the_first_step(self, tmp_path: Path) -> None:
+        module = Validated()
+        with pytest.raises(ts.ModuleContractError, match="Validated has no val_step, but get_val_dataloaders returned"):
+            train(module, tmp_path)
+        assert module.trained == 0
+
+    def test_none_is_no_data(self, tmp_path: Path) -> None:
+        assert train(Validated(data=False), tmp_path).global_steps_finished == 2
+
+    def test_nothing_is_refused_or_asked_where_no_validation_comes(self, tmp_path: Path) -> None:
+        module = Validated()
+        assert train(module, tmp_path, validate_every=0).global_steps_finished == 2
+        assert module.asked == 0
+
+    def test_a_step_that_the_trainer_is_given_is_one(self, tmp_path: Path) -> None:
+        module = Validated()
+        trainer = ts.Trainer(module, arguments(tmp_path, epochs=2), val_step=step_of_ones_own)
+        trainer.train()
+        assert (trainer.global_steps_finished, module.asked) == (4, 2)
+
+    def test_a_forward_that_does_without_it_is_one(self, tmp_path: Path) -> None:
+        class Forwards(Validated):
+            def forward(self, stage: Any, global_step: int, batch: Any, device: Any) -> Any:
+                return self.train_step(global_step, batch, device)
+
+        module = Forwards()
+        assert train(module, tmp_path).global_steps_finished == 2
+        assert module.asked == 1
+
+
+@dataclasses.dataclass
+class Found:
+    loss: Any
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [0.5, (0.5, torch.zeros(8)), {"loss": 1}, Found(numpy.float32(0.5))],
+    ids=["alone", "tuple", "dict", "data"],
+)
+def test_a_loss_of_validation_that_is_a_plain_number_is_said_once(
+    returned: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = broken(val_step=lambda self, **given: returned)
+    module.validates = True
+    trainer = train(module, tmp_path, epochs=2, sanity_val_steps=1)
+
+    assert "val/loss" not in trainer.history.get_metric_names()
+    said = [record.message for record in caplog.records if "where its loss is looked for" in record.message]
+    kind = "int" if isinstance(returned, dict) else "float"
+    assert len(said) == 1
+    assert said[0].startswith(f"val_step returned a {kind}")
+    assert said[0].endswith("no val/loss is recorded. Return the tensor itself, without .item() or float().")
+
+
+@pytest.mark.parametrize(
+    "returned", [None, {"preds": torch.zeros(8)}, (torch.zeros(8), 0.5), torch.tensor(0.5)], ids=str
+)
+def test_a_validation_without_a_loss_or_with_one_is_left_alone(
+    returned: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = broken(val_step=lambda self, **given: returned)
+    module.validates = True
+    train(module, tmp_path)
+
+    assert "where its loss is looked for" not in caplog.text
 
 
 def test_a_hook_may_leave_outputs_out(tmp_path: Path) -> None:

@@ -135,11 +135,16 @@ def test_what_is_no_number_is_no_operand() -> None:
 
 
 def test_where_the_length_of_an_epoch_is_unknown_the_sentence_says_what_to_set() -> None:
-    plan = ts.TrainingPlan.make(train_batch_size=8, gpu_batch_size_limit=4, epochs=3)
+    sizes = {"train_batch_size": 8, "gpu_batch_size_limit": 4, "epochs": 3, "max_steps_per_epoch": 3}
+    plan = ts.TrainingPlan.make(**sizes)
 
     assert resolve(NUM_EPOCHS, plan) == 3
-    with pytest.raises(ts.ConfigurationError, match=r"TOTAL_STEPS has no value.*Set max_train_steps_per_epoch"):
+    with pytest.raises(ts.ConfigurationError, match=r"TOTAL_STEPS has no value.*loader has no length.*set max_steps"):
         resolve(TOTAL_STEPS // 2, plan)
+    with pytest.raises(ts.ConfigurationError, match=r"STEPS_PER_EPOCH has no value.*Give it one \([^,]*, [^,]*\)\.$"):
+        resolve(STEPS_PER_EPOCH, plan)
+    assert resolve(TOTAL_STEPS, ts.TrainingPlan.make(**sizes, max_steps=7)) == 7
+    assert resolve(STEPS_PER_EPOCH, ts.TrainingPlan.make(**sizes, loader_length=8)) == 3
 
 
 def test_they_read_as_they_were_written_and_can_be_copied_and_pickled() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
 from trainstack.trainer.order import DataOrder
+from trainstack.trainer.sources import ForeignSource
 
 sizes = st.fixed_dictionaries(
     {
@@ -68,6 +69,30 @@ def test_the_plan_is_what_the_order_does(size: dict[str, object]) -> None:
         assert sum(in_step) == shares[0][step].samples
         assert max(in_step) - min(in_step) <= 1, "the processes share evenly"
         assert max(map(len, (rank[step].micro_batches for rank in shares))) <= plan.accumulation
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "loader_length": st.integers(0, 200),
+            "world_size": st.integers(1, 5),
+            "per_process": st.integers(1, 40),
+            "gpu_batch_size_limit": st.integers(1, 50),
+        }
+    )
+)
+@pytest.mark.spec("PMT-05", "FN-24")
+def test_the_plan_is_what_a_loader_with_an_order_of_its_own_makes(size: dict[str, int]) -> None:
+    plan = make(**size)
+    batches = range(size["loader_length"])
+    steps = [
+        len(list(ForeignSource(batches, plan.accumulation, lambda _: 1.0, rank, plan.world_size).windows(0, 0, 0)))
+        for rank in range(plan.world_size)
+    ]
+
+    assert steps == [plan.steps_per_epoch] * plan.world_size
+    assert plan.batches_per_epoch == size["loader_length"]
+    assert max(steps) <= plan.estimated_global_steps_per_epoch
 
 
 @given(sizes)

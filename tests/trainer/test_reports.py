@@ -160,6 +160,36 @@ def test_test_and_predict(tmp_path: Path) -> None:
         ts.Trainer(Classifier(), arguments(tmp_path)).predict(DataLoader(module.dataset))
 
 
+class Breaks(Classifier):
+    def predict_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_after_a_prediction_that_was_broken_off_checkpoints_are_written_and_validations_record_nothing(
+    tmp_path: Path,
+) -> None:
+    trainer = train(Breaks(validate=True), tmp_path / "run")
+    before = trainer.history.to_dict()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.predict(DataLoader(numbers(13), batch_size=4))
+
+    trainer.save_checkpoint(path=tmp_path / "mine")
+    trainer.validate()
+    assert (tmp_path / "mine").exists()
+    assert trainer.history.to_dict() == before
+    assert ts.find_lr(trainer, steps=3).rates
+
+
+@pytest.mark.spec("PMT-22", "FN-31")
+def test_the_cap_on_validations_cuts_neither_tests_nor_predictions(tmp_path: Path) -> None:
+    module = Predicts(numbers(13), validate=True)
+    trainer = ts.Trainer(module, arguments(tmp_path, val_batch_size=5, max_val_steps_per_epoch=1))
+
+    assert len(trainer.validate()["default"][1]) == 5
+    assert len(trainer.test()["default"][1]) == 13
+    assert len(trainer.predict(DataLoader(module.dataset, batch_size=5))[0]) == 13
+
+
 class Predicts(Classifier):
     def get_test_dataloaders(self, sampler: Any, batch_size: int) -> Any:
         return DataLoader(self.dataset, batch_size=batch_size, shuffle=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, train, weights
@@ -158,6 +159,21 @@ class Interrupted(Classifier):
         return super().train_step(global_step, batch, device)
 
 
+ORDERS = {"shuffled": "shuffled", "sequential": "in data set order", "foreign": "in the loader's own order"}
+
+
+class InOrder(Interrupted):
+    """41 samples in one of `ORDERS`."""
+
+    def __init__(self, order: str, step: int = 99) -> None:
+        super().__init__(step)
+        self.order = order
+
+    def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+        foreign = SubsetRandomSampler(range(41)) if self.order == "foreign" else None
+        return DataLoader(self.dataset, batch_size, shuffle=self.order == "shuffled", sampler=foreign)
+
+
 class TestWhatDoesNotFit:
     """Another model, backend, optimizer or data set than the checkpoint's: each its sentence."""
 
@@ -204,6 +220,36 @@ class TestWhatDoesNotFit:
 
         with pytest.raises(ts.CheckpointMismatchError, match=r"within epoch 0 of a data set of 41 samples.*now has 30"):
             self.resume(Classifier(numbers(30)), tmp_path)
+
+    @pytest.mark.parametrize("before", ORDERS)
+    @pytest.mark.parametrize("after", ORDERS)
+    def test_another_order_of_the_same_data_within_an_epoch(self, before: str, after: str, tmp_path: Path) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            train(InOrder(before, 3), tmp_path, checkpointer_args=self.saving)
+        resumed = ts.Trainer(InOrder(after), arguments(tmp_path, checkpointer_args=self.saving, resume=True))
+        if before == after:
+            resumed.train()
+            return
+        said = f"{ORDERS[before]} until global step 2, and would now come {ORDERS[after]}"
+        with pytest.raises(ts.CheckpointMismatchError, match=said):
+            resumed.train()
+        assert resumed.global_steps_finished == 2
+
+    def test_another_order_is_used_from_the_next_epoch_on(self, tmp_path: Path) -> None:
+        train(InOrder("shuffled"), tmp_path, checkpointer_args=self.saving)
+        resumed = train(InOrder("foreign"), tmp_path, checkpointer_args=self.saving, resume=True, epochs=2)
+        assert resumed.global_steps_finished == 12
+
+    def test_a_checkpoint_that_does_not_tell_its_order_is_gone_on_from(self, tmp_path: Path) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            train(InOrder("shuffled", 3), tmp_path, checkpointer_args=self.saving)
+        checkpoint = ts.read_checkpoint(ts.list_checkpoints(tmp_path / "checkpoints")[-1].path)
+        assert checkpoint.trainer_state is not None
+        del checkpoint.trainer_state["order"]
+        ts.write_checkpoint(checkpoint, tmp_path / "old", "checkpoint-000000002")
+
+        resumed = train(InOrder("sequential"), tmp_path, resume=tmp_path / "old" / "checkpoint-000000002")
+        assert resumed.global_steps_finished == 6
 
     def test_another_number_of_processes_is_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(KeyboardInterrupt):

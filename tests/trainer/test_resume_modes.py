@@ -134,6 +134,8 @@ class TestStateThatMustSurvive:
                 train(Classifier(), tmp_path / "new", backend=backend, resume=path, resume_mode="weights")
             with pytest.raises(ts.CheckpointMismatchError, match=r"without the state of \['ledger'\].*name an export"):
                 train(Classifier(), tmp_path / "new", backend=backend, init_weights_from=path)
+            with pytest.raises(ts.CheckpointMismatchError, match=r"without the state of \['ledger'\].*name an export"):
+                train(Classifier(), tmp_path / "new", backend=backend, init_weights_from=path.with_name("last"))
         with pytest.raises(ts.CheckpointMismatchError, match=r"state for \['ledger'\]"):
             train(Classifier(), tmp_path / "new", resume=path, resume_mode="weights_and_optimizer")
         kept = train(
@@ -141,11 +143,26 @@ class TestStateThatMustSurvive:
         )
         assert kept.trainer_backend.get_state()["ledger"] == {"steps": 12}
 
+    @pytest.mark.parametrize("backend", ["sp", "sp-ledger"])
+    def test_a_checkpoints_weights_are_not_taken_without_it_by_the_name_of_their_file(
+        self, tmp_path: Path, backend: str
+    ) -> None:
+        train(Classifier(), tmp_path, backend="sp-ledger", checkpointer_args=SAVING)
+        folder = tmp_path / "checkpoints" / "checkpoint-000000006"
+        link = tmp_path / "weights.safetensors"
+        link.symlink_to(folder / "model.safetensors")
+
+        said = rf"is a file of a checkpoint of backend 'sp-ledger', .*\['ledger'\].* Write resume='{folder}'"
+        for file in (folder / "model.safetensors", link):
+            with pytest.raises(ts.CheckpointMismatchError, match=said):
+                train(Classifier(), tmp_path / "new", backend=backend, init_weights_from=file)
+
     def test_an_export_is_a_release(self, tmp_path: Path) -> None:
         train(Classifier(), tmp_path, backend="sp-ledger", checkpointer_args=SAVING)
         export = tmp_path / "checkpoints" / "checkpoint-model-000000"
 
-        assert train(Classifier(), tmp_path / "new", init_weights_from=export).warm_start_report is not None
+        for source in (export, export / "model.safetensors"):
+            assert train(Classifier(), tmp_path / "new", init_weights_from=source).warm_start_report is not None
 
 
 class TestWarmStart:
@@ -192,6 +209,19 @@ class TestWarmStart:
         assert trainer.plan is not None
         assert torch.equal(weights(trainer.module), weights(source))
 
+    def test_a_file_of_a_checkpoint_or_beside_files_of_others_is_read(self, tmp_path: Path) -> None:
+        train(Classifier(), tmp_path, checkpointer_args=SAVING)
+        file = tmp_path / "checkpoints" / "checkpoint-000000006" / "model.safetensors"
+        theirs = tmp_path / "theirs"
+        theirs.mkdir()
+        for name in ("MANIFEST.json", "state.json"):
+            (theirs / name).write_text("{}")
+            alone = theirs / f"{name}.safetensors"
+            alone.write_bytes(file.read_bytes())
+            for source in (file, alone):
+                assert train(Classifier(), tmp_path / "new", init_weights_from=source).warm_start_report is not None
+            (theirs / name).unlink()
+
     def test_a_path_that_is_none(self, tmp_path: Path) -> None:
         with pytest.raises(ts.ConfigurationError, match="init_weights_from=True: write the path of"):
             arguments(tmp_path, init_weights_from=True)
@@ -223,6 +253,19 @@ class TestMoreAndFewerEpochs:
         assert longer.global_steps_finished == 24
         assert longer.get_state()["schedulers"][0]["last_epoch"] == 12
 
+    def test_a_schedule_by_epochs_is_held_against_epochs(self, tmp_path: Path) -> None:
+        class ByEpochs(Classifier):
+            def get_optimizers_schedulers(self, *_: Any) -> Any:
+                optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+                cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=4)
+                return optimizer, ts.SchedulerConfig(cycle, interval="epoch")
+
+        train(ByEpochs(), tmp_path, epochs=2, checkpointer_args=SAVING)
+        longer = train(ByEpochs(), tmp_path, epochs=4, resume=True, checkpointer_args=SAVING)
+        assert longer.get_state()["schedulers"][0]["last_epoch"] == 4
+        with pytest.raises(ts.CheckpointMismatchError, match=r"4 steps, of which 4 are done; epochs=5 has 1 more"):
+            train(ByEpochs(), tmp_path, epochs=5, resume=True, checkpointer_args=SAVING)
+
     def test_a_schedule_that_is_made_too_short_is_named(self, tmp_path: Path) -> None:
         class Short(Classifier):
             def get_optimizers_schedulers(self, *_: Any) -> Any:
@@ -238,7 +281,25 @@ class TestMoreAndFewerEpochs:
 
         assert again.global_steps_finished == 12
         assert torch.equal(weights(again.module), weights(done.module))
-        assert "all 1 epochs are trained already; nothing is left to do" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "2 epochs are trained already, and epochs=1: nothing is left to do. Write epochs=3 or more to go" in said
+        assert "or resume=False or another output_dir to begin anew." in said
+
+    @pytest.mark.parametrize(
+        ("first", "said"),
+        [
+            ({"epochs": 1}, "1 epoch is trained already, and epochs=1: nothing is left to do. Write epochs=2 or more"),
+            ({"max_steps": 4}, "4 global steps are trained already, and max_steps=4: nothing is left to do. Write max"),
+            ({"epochs": 0}, "epochs=0: there is nothing to train"),
+        ],
+        ids=str,
+    )
+    def test_a_run_that_is_over_says_what_to_write_for_more(
+        self, first: dict[str, int], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        train(Classifier(), tmp_path, checkpointer_args=SAVING, **first)
+        train(Classifier(), tmp_path, resume="auto", checkpointer_args=SAVING, writers=["stdout"], **first)
+        assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("scheduler", [False, True])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,11 +19,17 @@ from tests.helpers.processes import run_world
 from trainstack.backends.world import pick_device
 
 
+@contextmanager
+def gpus(count: int) -> Iterator[None]:
+    names = {"current_accelerator": torch.device("cuda"), "is_available": True, "device_count": count}
+    with mock.patch.multiple(torch.accelerator, **{n: lambda v=v: v for n, v in names.items()}):
+        yield
+
+
 class TestDevices:
     @pytest.fixture
     def four_gpus(self) -> Any:
-        names = {"current_accelerator": torch.device("cuda"), "is_available": True, "device_count": 4}
-        with mock.patch.multiple(torch.accelerator, **{n: lambda v=v: v for n, v in names.items()}):
+        with gpus(4):
             yield
 
     @pytest.mark.spec("FN-05")
@@ -53,6 +60,35 @@ class TestDevices:
             pick_device(-1)
         with pytest.raises(ts.ConfigurationError, match=r"device=4: torch finds 4 accelerators"):
             pick_device(4)
+
+    @pytest.mark.parametrize("wanted", ["cuda:7", torch.device("cuda", 7), 7, ["cuda:7"]], ids=str)
+    @pytest.mark.usefixtures("four_gpus")
+    def test_one_that_is_not_there_is_refused_however_it_is_named(self, wanted: Any) -> None:
+        with pytest.raises(ts.ConfigurationError, match=r"device=('cuda:)?7'?: torch finds 4 accelerators"):
+            pick_device(wanted)
+
+    @pytest.mark.parametrize("wanted", ["auto", "cuda"])
+    @pytest.mark.parametrize("rank", [0, 3])
+    def test_more_processes_than_devices_are_refused_on_each_of_them(
+        self, wanted: str, rank: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        with gpus(2), pytest.raises(ts.ConfigurationError, match=rf"device='{wanted}': 4 processes .* 2 accelerators"):
+            pick_device(wanted, rank, 4)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        with gpus(1), pytest.raises(ts.ConfigurationError, match=r"4 processes .* 1 accelerators"):
+            pick_device(wanted, rank, 4)
+        with gpus(2), pytest.raises(ts.ConfigurationError, match=r"at least 3 processes .* 2 accelerators"):
+            pick_device(wanted, 2, None)
+
+    @pytest.mark.parametrize("wanted", ["auto", "cuda", -1, 0, "cuda:0"])
+    @pytest.mark.parametrize("rank", [0, 3])
+    def test_a_process_that_sees_its_own_device_alone_takes_it(
+        self, wanted: Any, rank: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+        with gpus(1):
+            assert pick_device(wanted, rank, 4) == torch.device("cuda:0")
 
     def test_a_number_without_an_accelerator_is_refused(self) -> None:
         if torch.accelerator.is_available():

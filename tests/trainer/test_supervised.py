@@ -413,6 +413,11 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(spec: str, tmp_path: Path
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a class for the model": ({"model": Net}, "give a torch.nn.Module that is made already"),
+    "a class for the loss": (
+        {"loss": nn.CrossEntropyLoss},
+        r"the class CrossEntropyLoss. Give an object of it: loss=CrossEntropyLoss\(\)",
+    ),
+    "a name for the loss": ({"loss": "cross_entropy"}, "loss='cross_entropy': write a function such as torch"),
     "an unknown method": ({"model": Net(), "forward_fn": "fwd"}, "Net has no such method. It has forward, doubled"),
     "an unknown method for validation": ({"val_forward_fn": "v"}, "val_forward_fn='v': Sequential has no such method"),
     "two mappings": (

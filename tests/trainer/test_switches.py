@@ -117,6 +117,47 @@ class TestDevRun:
         assert left == []
         assert (backend == "sp") == (not any(tmp_path.rglob("privacy*")))
 
+    @pytest.mark.parametrize(("wanted", "ends"), [(True, [1]), (3, [3]), (8, [6])])
+    @pytest.mark.parametrize("has_length", [True, False])
+    def test_it_ends_an_epoch_so_that_every_hook_is_called(
+        self, wanted: bool | int, ends: list[int], has_length: bool, tmp_path: Path
+    ) -> None:
+        class Hooked(Counting):
+            ended_epochs: tuple[int, ...] = ()
+
+            def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+                loader = super().get_train_dataloader(sampler, batch_size)
+                return loader if has_length else iter([*loader])
+
+            def get_optimizers_schedulers(self, *_: Any) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.1), ts.build_scheduler("warmup_cosine")
+
+            def on_end_train_epoch(self, global_step: int) -> None:
+                self.ended_epochs += (global_step,)
+
+        module = Hooked()
+        trainer = train(module, tmp_path, fast_dev_run=wanted, max_steps=100)
+
+        assert trainer.global_steps_finished == int(wanted)
+        assert list(module.ended_epochs) == ends
+        assert module.ended == 1 + (wanted == 8)
+        assert len(trainer.history.records("val/loss")) == module.ended
+
+    def test_a_hook_at_the_end_of_an_epoch_that_fails_is_found(self, tmp_path: Path) -> None:
+        class Fails(Counting):
+            def on_end_train_epoch(self, global_step: int) -> None:
+                raise KeyError("labels")
+
+        with pytest.raises(KeyError, match="labels"):
+            train(Fails(), tmp_path, fast_dev_run=True)
+
+    @pytest.mark.parametrize("longer", [{"epochs": 3}, {"max_steps": 15}], ids=str)
+    def test_it_stays_one_whatever_train_is_asked_for(self, longer: dict[str, int], tmp_path: Path) -> None:
+        trainer = ts.Trainer(Counting(), arguments(tmp_path, fast_dev_run=2))
+        for _ in range(2):
+            trainer.train(**longer)
+            assert trainer.global_steps_finished == 2
+
     def test_it_neither_resumes_nor_saves_with_a_checkpointer_of_ones_own(self, tmp_path: Path) -> None:
         train(Counting(), tmp_path, checkpointer_args=SAVING)
         before = sorted(tmp_path.rglob("*"))
@@ -196,6 +237,46 @@ class TestCompiling:
         assert list(wrapped.get_state()) == list(plain.get_state())
         wrapped.update_state(plain.get_state())
         assert torch.equal(weights(wrapped), weights(plain))
+
+    def test_losses_are_kept_where_a_model_returns_the_same_memory_in_every_step(self, tmp_path: Path) -> None:
+        """As a model does that is replayed as a CUDA graph; here a compiler's backend of our own does it."""
+
+        def replaying(graph: Any, _: Any) -> Any:
+            memory: list[torch.Tensor] = []
+
+            def replay(*inputs: Any) -> Any:
+                (loss,) = graph(*inputs)
+                memory[:] = memory or [loss.detach().clone()]
+                memory[0].copy_(loss.detach())
+                loss.data = memory[0]
+                return (loss,)
+
+            return replay
+
+        class Whole(nn.Module):
+            def __init__(self, net: nn.Module) -> None:
+                super().__init__()
+                self.net = net
+
+            def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+                return nn.functional.cross_entropy(self.net(inputs), targets)
+
+        class WithLoss(Counting):
+            def __init__(self) -> None:
+                super().__init__(dropout=0.0)
+                self.net = Whole(self.net)  # type: ignore[assignment]
+
+            def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+                return self.net(*batch)
+
+            def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
+                return None
+
+        plain = train(WithLoss(), tmp_path / "plain")
+        compiled = train(WithLoss(), tmp_path, compile={"backend": replaying})
+        assert compiled.history.get_metric_values("train/loss_epoch") == pytest.approx(
+            plain.history.get_metric_values("train/loss_epoch")
+        )
 
     def test_a_private_run_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ts.ConfigurationError, match="compile=True in a private run"):

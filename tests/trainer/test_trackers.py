@@ -14,6 +14,7 @@ import pytest
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, train
+from trainstack.checkpointing import filesystem
 from trainstack.trainer.history import Record
 from trainstack.trainer.writers import MlflowWriter, RunInfo, TrackioWriter, WandbWriter, Writer
 
@@ -194,6 +195,34 @@ def test_a_run_that_cannot_be_continued_says_which_file_to_delete(
         put(TrackioWriter(), tmp_path, [], resume_step=1)
     (note,) = caught.value.__notes__  # type: ignore[attr-defined]
     assert note.startswith("this would have gone on with run 'gone'; delete ")
+
+
+@pytest.mark.parametrize("content", ["", '{"run": "ma', "[]", "{}", '{"run": null}', "\udcff"])
+def test_a_torn_note_of_the_run_is_said_and_a_new_run_begins(
+    wandb_runs: list[Calls], tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
+) -> None:
+    file = tmp_path / "wandb-run.json"
+    file.write_text(content, errors="surrogateescape")
+    assert put(WandbWriter(), tmp_path, FIRST, resume_step=1) == "made-0"
+    assert caplog.messages == [f"{file} does not say which run to go on with: a new run begins there."]
+    assert put(WandbWriter(), tmp_path, SECOND, resume_step=20) == "made-0"
+    assert wandb_runs[1].options["resume"] == "allow"
+
+
+def test_the_note_of_the_run_has_its_old_content_or_its_new_one(
+    wandb_runs: list[Calls], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(WandbWriter(), tmp_path, FIRST)
+
+    def full(handle: Any, data: bytes) -> None:
+        handle.write(data[:3])
+        raise OSError("no space left")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(filesystem, "write", full)
+        with pytest.raises(OSError, match="no space left"):
+            put(WandbWriter(), tmp_path, SECOND, resume_step=20)
+    assert put(WandbWriter(), tmp_path, SECOND, resume_step=20) == "made-0"
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])

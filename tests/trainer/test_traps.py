@@ -406,6 +406,13 @@ def test_a_foreign_loader_is_not_resumed_at_a_guessed_place(tmp_path: Path) -> N
     with pytest.raises(ts.CheckpointMismatchError, match="micro_batch was 8 and is now 2"):
         train(Listed(numbers(40)), tmp_path, checkpointer_args=saving, resume=True, gpu_batch_size_limit=2)
 
+    checkpoint = ts.read_checkpoint(ts.list_checkpoints(tmp_path / "checkpoints")[-1].path)
+    assert checkpoint.plan is not None
+    checkpoint.plan |= {"world_size": 2, "global_batch": 16}
+    ts.write_checkpoint(checkpoint, tmp_path / "of two", "checkpoint-000000002")
+    with pytest.raises(ts.CheckpointMismatchError, match="world_size was 2 and is now 1"):
+        train(Listed(numbers(40)), tmp_path, resume=tmp_path / "of two" / "checkpoint-000000002")
+
 
 def test_collected_outputs_hold_what_was_returned_and_no_more() -> None:
     collector = ts.OutputCollector()

@@ -29,6 +29,16 @@ class Hooked(Classifier):
         self.steps.append(global_step)
 
 
+class Line(ts.SupervisedModule):
+    """A quadratic bowl of curvature 2: rates above 1 diverge, rates far below crawl."""
+
+    def __init__(self) -> None:
+        net = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(net.weight, 5.0)
+        data = torch.utils.data.TensorDataset(torch.ones(64, 1), torch.zeros(64, 1))
+        super().__init__(net, nn.functional.mse_loss, "sgd", data, optimizer_kwargs={"lr": 1e-9})
+
+
 class TestLearningRateFinder:
     @pytest.mark.parametrize("backend", ["sp", "sp-amp"])
     @pytest.mark.parametrize("trained", [False, True])
@@ -38,7 +48,7 @@ class TestLearningRateFinder:
         results = []
         for searches in (False, True):
             torch.manual_seed(1)
-            module = Hooked(dataset=Noisy(40))
+            module = Hooked(dataset=Noisy(40), scheduler=not trained)  # a longer run refuses a cosine
             trainer = ts.Trainer(module, arguments(tmp_path, epochs=2, backend=backend, log_every=2))
             if trained:
                 trainer.train(epochs=1)
@@ -53,15 +63,6 @@ class TestLearningRateFinder:
         assert results[0][2:] == results[1][2:]
 
     def test_it_suggests_a_rate_at_which_a_run_learns(self, tmp_path: Path) -> None:
-        class Line(ts.SupervisedModule):
-            """A quadratic bowl of curvature 2: rates above 1 diverge, rates far below crawl."""
-
-            def __init__(self) -> None:
-                net = nn.Linear(1, 1, bias=False)
-                nn.init.constant_(net.weight, 5.0)
-                data = torch.utils.data.TensorDataset(torch.ones(64, 1), torch.zeros(64, 1))
-                super().__init__(net, nn.functional.mse_loss, "sgd", data, optimizer_kwargs={"lr": 1e-9})
-
         trainer = ts.Trainer(Line(), arguments(tmp_path, clip_grads=False))
         found = ts.find_lr(trainer, start=1e-5, end=100, steps=120)
 
@@ -72,7 +73,27 @@ class TestLearningRateFinder:
         assert ratios == pytest.approx([1e7 ** (1 / 119)] * len(ratios))
         assert found.losses[0] == pytest.approx(25.0)
 
-    def test_groups_keep_their_proportion(self, tmp_path: Path) -> None:
+    def test_a_step_that_overflows_tells_nothing_of_its_rate(self, tmp_path: Path) -> None:
+        changes: dict[str, Any] = {"backend": "sp-amp", "backend_options": {"amp": {"init_scale": 2.0**20}}}
+        found = [
+            ts.find_lr(ts.Trainer(Line(), arguments(tmp_path, clip_grads=False, **more)), start=1e-3, end=1, steps=20)
+            for more in ({}, changes)
+        ]
+
+        assert len(found[0].rates) == 20
+        assert found[1].rates == found[0].rates
+        assert found[1].losses == pytest.approx(found[0].losses, rel=1e-2, abs=1e-2)
+
+    def test_a_loss_over_nothing_ends_the_search(self, tmp_path: Path) -> None:
+        class Nothing(Classifier):
+            def batch_weight(self, batch: Any) -> float:
+                return 0.0
+
+        found = ts.find_lr(ts.Trainer(Nothing(), arguments(tmp_path)), steps=20)
+        assert (found.rates, found.suggestion) == ((), None)
+
+    @pytest.mark.parametrize("warms_up", [False, True])
+    def test_groups_keep_their_proportion(self, warms_up: bool, tmp_path: Path) -> None:
         seen: list[tuple[float, ...]] = []
 
         class Groups(Classifier):
@@ -81,7 +102,7 @@ class TestLearningRateFinder:
                     {"params": part.parameters(), "lr": lr} for part, lr in ((self.net[0], 2.0), (self.net[3], 0.5))
                 ]
                 self.optimizer = torch.optim.SGD(groups, lr=1.0)
-                return self.optimizer, None
+                return self.optimizer, ts.build_scheduler("warmup_cosine", warmup=2) if warms_up else None
 
             def train_step(self, *args: Any, **named: Any) -> Any:
                 seen.append(tuple(group["lr"] for group in self.optimizer.param_groups))
@@ -91,7 +112,7 @@ class TestLearningRateFinder:
         ts.find_lr(trainer, start=1e-3, end=1e-1, steps=3)
         assert seen == [pytest.approx((r, r / 4)) for r in (1e-3, 1e-2, 1e-1)]
         trainer.train()
-        assert seen[3] == (2.0, 0.5)
+        assert seen[3] == ((0.0, 0.0) if warms_up else (2.0, 0.5))
 
     def test_what_cannot_be_tried_out_is_refused(self, tmp_path: Path) -> None:
         class Inside(Classifier):

@@ -1,7 +1,8 @@
 """`python -m tools.bench`: measure, print a table for each workload, and keep the figures if asked to.
 
-`python -m tools.bench private` measures gradient modes of private training instead, and `python -m tools.bench audit`
-what the privacy audit sees of training that is broken on purpose.
+`python -m tools.bench profile` says where the microseconds of a step go, `python -m tools.bench private` measures
+gradient modes of private training, and `python -m tools.bench audit` what the privacy audit sees of training that is
+broken on purpose.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from tools.bench.private import main as private
 
         return private(argv[1:])
+    if argv[:1] == ["profile"]:
+        from tools.bench.profile import main as profile
+
+        return profile(argv[1:])
     if argv[:1] == ["audit"]:
         from tools.broken_privacy import main as audit
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +61,16 @@ class NullTerminal(io.TextIOWrapper):
         return self._is_terminal
 
 
-def prepare_library(
-    task: Task, folder: Path, *, module: TaskModule | None = None, on_terminal: bool = False, **options: Any
-) -> Run:
-    """`Trainer.train`, or `Trainer.validate` for a task that evaluates, with `options` as trainer arguments.
+@contextmanager
+def null_screen(is_terminal: bool) -> Iterator[None]:
+    """What is printed within goes to the null device, which says whether it is a terminal as told."""
+    with NullTerminal(is_terminal) as screen, redirect_stdout(screen), redirect_stderr(screen):
+        yield
 
-    Checkpoints are off; what the library prints goes to the null device, which claims to be a terminal if
-    `on_terminal`.
-    """
-    args = TrainerArguments(
+
+def arguments_for(task: Task, folder: Path, **options: Any) -> TrainerArguments:
+    """What a task fixes, with `options` as further arguments; checkpoints are off."""
+    return TrainerArguments(
         train_batch_size=task.micro_batch * task.accumulation,
         gpu_batch_size_limit=task.micro_batch,
         val_batch_size=task.micro_batch,
@@ -79,10 +80,20 @@ def prepare_library(
         checkpointer_args=DefaultCheckpointerArguments(checkpoint=False),
         **options,
     )
+
+
+def prepare_library(
+    task: Task, folder: Path, *, module: TaskModule | None = None, on_terminal: bool = False, **options: Any
+) -> Run:
+    """`Trainer.train`, or `Trainer.validate` for a task that evaluates, with `options` as trainer arguments.
+
+    What the library prints goes to the null device, which claims to be a terminal if `on_terminal`.
+    """
+    args = arguments_for(task, folder, **options)
     module = module or TaskModule(task)
 
     def run() -> Sequence[Tensor]:
-        with NullTerminal(on_terminal) as screen, redirect_stdout(screen), redirect_stderr(screen):
+        with null_screen(on_terminal):
             trainer = Trainer(module, args)
             if task.kind == "evaluate":
                 return list(trainer.validate()["default"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from trainstack.backends.base import TrainerBackend
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
@@ -26,6 +28,12 @@ class _JointScaler(GradScaler):
         ]
         return bool(torch.stack([flag.cpu() for flag in found]).any()) if found else None
 
+    def unscale_all(self, optimizers: Iterable[Optimizer]) -> None:
+        """Bring the gradients to true units; where no loss was ever scaled there are none."""
+        if self._scale is not None:
+            for optimizer in optimizers:
+                self.unscale_(optimizer)
+
     def forget(self) -> None:
         """Drop what was recorded of a step that does not come to an end."""
         self._per_optimizer_states.clear()
@@ -38,6 +46,9 @@ class Amp(AbstractTrainerBackendDecorator):
     Args:
         inner: the layer inside this one.
         **scaler_options: passed on to `GradScaler`, e.g. `init_scale`, `growth_interval`.
+
+    Raises:
+        ConfigurationError: `enabled` is among the options.
     """
 
     summary: ClassVar[str] = (
@@ -47,6 +58,11 @@ class Amp(AbstractTrainerBackendDecorator):
 
     def __init__(self, inner: TrainerBackend, **scaler_options: Any) -> None:
         super().__init__(inner)
+        if "enabled" in scaler_options:
+            raise ConfigurationError(
+                f"amp: enabled={scaler_options['enabled']!r}: the backend string says whether the loss is scaled. "
+                f"Leave it out, or leave 'amp' out of the string: backend={inner.spec!r}."
+            )
         self._scaler_options = scaler_options
         self.scaler = _JointScaler("cpu", **scaler_options)
 
@@ -68,8 +84,7 @@ class Amp(AbstractTrainerBackendDecorator):
 
     def clip(self, work: Workload) -> Tensor | None:
         self.scaler.forget()  # a step that was interrupted half-way
-        for optimizer in work.optimizers:
-            self.scaler.unscale_(optimizer)
+        self.scaler.unscale_all(work.optimizers)
         return self.inner.clip(work)
 
     def step(self, work: Workload) -> bool:

@@ -95,12 +95,24 @@ class TrainerBackend(ABC):
     def close(self) -> None:
         """Give back what `open` took. May be called twice."""
 
-    def begin_evaluation(self, work: Workload) -> None:  # noqa: B027  # most layers have nothing to do
+    def begin_evaluation(self, work: Workload) -> None:  # noqa: B027 - most layers have nothing to do
         """Make what is evaluated the same on all processes, before each pass without training; all call it."""
+
+    def start_afresh(self, *, again: bool) -> None:  # noqa: B027 - most layers have nothing to do
+        """No checkpoint is gone on from; called once `prepare` was, if that is so.
+
+        Args:
+            again: one was looked for in vain, so this may be another start of a run that was interrupted early.
+        """
 
     @property
     def sampling(self) -> Sampling | None:
         """How the training data is drawn, if a layer does that itself; known once `prepare` was called."""
+        return None
+
+    @property
+    def stated_records(self) -> int | None:
+        """How many records the run is planned for and tells of, where a layer keeps the true number back."""
         return None
 
     @property
@@ -197,7 +209,10 @@ class TrainerBackend(ABC):
         self._driver = LoopDriver(self, args)
 
     def train_dl(self, dataloader: Any, callback: Any) -> Any:
-        """Train on every batch of `dataloader` once; returns the collected outputs of `train_step`."""
+        """Train on every batch of `dataloader` once; returns the collected outputs of `train_step`.
+
+        On many processes each gives batches of its own; a global step is over the next ones of all of them.
+        """
         return self._need_driver().train(dataloader, callback)
 
     def validate_dl(self, dataloader: Any) -> Any:

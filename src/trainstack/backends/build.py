@@ -60,6 +60,11 @@ def _make(record: LayerRecord, options: Mapping[str, Mapping[str, Any]], *inner:
             f"layer {record.token!r} ({record.layer.__name__}) cannot wrap another one. "
             "Derive it from AbstractTrainerBackendDecorator."
         )
+    if not isinstance(chosen, Mapping):
+        raise ConfigurationError(
+            f"options for layer {record.token!r}: {chosen!r} is no mapping. Write them by name: "
+            f"{_keyword(record)}={{'NAME': {chosen!r}}}."
+        )
     try:
         return record.layer(*inner, **chosen)
     except TypeError as error:

@@ -28,8 +28,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], clipping: Clipping) -> Te
     if clipping.kind == "norm":
         _limit_norm(gradients, norm, clipping.limit, uniform)
     elif clipping.kind == "value":
-        torch._foreach_clamp_min_(gradients, -clipping.limit)
-        torch._foreach_clamp_max_(gradients, clipping.limit)
+        _limit_values(gradients, clipping.limit, uniform)
     return norm
 
 
@@ -61,6 +60,20 @@ def _limit_norm(gradients: list[Tensor], norm: Tensor, limit: float, uniform: bo
         return
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.device))
+
+
+def _limit_values(gradients: list[Tensor], limit: float, uniform: bool) -> None:
+    """Clamp each value; a sparse gradient's are those of the sum that it stands for, as an optimizer takes them."""
+    dense = gradients if uniform else [gradient for gradient in gradients if not gradient.is_sparse]
+    if dense:
+        torch._foreach_clamp_min_(dense, -limit)
+        torch._foreach_clamp_max_(dense, limit)
+    for gradient in gradients if len(dense) < len(gradients) else ():
+        if gradient.is_sparse:
+            summed = gradient.coalesce()
+            summed.values().clamp_(-limit, limit)
+            if summed is not gradient:
+                gradient.copy_(summed)
 
 
 def _factor_on_host(norm: float, limit: float) -> float:

@@ -200,7 +200,12 @@ class DDP(AbstractTrainerBackendDecorator):
         return gather_outputs(self._world.comm, self.inner.gather(outputs), self._gather_frequency)
 
     def close(self) -> None:
-        self.inner.close()
+        try:
+            self.inner.close()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         if dist.is_initialized():
             for group in self._made:
                 dist.destroy_process_group(group)

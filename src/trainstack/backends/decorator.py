@@ -56,9 +56,16 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     def begin_evaluation(self, work: Workload) -> None:
         self.inner.begin_evaluation(work)
 
+    def start_afresh(self, *, again: bool) -> None:
+        self.inner.start_afresh(again=again)
+
     @property
     def sampling(self) -> Sampling | None:
         return self.inner.sampling
+
+    @property
+    def stated_records(self) -> int | None:
+        return self.inner.stated_records
 
     def privacy_statement(self) -> PrivacyStatement:
         return self.inner.privacy_statement() if self.is_private else super().privacy_statement()  # of the whole stack

@@ -20,7 +20,7 @@ class TrainerBackendArguments:
         optimizers: over the parameters of `model`.
         schedulers: stepped once after each global step that moved the weights.
         device: `"auto"`, or what `torch.device` understands.
-        gradient_accumulation: batches of the dataloader that make up one global step.
+        gradient_accumulation: batches of the dataloader that make up one global step, on each process.
         max_train_steps_per_epoch: global steps after which `train_dl` stops.
         max_val_steps_per_epoch: batches after which `validate_dl` stops.
         clip_grads: limit the joint L2 norm of the gradients.

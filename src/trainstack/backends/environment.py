@@ -129,6 +129,20 @@ def find_place(
     return None
 
 
+def launched_size(environ: Mapping[str, str]) -> int:
+    """How many processes the launcher of this one has started; 1 where none has. `find_place` wants to know more.
+
+    Raises:
+        ConfigurationError: the variable that says it is missing or no number.
+    """
+    if not environ.get("RANK") and environ.get("OMPI_COMM_WORLD_RANK"):
+        return Variables(environ, "Open MPI").number("OMPI_COMM_WORLD_SIZE")
+    if not environ.get("RANK") and slurm.started_by_srun(environ):
+        variables = Variables(environ, "srun")
+        return variables.number(_slurm_size_name(variables))
+    return Variables(environ, "torchrun").number("WORLD_SIZE", default=1)
+
+
 def place_of_group() -> Place:
     """The place in a process group that already exists, whoever made it.
 
@@ -246,7 +260,7 @@ def _openmpi_place(variables: Variables) -> Place:
 
 
 def _slurm_place(variables: Variables) -> Place:
-    size_name = "SLURM_STEP_NUM_TASKS" if variables.has("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    size_name = _slurm_size_name(variables)
     rank, size = variables.rank("SLURM_PROCID", size_name)
     variables.check_same("WORLD_SIZE", size, size_name)
     node_rank = variables.number("SLURM_NODEID")
@@ -266,6 +280,10 @@ def _slurm_place(variables: Variables) -> Place:
         launcher="slurm",
         restarts=variables.number("SLURM_RESTART_COUNT", default=0),
     )
+
+
+def _slurm_size_name(variables: Variables) -> str:
+    return "SLURM_STEP_NUM_TASKS" if variables.has("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
 
 
 def _check(holds: bool, otherwise: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from trainstack.backends.backpropagation import run_backward
 from trainstack.backends.base import TrainerBackend
 from trainstack.backends.calling import bare_call
 from trainstack.backends.clipping import clip_gradients
+from trainstack.backends.environment import launched_size
 from trainstack.backends.registry import Slot, register_layer
 from trainstack.backends.stepping import step_optimizer
 from trainstack.backends.workload import Workload
@@ -44,11 +46,11 @@ class SingleProcess(TrainerBackend):
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
     def open(self, device: DeviceChoice = "auto") -> World:
-        size = int(self._environ.get("WORLD_SIZE") or 1)
-        if self._standalone and size > 1:
+        if self._standalone and (size := launched_size(self._environ)) > 1:
             raise ConfigurationError(
                 f"backend 'sp' in a world of {size} processes: each would train a model of its own. "
-                "Start one process, or choose a backend that joins them."
+                "Start one process, or choose a backend that joins them: 'ddp'. If each is to train its own, write "
+                "backend_options={'sp': {'environ': {}}}, and another output_dir in each."
             )
         return World(device=pick_device(device))
 
@@ -98,19 +100,19 @@ class SingleProcess(TrainerBackend):
         """Nothing was taken."""
 
 
+_CONTAINERS = (MutableMapping, list, tuple)
+
+
 def move_to_device(batch: Any, device: torch.device) -> Any:
     """`batch` with every tensor in it on `device`; containers are rebuilt, anything else is passed through.
 
-    Objects with a `to` method (`BatchEncoding`, `PackedSequence`) move themselves.
+    Objects with a `to` method (`BatchEncoding`, `PackedSequence`) move themselves. Mappings and lists of a class of
+    their own are copied, with what else they hold.
     """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: move_to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move_to_device(value, device) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(move_to_device(value, device) for value in batch)
+    if isinstance(batch, _CONTAINERS) and not callable(getattr(type(batch), "to", None)):  # a key may be called so
+        return _moved_container(batch, device)
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     if is_dataclass(batch) and not isinstance(batch, type):
@@ -118,3 +120,27 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
             batch, **{f.name: move_to_device(getattr(batch, f.name), device) for f in fields(batch) if f.init}
         )
     return batch
+
+
+def _moved_container(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, MutableMapping):
+        moved = {} if type(batch) is dict else _copied(batch)
+        for key, value in batch.items():
+            moved[key] = move_to_device(value, device)
+        return moved
+    items = [move_to_device(value, device) for value in batch]
+    if isinstance(batch, tuple):
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    if type(batch) is list:
+        return items
+    moved = _copied(batch)
+    moved[:] = items
+    return moved
+
+
+def _copied(batch: Any) -> Any:
+    """A shallow copy, whose constructor is not called; a dict that is its own `__dict__` stays one."""
+    copied = copy.copy(batch)
+    if getattr(batch, "__dict__", None) is batch:
+        copied.__dict__ = copied
+    return copied

@@ -26,7 +26,8 @@ class DefaultCheckpointerArguments(metaclass=NamesFields):
         save_dir: where checkpoints go; by default `checkpoints` below the directory that is current
             when it is first needed.
         model_state_save_dir: where model exports go; by default `save_dir`.
-        load_dir: load the newest checkpoint from here when the training does not say what to resume.
+        load_dir: where a run begins: with the newest checkpoint from here, when the training does not say what to
+            resume, or when it says True, "auto", "last" or "best" and the run has saved nothing in `save_dir` yet.
         load_filename: load this one from `load_dir`; a plain name, or an absolute path.
         file_prefix: what the names of checkpoints begin with.
         file_ext: what they end with, without a dot; by default nothing, as they are directories.

@@ -67,7 +67,7 @@ def commit(payload: Payload, directory: Path, name: str, abandoned: threading.Ev
     if os.path.lexists(final) and not listing.is_checkpoint_directory(final):
         raise CheckpointError(
             f"{final} exists and is not a checkpoint, so it is not replaced. "
-            "Move it away, or set another save_dir or file_prefix."
+            "Move it away, or give another path; that of a run's checkpoints follows from save_dir and file_prefix."
         )
     try:
         filesystem.make_directories(directory)

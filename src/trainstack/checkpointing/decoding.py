@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class StateDecoder:
             tags.FROZENSET: lambda f: frozenset(self._items(f["items"])),
             tags.DEQUE: lambda f: deque(self._items(f["items"]), f["maxlen"]),
             tags.DICT: lambda f: dict(self._pairs(f["items"])),
+            tags.DEFAULTDICT: lambda f: defaultdict(tags.FACTORIES[f["factory"]], self._pairs(f["items"])),
             tags.COUNTER: lambda f: Counter(dict(self._pairs(f["items"]))),
             tags.ORDERED_DICT: self._ordered_dict,
             tags.SIZE: lambda f: torch.Size(f["items"]),

@@ -18,7 +18,7 @@ from trainstack.checkpointing.buffers import HostBuffers
 from trainstack.checkpointing.checkpoint import Checkpoint
 from trainstack.checkpointing.committing import Payload, commit
 from trainstack.checkpointing.directory import CheckpointInfo, has_prefix, name_of, scan
-from trainstack.checkpointing.finding import Finder
+from trainstack.checkpointing.finding import Finder, folder_at
 from trainstack.checkpointing.monitoring import DEFAULT_MONITOR
 from trainstack.checkpointing.newest import of_prefix, of_run
 from trainstack.checkpointing.writing import pack, write_checkpoint, write_model
@@ -70,7 +70,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """Remember, when a run begins afresh or from another directory, which checkpoints are an earlier run's.
 
         They stay where they are and can be named, but are not "the newest" of this run, and it never deletes them: it
-        may be interrupted before its first checkpoint, and must not go on from another run's.
+        may be interrupted before its first checkpoint, and must not go on from another run's. A warning tells of them.
         """
         self._background.wait()  # one that was abandoned may still be deleting older ones
         elsewhere = self._loaded_from is not None and self._loaded_from.resolve() != self.save_dir.resolve()
@@ -79,6 +79,14 @@ class DefaultCheckpointer(AbstractCheckpointer):
         if earlier:
             began.mark(self.save_dir, self.args.file_prefix, earlier[0].sequence)
             retention.after_save(self.save_dir, self.args, self._log)
+        if earlier and not self.args.delete_existing_checkpoints:  # each that is deleted is named then
+            count = "a checkpoint" if len(earlier) == 1 else f"{len(earlier)} checkpoints"
+            self._log(
+                logging.WARNING,
+                f"{self.save_dir} has {count} of an earlier run. This run does not go on from there, and replaces "
+                f"those of the same step. To go on from the newest write resume={str(earlier[0].path)!r}; to keep all "
+                "give this run another output_dir.",
+            )
 
     def last(self) -> CheckpointInfo | None:
         """The newest checkpoint of this run in `save_dir` whose files are there in their sizes, or None."""
@@ -213,7 +221,9 @@ class DefaultCheckpointer(AbstractCheckpointer):
         return checkpoint
 
     def _load_directory(self) -> Path:
-        return self._settle("load_dir", self.args.load_dir) if self.args.load_dir else self.save_dir
+        if not self.args.load_dir:
+            return self.save_dir
+        return folder_at(self._settle("load_dir", self.args.load_dir), self.args.file_prefix)
 
     def _miss_monitor(self, checkpoint: Checkpoint) -> None:
         """Say once that a checkpoint cannot be the best, where somebody asked for the best."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,10 @@ def differences(one: Any, other: Any, root: str = "", place: tuple[Any, ...] = (
     if mine is None or theirs is None or type(one) is not type(other):
         yield from _leaf(where, one, other)
         return
+    for name in ("maxlen", "default_factory"):  # of a deque and a defaultdict
+        traits = [getattr(side, name, None) for side in (one, other)]
+        if traits[0] != traits[1]:
+            yield Difference(where=f"{where}.{name}", one=repr(traits[0]), other=repr(traits[1]))
     part = (lambda key: key) if isinstance(one, dict) else Index
     left, right = dict(mine), dict(theirs)
     for key in [*left, *(key for key in right if key not in left)]:
@@ -61,8 +66,11 @@ def differences(one: Any, other: Any, root: str = "", place: tuple[Any, ...] = (
 def _leaf(where: str, one: Any, other: Any) -> Iterator[Difference]:
     if all(isinstance(value, torch.Tensor) for value in (one, other)):
         yield from _tensors(where, one, other)
-    elif all(isinstance(value, np.ndarray) for value in (one, other)) and one.dtype == other.dtype:
-        yield from _tensors(where, array_as_tensor(one), array_as_tensor(other))
+    elif all(isinstance(value, np.ndarray) for value in (one, other)):
+        if one.dtype == other.dtype and one.shape == other.shape:
+            yield from _tensors(where, array_as_tensor(one), array_as_tensor(other))
+        else:
+            yield Difference(where=where, one=describe(one), other=describe(other))
     elif type(one) is not type(other) or repr(one) != repr(other):
         yield Difference(where=where, one=describe(one), other=describe(other))
 
@@ -85,11 +93,13 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def children(value: Any) -> list[tuple[Any, Any]] | None:
-    """Keys and values of a container; None for anything else."""
+    """Keys and values of a container; None for anything else. Sets are put in order, since theirs means nothing."""
     if isinstance(value, Mapping):
         return list(value.items())
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+    if isinstance(value, list | tuple | deque) and not isinstance(value, torch.Size):
         return list(enumerate(value))
+    if isinstance(value, set | frozenset):
+        return list(enumerate(sorted(value, key=lambda item: (type(item).__name__, repr(item)))))
     return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainstack.checkpointing import leftovers, manifest
+from trainstack.checkpointing import began, leftovers, manifest
 from trainstack.checkpointing.decoding import StateDecoder
 from trainstack.checkpointing.manifest import Kind, Manifest
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
@@ -142,8 +142,8 @@ def has_its_files(info: CheckpointInfo) -> bool:
 
 
 def next_sequence(directory: Path) -> int:
-    """Return a number above those of all that is in `directory`."""
-    return max((info.sequence for info in scan(directory).intact), default=0) + 1
+    """Return a number above those of all that is in `directory`, and of what earlier runs had there and is gone."""
+    return max(0, began.highest(directory), *(info.sequence for info in scan(directory).intact)) + 1
 
 
 def has_prefix(name: str, prefix: str) -> bool:

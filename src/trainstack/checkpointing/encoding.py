@@ -74,7 +74,7 @@ class StateEncoder:
             frozenset: lambda v: _tag(tags.FROZENSET, items=self._items(v)),
             deque: lambda v: _tag(tags.DEQUE, items=self._items(v), maxlen=v.maxlen),
             dict: self._dict,
-            defaultdict: self._dict,
+            defaultdict: self._defaultdict,
             Counter: lambda v: _tag(tags.COUNTER, items=self._pairs(v)),
             OrderedDict: self._ordered_dict,
             torch.Size: lambda v: _tag(tags.SIZE, items=list(v)),
@@ -119,6 +119,12 @@ class StateEncoder:
         if tags.KEY in value or any(type(key) is not str for key in value):
             return _tag(tags.DICT, items=self._pairs(value))
         return {key: self._at(key, item) for key, item in value.items()}
+
+    def _defaultdict(self, value: defaultdict[Any, Any]) -> Json:
+        for name, factory in tags.FACTORIES.items():
+            if factory is value.default_factory:
+                return _tag(tags.DEFAULTDICT, factory=name, items=self._pairs(value))
+        return self._refuse(value)
 
     def _ordered_dict(self, value: OrderedDict[Any, Any]) -> Json:
         encoded = _tag(tags.ORDERED_DICT, items=self._pairs(value))

@@ -10,7 +10,7 @@ from pathlib import Path
 from trainstack.checkpointing import pointers
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
 from trainstack.checkpointing.checkpoint import Checkpoint
-from trainstack.checkpointing.directory import is_checkpoint_directory
+from trainstack.checkpointing.directory import has_its_files, is_checkpoint_directory
 from trainstack.checkpointing.monitoring import Monitor
 from trainstack.checkpointing.newest import of_prefix, of_run, other_names, read_newest
 from trainstack.checkpointing.reading import read_checkpoint
@@ -22,7 +22,7 @@ class Finder:
 
     Args:
         args: of the checkpointer.
-        load_dir: where to look for what is not named.
+        load_dir: where to look for what is not named, if the run has saved nothing in `save_dir` yet.
         save_dir: what is in here must not be about to be deleted.
         log: takes a level of the logging module and a line.
 
@@ -41,10 +41,14 @@ class Finder:
         if resume is None or resume is False:
             configured = self.args.load_dir or self.args.load_filename
             return self._load_configured(required=True) if configured else Checkpoint()
-        if resume is True or resume in ("auto", "last"):
+        if resume is True or resume in ("auto", "last", "best"):
+            monitor = self.args.monitored if resume == "best" else None
+            found = self._load_own(monitor)
+            if found is not None:
+                return found
+            if monitor is not None:
+                return self._load_best(self._load_dir, self.args.file_prefix, monitor)
             return self._load_configured(required=resume != "auto")
-        if resume == "best":
-            return self._load_best(self._load_dir, self.args.file_prefix, self.args.monitored)
         if resume == "" or isinstance(resume, int):
             raise ConfigurationError(
                 f"resume={resume!r}: write True, False, 'auto', 'last', 'best' or the path of a checkpoint."
@@ -58,7 +62,18 @@ class Finder:
                 if rule.monitor is None
                 else self._load_best(directory, prefix, rule.monitor)
             )
-        return self._load_newest(path, required=True) if _holds_many(path) else self._load_named(path)
+        if not _holds_many(path):
+            return self._load_named(path)
+        return self._load_newest(folder_at(path, self.args.file_prefix), required=True)
+
+    def _load_own(self, monitor: Monitor | None) -> Checkpoint | None:
+        """The newest or best that a run which began from another directory has saved itself; None if there is none."""
+        elsewhere = (self._load_dir / self.args.load_filename).parent if self.args.load_filename else self._load_dir
+        if elsewhere.resolve() == self._save_dir.resolve():
+            return None
+        self._refuse_deleting(self._save_dir)
+        found = read_newest(self._save_dir, self.args.file_prefix, self._warn_of_damage, monitor)
+        return None if found is None else self._loaded(*found)
 
     def _load_configured(self, required: bool) -> Checkpoint:
         args, directory = self.args, self._load_dir
@@ -119,11 +134,36 @@ class Finder:
         if self.args.delete_existing_checkpoints and directory.resolve() == self._save_dir.resolve():
             raise ConfigurationError(
                 f"delete_existing_checkpoints=True would delete what is to be loaded from {directory}. "
-                "Write delete_existing_checkpoints=False to resume, or resume=False to start afresh."
+                "Write delete_existing_checkpoints=False to resume, or resume=False to start over."
             )
 
     def _warn_of_damage(self, error: CheckpointDamagedError) -> None:
         self._log(logging.WARNING, f"passing over a damaged checkpoint: {error}")
+
+
+def folder_at(path: Path, prefix: str) -> Path:
+    """`path`, or where a run with this `output_dir` keeps its checkpoints, if there are none in `path` itself."""
+    within = path / "checkpoints"
+    return within if within.is_dir() and not of_prefix(path, prefix) else path
+
+
+def follow(path: Path) -> Path:
+    """`path`, or the checkpoint that it stands for if it is a file `last` or `best`.
+
+    Raises:
+        CheckpointNotFoundError: it is, and there is no such checkpoint any more.
+    """
+    rule = pointers.rule_in(path)
+    if rule is None:
+        return path
+    run = of_run(path.parent, rule.file_prefix)
+    found = next(filter(has_its_files, run if rule.monitor is None else rule.monitor.rank(run)), None)
+    if found is None:
+        which = "newest" if rule.monitor is None else f"best by {rule.monitor.name!r}"
+        raise CheckpointNotFoundError(
+            f"{path} stands for the {which} of the checkpoints beside it, and there is none. Name another checkpoint."
+        )
+    return found.path
 
 
 def _holds_many(path: Path) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
+
+from trainstack.checkpointing import tags
 
 
 def type_name(value: Any) -> str:
@@ -23,6 +26,9 @@ def explain_refusal(where: str, value: Any) -> str:
         advice = "Store generator.get_state() in get_state()."
     elif isinstance(value, torch.Tensor):
         advice = "Convert it in get_state() to a dense, plain torch.Tensor of a standard dtype."
+    elif type(value) is defaultdict:
+        known = ", ".join(name for name in tags.FACTORIES if name is not None)
+        advice = f"Return dict(...) of it in get_state(), or take one of these factories: {known}."
     else:
         advice = "Convert it in get_state() to tensors, numbers, strings, lists or dicts."
     return f"{where} holds a {_kind_of(value)}, which a checkpoint cannot store. {advice}"
@@ -34,6 +40,8 @@ def _kind_of(value: Any) -> str:
         return f"{type_name(value)} (layout {layout}, {value.dtype}, device {value.device.type})"
     if isinstance(value, (np.ndarray, np.generic)):
         return f"{type_name(value)} of dtype {value.dtype}"
+    if type(value) is defaultdict:
+        return f"{type_name(value)} with a factory of its own"
     return type_name(value)
 
 

@@ -53,14 +53,19 @@ def rule_at(path: Path, args: DefaultCheckpointerArguments) -> Rule | None:
     """The rule of the pointer at `path`; None if `path` is none. A torn or missing one has the rule of `args`."""
     if path.is_dir():
         return None
-    try:
-        rule = _parse(_beginning(path))
-    except OSError:
-        rule = None
+    rule = rule_in(path)
     kinds = {_name(LAST, args.file_prefix): None, _name(BEST, args.file_prefix): args.monitored}
     if rule is None and path.name in kinds and path.parent.is_dir():
         return Rule(file_prefix=args.file_prefix, monitor=kinds[path.name])
     return rule
+
+
+def rule_in(path: Path) -> Rule | None:
+    """The rule that is written in the file `path`; None if it is no pointer, or cannot be read."""
+    try:
+        return _parse(_beginning(path))
+    except OSError:
+        return None
 
 
 def _name(kind: str, prefix: str) -> str:

@@ -19,6 +19,7 @@ from trainstack.checkpointing.directory import (
     info_of,
     is_checkpoint_directory,
     read_manifest,
+    scan,
 )
 from trainstack.checkpointing.manifest import Manifest
 from trainstack.checkpointing.tags import Json
@@ -111,10 +112,12 @@ def _open(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
             "(.pt, .pth, .ckpt) are never read unasked: read_foreign_weights(path) does, for their weights."
         )
     if not is_checkpoint_directory(root):
-        raise CheckpointNotFoundError(
-            f"{root} is not a checkpoint: it has no {manifest.FILE_NAME} of trainstack. "
-            "Give the directory of a checkpoint."
-        )
+        what = f"{root} is not a checkpoint: it has no {manifest.FILE_NAME} of trainstack."
+        inside = [*scan(root).intact, *scan(root / "checkpoints").intact]
+        if inside:
+            newest = min(inside, key=lambda info: info.kind)  # a checkpoint rather than a model export
+            raise CheckpointNotFoundError(f"{what} Name one of those in it, such as {newest.path}.")
+        raise CheckpointNotFoundError(f"{what} Give the directory of a checkpoint.")
     return root, read_manifest(root)
 
 

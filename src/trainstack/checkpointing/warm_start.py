@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainstack.checkpointing.finding import follow
 from trainstack.checkpointing.foreign import PICKLE_SUFFIXES
 from trainstack.checkpointing.reading import read_model
 from trainstack.checkpointing.tensorfile import read_unverified_tensors
@@ -67,7 +68,7 @@ def warm_start(
 
     Args:
         model: any module; its other tensors stay as they are.
-        source: a checkpoint, an export, a `.safetensors` file, or tensors by name.
+        source: a checkpoint, a file `last` or `best` beside it, an export, a `.safetensors` file, or tensors by name.
         strict: refuse what does not fit in every name and shape.
         name: of the source, for the report; by default its path.
 
@@ -75,6 +76,8 @@ def warm_start(
         CheckpointMismatchError: nothing fits at all, or not everything while `strict`. The model is unchanged.
         CheckpointNotFoundError, CheckpointDamagedError: `source` cannot be read.
     """
+    if not isinstance(source, Mapping):
+        source = follow(Path(source))
     said = name or ("the given tensors" if isinstance(source, Mapping) else os.fspath(source))
     weights = flat_tensors(source) if isinstance(source, Mapping) else read_weights(source)
     own = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}

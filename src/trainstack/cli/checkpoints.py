@@ -28,7 +28,9 @@ def add(subparsers: Any) -> None:
     ls.add_argument("directory", metavar="DIR")
     ls.add_argument("--verify", action="store_true", help="read all bytes instead of comparing sizes")
     verify = _action(actions, "verify", _verify, "compare every byte with the manifest; exit code 1 if damaged")
-    verify.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint, an export, or a folder of them")
+    verify.add_argument(
+        "paths", metavar="PATH", nargs="+", help="a checkpoint, an export, a folder of them, or a run's"
+    )
     show = _action(actions, "show", outline.show, "show what one checkpoint or export holds")
     show.add_argument("path", metavar="PATH")
     diff = _action(
@@ -139,6 +141,8 @@ def _checkpoints_at(path: Path) -> list[Path]:
     """`path` itself, or all that lie in it, those included whose manifest cannot be read."""
     if not path.is_dir() or is_checkpoint_directory(path):
         return [path]
-    contents = scan(path)
-    found = [info.path for info in contents.intact[::-1]]
-    return [*found, *contents.broken, *contents.newer] or [path]
+    found: list[Path] = []
+    for folder in (path, path / "checkpoints"):  # where those of a run's output_dir lie
+        contents = scan(folder)
+        found += [*(info.path for info in contents.intact[::-1]), *contents.broken, *contents.newer]
+    return found or [path]

@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trainstack import __version__
 from trainstack.cli import train
+from trainstack.cli.unknown_options import meant
 from trainstack.errors import TrainstackError
 
 COMMANDS = ("train", "explain", "plan", "doctor", "report", "checkpoints", "privacy")
@@ -57,6 +58,13 @@ def complain(message: str) -> None:
 
 class _Parser(argparse.ArgumentParser):
     """Answers a wrong command line with one line; those of the commands are of this class as well."""
+
+    def parse_known_args(self, *given: Any, **more: Any) -> Any:
+        """Refuse here, where its own options are known, what the parser of `trainstack` would refuse."""
+        known, others = super().parse_known_args(*given, **more)
+        if others:
+            self.error(f"unrecognized arguments: {' '.join(others)}{meant(others, self)}")
+        return known, others
 
     def error(self, message: str) -> NoReturn:
         complain(f"{message} (see {self.prog} --help)")

@@ -89,7 +89,7 @@ def lines(value: Any, depth: int) -> Iterator[str]:
             yield f"{name:<40} {describe(item)}"
             continue
         yield name
-        shown = item if isinstance(item, Mapping) or len(inner) <= _LONG_LIST else item[:2]
+        shown = item if isinstance(item, Mapping) or len(inner) <= _LONG_LIST else [first for _, first in inner[:2]]
         yield from lines(shown, depth + 1)
         if len(shown) < len(inner):
             yield f"{'  ' * (depth + 1)}... and {len(inner) - len(shown)} more"

@@ -62,7 +62,9 @@ def _add_noise(parser: argparse.ArgumentParser) -> None:
 def _add_steps(parser: argparse.ArgumentParser) -> None:
     duration = parser.add_mutually_exclusive_group(required=True)
     duration.add_argument("--steps", type=int, help="of the whole training")
-    duration.add_argument("--epochs", type=int, help="of round(N / batch size) steps each")
+    duration.add_argument(
+        "--epochs", type=int, help="of N / batch size steps each, rounded up, as the Trainer makes them"
+    )
 
 
 def _add_mechanism(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +84,7 @@ def _run_epsilon(args: argparse.Namespace) -> int:
         "epsilon": epsilon_of(history, args.delta, args.accountant),
         **_by_both(history, args.delta),
         "fixed_order": fixed_order_epsilon(history, args.delta),
-        "shuffled_at_least": _shuffled(args.noise_multiplier, q, steps, args.delta),
+        "shuffled_at_least": _shuffled(args, q, steps),
     }
     lines = [
         f"epsilon {_shown(found['epsilon'])} at delta {args.delta:g}",
@@ -111,10 +113,11 @@ def _run_steps(args: argparse.Namespace) -> int:
     if q == 0 or sigma == 0:
         raise ConfigurationError(f"noise {sigma} and rate {q}: no number of steps has a finite bound. Write more.")
     steps = steps_within(args.max_epsilon, [], sigma, q, args.delta, args.accountant, at_most=_MOST_STEPS)
-    found = {"steps": steps, "epochs": steps * q, **_by_both([(sigma, q, steps)], args.delta)}
+    epochs = steps / _steps_per_epoch(args, q)
+    found = {"steps": steps, "epochs": epochs, **_by_both([(sigma, q, steps)], args.delta)}
     more = " or more" if steps == _MOST_STEPS else ""
     lines = [
-        f"{steps} steps{more}, {steps * q:.4g} epochs, within epsilon {args.max_epsilon:g} at delta {args.delta:g}",
+        f"{steps} steps{more}, {epochs:.4g} epochs, within epsilon {args.max_epsilon:g} at delta {args.delta:g}",
         _both_line(found),
     ]
     return _answer(args, found, q, {"max_epsilon": args.max_epsilon, "noise_multiplier": sigma}, lines)
@@ -140,7 +143,14 @@ def _steps(args: argparse.Namespace, q: float) -> int:
         return int(args.steps)
     if not 0 < q <= 1:
         raise ConfigurationError(f"--epochs with --sample-rate {q}: write --steps, or a rate above 0 and up to 1.")
-    return int(args.epochs * max(1, round(1 / q)))
+    return int(args.epochs * _steps_per_epoch(args, q))
+
+
+def _steps_per_epoch(args: argparse.Namespace, q: float) -> int:
+    """As in a `TrainingPlan`: the last step of an epoch counts even if it is not full."""
+    if args.dataset_size is not None:
+        return int(-(-args.dataset_size // args.batch_size))
+    return math.ceil(round(1 / q, 6))
 
 
 def _by_both(history: list[tuple[float, float, int]], delta: float) -> dict[str, Any]:
@@ -151,11 +161,11 @@ def _both_line(found: dict[str, Any]) -> str:
     return f"by accountant: prv {_shown(found['prv'])} (the smaller of both), rdp {_shown(found['rdp'])}"
 
 
-def _shuffled(sigma: float, q: float, steps: int, delta: float) -> float | None:
-    """The lower bound for one epoch, if there is a whole one. It falls with its steps, so they are rounded up."""
-    if q == 0 or steps < round(1 / q):
+def _shuffled(args: argparse.Namespace, q: float, steps: int) -> float | None:
+    """The lower bound for one epoch, if there is a whole one."""
+    if q == 0 or steps < (whole := _steps_per_epoch(args, q)):
         return None
-    return shuffled_epsilon_at_least(sigma, math.ceil(round(1 / q, 6)), delta)
+    return shuffled_epsilon_at_least(args.noise_multiplier, whole, args.delta)
 
 
 def _at_least(epsilon: float | None) -> str:

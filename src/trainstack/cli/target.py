@@ -6,14 +6,28 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from trainstack.errors import ConfigurationError
+from trainstack.errors import ConfigurationError, TrainstackError
 from trainstack.trainer import ModuleInterface
 
 FORM = "Write FILE.py:NAME or package.module:NAME, such as my.py:MyModule."
+
+
+class UsersError(Exception):
+    """Raised from an error of the user's own code, whose traceback tells where."""
+
+
+@contextmanager
+def users_code() -> Iterator[None]:
+    """Turn the errors that a command would answer with one line into `UsersError`."""
+    try:
+        yield
+    except (TrainstackError, OSError) as error:
+        raise UsersError from error
 
 
 def load_target(target: str) -> Callable[..., ModuleInterface]:
@@ -23,6 +37,7 @@ def load_target(target: str) -> Callable[..., ModuleInterface]:
 
     Raises:
         ConfigurationError: there is no such file or name, or it is not something that makes a module.
+        UsersError: the file raised an error like those.
     """
     place, _, name = target.rpartition(":")
     if not place or not name:
@@ -47,14 +62,18 @@ def _run_file(file: Path) -> ModuleType:
     assert spec.loader is not None
     source = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = source  # a loader's workers and pickle look it up by this name
-    spec.loader.exec_module(source)
+    with users_code():
+        spec.loader.exec_module(source)
     return source
 
 
 def _import(name: str) -> ModuleType:
+    if name.startswith("."):
+        raise ConfigurationError(f"{name!r} begins with a dot, and there is no package that it could belong to. {FORM}")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        return importlib.import_module(name)
+        with users_code():
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # what is missing is something that it imports

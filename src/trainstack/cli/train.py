@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainstack.cli.options import arguments_of, build_parser, split_files
-from trainstack.cli.target import FORM, load_target
-from trainstack.errors import ConfigurationError, TrainstackError
+from trainstack.cli.target import FORM, UsersError, load_target, users_code
+from trainstack.cli.unknown_options import meant
+from trainstack.errors import ConfigurationError
 from trainstack.trainer import ModuleInterface, Trainer, seed_everything
 
 ABOUT = "train a module that a file defines; needs the extra 'cli'"
@@ -28,25 +29,33 @@ def run(words: Sequence[str]) -> int:
         target, options = None, list(words)
     else:
         raise ConfigurationError(f"trainstack train needs to be told what to train, before any option. {FORM}")
+    try:
+        _train(target, options)
+    except UsersError as error:
+        traceback.print_exception(error.__cause__)
+        return 1
+    return 0
+
+
+def _train(target: str | None, options: list[str]) -> None:
     makes_module = None if target is None else load_target(target)
+    parser = None
     try:
         files, options = split_files(options)
         parser = build_parser(makes_module, files)
         given = parser.parse_args(options)
     except argparse.ArgumentError as error:
-        raise ConfigurationError(f"{error} (see trainstack train {target} --help)") from error
+        hint = meant(str(error).partition("unrecognized arguments: ")[2].split(), parser) if parser else ""
+        raise ConfigurationError(f"{error}{hint} (see trainstack train {target} --help)") from error
     arguments = arguments_of(given.as_dict())
     seed_everything(arguments.seed)
-    made = getattr(parser.instantiate(given), "module", None)  # of a function only its arguments are made
-    if isinstance(made, ModuleInterface):
-        module = made
-    else:
-        assert makes_module is not None  # --help, the one option without a target, has ended the process
-        module = makes_module(**(made.as_dict() if made is not None else {}))
+    with users_code():
+        made = getattr(parser.instantiate(given), "module", None)  # of a function only its arguments are made
+        if isinstance(made, ModuleInterface):
+            module = made
+        else:
+            assert makes_module is not None  # --help, the one option without a target, has ended the process
+            module = makes_module(**(made.as_dict() if made is not None else {}))
     trainer = Trainer(module, arguments)
-    try:
+    with users_code():  # of theirs as likely as of a wrong option
         trainer.train()
-    except (TrainstackError, OSError):
-        traceback.print_exc()  # of the user's code as likely as of a wrong option
-        return 1
-    return 0

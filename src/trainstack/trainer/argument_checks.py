@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from trainstack.backends import DifferentialPrivacyArguments, TrainerBackend, parse_spec
+from trainstack.backends import TrainerBackend, parse_spec
 from trainstack.backends.registry import registered_backend
-from trainstack.checkpointing import AbstractCheckpointer, DefaultCheckpointerArguments
+from trainstack.checkpointing import AbstractCheckpointer
 from trainstack.checkpointing.monitoring import DEFAULT_MONITOR, Monitor
 from trainstack.errors import ConfigurationError
-from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
+from trainstack.trainer.argument_kinds import check_kinds, check_resume
 from trainstack.trainer.progress import ProgressDisplay
 from trainstack.trainer.rhythm import check_validate_every, is_number_of_steps
 
@@ -62,9 +60,9 @@ def check_arguments(args: TrainerArguments) -> None:
     Raises:
         ConfigurationError: naming the first argument that is wrong.
     """
+    check_kinds(args)
     _check_numbers(args)
     _check_choices(args)
-    _check_nested(args)
     _check_backend(args)
     _check_monitor(args)
 
@@ -129,6 +127,11 @@ def _check_numbers(args: TrainerArguments) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
             raise ConfigurationError(f"{name}={value!r}: write a number above 0{_or_none(name)}.")
+    if args.clip_grad_value is not None and args.clip_grads and args.max_grad_norm != 1.0:
+        raise ConfigurationError(
+            f"clip_grad_value={args.clip_grad_value} and max_grad_norm={args.max_grad_norm}: gradients are clipped "
+            "once, by value or by norm. Leave one of them out."
+        )
 
 
 def _or_none(name: str) -> str:
@@ -156,10 +159,7 @@ def _check_choices(args: TrainerArguments) -> None:
     for name, choices in _CHOICES.items():
         if not any(getattr(args, name) is choice or getattr(args, name) == choice for choice in choices):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write one of {', '.join(map(repr, choices))}.")
-    if not isinstance(args.resume, bool | str | PathLike) or args.resume == "":
-        raise ConfigurationError(
-            f"resume={args.resume!r}: write True, False, 'auto', 'best', 'last', or the path of a checkpoint."
-        )
+    check_resume(args.resume)
     if args.init_weights_from is not None and not isinstance(args.init_weights_from, str | PathLike):
         raise ConfigurationError(
             f"init_weights_from={args.init_weights_from!r}: write the path of a checkpoint, an export or a "
@@ -195,37 +195,6 @@ def _check_monitor(args: TrainerArguments) -> None:
         raise ConfigurationError(
             f"monitor={args.monitor!r} and checkpointer_args.monitor={theirs.monitor!r} contradict each other. "
             "Leave one of them out."
-        )
-
-
-def _check_nested(args: TrainerArguments) -> None:
-    if not isinstance(args.checkpointer_args, DefaultCheckpointerArguments):
-        raise ConfigurationError(
-            f"checkpointer_args={args.checkpointer_args!r}: write DefaultCheckpointerArguments(...), or give your own "
-            "checkpointer to Trainer(..., checkpointer=...)."
-        )
-    given = args.differential_privacy_args
-    if given is not None and not isinstance(given, DifferentialPrivacyArguments):
-        raise ConfigurationError(
-            f"differential_privacy_args={given!r}: write DifferentialPrivacyArguments(delta=..., target_epsilon=...)."
-        )
-    if not isinstance(args.output_dir, str | PathLike):
-        raise ConfigurationError(f"output_dir={args.output_dir!r}: write the path of a folder.")
-    devices = args.device if isinstance(args.device, list | tuple) else [args.device]
-    if not devices or any(isinstance(one, bool) or not isinstance(one, str | torch.device | int) for one in devices):
-        raise ConfigurationError(
-            f"device={args.device!r}: write 'auto', 'cpu', 'cuda:0', the number of an accelerator, -1 for all of them, "
-            "or a list with one for each process."
-        )
-    for name, nested in (("stats_args", StatsArguments), ("writer_args", WriterArguments)):
-        if getattr(args, name) is not None and not isinstance(getattr(args, name), nested):
-            raise ConfigurationError(f"{name}={getattr(args, name)!r}: write {nested.__name__}(...) or None.")
-    if isinstance(args.writers, str):
-        raise ConfigurationError(f"writers={args.writers!r}: write a list: writers=[{args.writers!r}].")
-    if args.clip_grad_value is not None and args.clip_grads and args.max_grad_norm != 1.0:
-        raise ConfigurationError(
-            f"clip_grad_value={args.clip_grad_value} and max_grad_norm={args.max_grad_norm}: gradients are clipped "
-            "once, by value or by norm. Leave one of them out."
         )
 
 

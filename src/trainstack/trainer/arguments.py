@@ -39,7 +39,7 @@ class TrainerArguments(metaclass=NamesFields):
             also halves it, and makes the step again, where memory runs out in training.
         val_batch_size: samples a validation batch, on each process; None for as many as a micro-batch.
         max_train_steps_per_epoch: cap on global steps an epoch.
-        max_val_steps_per_epoch: cap on batches a validation loader.
+        max_val_steps_per_epoch: cap on batches a validation loader, on each process; tests and predictions take all.
         validate_every: when to validate in training. None: after each epoch. A positive number counts global steps, a
             float in (0, 1] is a fraction of the run's, a negative number counts epochs, 0 is never; or `Every(...)`, or
             a function of the trainer, asked after each step on the main process, that returns True when it is time.
@@ -70,8 +70,9 @@ class TrainerArguments(metaclass=NamesFields):
         resume_mode: what is taken from the checkpoint. `"full"`: everything, the run goes on exactly.
             `"weights_and_optimizer"`: module, optimizers, schedulers and layers; counters, order, random numbers and
             history start anew. `"weights"`: the module alone.
-        init_weights_from: a checkpoint, an export or a `.safetensors` file whose weights the module starts from, as
-            far as they fit; `trainer.warm_start_report` says how far. Not used when a checkpoint is resumed.
+        init_weights_from: a checkpoint (or a file `last` or `best`), an export or a `.safetensors` file whose weights
+            the module starts from, as far as they fit; `trainer.warm_start_report` says how far. Not used when a
+            checkpoint is resumed.
         init_weights_strict: refuse `init_weights_from` unless everything fits.
         reset_optimizers_schedulers: on resume, take the weights but make optimizers and schedulers anew.
         checkpointer_args: of the default checkpointer.

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 def for_dev_run(args: TrainerArguments) -> TrainerArguments:
     """`args` for as many steps, and validation batches a loader, as `fast_dev_run` says; unchanged without it.
 
+    They are an epoch, unless the data have fewer: then it takes more than one, and the last may be cut short.
     Nothing is resumed, saved, exported or written, except that a private run keeps its ledger, in a folder of its own.
     """
     if not args.fast_dev_run:
@@ -21,7 +22,9 @@ def for_dev_run(args: TrainerArguments) -> TrainerArguments:
     never = args.validate_every == 0 and type(args.validate_every) is int
     return replace(
         args,
+        epochs=1,
         max_steps=steps,
+        max_train_steps_per_epoch=steps,  # so that the epoch ends, and what is called there is tried out
         max_val_steps_per_epoch=steps,
         validate_every=0 if never else None,
         sanity_val_steps=0,

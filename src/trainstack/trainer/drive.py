@@ -16,7 +16,7 @@ from trainstack.trainer.progress import NoProgress
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.schedulers.schedules import Schedules
 from trainstack.trainer.seeding import isolated_rng
-from trainstack.trainer.sources import ForeignSource, samples_in
+from trainstack.trainer.sources import OwnSource, samples_in
 
 _DRAIN_EVERY = 1000
 
@@ -45,7 +45,7 @@ class LoopDriver:
     def train(self, dataloader: Any, callback: Any) -> Any:
         """One pass over `dataloader`; returns the collected outputs, and raises on a non-finite loss at the end."""
         weigh = getattr(self._args.model, "batch_weight", samples_in)
-        source = ForeignSource(dataloader, self._args.gradient_accumulation, weigh)
+        source = OwnSource(dataloader, self._args.gradient_accumulation, weigh, self._work.world.comm)
         loop = TrainLoop(
             self._stack,
             self._work,
@@ -55,9 +55,8 @@ class LoopDriver:
             keep_epoch_outputs=True,
         )
         loop.attend, loop.attend_at = (lambda: self._drain(loop)), self._state.global_step + _DRAIN_EVERY
-        windows = source.windows(self._state.epoch, 0, 0)
         with self._together():
-            train_windows(loop, islice(windows, self._args.max_train_steps_per_epoch))
+            train_windows(loop, islice(source.windows(), self._args.max_train_steps_per_epoch))
             loop.meter.drain()
         self._state.finish_epoch()
         assert loop.epoch_outputs is not None

@@ -18,6 +18,7 @@ from trainstack.errors import ModuleContractError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.collector import OutputCollector
 from trainstack.trainer.fetching import Fetcher
+from trainstack.trainer.loss_slip import what_is_no_loss
 from trainstack.trainer.meter import read_scalars
 from trainstack.trainer.progress import ProgressDisplay
 from trainstack.trainer.ready_batches import batches_of
@@ -148,6 +149,7 @@ class Evaluation:
         batches: how many were evaluated.
         samples: how many they held; None where that could not be counted.
         broken_off: whether `run` ended before the last.
+        slip: what to say of what the first step returned in place of its loss; None for nothing.
     """
 
     def __init__(
@@ -158,6 +160,7 @@ class Evaluation:
         self.batches = 0
         self.samples: int | None = 0
         self.broken_off = False
+        self.slip: str | None = None
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
 
@@ -203,6 +206,8 @@ class Evaluation:
         if loss is not None:
             self._losses.append(loss)
             self._weights.append(self._weigh(batch, samples))
+        elif not self.batches:
+            self.slip = what_is_no_loss(outputs, self.stage)
 
     def _weigh(self, batch: Any, samples: int | None) -> float:
         weigh = own_weigher(self.work.module)

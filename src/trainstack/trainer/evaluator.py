@@ -96,13 +96,13 @@ class Evaluator:
 
     @contextmanager
     def _history(self, history: RunHistory) -> Iterator[RunHistory]:
-        """A block in which what the module logs goes to `history`; what fails in it is no longer under way."""
-        run, module, busy = self._run, self._run.module, self._run.busy
+        """A block in which what the module logs goes to `history`."""
+        module = self._run.module
         before, module._history = module._history, history
         try:
             yield history
         finally:
-            module._history, run.busy = before, busy
+            module._history = before
 
     @with_events
     def evaluate(
@@ -127,22 +127,24 @@ class Evaluator:
         run = self._run
         hook = run.hooks.end_val_epoch if stage is Stage.VAL and only is None else None
         step, collected, was_busy = run.state.global_step, EvaluationOutputs(), run.busy
-        run.busy = True
         seed = mix(run.state.seed, stage.value, step, run.world.rank)
         self.metrics.check_loaders(list(loaders))
+        run.busy = True
         done = 0 if reporter is None else run.state.loaders_done
-        run.stack.begin_evaluation(run.loop.work)
-        for key, loader in islice(loaders.items(), done, None):
-            with isolated_rng(seed, run.world.device), eval_mode(run.module):
-                outputs, values = self._evaluate(stage, key, loader, keep, reporter, only)
-                collected.metrics |= self._record(stage, key, values, history or run.history)
-                if keep:
-                    collected[key] = outputs
-                if hook is not None:
-                    hook(step, *(as_arguments(outputs) if keep and run.hooks.val_outputs else ()), key=key)
-            if reporter is not None:
-                run.state.finish_loader()
-        run.busy = was_busy
+        try:
+            run.stack.begin_evaluation(run.loop.work)
+            for key, loader in islice(loaders.items(), done, None):
+                with isolated_rng(seed, run.world.device), eval_mode(run.module):
+                    outputs, values = self._evaluate(stage, key, loader, keep, reporter, only)
+                    collected.metrics |= self._record(stage, key, values, history or run.history)
+                    if keep:
+                        collected[key] = outputs
+                    if hook is not None:
+                        hook(step, *(as_arguments(outputs) if keep and run.hooks.val_outputs else ()), key=key)
+                if reporter is not None:
+                    run.state.finish_loader()
+        finally:
+            run.busy = was_busy
         return collected
 
     def _evaluate(
@@ -152,7 +154,7 @@ class Evaluator:
         run = self._run
         world = run.world
         evaluation = Evaluation(run.stack, run.loop.work, stage, run.state.global_step, keep_outputs=keep)
-        limit = only or run.args.max_val_steps_per_epoch
+        limit = only or (run.args.max_val_steps_per_epoch if stage is Stage.VAL else None)
         batches, in_parts = evaluation_batches(loader, seed=run.state.seed, world=world, limit=limit)
         measured = None if stage is Stage.PREDICT else self.metrics.over(key, world, in_parts=in_parts)
         progress = NoProgress() if reporter is None else reporter.progress
@@ -164,6 +166,8 @@ class Evaluator:
             also=None if measured is None else measured.add,
         )
         progress.end_validation()
+        if evaluation.slip is not None:
+            self._say_once(evaluation.slip)
         comm = world.comm if in_parts else Communicator()
         told = world.comm.gather((evaluation.batches, evaluation.samples, evaluation.broken_off))
         if any(broken_off for *_, broken_off in told):

@@ -51,6 +51,8 @@ class TrainLoop:
         keep_epoch_outputs: collect what `train_step` returns over a whole epoch.
         measure_every: global steps between those whose gradients' norm is computed even where nothing is clipped.
         bind: gives the subscribers of an event; asked once an epoch, so that others cost nothing.
+        copy_losses: keep copies of the losses, for a compiled model that is replayed as a CUDA graph returns the same
+            memory in every step.
 
     Attributes:
         meter: gets the losses.
@@ -73,8 +75,9 @@ class TrainLoop:
         keep_epoch_outputs: bool = False,
         measure_every: int = 1,
         bind: Bind = nobody,
+        copy_losses: bool = False,
     ) -> None:
-        self.bind = bind
+        self.bind, self.copy_losses = bind, copy_losses
         self.stack, self.work, self.hooks = stack, work, hooks
         self.schedules = schedules or Schedules()
         self.schedulers = self.schedules.schedulers
@@ -144,7 +147,7 @@ def _bind_micro_batches(loop: TrainLoop) -> Passes:
     forward, backward = with_batch_events(stack.forward, stack.backward, loop.bind)
     end_backward = one_after_the_other(loop.hooks.end_backward, loop.bind(Event.AFTER_BACKWARD), slice(1, None))
     collectors = [c.collect for c in (loop.step_outputs, loop.epoch_outputs) if c is not None]
-    must_join, skip = work.gradients_reduced_by is not None, loop.skip_nonfinite
+    must_join, skip, copy = work.gradients_reduced_by is not None, loop.skip_nonfinite, loop.copy_losses
 
     def run_micro_batches(window: Window) -> list[Tensor]:
         number, last, losses = state.global_step + 1, len(window.batches) - 1, []
@@ -158,7 +161,7 @@ def _bind_micro_batches(loop: TrainLoop) -> Passes:
                     loss = loss_of(outputs)
                     if weight or must_join:
                         backward(work, as_seen_by_all(loss) if skip else loss, weight)
-                losses.append(loss.detach().clone() if loss.is_leaf else loss.detach())
+                losses.append(loss.detach().clone() if copy or loss.is_leaf else loss.detach())
                 if batch is EMPTY:
                     continue
                 for collect in collectors:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trainstack.errors import ConfigurationError, NonFiniteError
 from trainstack.trainer.hooks import Hooks
 from trainstack.trainer.loop import TrainLoop, train_windows
+from trainstack.trainer.meter import MAX_SKIPPED_IN_A_ROW
 from trainstack.trainer.order import mix
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.sources import Window
@@ -35,7 +36,7 @@ class FoundRates:
     """What `find_lr` saw.
 
     Attributes:
-        rates: learning rates, one a global step.
+        rates: learning rates, one for each global step that moved the weights.
         losses: of those steps.
     """
 
@@ -62,13 +63,15 @@ class FoundRates:
 def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: int = 100) -> FoundRates:
     """Train for some steps while the learning rate grows from `start` to `end`, and undo all of it.
 
-    It ends early once the loss is not finite or far above its minimum. Hooks are not called, schedules stand still, and
-    afterwards the run is what it was: weights, optimizers, random numbers, history. The method is that of L. N. Smith,
-    "Cyclical Learning Rates for Training Neural Networks" (2017), with the steepest slope as the answer.
+    It ends early once the loss is not finite or far above its minimum. A step that moves nothing, such as an overflow
+    in fp16, is followed by another at the same rate. Hooks are not called, schedules stand still, and afterwards the
+    run is what it was: weights, optimizers, random numbers, history. The method is that of L. N. Smith, "Cyclical
+    Learning Rates for Training Neural Networks" (2017), with the steepest slope as the answer.
 
     Args:
         trainer: about to train, or between two calls of `train`. All processes call it together.
-        start: the first learning rate; where parameter groups differ, that of the highest, the others in proportion.
+        start: the first learning rate; where parameter groups differ, that of the highest, the others in proportion to
+            those that they were made with.
         end: the last.
         steps: global steps from one to the other.
 
@@ -103,7 +106,9 @@ def _search(trainer: Trainer, run: Run, start: float, end: float, steps: int) ->
 
         def attend() -> None:
             loop.meter.drain()
-            loss = loop.meter.interval.take() or 0.0
+            loss = loop.meter.interval.take()
+            if loss is None:  # nothing moved
+                return
             rates.append(ramp.rate)
             losses.append(loss)
             means.append(SMOOTHING * means[-1] + (1 - SMOOTHING) * loss if means else loss)
@@ -116,12 +121,15 @@ def _search(trainer: Trainer, run: Run, start: float, end: float, steps: int) ->
 
 
 def _windows(run: Run, state: RunState, steps: int, means: list[float]) -> Iterator[Window]:
-    """Windows of as many epochs as it takes, until the loss diverges."""
+    """Windows of as many epochs as it takes, until the loss diverges or steps tell nothing any more."""
+    idle = known = 0
     for epoch in count():
         state.epoch = epoch
         state.samples_in_epoch = state.batches_in_epoch = state.steps_in_epoch = 0
         for window in run.data.windows(state):
-            if len(means) >= steps or (len(means) > SETTLED and means[-1] > DIVERGED * min(means[SETTLED:])):
+            idle, known = 0 if len(means) > known else idle + 1, len(means)
+            diverged = len(means) > SETTLED and means[-1] > DIVERGED * min(means[SETTLED:])
+            if diverged or len(means) >= steps or idle > MAX_SKIPPED_IN_A_ROW:
                 return
             yield window
 
@@ -132,7 +140,7 @@ class _Ramp:
     def __init__(self, optimizers: tuple[Optimizer, ...], start: float, end: float, steps: int) -> None:
         self.rate, self._factor = start, (end / start) ** (1 / (steps - 1))
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        own = [float(group["lr"]) for group in self._groups]
+        own = [float(group.get("initial_lr", group["lr"])) for group in self._groups]
         self._shares = [rate / max(own) if max(own) else 1.0 for rate in own]
         self._set()
 

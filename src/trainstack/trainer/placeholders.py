@@ -18,7 +18,7 @@ from trainstack.errors import ConfigurationError
 if TYPE_CHECKING:
     from trainstack.trainer.plan import TrainingPlan
 
-_UNKNOWN = "the length of an epoch is not known. Set max_train_steps_per_epoch in TrainerArguments."
+_UNKNOWN = "the training loader has no length. Give it one (__len__, its number of batches)"
 
 
 class Lazy:
@@ -149,7 +149,8 @@ def _number(value: Any, plan: TrainingPlan) -> Any:
     if isinstance(value, Placeholder):
         number = getattr(plan, value.field)
         if number is None:
-            raise ConfigurationError(f"{value!r} has no value: {_UNKNOWN}")
+            otherwise = ", or set max_steps in TrainerArguments" if value.field == "total_steps" else ""
+            raise ConfigurationError(f"{value!r} has no value: {_UNKNOWN}{otherwise}.")
         return number
     if not isinstance(value, Expression):
         return value

@@ -71,7 +71,7 @@ class TrainingPlan:
             world_size: number of processes.
             epochs: of the whole run.
             dataset_length: samples in the data set, where the library orders them.
-            loader_length: batches of a loader that brings its own order, otherwise.
+            loader_length: otherwise, batches of a loader with an order of its own, which the processes take in turn.
             drop_last: leave out a last global batch that is not full.
             max_steps_per_epoch: cap on global steps an epoch.
             max_steps: global steps of the whole run, whatever `epochs` says; a float is a fraction of theirs.
@@ -90,7 +90,8 @@ class TrainingPlan:
         process_batch = train_batch_size // world_size
         micro = largest_divisor(process_batch, gpu_batch_size_limit)
         accumulation = process_batch // micro
-        lengths = _lengths(dataset_length, loader_length, train_batch_size, micro, accumulation, drop_last)
+        in_step = accumulation * world_size
+        lengths = _lengths(dataset_length, loader_length, train_batch_size, micro, in_step, drop_last)
         steps = lengths["steps_per_epoch"]
         if steps is not None and max_steps_per_epoch is not None:
             steps = lengths["steps_per_epoch"] = min(steps, max_steps_per_epoch)
@@ -119,11 +120,17 @@ class TrainingPlan:
         steps = None if self.max_steps is None else max(1, self.max_steps - global_step)
         return replace(self, epochs=max(1, self.epochs - epoch), max_steps=steps)
 
+    def with_end(self, epochs: int, max_steps: int | float | None) -> TrainingPlan:
+        """The plan of the same data with another end; arguments and errors are those of `make`."""
+        steps, epochs = _limited(max_steps, self.steps_per_epoch, epochs)
+        return replace(self, epochs=epochs, max_steps=steps)
+
     def ends_within_epoch(self, global_step: int, steps_in_epoch: int) -> bool:
-        """Whether the run is over at a step that is not the last of its epoch."""
+        """Whether the run is over at a step that is not the last of its epoch, as far as that is known."""
         if self.max_steps is None or global_step < self.max_steps:
             return False
-        return steps_in_epoch > 0 and (self.steps_per_epoch is None or steps_in_epoch < self.steps_per_epoch)
+        length = self.max_steps_per_epoch if self.steps_per_epoch is None else self.steps_per_epoch
+        return steps_in_epoch > 0 and (length is None or steps_in_epoch < length)
 
     @property
     def estimated_global_steps_per_epoch(self) -> int:
@@ -159,24 +166,27 @@ class TrainingPlan:
 
 
 def _limited(max_steps: int | float | None, steps: int | None, epochs: int) -> tuple[int | None, int]:
-    """`max_steps` as a number, a fraction of all steps rounded up, and the epochs that it takes, if that is known."""
+    """`max_steps` as a number, a fraction of all steps rounded up, and the epochs that it takes.
+
+    Epochs stay what they are where their steps are unknown, or where there are none.
+    """
     if max_steps is None:
         return None, epochs
     if not isinstance(max_steps, float):
-        return max_steps, epochs if steps is None else -(-max_steps // steps)
+        return max_steps, -(-max_steps // steps) if steps else epochs
     if steps is None:
         raise ConfigurationError(
             f"max_steps={max_steps} is a fraction of all global steps of the run, and how many those are is unknown: "
             "the training loader has no length. Write a whole number of steps, or give the loader a length."
         )
     whole = max(1, math.ceil(Fraction(str(max_steps)) * steps * epochs))  # as written: 0.07 of 100 is 7
-    return whole, -(-whole // steps)
+    return whole, -(-whole // steps) if steps else epochs
 
 
 def _lengths(
-    dataset: int | None, loader: int | None, global_batch: int, micro: int, accumulation: int, drop_last: bool
+    dataset: int | None, loader: int | None, global_batch: int, micro: int, in_step: int, drop_last: bool
 ) -> dict[str, int | None]:
-    """The lengths of one epoch, as far as they can be known."""
+    """The lengths of one epoch, as far as they can be known, with so many micro-batches in a step on all processes."""
     samples = tail = batches = steps = None
     if dataset is not None:
         full, rest = divmod(dataset, global_batch)
@@ -186,7 +196,7 @@ def _lengths(
         batches = -(-samples // micro)
     elif loader is not None:
         batches = loader
-        steps = -(-loader // accumulation)
+        steps = -(-loader // in_step)
     return {
         "samples_per_epoch": samples,
         "last_step_samples": tail,

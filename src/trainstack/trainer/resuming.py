@@ -12,10 +12,13 @@ from trainstack.backends import TrainerBackend
 from trainstack.backends.registry import known_layers
 from trainstack.checkpointing import Checkpoint, WarmStartReport, warm_start
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
+from trainstack.checkpointing.finding import follow
+from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.events import Event
 from trainstack.trainer.logs import RunLogger
+from trainstack.trainer.schedulers.length import counts_at_end
 from trainstack.trainer.snapshot import check_plan, rng_of_rank, say_if_inexact, update_loop_state
 
 if TYPE_CHECKING:
@@ -74,7 +77,8 @@ def start_from_weights(trainer: Trainer, resumed: bool) -> WarmStartReport | Non
     if resumed:
         log.info(f"init_weights_from={os.fspath(source)!r} is not used: the run goes on from a checkpoint.")
         return None
-    _refuse_private(Path(source), trainer.trainer_backend)
+    source = follow(Path(source))
+    _refuse_private(source, trainer.trainer_backend)
     weights = trainer._saver.read_weights(source)
     report = warm_start(trainer.module, weights, strict=args.init_weights_strict, name=os.fspath(source))
     log.info(str(report)) if report.is_complete else log.warning(str(report))
@@ -83,17 +87,28 @@ def start_from_weights(trainer: Trainer, resumed: bool) -> WarmStartReport | Non
 
 def _refuse_private(source: Path, stack: TrainerBackend) -> None:
     """A checkpoint of a private run may only be gone on from with its accountant; an export is a release."""
-    if not is_checkpoint_directory(source):
+    folder = _checkpoint_of(source)
+    if folder is None:
         return
-    content = read_manifest(source)
+    content = read_manifest(folder)
     spec = (content.metadata or {}).get("backend", "")
     private = [token for token in _must_survive(stack) if token and f"-{token}-" in f"-{spec}-"]
     if content.kind == "checkpoint" and private:
+        part = "" if folder == source else "a file of "
         raise CheckpointMismatchError(
-            f"init_weights_from={str(source)!r} is a checkpoint of backend {spec!r}, and would be taken without the "
-            f"state of {private}, which accounts for all that was done so far. Write resume={str(source)!r}, or, if "
-            "these weights are released as they are, name an export of them."
+            f"init_weights_from={str(source)!r} is {part}a checkpoint of backend {spec!r}, and would be taken without "
+            f"the state of {private}, which accounts for all that was done so far. Write resume={str(folder)!r}, or, "
+            "if these weights are released as they are, name an export of them."
         )
+
+
+def _checkpoint_of(source: Path) -> Path | None:
+    """The checkpoint or export that `source` is, or is a file of, also by a link to that file; None if of neither."""
+    if source.is_dir():
+        return source if is_checkpoint_directory(source) else None
+    folders = (source.parent, source.resolve().parent)
+    own = (folder for folder in folders if (folder / MANIFEST).exists() and is_checkpoint_directory(folder))
+    return next(own, None)
 
 
 def resume(trainer: Trainer, run: Run, checkpoint: Checkpoint) -> None:
@@ -108,7 +123,7 @@ def resume(trainer: Trainer, run: Run, checkpoint: Checkpoint) -> None:
     if args.resume_mode == "weights_and_optimizer":
         update_loop_state(run.loop, checkpoint.trainer_state or {}, fresh_optimizers=False, log=run.log)
         trainer.trainer_backend.update_state(checkpoint.trainer_backend_state or {})
-        check_schedules(run)
+        _check_schedules(run)
         return
     say_if_inexact(checkpoint, run.log)
     check_plan(checkpoint, run.data.plan, state, run.log)
@@ -116,7 +131,7 @@ def resume(trainer: Trainer, run: Run, checkpoint: Checkpoint) -> None:
         run.log.warning(f"the run began with seed={state.seed} and goes on with it; seed={args.seed} is not used.")
     trainer.update_state(checkpoint.trainer_state)
     trainer.trainer_backend.update_state(checkpoint.trainer_backend_state or {})
-    check_schedules(run)
+    _check_schedules(run)
     if checkpoint.history_state is not None:
         trainer.history.update_state(checkpoint.history_state)
     if "user" in (checkpoint.trainer_state or {}):
@@ -132,23 +147,16 @@ def resume(trainer: Trainer, run: Run, checkpoint: Checkpoint) -> None:
     trainer.events.fire(Event.LOAD_CHECKPOINT, checkpoint)
 
 
-def check_schedules(run: Run) -> None:
-    """Refuse a schedule that would end before the run does; torch would raise in the middle of it.
-
-    Raises:
-        CheckpointMismatchError: naming the scheduler and what to write instead.
-    """
-    plan, state = run.data.plan, run.state
-    if plan.steps_per_epoch is None:
-        return
-    ahead = (plan.epochs - state.epoch) * plan.steps_per_epoch - state.steps_in_epoch
-    if plan.max_steps is not None:
-        ahead = plan.max_steps - state.global_step
-    for position, scheduler in enumerate(run.loop.schedulers):
-        if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + ahead > scheduler.total_steps:
+def _check_schedules(run: Run) -> None:
+    """Refuse a schedule that torch would refuse to step in the middle of the run."""
+    plan, schedules = run.data.plan, run.loop.schedules
+    counts = counts_at_end(schedules, plan, run.state)
+    for position, (scheduler, count) in enumerate(zip(schedules.schedulers, counts, strict=True)):
+        if isinstance(scheduler, OneCycleLR) and count is not None and count > scheduler.total_steps:
+            done = scheduler.last_epoch
             raise CheckpointMismatchError(
                 f"scheduler {position} (OneCycleLR) of the checkpoint was made for {scheduler.total_steps} steps, of "
-                f"which {scheduler.last_epoch} are done; epochs={plan.epochs} has {ahead} more. Write "
+                f"which {done} are done; epochs={plan.epochs} has {count - done} more. Write "
                 "reset_optimizers_schedulers=True for a new cycle over the epochs that are left, or the epochs that "
                 "the run began with."
             )

@@ -111,8 +111,8 @@ class ValidationSchedule:
         elif isinstance(every, int | float):
             self._epochs = max(0, -int(every))
             self._steps = steps_of("validate_every", max(0, every), plan)
-        most, epoch = plan.max_steps or 0, plan.steps_per_epoch
-        self._cut = most if self._epochs and most and (epoch is None or most % epoch) else 0
+        self._plan = plan
+        self._cut = plan.max_steps or 0 if self._epochs else 0
 
     @property
     def is_sparse(self) -> bool:
@@ -130,13 +130,14 @@ class ValidationSchedule:
         due = math.ceil((step // self._steps + 1) * self._steps) if self._steps else NEVER
         return min(due, self._cut) if self._cut > step else due
 
-    def is_due(self, step: int, comm: Communicator) -> bool:
-        """Whether to validate after global step `step`; all processes call it together.
+    def is_due(self, step: int, steps_in_epoch: int, comm: Communicator) -> bool:
+        """Whether to validate after global step `step`, before the epoch ends; all processes call it together.
 
         A function is asked on the main process; its failure is every process's.
         """
         if self._ask is None:
-            return step == self._cut or (self._steps > 0 and step // self._steps * self._steps > step - 1)
+            cut = step == self._cut and self._plan.ends_within_epoch(step, steps_in_epoch)
+            return cut or (self._steps > 0 and step // self._steps * self._steps > step - 1)
         answer, failure = False, None
         if comm.rank == 0:
             try:

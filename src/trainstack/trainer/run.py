@@ -92,7 +92,7 @@ class Run:
         self.training = self.busy = self.save_asked = self.pin_asked = False
         self.paths_asked: list[tuple[Any, str]] = []
         with isolated_rng(mix(state.seed), world.device):
-            self.data = TrainingData(module, args, world, state.seed, self.log)
+            self.data = TrainingData(module, args, world, state.seed, self.log, stack.stated_records)
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
         module.plan, module._history, module._run_state = self.data.plan, RunHistory(), state
@@ -121,6 +121,7 @@ class Run:
             measure_every=self.log_interval,
             keep_epoch_outputs=self.hooks.epoch_outputs if keep == "auto" else bool(keep),
             bind=self.events.bound,
+            copy_losses=args.compile is not False,
         )
 
     def train_epoch(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
@@ -239,7 +240,7 @@ class Run:
         elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
             self.loop.meter.drain()
             reporter.write()
-        if self.validation.is_due(step, self.world.comm):
+        if self.validation.is_due(step, state.steps_in_epoch, self.world.comm):
             self._validate_within(reporter)
         if self.save_asked or (save_every is not None and step % save_every == 0):
             reporter.write()  # a history counts as written once it is saved

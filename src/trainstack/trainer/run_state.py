@@ -24,6 +24,7 @@ class RunState:
         validated: loaders finished of the validation after `epoch`; -1 while it trains, until its hooks have run.
         validating: loaders finished of a validation within `epoch`; -1 while none is under way.
         current_step: the step under way, or the last finished; where logged values belong.
+        order: how the samples of `epoch` come, in words; empty before its first, or where that is not known.
     """
 
     seed: int = 0
@@ -38,13 +39,14 @@ class RunState:
     validated: int = -1
     validating: int = -1
     current_step: int = 0
+    order: str = ""
 
     def finish_epoch(self) -> None:
         """The epoch under way is over; the next begins at its first sample."""
         self.last_epoch = self.epoch
         self.epoch += 1
         self.steps_in_epoch = self.samples_in_epoch = self.batches_in_epoch = 0
-        self.validated = -1
+        self.validated, self.order = -1, ""
 
     @property
     def loaders_done(self) -> int:
@@ -58,12 +60,13 @@ class RunState:
         else:
             self.validated += 1
 
-    def get_state(self) -> dict[str, int]:
-        """All counters."""
+    def get_state(self) -> dict[str, int | str]:
+        """All of it."""
         return asdict(self)
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `get_state` returned; other keys are ignored."""
         for field in fields(self):
             if field.name in state:
-                setattr(self, field.name, int(state[field.name]))
+                kind: Any = type(getattr(self, field.name))
+                setattr(self, field.name, kind(state[field.name]))

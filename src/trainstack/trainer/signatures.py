@@ -10,7 +10,9 @@ from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.trainer.callback_interface import CallbackInterface
 from trainstack.trainer.events.event import Event
 from trainstack.trainer.logs import RunLogger
+from trainstack.trainer.module_interface import ModuleInterface
 
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _STEP = ((), ("global_step", "batch", "device"))
 _LOADER = ((), ("sampler", "batch_size"))
 _CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -26,10 +28,15 @@ _CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "batch_weight": (("batch",), ()),
     "on_begin_train_epoch": (("global_step", "epoch"), ()),
     "on_end_backward": (("global_step", "loss_tensor"), ()),
+    "on_end_train_step": (("global_step",), ()),
+    "on_end_train_epoch": (("global_step",), ()),
     "on_end_val_epoch": (("global_step",), ("key",)),
     "on_end_train": (("global_step",), ()),
 }
 """By method: what it is given by position, and what by name. Outputs of steps come on top."""
+_TAKE_OUTPUTS = ("on_end_train_step", "on_end_train_epoch", "on_end_val_epoch")
+_SLIPS = {"get_val_dataloaders": ("val", "load"), "val_step": ("val", "step")}
+"""Methods that may be left out, so that a slip in their name would go unnoticed, and the words it probably has."""
 
 
 def check_val_step(function: Any) -> None:
@@ -48,6 +55,13 @@ def check_val_step(function: Any) -> None:
         ) from None
 
 
+def lacks(module: Any, name: str) -> bool:
+    """Whether nothing stands in for the method `name` that `ModuleInterface` leaves to its subclasses."""
+    if name == "val_step" and (module._own_val_step is not None or not lacks(module, "forward")):
+        return False
+    return getattr(getattr(module, name), "__func__", None) is getattr(ModuleInterface, name)
+
+
 def check_signatures(module: Any, log: RunLogger) -> None:
     """Refuse methods that cannot be called as they will be, and point at hooks whose name is a slip.
 
@@ -61,12 +75,12 @@ def check_signatures(module: Any, log: RunLogger) -> None:
         except (TypeError, ValueError):
             continue
         # A hook may ask for outputs, as many as its step returns: offer as many as it has room for.
-        extra = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in named]
-        offered = max(len(positional), len(extra)) if name == "on_end_val_epoch" else len(positional)
+        room = [p for p in signature.parameters.values() if p.kind in _BY_POSITION and p.name not in named]
+        offered = max(len(positional), len(room)) if name in _TAKE_OUTPUTS else len(positional)
         try:
             signature.bind(*range(offered), **dict.fromkeys(named))
         except TypeError as error:
-            wanted = ", ".join(["self", *positional, *(["*outputs"] if name == "on_end_val_epoch" else []), *named])
+            wanted = ", ".join(["self", *positional, *(["*outputs"] if name in _TAKE_OUTPUTS else []), *named])
             hint = (
                 " It is what the backend calls; keep your network in an attribute such as self.model."
                 if name == "forward"
@@ -89,3 +103,15 @@ def _point_at_slips(module: Any, log: RunLogger) -> None:
                     f"{type(module).__name__}.{name} is no hook and is never called by the trainer. "
                     f"Did you mean {close[0]!r}?"
                 )
+        elif not name.startswith(("on_", "_")) and not hasattr(ModuleInterface, name):
+            _point_at_missing(module, name, log)
+
+
+def _point_at_missing(module: Any, name: str, log: RunLogger) -> None:
+    for meant, words in _SLIPS.items():
+        alike = all(word in name for word in words) or difflib.get_close_matches(name, [meant], cutoff=0.85)
+        if alike and lacks(module, meant) and inspect.isroutine(getattr(type(module), name)):
+            log.warning(
+                f"{type(module).__name__}.{name} is never called by the trainer, and there is no {meant}: did you mean "
+                "that? Without it, training does not validate."
+            )

@@ -91,7 +91,8 @@ def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log:
         CheckpointMismatchError: the data set has another length than when the checkpoint was written.
     """
     planned = checkpoint.plan or {}
-    for size in ("micro_batch", "accumulation"):
+    placed = (checkpoint.trainer_state or {}).get("loaders")  # by states of its own, whoever reads it
+    for size in ("micro_batch", "accumulation", *(() if placed else ("world_size",))):
         if state.steps_in_epoch and plan.samples_per_epoch is None and planned.get(size) != getattr(plan, size):
             raise CheckpointMismatchError(
                 f"the checkpoint lies within epoch {state.epoch} of a loader with an order of its own, whose batches "

@@ -75,6 +75,13 @@ def refuse_shared_out(loader: Any, world_size: int) -> None:
             )
 
 
+def order_in_words(loader: Any) -> str:
+    """How the samples behind `loader` come in training."""
+    if why_foreign(loader) is not None:
+        return "in the loader's own order"
+    return "in data set order" if isinstance(loader.sampler, SequentialSampler) else "shuffled"
+
+
 @dataclass(slots=True)
 class OrderedSource:
     """A map-style data set in the library's own order: every sample once, whatever the number of processes.
@@ -136,6 +143,31 @@ class ForeignSource:
         """The window of a step that has one micro-batch."""
         count = float(self.weigh(batch))
         return Window((batch,), _WHOLE, count, 0) if 0 < count < math.inf else _window([batch], [count], count, 0)
+
+
+@dataclass(slots=True)
+class OwnSource:
+    """Ready-made batches of each process's own, taken in the order in which they come.
+
+    A step is over the next batches of all processes together. One whose batches have ended joins in without any until
+    those of all have.
+    """
+
+    batches: Iterable[Any]
+    accumulation: int
+    weigh: Weigher
+    comm: Communicator
+
+    def windows(self) -> Iterator[Window]:
+        """The windows of one pass, as many on every process."""
+        stream = iter(self.batches)
+        while True:
+            own = list(islice(stream, self.accumulation))
+            counts = [float(self.weigh(batch)) for batch in own]
+            total, going_on = self.comm.sum([math.fsum(counts), float(bool(own))])
+            if not going_on:
+                return
+            yield _window(own, counts, total, 0)
 
 
 Source = OrderedSource | ForeignSource

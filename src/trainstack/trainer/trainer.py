@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 from trainstack.backends import PrivacyStatement, TrainerBackend, World, build_trainer_backend
 from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport
 from trainstack.errors import ConfigurationError
-from trainstack.trainer.admission import refuse_nested, refuse_over
+from trainstack.trainer.admission import admit, refuse_nested, what_is_done
 from trainstack.trainer.aftermath import save_after
 from trainstack.trainer.argument_checks import check_trainer_parts
 from trainstack.trainer.arguments import TrainerArguments
@@ -160,8 +160,8 @@ class Trainer(EvaluatingTrainer):
             fit_micro_batch(run)
         reporter.open(self, resumed)
         if run.is_over:
-            reporter.text(f"all {self.plan.epochs} epochs are trained already; nothing is left to do")
-        refuse_over(run)
+            reporter.text(what_is_done(run))
+        admit(run)
         if self.args.sanity_val_steps:
             run.evaluator.try_out(self.args.sanity_val_steps)
         with suppress(Stopped):
@@ -211,7 +211,9 @@ class Trainer(EvaluatingTrainer):
         parts = (self.module, self.args, self.trainer_backend, self.world, self.state, self.history, self._stopper)
         self._run = Run(*parts, self.events, self._metrics)
         self.events.fire(Event.READY)
-        if not checkpoint.is_empty:
+        if checkpoint.is_empty:
+            self.trainer_backend.start_afresh(again=self.args.resume == "auto")
+        else:
             resume(self, self._run, checkpoint)
 
     # --- checkpoints ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from trainstack.backends import World
 from trainstack.backends.sampling import Sampling, TrainingSet
-from trainstack.errors import ConfigurationError, ModuleContractError, annotate
+from trainstack.errors import CheckpointMismatchError, ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.fetching import Fetcher
 from trainstack.trainer.few_batches import FewBatches, like
@@ -20,7 +20,15 @@ from trainstack.trainer.order import DataOrder
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.sampled import SampledSource
-from trainstack.trainer.sources import ForeignSource, OrderedSource, Window, own_weigher, refuse_shared_out, why_foreign
+from trainstack.trainer.sources import (
+    ForeignSource,
+    OrderedSource,
+    Window,
+    order_in_words,
+    own_weigher,
+    refuse_shared_out,
+    why_foreign,
+)
 
 _EMPTY = "get_train_dataloader gives a loader over an empty data set; there is nothing to train on."
 
@@ -34,6 +42,7 @@ class TrainingData:
         world: how many processes share the data.
         seed: of the order.
         log: is told what cannot be promised.
+        stated_records: how long the plan takes a data set to be, where the true length is not to be told.
 
     Attributes:
         plan: the run's step arithmetic.
@@ -43,9 +52,16 @@ class TrainingData:
     """
 
     def __init__(
-        self, module: ModuleInterface, args: TrainerArguments, world: World, seed: int, log: RunLogger
+        self,
+        module: ModuleInterface,
+        args: TrainerArguments,
+        world: World,
+        seed: int,
+        log: RunLogger,
+        stated_records: int | None = None,
     ) -> None:
         self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
+        self._stated_records = stated_records
         self._fetcher: Fetcher | None = None
         self._order: DataOrder | None = None
         self._said = False
@@ -68,6 +84,7 @@ class TrainingData:
         """The global steps of `state.epoch` that are still to be made, their samples drawn by `sampling` if given.
 
         Raises:
+            CheckpointMismatchError: the epoch has begun with its data in another order.
             ModuleContractError: the module has no usable training data.
         """
         loader = self._ask()
@@ -79,6 +96,7 @@ class TrainingData:
         reason, self._order = why_foreign(loader), None
         if sampling is not None:
             return self._sampled(loader, sampling, state)
+        _keep_order(state, order_in_words(loader))
         if reason is None:
             return self._ordered(loader).windows(state.epoch, state.samples_in_epoch, state.batches_in_epoch)
         self._say_foreign(reason, loader, state)
@@ -174,7 +192,8 @@ class TrainingData:
     def _make_plan(self, loader: Any) -> TrainingPlan:
         args, lengths = self._args, {}
         if loader is not None and why_foreign(loader) is None:
-            lengths = {"dataset_length": len(loader.dataset), "drop_last": loader.drop_last}
+            records = self._stated_records or len(loader.dataset)
+            lengths = {"dataset_length": records, "drop_last": loader.drop_last}
             if not len(loader.dataset):
                 raise ModuleContractError(_EMPTY)
         elif loader is not None:
@@ -237,6 +256,17 @@ class TrainingData:
             f"global step takes {self.plan.accumulation} of them, and the library cannot promise that each sample is "
             f"seen once. {resume}"
         )
+
+
+def _keep_order(state: RunState, order: str) -> None:
+    """Remember how the samples of the epoch under way come, which may not change within it."""
+    if state.steps_in_epoch and state.order not in ("", order):
+        raise CheckpointMismatchError(
+            f"the samples of epoch {state.epoch} came {state.order} until global step {state.global_step}, and would "
+            f"now come {order}: which of them are left to be trained on cannot be told. Return the loader that the "
+            "epoch began with from get_train_dataloader, or resume from a checkpoint at an epoch's end."
+        )
+    state.order = order
 
 
 def _length_of(loader: Any) -> int | None:

@@ -179,6 +179,18 @@ def test_the_privacy_profile_agrees_with_the_accountant(sigma: float, rate: floa
     assert epsilon - 0.03 <= found <= epsilon + 0.01
 
 
+@pytest.mark.parametrize("rate", [0.01, 0.25, 1.0])
+@pytest.mark.parametrize(("sigma", "most"), [(0.03, 1.01), (1e-3, 100.0), (1e-9, 100.0)])
+def test_the_privacy_profile_of_hardly_any_noise_shows_who_was_drawn(sigma: float, most: float, rate: float) -> None:
+    found, drawn = privacy_profile(sigma, rate, 8)[-1], 1 - (1 - rate) ** 8
+    assert 0.999 * drawn <= found <= min(most * drawn, 1 + 1e-9)
+
+
+def test_an_audit_of_hardly_any_noise_finds_it_as_stated() -> None:
+    report = audit(private(noise_multiplier=0.03), dataset_size=400, train_batch_size=100, epochs=1)
+    assert blamed(report.findings) == []
+
+
 def guessed(noise: float, stated: float, canaries: int = 10_000, seed: int = 0) -> Any:
     """A single step that takes everyone, and whose noise is not what it is stated to be."""
     rng = np.random.default_rng(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,3 +80,23 @@ def test_shuffling_spends_more_than_poisson_samples_of_the_same_size(
     assert at_least == pytest.approx(shuffled, abs=6e-4)
     assert epsilon_of(history, 1e-5) == pytest.approx(poisson, abs=0.012)  # prv's stated error, and rounding
     assert epsilon_of(history, 1e-5) < at_least <= fixed_order_epsilon(history, 1e-5)
+
+
+@pytest.mark.parametrize("sigma", [0.03, 0.02, 1e-3, 1e-6, 1e-9, 1e-50, 1e-300])
+def test_hardly_any_noise_has_an_epsilon_all_the_same(sigma: float) -> None:
+    """Likelihoods leave the range of floats long before sigma does."""
+    history = [(sigma, 0.01, 100)]
+    at_least, fixed = shuffled_epsilon_at_least(sigma, 100, 1e-5), fixed_order_epsilon(history, 1e-5)
+    assert shuffled_epsilon_at_least(0.1, 100, 1e-5) < at_least <= fixed
+    assert epsilon_of(history, 1e-5) >= epsilon_of([(0.1, 0.01, 100)], 1e-5)
+    assert epsilon_of([(sigma, 1.0, 1)], 1e-5) == fixed
+
+
+@pytest.mark.parametrize("sigma", [0.05, 0.1, 0.3, 0.5, 1.0])
+def test_the_attack_on_shuffled_batches_reaches_what_its_definition_says(sigma: float) -> None:
+    """The chance that the largest sum of an epoch is above a threshold, with the record and without it."""
+    thresholds = np.linspace(0, 2 * (1 + 6 * sigma), 2001)
+    epsilon = shuffled_epsilon_at_least(sigma, 100, 1e-5)
+    others = 99 * stats.norm.logcdf(thresholds / sigma)
+    with_it, without = (-np.expm1(stats.norm.logcdf((thresholds - mean) / sigma) + others) for mean in (2, 1))
+    assert (with_it - np.exp(epsilon) * without).max() == pytest.approx(1e-5, rel=1e-3)

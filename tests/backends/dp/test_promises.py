@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import time
@@ -20,7 +21,7 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, weights
-from tests.helpers.private_runs import Recorded, Recording, private, promise
+from tests.helpers.private_runs import BreaksOff, Recorded, Recording, private, promise
 from trainstack.backends.dp import epsilon_of
 from trainstack.backends.dp.randomness import SeededRandomness, SystemRandomness
 from trainstack.checkpointing.decoding import StateDecoder
@@ -161,6 +162,63 @@ def test_an_account_can_neither_be_dropped_nor_begun_half_way(first: str, then: 
         ts.Trainer(Classifier(), made(then, epochs=2, resume=True)).train()
 
 
+# --- starts without a checkpoint
+
+
+def broken_off(directory: Path, args: Any, *, after: int, **changes: Any) -> None:
+    """A run that fails before its first checkpoint, and is closed."""
+    trainer = ts.Trainer(BreaksOff(after, numbers(149)), private(directory, args, train_batch_size=20, **changes))
+    with pytest.raises(ArithmeticError):
+        trainer.train()
+    trainer.close()
+
+
+def test_starting_again_without_a_checkpoint_does_not_forget_what_was_spent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        broken_off(tmp_path, promise(**NOISY), after=5, resume="auto")
+    assert "has 10 steps of earlier starts" in caplog.text
+    assert "resume=False" in caplog.text
+    trainer = trained(Classifier(numbers(149)), tmp_path, promise(**NOISY), train_batch_size=20, resume="auto")
+
+    statement = trainer.privacy_statement()
+    assert statement.steps == 5 + 5 + 5 + 8
+    assert statement.epsilon == epsilon_of([(1.0, 20 / 149, 23)], 1e-4, "rdp")
+    again = trained(Classifier(numbers(149)), tmp_path, promise(**NOISY), train_batch_size=20, resume="auto", epochs=2)
+    assert again.privacy_statement().steps == 23 + 8
+
+
+def test_starting_again_does_not_get_around_the_budget(tmp_path: Path) -> None:
+    args = promise(target_epsilon=2.0)
+    broken_off(tmp_path, args, after=5, resume="auto")
+    trainer = trained(Classifier(numbers(149)), tmp_path, args, train_batch_size=20, resume="auto")
+    assert (trainer.plan.total_steps, trainer.global_steps_finished) == (8, 3)
+    assert trainer.privacy_statement().steps == 8
+    assert trainer.privacy_statement().stopped_by_budget
+
+
+def test_a_new_run_says_whose_steps_it_does_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for start, resume in enumerate((False, "auto", False)):
+        caplog.clear()
+        broken_off(tmp_path, promise(**NOISY), after=5, resume=resume)
+        assert ("steps of other runs" in caplog.text) == (start == 2)
+    assert "has 10 steps of other runs, which the privacy statement of this one does not include" in caplog.text
+    trainer = trained(Classifier(numbers(149)), tmp_path, promise(**NOISY), train_batch_size=20)
+    assert trainer.privacy_statement().steps == 8
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_keeps_its_own_account(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken_off(tmp_path, promise(**NOISY), after=5)
+    trained(Classifier(), tmp_path, promise(**NOISY))
+    caplog.clear()
+    again = trained(Classifier(), tmp_path, promise(**NOISY), epochs=2, resume="auto")
+    assert again.privacy_statement().steps == 12
+    assert "steps of" not in caplog.text
+
+
 # --- the statement
 
 
@@ -195,6 +253,24 @@ def test_what_was_overridden_is_in_every_checkpoint_also_after_a_resume_without_
     after = trained(Classifier(), tmp_path, promise(**NOISY), epochs=2, resume=True)
     assert after.privacy_statement().epsilon is None
     assert "clip_grad_value=1.0" in after.privacy_statement().text
+
+
+def test_a_number_of_records_that_is_kept_back_stands_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    args = promise(**NOISY, dataset_size=2000)
+    changes = {"train_batch_size": 100, "gpu_batch_size_limit": 100, "writers": ["stdout", "csv", "jsonl"]}
+    trainer = trained(Classifier(numbers(1493)), tmp_path, args, **changes)
+
+    plan, statement = trainer.plan, trainer.privacy_statement()
+    assert (plan.samples_per_epoch, plan.last_step_samples, plan.total_steps) == (2000, 100, 20)
+    assert (statement.dataset_size, statement.planned_steps) == (2000, 20)
+    assert statement.history == ((1.0, 0.05, 20),)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
+    assert {"MANIFEST.json", "README.md", "privacy_statement.txt"} <= {path.name for path in files}
+    told = [capsys.readouterr().out, caplog.text, *(path.read_text() for path in files)]
+    assert any("2000" in text for text in told)
+    assert not any(re.search(r"(?<![\w.])1,?493(?![\w.])", text) for text in told)
 
 
 # --- randomness

@@ -41,3 +41,12 @@ def test_processes_carry_out_the_mechanism_of_one(size: int, tmp_path: Path) -> 
     stopped, q = ranks[0]["stopped"], batch / 41
     assert stopped["steps"] < stopped["planned"]
     assert stopped["epsilon"] <= 8.0 < epsilon_of([(0.7, q, stopped["steps"] + 1)], 1e-4, "rdp")
+
+
+def test_the_process_group_is_left_although_the_ledger_cannot_be_settled(tmp_path: Path) -> None:
+    main, other = run_world(2, "closed_on_a_full_disk", directory=str(tmp_path))
+    assert "No space left on device" in main["error"]
+    assert other["error"] is None
+    assert not main["open"]
+    assert not other["open"]
+    assert main["steps"] == other["steps"] == 16 + 6  # what could not be handed back stays spent

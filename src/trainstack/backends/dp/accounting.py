@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from trainstack.backends.dp.accountants import Entry, prv_epsilon, rdp_epsilon
-from trainstack.backends.dp.gaussian import clt_epsilon, gaussian_epsilon
+from trainstack.backends.dp.gaussian import NO_NOISE, clt_epsilon, gaussian_epsilon
 from trainstack.errors import ConfigurationError
 
 ACCOUNTANTS = ("prv", "rdp")
@@ -50,7 +50,7 @@ def epsilon_of(
         eps_error: by how much prv's bound may lie above the truth.
 
     Returns:
-        0 without steps; inf if a step had no noise.
+        0 without steps; inf if a step had no noise, or less than `NO_NOISE`.
 
     Raises:
         ConfigurationError: a number is out of its range.
@@ -60,7 +60,7 @@ def epsilon_of(
     spent = [entry for entry in merged(history) if entry[1] > 0 and entry[2] > 0]
     if not spent:
         return 0.0
-    if any(sigma == 0 for sigma, _, _ in spent):
+    if any(sigma < NO_NOISE for sigma, _, _ in spent):
         return math.inf
     if accountant == "prv" and all(q == 1 for _, q, _ in spent):
         return gaussian_epsilon(math.sqrt(sum(steps / sigma**2 for sigma, _, steps in spent)), delta)

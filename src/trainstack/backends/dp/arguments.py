@@ -41,7 +41,8 @@ class DifferentialPrivacyArguments(metaclass=NamesFields):
             twentieth of the batch. Must be more than half of `noise_multiplier`.
         grad_mode: how gradients of single records are computed; `"auto"` takes the fastest that is exact.
         accountant: `"prv"`, the tighter one, or `"rdp"`, the quicker one.
-        dataset_size: N, the number of records that may be published; by default the true one, which is then public.
+        dataset_size: N, the number of records that may be published, not below the true one: steps, rate and delta go
+            by it, and nothing that a run writes has another. By default the true one, which is then public.
         secure: draw every mask and all noise from the operating system's entropy, which is slower.
         on_unsafe: `"error"` refuses what voids the guarantee; `"report"` goes on, and the statement says NOT PRIVATE.
         debug_seed: makes sampling and noise reproducible, and thereby the run NOT PRIVATE.

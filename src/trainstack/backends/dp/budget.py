@@ -127,6 +127,35 @@ class Accountant:
         if self._ledger is not None:
             self._ledger.settle()
 
+    def start_afresh(self, *, again: bool) -> None:
+        """Begin without a checkpoint; `again` if earlier starts of this run may have ended before the first one.
+
+        Then the steps of the run that the ledger saw last are this run's: nothing was saved of them, but somebody may
+        have seen their results. Steps of other runs are not counted, and the log says so.
+
+        Raises:
+            PrivacyLedgerError: the ledger is damaged.
+        """
+        if self._ledger is None or not (runs := self._ledger.runs()):
+            return
+        path = self._ledger.path
+        if again:
+            self.run = next(iter(runs))
+            _log.warning(
+                "there is no checkpoint to go on from, but the privacy ledger %s has %d steps of earlier starts, which "
+                "count as steps of this run. If it is another one, write resume=False or a new output_dir.",
+                path,
+                runs[self.run],
+            )
+        others = sum(steps for run, steps in runs.items() if run != self.run)
+        if others:
+            _log.warning(
+                "the privacy ledger %s has %d steps of other runs, which the privacy statement of this one does not "
+                "include. If they were on the same data, their epsilons add up.",
+                path,
+                others,
+            )
+
     def get_state(self) -> dict[str, Any]:
         """Plain numbers and text for a checkpoint. No random state: that is never stored."""
         return {

@@ -10,6 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
+NO_NOISE = 1e-9
+"""So small a sigma counts as none: epsilon is above 1e17, and for much less the formulas leave the range of floats."""
+
 _BISECTIONS = 200
 
 
@@ -48,7 +51,7 @@ def fixed_order_epsilon(history: Iterable[tuple[float, float, int]], delta: floa
     Batches that are shuffled in each epoch lie between `shuffled_epsilon_at_least` and this.
     """
     taken = [(sigma, math.ceil(round(steps * q, 9))) for sigma, q, steps in history]
-    if any(sigma == 0 and times for sigma, times in taken):
+    if any(sigma < NO_NOISE and times for sigma, times in taken):
         return math.inf
     return gaussian_epsilon(math.sqrt(sum(times / sigma**2 for sigma, times in taken if times)), delta)
 
@@ -62,13 +65,19 @@ def shuffled_epsilon_at_least(sigma: float, steps_per_epoch: int, delta: float) 
     """
     if sigma == 0:
         return math.inf
+    sigma = max(sigma, NO_NOISE)
     thresholds = [2 * (i / 2000) * (1 + 6 * sigma) for i in range(2001)]
-    pairs = []
-    for threshold in thresholds:
-        others = (steps_per_epoch - 1) * log_normal_cdf(threshold / sigma)
-        above = [-math.expm1(log_normal_cdf((threshold - mean) / sigma) + others) for mean in (2, 1)]
-        pairs.append((above[0], above[1]))
-    return _least_epsilon(lambda epsilon: max(p - math.exp(epsilon) * q for p, q in pairs), delta)
+    with_it, without = ([_log_above(t, mean, sigma, steps_per_epoch) for t in thresholds] for mean in (2, 1))
+    pairs = [(math.exp(log_p), log_q) for log_p, log_q in zip(with_it, without, strict=True)]
+    return _least_epsilon(lambda epsilon: max(p - math.exp(min(0.0, epsilon + log_q)) for p, log_q in pairs), delta)
+
+
+def _log_above(threshold: float, mean: float, sigma: float, steps: int) -> float:
+    """The logarithm of the chance that the largest of `steps` noisy sums, one of `mean` and others of 0, is above."""
+    none = log_normal_cdf((threshold - mean) / sigma) + (steps - 1) * log_normal_cdf(threshold / sigma)
+    if none < -1e-300:
+        return math.log(-math.expm1(none))
+    return math.log(steps) + log_normal_cdf((mean - threshold) / sigma)  # the sum of all their chances, or more
 
 
 def _least_epsilon(delta_at: Callable[[float], float], delta: float) -> float:

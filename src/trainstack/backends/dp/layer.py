@@ -99,9 +99,17 @@ class DP(AbstractTrainerBackendDecorator):
         """Charge the step, then release the noisy mean of the clipped gradients; returns its norm."""
         return self._ready.release(work)
 
+    def start_afresh(self, *, again: bool) -> None:
+        self._ready.start_afresh(again=again)
+        self.inner.start_afresh(again=again)
+
     @property
     def sampling(self) -> Sampling | None:
         return None if self._mechanism is None else self._mechanism.sampling
+
+    @property
+    def stated_records(self) -> int | None:
+        return None if self._args is None else self._args.dataset_size
 
     @property
     def accountant(self) -> Accountant:
@@ -118,9 +126,11 @@ class DP(AbstractTrainerBackendDecorator):
         self._ready.update_state(state)
 
     def close(self) -> None:
-        if self._mechanism is not None:
-            self._mechanism.close()
-        self.inner.close()
+        try:
+            if self._mechanism is not None:
+                self._mechanism.close()
+        finally:
+            self.inner.close()
 
     @property
     def _ready(self) -> Mechanism:

@@ -58,6 +58,15 @@ class SpendLedger:
             [(sigma, q, steps - self._unused[run, sigma, q]) for (sigma, q), steps in recorded.items() if steps]
         )
 
+    def runs(self) -> dict[str, int]:
+        """The steps of each run, as `spent` counts them; first the one that was recorded last.
+
+        Raises:
+            PrivacyLedgerError: the file is damaged or has become shorter.
+        """
+        self._note(self._file.read_new())
+        return {run: sum(steps for _, _, steps in self.spent(run)) for run in list(reversed(self._recorded))}
+
     def reserved(self, run: str, sigma: float, q: float) -> int:
         """How many steps of `run` this process has recorded ahead and may take without looking at the file."""
         self._forget_the_block_of_a_parent()
@@ -105,7 +114,7 @@ class SpendLedger:
         for record in records:
             try:
                 run, sigma, q, steps = (record[name] for name in ("run", "sigma", "q", "steps"))
-                sums = self._recorded.setdefault(str(run), Counter())
+                sums = self._recorded[str(run)] = self._recorded.pop(str(run), Counter())  # the last run stands last
                 sums[float(sigma), float(q)] += int(steps)  # type: ignore[arg-type, call-overload]
             except (KeyError, TypeError, ValueError) as error:
                 raise PrivacyLedgerError(f"{self.path} is not a privacy ledger: it holds {record}.") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -161,19 +161,27 @@ class Mechanism:
                 "the checkpoint does not tell what privacy its training has cost, so it cannot be accounted for. "
                 "Resume from a checkpoint of a private run."
             )
+        self._account(lambda: self.accountant.update_state(state["accountant"]))
+        self._released = int(state["released"])
+        if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
+            self.mode.clipper.limit = float(state["clipping_norm"])
+
+    def start_afresh(self, *, again: bool) -> None:
+        """Begin without a checkpoint; the steps of earlier starts count if this is one of them `again`."""
+        self._account(lambda: self.accountant.start_afresh(again=again))
+
+    def _account(self, look: Callable[[], None]) -> None:
+        """Let the main process, which has the ledger, `look` into it; the others follow."""
         comm, failure = self._world.comm, None
         if self._world.is_main:
             try:
-                self.accountant.update_state(state["accountant"])
+                look()
             except Exception as error:
                 failure = error
         comm.agree(failure, "reading the privacy account")
         spent = comm.share(self.accountant.get_state())
         if not self._world.is_main:
             self.accountant.update_state(spent)
-        self._released = int(state["released"])
-        if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
-            self.mode.clipper.limit = float(state["clipping_norm"])
 
     def statement(self) -> PrivacyStatement:
         """What is guaranteed at this moment."""

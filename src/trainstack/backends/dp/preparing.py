@@ -24,7 +24,8 @@ from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.choose import choose_mode
 from trainstack.backends.dp.plan import PrivacyPlan, plan_privacy
 from trainstack.backends.dp.poisson import PoissonSampling
-from trainstack.backends.dp.probes import neighbour_problems, probe_records
+from trainstack.backends.dp.probed_records import probe_records
+from trainstack.backends.dp.probes import neighbour_problems
 from trainstack.backends.dp.randomness import DebugRandomness, Randomness, SeededRandomness, SystemRandomness
 from trainstack.backends.dp.records import check_records
 from trainstack.backends.dp.refusals import impossible, unsafe
@@ -59,6 +60,7 @@ def make_mechanism(
     _share_weights(comm, work.module)
     mode, found = _mode(work, work.data, args, run)
     if found and args.on_unsafe == "error":
+        mode.close()
         raise PrivacyError(_told(found))
     book = SpendLedger(ledger) if ledger is not None and work.world.is_main else None
     accountant = Accountant(plan, args, book)
@@ -112,7 +114,7 @@ def _mode(
     work.module.train()
     try:
         clipper = _clipper(args, [names[id(p)] for p in trained])
-        index = work.world.comm.share(probe_records(data))
+        index = work.world.comm.share(probe_records(data) if work.world.is_main else None)
         batch = move_to_device(data.fetch(index), work.world.device)
         check_records(batch, len(index))
         mode = choose_mode(args.grad_mode, work.module, trained, clipper, run, batch, len(index))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -51,16 +51,19 @@ class LRMonitor(Callback):
         for number, optimizer in enumerate(optimizers):
             for position, group in enumerate(optimizer.param_groups):
                 name = f"{number}/" * (len(optimizers) > 1) + str(group.get("name", position))
-                if "lr" in group:
-                    record(trainer, f"schedule/lr/{name}", group["lr"])
-                if self._momentum and ("momentum" in group or "betas" in group):
-                    record(
-                        trainer,
-                        f"schedule/momentum/{name}",
-                        group["momentum"] if "momentum" in group else group["betas"][0],
-                    )
-                if self._weight_decay and "weight_decay" in group:
-                    record(trainer, f"schedule/weight_decay/{name}", group["weight_decay"])
+                for what, value in self._changing(group).items():
+                    copy = (
+                        value.detach().clone() if isinstance(value, Tensor) else value
+                    )  # schedulers change it in place
+                    record(trainer, f"schedule/{what}/{name}", copy)
+
+    def _changing(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+        found = {"lr": group["lr"]} if "lr" in group else {}
+        if self._momentum and ("momentum" in group or "betas" in group):
+            found["momentum"] = group["momentum"] if "momentum" in group else group["betas"][0]
+        if self._weight_decay and "weight_decay" in group:
+            found["weight_decay"] = group["weight_decay"]
+        return found
 
 
 class GradNormMonitor(Callback):

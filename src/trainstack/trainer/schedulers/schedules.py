@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
+
 from trainstack.backends import Communicator
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.trainer.history import RunHistory
@@ -52,6 +54,10 @@ class Schedules:
             elif call is not None and (value := _agreed(history, str(monitor), epoch, comm, may_lack)) is not None:
                 _step(call, value)
 
+    def counts_after(self, updates: int | None, epochs: int | None) -> list[int | None]:
+        """What torch's schedulers will have counted to after so many more; None where that is not known."""
+        return [scheduled.count_after(updates, epochs) for scheduled in self._scheduled]
+
     def get_counts(self) -> list[int]:
         """How many updates or epochs each scheduler has waited since it stepped."""
         return [scheduled.waited for scheduled in self._scheduled]
@@ -83,6 +89,16 @@ class _Scheduled:
         if isinstance(self.scheduler, TimmSchedulerAdapter):
             return self.scheduler.end_epoch
         return self._count if self.config.per_epoch else None
+
+    def count_after(self, updates: int | None, epochs: int | None) -> int | None:
+        """The scheduler's own count after so many more, if it is one of torch's."""
+        more = epochs if self.config.per_epoch else updates
+        scheduler = self.scheduler
+        while isinstance(scheduler, ChainedScheduler):  # which counts only in its parts
+            scheduler = scheduler._schedulers[0]
+        if more is None or not isinstance(scheduler, LRScheduler):
+            return None
+        return scheduler.last_epoch + (self.waited + max(0, more)) // self.config.frequency
 
     def _count(self, *value: float) -> None:
         self.waited += 1

@@ -84,6 +84,7 @@ class SupervisedModule(ModuleInterface):
         val_dataloader_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        _check_loss(loss)
         self.model, self.loss, self.metrics = model, loss, metrics
         self.optimizer, self.optimizer_kwargs = optimizer, dict(optimizer_kwargs or {})
         self.scheduler = _named_scheduler(scheduler, scheduler_kwargs)
@@ -223,6 +224,16 @@ class SupervisedModule(ModuleInterface):
 
 def _has_loss(outputs: Any) -> bool:
     return isinstance(outputs, dict) and outputs.get("loss") is not None
+
+
+def _check_loss(loss: Any) -> None:
+    if isinstance(loss, type):
+        raise ConfigurationError(f"loss is the class {loss.__name__}. Give an object of it: loss={loss.__name__}().")
+    if loss is not None and not callable(loss):
+        raise ConfigurationError(
+            f"loss={loss!r}: write a function such as torch.nn.functional.cross_entropy, a module such as "
+            "torch.nn.CrossEntropyLoss(), or None where the model's outputs have an item 'loss'."
+        )
 
 
 def _named_scheduler(scheduler: Any, options: Mapping[str, Any] | None) -> Any:

@@ -10,16 +10,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import ClassVar
 
+from trainstack.checkpointing import smallfile
 from trainstack.errors import MissingExtraError, annotate
 from trainstack.trainer.history import Record
+from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.writers.base import RunInfo, Writer
 
 
 class Tracker(Writer):
     """Sends records to a run of a tracking service, and continues that run on resume.
 
-    What identifies the run is kept in `log_dir/<extra>-run.json`; without that file a resumed training begins a new
-    run. A service cannot take points back: those of steps that a crash has made the training run again come twice.
+    What identifies the run is kept in `log_dir/<extra>-run.json`; without that file, or where it cannot be
+    understood, a resumed training begins a new run. A service cannot take points back: those of steps that a crash has
+    made the training run again come twice.
     """
 
     slow = True
@@ -43,7 +46,7 @@ class Tracker(Writer):
                 annotate(error, f"this would have gone on with run {known!r}; delete {file} to begin a new one")
             raise
         run.log_dir.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"run": told}) + "\n", encoding="utf-8")
+        smallfile.replace(file, f"{json.dumps({'run': told})}\n".encode())
 
     @abstractmethod
     def start(self, run: RunInfo, known: str | None) -> str:
@@ -58,6 +61,12 @@ def by_step(records: Sequence[Record]) -> Iterator[tuple[int, int, dict[str, flo
 
 def _read(file: Path) -> str | None:
     try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["run"])
+        run = json.loads(file.read_bytes())["run"]
     except FileNotFoundError:
         return None
+    except (ValueError, KeyError, TypeError):
+        run = None
+    if not isinstance(run, str):
+        RunLogger().warning(f"{file} does not say which run to go on with: a new run begins there.")
+        return None
+    return run

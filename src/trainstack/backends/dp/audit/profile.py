@@ -28,7 +28,8 @@ EPSILONS = np.concatenate([np.linspace(0, 4, 81), np.linspace(4.1, 20, 160)])
 def privacy_profile(sigma: float, rate: float, steps: int) -> Any:
     """delta at each of `EPSILONS` after `steps` steps, for adding and for removing one record, whichever is more."""
     x = np.linspace(-_REACH * sigma, 1 + _REACH * sigma, _CELLS + 1)
-    loss = np.log1p(rate * np.expm1((2 * x - 1) / (2 * sigma**2)))
+    with np.errstate(divide="ignore"):  # the logarithm of 0 is right where every record is in every step
+        loss = np.logaddexp(np.log1p(-rate), np.log(rate) + (2 * x - 1) / (2 * sigma**2))
     without = np.diff(stats.norm.cdf(x / sigma))
     present = (1 - rate) * without + rate * np.diff(stats.norm.cdf((x - 1) / sigma))
     removed = _composed_delta(loss[1:], present, steps)

@@ -40,6 +40,8 @@ class GradientMode(ABC):
     """
 
     name: ClassVar[str] = ""
+    one_by_one: ClassVar[bool] = False
+    """Whether a record's gradient is computed from it alone, whatever the module does."""
 
     def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter], clipper: Clipper) -> None:
         self.module, self.trained, self.clipper = module, tuple(trained), clipper
@@ -68,7 +70,12 @@ class GradientMode(ABC):
 
         Raises:
             Unsupported: this mode cannot give the per-record gradients of this module.
+            Exception: whatever `train_step` raises, as it is. The mode can go on after that.
         """
+
+    def explained(self, error: Exception) -> str:
+        """What it means that `add` raised `error` when the mode was tried on data with which `train_step` works."""
+        return f"grad_mode={self.name!r} fails: {type(error).__name__}: {error}. Write grad_mode='vmap'."
 
     def take(self) -> list[Tensor]:
         """`sums`, which begin at zero again."""

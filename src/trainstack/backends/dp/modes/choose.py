@@ -17,7 +17,8 @@ from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
 from trainstack.backends.dp.modes.ghost import GhostMode
 from trainstack.backends.dp.modes.hooks import HooksMode
 from trainstack.backends.dp.modes.loop import LoopMode
-from trainstack.backends.dp.modes.probing import changed_tensors, memories, undisturbed, values_of
+from trainstack.backends.dp.modes.probing import Plain, attributes_of, changed_tensors, undisturbed, values_of
+from trainstack.backends.dp.modes.random_states import RandomStates
 from trainstack.backends.dp.modes.records import rows_of
 from trainstack.backends.dp.modes.vmap import VmapMode
 from trainstack.errors import ConfigurationError, MissingExtraError
@@ -60,6 +61,7 @@ def choose_mode(
 
     Raises:
         Unsupported: `asked` cannot give the module's per-record gradients, or nothing can.
+        torch.OutOfMemoryError: `asked` needs more memory than there is for `records`.
         ConfigurationError: `asked` is no mode, or there are less than 2 records.
     """
     if asked != "auto" and asked not in MODES:
@@ -74,7 +76,7 @@ def choose_mode(
         for kind in AUTOMATIC:
             try:
                 mode = judge.tried(kind, clipper)
-            except (Unsupported, MissingExtraError) as error:
+            except (Unsupported, MissingExtraError, torch.OutOfMemoryError) as error:
                 reasons.append(f"{kind.name}: {error}")
                 continue
             _logger.info("%s", " | ".join([f"gradient mode {mode.name!r}, exact on a probe", *reasons]))
@@ -87,7 +89,7 @@ class Judge:
     """Compares modes with the loop, which is run once.
 
     Raises:
-        Unsupported: `train_step` cannot be run on single records, or buffers learn from them.
+        Unsupported: `train_step` cannot be run on single records, or buffers learn from them, or it remembers them.
     """
 
     def __init__(
@@ -95,8 +97,8 @@ class Judge:
     ) -> None:
         self._module, self._trained = module, tuple(trained)
         self._autocast = False
-        self._run, self._plain_run = run, lambda model, batch: run(_Plain(model, self._note), batch)
-        before = values_of(module)
+        self._run, self._plain_run = run, lambda model, batch: run(Plain(model, self._note), batch)
+        before, states = values_of(module), RandomStates(module)
         half = rows_of(probe, records, slice(0, records // 2))
         try:
             self._cases = [
@@ -104,33 +106,47 @@ class Judge:
                 for batch, count in ((probe, records), (half, records // 2))
                 for scaling in (_whole, leveller)
             ]
-            remembered = memories(module)
-            again = self._case(probe, records, _whole, self._plain_run)
+            self._is_random = self._has_changed()
+            self._refuse_what_learns(before)
+            if self._is_random:
+                self._refuse_what_remembers(states)
             self._rounded = self._case(probe, records, _whole, run) if self._autocast else None
-        except Unsupported:
+        except (Unsupported, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise Unsupported(
                 f"train_step fails on a single record{_suspects(module)}: {error}. Let it take a batch of one, and put "
                 "the records along dimension 0 of everything that collate_fn returns."
             ) from error
-        self._is_random = self._cases[0].differs(again.sums, again.scales, _EXACT) is not None
-        self._refuse_what_learns(before, remembered)
 
-    def _refuse_what_learns(self, before: dict[str, Tensor], remembered: dict[str, Tensor]) -> None:
-        module = self._module
-        kept = [name for name, value in memories(module).items() if not _is_same(value, remembered.get(name))]
-        if self._is_random and kept:
-            raise Unsupported(
-                f"{kept[0]} changes in a forward pass, and the same records then have other gradients: it would carry "
-                "what one record is into the steps of others, without clipping and noise. Let nothing but parameters "
-                "be kept from one forward pass to the next."
-            )
-        learning = changed_tensors(module, before)
+    def _has_changed(self) -> bool:
+        """Whether the records have other gradients than in the first forward pass."""
+        first = self._cases[0]
+        again = self._case(first.batch, first.records, _whole, self._plain_run)
+        return first.differs(again.sums, again.scales, _EXACT) is not None
+
+    def _refuse_what_remembers(self, states: RandomStates) -> None:
+        """What differs although all generators are where they were differs by what came before."""
+        states.restore()
+        if not self._has_changed():
+            return
+        after_all = attributes_of(self._module)
+        half = self._cases[-1]
+        self._case(half.batch, half.records, _whole, self._plain_run)
+        kept = [name for name, value in attributes_of(self._module).items() if value != after_all.get(name)]
+        raise Unsupported(
+            f"{' or '.join(kept) or 'what train_step remembers'} changes in a forward pass, and the same records then "
+            "have other gradients: it would carry what one record is into the steps of others, without clipping and "
+            "noise. Let nothing but parameters be kept from one forward pass to the next, and draw random numbers from "
+            "the generators of torch, numpy and random, or from those that the module holds from the start."
+        )
+
+    def _refuse_what_learns(self, before: dict[str, Tensor]) -> None:
+        learning = changed_tensors(self._module, before)
         if learning:
             raise Unsupported(
                 f"{learning[0]} changes in a forward pass: it would learn from records without clipping and noise"
-                f"{_suspects(module)}. Use GroupNorm in place of BatchNorm, or freeze the layer in eval mode."
+                f"{_suspects(self._module)}. Use GroupNorm in place of BatchNorm, or freeze the layer in eval mode."
             )
 
     def tried(self, kind: type[GradientMode], clipper: Clipper) -> GradientMode:
@@ -144,9 +160,9 @@ class Judge:
             self._try(mode)
         except Exception as error:
             mode.close()
-            if isinstance(error, ConfigurationError):
+            if isinstance(error, ConfigurationError | torch.OutOfMemoryError):
                 raise
-            raise Unsupported(f"grad_mode={kind.name!r} fails: {type(error).__name__}: {error}") from error
+            raise Unsupported(mode.explained(error)) from error
         mode.clipper = clipper
         return mode
 
@@ -246,24 +262,6 @@ class _Scaler(Clipper):
         added = torch.where(finite, rows * squares.sqrt(), 0.0).sum(1)
         self.scales = self.scales.to(added) + added
         return tuple(rows)
-
-
-class _Plain(nn.Module):
-    """Calls a model without autocast, whatever is around it, so that differences are mistakes and not rounding."""
-
-    def __init__(self, model: nn.Module, note: Any) -> None:
-        super().__init__()
-        self._model, self._note = (model,), note  # in a tuple, for it is no submodule
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        device = next((v for v in kwargs.values() if isinstance(v, torch.device)), torch.device("cpu"))
-        self._note(torch.is_autocast_enabled(device.type))
-        with torch.autocast(device.type, enabled=False):
-            return self._model[0](*args, **kwargs)
-
-
-def _is_same(left: Tensor, right: Tensor | None) -> bool:
-    return right is not None and left.shape == right.shape and torch.equal(left, right)
 
 
 def _suspects(module: nn.Module) -> str:

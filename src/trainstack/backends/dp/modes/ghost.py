@@ -32,15 +32,11 @@ class GhostMode(GradientMode):
     def add(self, run: Run, batch: Any, records: int) -> Any:
         try:
             outputs = run(self.module, batch)
-        except NotImplementedError as error:
-            forget(self.module)
-            raise Unsupported(f"grad_mode='ghost': {error}. Write grad_mode='vmap'.") from error
-        losses = loss_in(outputs)
-        if losses.dim() == 0:
-            raise Unsupported(
-                "grad_mode='ghost' needs one loss per example: return F.cross_entropy(..., reduction='none')."
-            )
-        try:
+            losses = loss_in(outputs)
+            if losses.dim() == 0:
+                raise Unsupported(
+                    "grad_mode='ghost' needs one loss per example: return F.cross_entropy(..., reduction='none')."
+                )
             dropped = self._add_losses(losses, records)
         finally:
             forget(self.module)

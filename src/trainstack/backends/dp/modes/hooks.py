@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from trainstack.backends.dp.clipping import Clipper
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
 from trainstack.backends.dp.modes.outputs import finished, loss_in, mean_of
+from trainstack.backends.dp.modes.silence import silenced
 from trainstack.backends.dp.opacus_import import import_opacus
 
 
@@ -28,9 +29,9 @@ class HooksMode(GradientMode):
         self._hooks = attached("GradSampleHooks", "grad_mode='hooks'", module)
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
-        outputs = run(self.module, batch)
-        loss = mean_of(loss_in(outputs), records)
         try:
+            outputs = run(self.module, batch)
+            loss = mean_of(loss_in(outputs), records)
             with described(self.name, self.module):
                 loss.backward()  # type: ignore[no-untyped-call]
             self._add_rows([self._rows(i, records) for i in range(len(self.trained))], records)
@@ -70,22 +71,24 @@ def attached(kind: str, feature: str, module: nn.Module, **options: Any) -> Any:
 
 @contextmanager
 def described(mode: str, module: nn.Module) -> Iterator[None]:
-    """Turns what opacus' hooks fail with into one sentence, and silences a warning that comes with every step."""
+    """Says in one sentence on which layers opacus' hooks fail, and silences a warning that comes with every step."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        with silenced("Full backward hook is firing"):
             yield
-    except (RuntimeError, IndexError, ValueError, NotImplementedError, AttributeError, TypeError, KeyError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
         where = [
             f"{name or 'the module itself'} ({type(layer).__name__}), which has parameters of its own "
             f"({', '.join(parameter for parameter, _ in layer.named_parameters(recurse=False))})"
             for name, layer in module.named_modules()
             if any(not inputs for inputs in layer.__dict__.get("activations", ()))
         ]
+        if not where:
+            raise
         raise Unsupported(
-            f"grad_mode={mode!r} needs layers that are called with positional tensors; "
-            f"{' and '.join(where) or f'opacus says: {error}'}"
-            f"{' is called without any' if where else ''}. Write grad_mode='vmap'."
+            f"grad_mode={mode!r} needs layers that are called with positional tensors; {' and '.join(where)} is called "
+            "without any. Write grad_mode='vmap'."
         ) from error
 
 

@@ -17,6 +17,7 @@ class LoopMode(GradientMode):
     """A forward and a backward pass for each record. Needs the memory of one."""
 
     name: ClassVar[str] = "loop"
+    one_by_one: ClassVar[bool] = True
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
         outputs = []

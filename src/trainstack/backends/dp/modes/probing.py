@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainstack.backends.dp.modes.precision import full_float32
+from trainstack.backends.dp.modes.random_states import RandomStates
 
 
 @contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
+def undisturbed(module: nn.Module) -> Iterator[RandomStates]:
     """Dropout does nothing, noise is constant and float32 is not rounded to TF32.
 
     Parameters, buffers, states of random generators and precisions are put back at the end.
+
+    Yields:
+        The states of the generators, for what draws from them all the same.
     """
     kept = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
-    devices = sorted({p.device.index or 0 for p in module.parameters() if p.is_cuda})
-    host, array = random.getstate(), np.random.get_state()
+    states = RandomStates(module)
     try:
-        with torch.random.fork_rng(devices), full_float32(), Calm():
-            yield
+        with full_float32(), Calm():
+            yield states
     finally:
-        random.setstate(host)
-        np.random.set_state(array)
+        states.restore()
         with torch.no_grad():
             for tensor, before in kept:
                 if not _same(tensor, before):
@@ -50,6 +50,8 @@ class Calm(TorchFunctionMode):
             return torch.full_like(func(*args, **kwargs), 0.5)
         if kwargs.get("dropout_p"):
             kwargs = {**kwargs, "dropout_p": 0.0}
+        if func in _RECURRENT:  # whose dropout is the one float among its arguments
+            args = tuple(0.0 if isinstance(value, float) else value for value in args)
         return func(*args, **kwargs)
 
 
@@ -64,8 +66,26 @@ _DROPOUTS = {
     torch.alpha_dropout,
     torch.feature_dropout,
 }
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _NOISE_LIKE = {torch.rand_like, torch.randn_like}
 _NOISE = {torch.rand, torch.randn, torch.bernoulli, torch.normal}
+
+
+class Plain(nn.Module):
+    """Calls a model without autocast, whatever is around it, so that differences are mistakes and not rounding.
+
+    Tells `note` whether there was autocast.
+    """
+
+    def __init__(self, model: nn.Module, note: Callable[[bool], object] = bool) -> None:
+        super().__init__()
+        self._model, self._note = (model,), note  # in a tuple, for it is no submodule
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        device = next((v for v in kwargs.values() if isinstance(v, torch.device)), torch.device("cpu"))
+        self._note(torch.is_autocast_enabled(device.type))
+        with torch.autocast(device.type, enabled=False):
+            return self._model[0](*args, **kwargs)
 
 
 def values_of(module: nn.Module) -> dict[str, Tensor]:
@@ -82,14 +102,22 @@ def changed_tensors(module: nn.Module, before: dict[str, Tensor]) -> list[str]:
     ]
 
 
-def memories(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the tensors that modules hold as plain attributes, and that are neither parameters nor buffers."""
+def attributes_of(module: nn.Module) -> dict[str, str]:
+    """What modules hold as plain attributes, which are neither parameters nor buffers, in words."""
     return {
-        f"{name}.{key}" if name else key: value.detach().clone()
+        f"{name}.{key}" if name else key: _in_words(value)
         for name, part in module.named_modules()
         for key, value in vars(part).items()
-        if isinstance(value, Tensor)
+        if key not in _OF_EVERY_MODULE
     }
+
+
+_OF_EVERY_MODULE = set(vars(nn.Module()))
+
+
+def _in_words(value: object) -> str:
+    plain = type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__")
+    return repr(vars(value)) if plain else repr(value)
 
 
 class Watch:

@@ -6,8 +6,6 @@ can be traced: no `.item()`, no branch on a tensor's value, no change of a buffe
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,14 +16,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from trainstack.backends.dp.clipping import Clipper
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
 from trainstack.backends.dp.modes.loop import one_loss
 from trainstack.backends.dp.modes.outputs import detached, finished
 from trainstack.backends.dp.modes.records import rows_of
+from trainstack.backends.dp.modes.silence import silenced
 
 _FLOATS_AT_ONCE = 1 << 25
 """Per-record gradients that are kept at a time: 128 MiB."""
+
+_SLOW_OPERATION = "There is a performance drop because we have not yet implemented"
 
 
 class _Called(nn.Module):
@@ -60,10 +60,7 @@ class VmapMode(GradientMode):
     """`vmap(grad(train_step))`, in chunks of records whose gradients fit into memory."""
 
     name: ClassVar[str] = "vmap"
-
-    def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter], clipper: Clipper) -> None:
-        super().__init__(module, trained, clipper)
-        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
+    one_by_one: ClassVar[bool] = True
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
         at_once = max(1, _FLOATS_AT_ONCE // sum(p.numel() for p in self.trained))
@@ -73,6 +70,15 @@ class VmapMode(GradientMode):
             part = batch if at_once >= records else rows_of(batch, records, rows)
             parts.append(self._add_chunk(run, part, rows.stop - rows.start))
         return _concatenated(parts, records)
+
+    def explained(self, error: Exception) -> str:
+        if not isinstance(error, RuntimeError | ValueError):
+            return super().explained(error)
+        text = str(error).strip().split("\n")[0][:300]
+        return (
+            f"train_step cannot be vectorised over records: {text} Avoid .item(), branches on values and buffers that "
+            "change (BatchNorm), or write grad_mode='loop'."
+        )
 
     def _add_chunk(self, run: Run, batch: Any, records: int) -> tuple[Tensor, Any]:
         """Returns the losses, `(records,)`, and the outputs with the records along dimension 0."""
@@ -89,11 +95,8 @@ class VmapMode(GradientMode):
 
         each = vmap(grad_and_value(loss_of_one, has_aux=True), in_dims=(None, 0), randomness="different")
         parameters = tuple(p.detach() for p in self.trained)
-        try:
-            with _WideNorms(), sdpa_kernel(SDPBackend.MATH):  # fused attention is not vectorised, only repeated
-                gradients, (losses, tensors) = each(parameters, tuple(v for v in leaves if v is not None))
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            raise Unsupported(_why(error)) from error
+        with silenced(_SLOW_OPERATION), _WideNorms(), sdpa_kernel(SDPBackend.MATH):  # else attention is only repeated
+            gradients, (losses, tensors) = each(parameters, tuple(v for v in leaves if v is not None))
         self._add_rows(gradients, records)
         form, *values = others
         rows = iter([v.flatten(0, 1) if v.dim() > 1 and v.shape[1] == 1 else v for v in tensors])
@@ -128,11 +131,3 @@ def _concatenated(parts: list[tuple[Tensor, Any]], records: int) -> Any:
         columns = [torch.cat(v) if isinstance(v[0], Tensor) else v[0] for v in zip(*flat, strict=True)]
         outputs = pytree.tree_unflatten(columns, structure[0])
     return finished(outputs, losses.mean())
-
-
-def _why(error: Exception) -> str:
-    text = str(error).strip().split("\n")[0][:300]
-    return (
-        f"train_step cannot be vectorised over records: {text} Avoid .item(), branches on values and buffers that "
-        "change (BatchNorm), or write grad_mode='loop'."
-    )
