@@ -2,32 +2,34 @@
 
 from typing import TYPE_CHECKING
 
-from trainstack import backends, checkpointing, errors, trainer
-from trainstack.backends import *  # noqa: F403
-from trainstack.checkpointing import *  # noqa: F403
-from trainstack.errors import (
-    ApexUnavailableError,
-    BackendSpecError,
-    CheckpointDamagedError,
-    CheckpointError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    ConfigurationError,
-    LaunchError,
-    MissingExtraError,
-    ModuleContractError,
-    NonFiniteError,
-    PeerError,
-    Preempted,
-    PrivacyBudgetError,
-    PrivacyError,
-    PrivacyLedgerError,
-    StopTraining,
-    TrainstackError,
-    UnsupportedStateError,
-)
-from trainstack.lazily import lazily
-from trainstack.ranks import main_process_first, print_once, rank_zero_only
+from trainstack.lazily import lazily, nothing_collected
+
+with nothing_collected():
+    from trainstack import backends, checkpointing, errors, trainer
+    from trainstack.backends import *  # noqa: F403
+    from trainstack.checkpointing import *  # noqa: F403
+    from trainstack.errors import (
+        ApexUnavailableError,
+        BackendSpecError,
+        CheckpointDamagedError,
+        CheckpointError,
+        CheckpointMismatchError,
+        CheckpointNotFoundError,
+        ConfigurationError,
+        LaunchError,
+        MissingExtraError,
+        ModuleContractError,
+        NonFiniteError,
+        PeerError,
+        Preempted,
+        PrivacyBudgetError,
+        PrivacyError,
+        PrivacyLedgerError,
+        StopTraining,
+        TrainstackError,
+        UnsupportedStateError,
+    )
+    from trainstack.ranks import main_process_first, print_once, rank_zero_only
 
 if TYPE_CHECKING:
     from trainstack.launching import launch

@@ -126,3 +126,11 @@ def test_a_clock_counts_a_part_within_a_part_for_itself_alone(monkeypatch: pytes
     inner = clock.timed("inner", lambda: None)
     outer()
     assert dict(clock.parts) == {"once a run": 1.0, "outer": 2.0 + 5.0, "inner": 1.0}
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
+def test_the_peak_of_a_process_is_its_own_however_large_the_one_that_started_it() -> None:
+    ballast = torch.ones(600 << 20, dtype=torch.uint8)
+    mine = int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]) / 1024
+    assert ballast.nbytes / 2**20 < mine
+    assert 100 < processes._measure("memory", "raw") < mine

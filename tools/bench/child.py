@@ -26,7 +26,8 @@ from tools.bench.workloads import SEED, WORKLOADS
 def main(what: str, contender: str) -> None:
     """`startup` makes one step of W1, `memory` trains on W3, `ddp` on W2 as one of the processes of a world.
 
-    `ddp` prints CPU seconds of the training and a sum over the final weights; the others are measured from outside.
+    `ddp` prints CPU seconds of the training and a sum over the final weights, `memory` the peak in MB; `startup` is
+    measured from outside.
     """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -39,6 +40,15 @@ def main(what: str, contender: str) -> None:
             return
         task = WORKLOADS["W1"]().cut(1) if what == "startup" else WORKLOADS["W3"]()
         importlib.import_module(f"tools.bench.contenders.{contender}").CONTENDER.prepare(task, Path(folder))()
+    if what == "memory":
+        print(_peak())
+
+
+def _peak() -> float:
+    """The most memory that this process has had, in MB. What the system says of a child to its parent, `ru_maxrss`,
+    counts the parent's own memory from before the child's program began."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def _ddp(contender: str, task: Task, folder: Path) -> Run:

@@ -47,12 +47,14 @@ def measure_processes(what: str, rounds: int, tell: Callable[[str], None] = lamb
 def _measure(what: str, contender: str) -> float:
     if what == "ddp":
         return _ddp(contender)
-    child = subprocess.Popen([sys.executable, "-m", "tools.bench.child", what, contender])
+    child = subprocess.Popen([sys.executable, "-m", "tools.bench.child", what, contender], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    said = child.stdout.read()
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
         raise RuntimeError(f"{contender} failed in {what}, with exit code {child.returncode}")
-    return usage.ru_maxrss / 1024 if what == "memory" else usage.ru_utime + usage.ru_stime
+    return float(said.split()[-1]) if what == "memory" else usage.ru_utime + usage.ru_stime
 
 
 _sums: dict[str, str] = {}
