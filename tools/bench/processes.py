@@ -49,7 +49,8 @@ def _measure(what: str, contender: str) -> float:
         return _ddp(contender)
     child = subprocess.Popen([sys.executable, "-m", "tools.bench.child", what, contender], stdout=subprocess.PIPE)
     assert child.stdout is not None
-    said = child.stdout.read()
+    with child.stdout:
+        said = child.stdout.read()
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
