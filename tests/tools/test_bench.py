@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from statistics import median
@@ -134,3 +138,24 @@ def test_the_peak_of_a_process_is_its_own_however_large_the_one_that_started_it(
     mine = int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]) / 1024
     assert ballast.nbytes / 2**20 < mine
     assert 100 < processes._measure("memory", "raw") < mine
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc")
+def test_memory_that_was_freed_is_not_made_anew_while_something_is_measured() -> None:
+    code = (
+        "import resource, sys, torch\n"
+        "from tools.bench.allocator import keep_freed_memory\n"
+        "sys.argv[1] == 'keep' and keep_freed_memory()\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "use = lambda: len([torch.ones(1 << 20) for _ in range(6)])\n"
+        "use(), use(), use(), use()\n"
+        "before = faults()\n"
+        "use(), use()\n"
+        "print(faults() - before)\n"
+    )
+    gives_back = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    made = {
+        how: subprocess.check_output([sys.executable, "-c", code, how], text=True, env=gives_back)
+        for how in ("keep", "leave")
+    }
+    assert int(made["keep"]) < 1000 < 10_000 < int(made["leave"])

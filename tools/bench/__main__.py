@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from tools.bench.allocator import keep_freed_memory
 from tools.bench.checkpoints import measure_checkpoints
 from tools.bench.contender import find_contenders
 from tools.bench.measure import measure
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return audit(argv[1:])
     options = _parser().parse_args(argv)
     torch.set_num_threads(1)
+    keep_freed_memory()
     contenders = [c for c in find_contenders() if not options.only or c.name in {"raw", "raw_clip", *options.only}]
     rounds = options.rounds or (3 if options.quick else 7)
     print(", ".join(f"{what} {value}" for what, value in versions().items()))

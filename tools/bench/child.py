@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import Tensor
 
+from tools.bench.allocator import keep_freed_memory
 from tools.bench.contender import Run
 from tools.bench.task import Task
 from tools.bench.workloads import SEED, WORKLOADS
@@ -33,6 +34,7 @@ def main(what: str, contender: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(SEED)
         if what == "ddp":
+            keep_freed_memory()
             run = _ddp(contender, WORKLOADS["W2"]().cut(60), Path(folder))
             began = time.process_time()
             result = run()
