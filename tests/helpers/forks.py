@@ -1,12 +1,14 @@
 """Processes of a test, forked off one that has imported torch: half of what a short training costs is that import.
 
 Standard input holds a JSON object a line: for each process its environment and the file for its errors, the arguments
-they all get, and the seconds they may take. What ends later is killed. Their exit statuses are printed, as a list.
+they all get, and the seconds they may take. What ends later says where it is, and is killed. Their exit statuses are
+printed, as a list.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import os
 import runpy
@@ -76,18 +78,22 @@ def enter(place: dict[str, Any], arguments: list[str]) -> None:
         (2, place["errors"], os.O_WRONLY | os.O_CREAT),
     ):
         os.dup2(os.open(name, mode), number)
+    faulthandler.enable(2)
 
 
 def statuses_of(children: list[int], timeout_s: float) -> list[int]:
     """Wait for all of them, and kill those that are late."""
-    deadline, statuses = time.monotonic() + timeout_s, dict[int, int]()
+    deadline, statuses, asked = time.monotonic() + timeout_s, dict[int, int](), set[int]()
     while len(statuses) < len(children):
         for child in children:
             ended, status = os.waitpid(child, os.WNOHANG) if child not in statuses else (0, 0)
             if ended:
                 statuses[child] = os.waitstatus_to_exitcode(status)
             elif child not in statuses and time.monotonic() > deadline:
-                os.kill(child, signal.SIGKILL)
+                os.kill(child, signal.SIGABRT if child not in asked else signal.SIGKILL)
+                asked.add(child)
+        if asked:
+            time.sleep(1)
         time.sleep(0.005)
     return [statuses[child] for child in children]
 

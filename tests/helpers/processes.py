@@ -99,7 +99,10 @@ def run_world(size: int, what: str, *, timeout: float = 90.0, may_fail: bool = F
             elif may_fail:
                 results.append({"exit": status, "stderr": error[-6000:]})
             else:
-                raise AssertionError(f"rank {rank} ended with {status}:\n{error[-4000:]}")
+                said = "\n".join(
+                    f"rank {r}: {path.read_text(errors='replace')[-4000:]}" for r, path in enumerate(errors)
+                )
+                raise AssertionError(f"rank {rank} ended with {status}:\n{said}")
         return results
 
 
