@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import torch
 
 import trainstack as ts
 from tests.helpers import launched, torchrun_script
+from tests.helpers.processes import free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
 
@@ -69,12 +69,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment() -> dict[str, str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,17 @@ def hears_ctrl_c() -> None:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port of the loopback interface that nobody listens on.
+
+    It lies below those that systems give to connections, and each worker of pytest has some to itself: one that is free
+    now could else be another world's by the time that it is used, and the two would mix.
+    """
+    low = 20_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 12)
+    while True:
+        port = low + secrets.randbelow(1000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def run_agents(
