@@ -18,6 +18,13 @@ from tests.helpers.processes import ROOT
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.fixture
+def others() -> set[Any]:
+    """Processes that an earlier test has left."""
+    gc.collect()
+    return set(multiprocessing.active_children())
+
+
 def trained(directory: Path, backend: str = "sp", **loader: Any) -> ts.Trainer:
     trainer = ts.Trainer(
         Classifier(Noisy(8), num_workers=1, **loader),
@@ -29,9 +36,11 @@ def trained(directory: Path, backend: str = "sp", **loader: Any) -> ts.Trainer:
 
 @pytest.mark.parametrize("backend", ["sp", "sp-dp"])
 @pytest.mark.parametrize("closed", [True, False])
-def test_persistent_workers_end_with_their_trainer(closed: bool, backend: str, tmp_path: Path) -> None:
+def test_persistent_workers_end_with_their_trainer(
+    closed: bool, backend: str, others: set[Any], tmp_path: Path
+) -> None:
     trainer = trained(tmp_path, backend, persistent_workers=True)
-    (worker,) = multiprocessing.active_children()
+    (worker,) = set(multiprocessing.active_children()) - others
     if closed:
         trainer.close()
     else:
@@ -40,10 +49,10 @@ def test_persistent_workers_end_with_their_trainer(closed: bool, backend: str, t
     assert worker.exitcode == 0
 
 
-def test_workers_of_a_pass_that_an_error_ends_are_told(tmp_path: Path) -> None:
+def test_workers_of_a_pass_that_an_error_ends_are_told(others: set[Any], tmp_path: Path) -> None:
     class Fails(Classifier):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
-            workers.extend(multiprocessing.active_children())
+            workers.extend(set(multiprocessing.active_children()) - others)
             raise ValueError("in a step")
 
     workers: list[Any] = []
