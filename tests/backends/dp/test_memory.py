@@ -101,6 +101,20 @@ def test_memory_beside_random_numbers_is_refused() -> None:
         chosen(Remembering(1.0, average))
 
 
+@pytest.mark.parametrize("asked", ["auto", "loop"])
+def test_a_memory_that_is_back_where_it_was_after_the_probe_is_refused(asked: str) -> None:
+    def average(module: Any, loss: Tensor) -> Tensor:
+        module.kept, before = loss, module.kept
+        return before
+
+    inputs, labels = vectors(6)
+    inputs[2], labels[2] = inputs[5], labels[5]  # the last of the probe and the last of its half
+    module = Remembering(None, average)
+    module.kept = Plain.train_step(module, (inputs[5:], labels[5:])).detach()
+    with pytest.raises(Unsupported, match=r"^kept changes in a forward pass"):
+        choose_mode(asked, module, trained(module), FlatClipper(1.0), run, (inputs, labels), 6)
+
+
 def test_a_private_run_with_a_memory_does_not_begin(tmp_path: Path) -> None:
     class Balanced(Classifier):
         mean = 1.0

@@ -106,10 +106,9 @@ class Judge:
                 for batch, count in ((probe, records), (half, records // 2))
                 for scaling in (_whole, leveller)
             ]
-            self._is_random = self._has_changed()
+            self._is_random = self._has_changed(self._cases[0])
             self._refuse_what_learns(before)
-            if self._is_random:
-                self._refuse_what_remembers(states)
+            self._refuse_what_remembers([rows_of(probe, records, slice(i, i + 1)) for i in range(records)], states)
             self._rounded = self._case(probe, records, _whole, run) if self._autocast else None
         except (Unsupported, torch.OutOfMemoryError):
             raise
@@ -119,27 +118,39 @@ class Judge:
                 "the records along dimension 0 of everything that collate_fn returns."
             ) from error
 
-    def _has_changed(self) -> bool:
-        """Whether the records have other gradients than in the first forward pass."""
-        first = self._cases[0]
+    def _has_changed(self, first: _Case) -> bool:
+        """Whether the records have other gradients than they had at first."""
         again = self._case(first.batch, first.records, _whole, self._plain_run)
         return first.differs(again.sums, again.scales, _EXACT) is not None
 
-    def _refuse_what_remembers(self, states: RandomStates) -> None:
-        """What differs although all generators are where they were differs by what came before."""
+    def _refuse_what_remembers(self, singles: Sequence[Any], states: RandomStates) -> None:
+        """What differs although all generators are where they were differs by what came before.
+
+        One record is asked again after each of the others: after some of them, a memory may be where it was at first.
+        """
+        before = attributes_of(self._module)
         states.restore()
-        if not self._has_changed():
+        one, others = self._case(singles[0], 1, _whole, self._plain_run), singles[1:]
+        after = attributes_of(self._module)
+        if not (
+            self._remembers(self._cases[0], states) or any(self._remembers(one, states, other) for other in others)
+        ):
             return
-        after_all = attributes_of(self._module)
-        half = self._cases[-1]
-        self._case(half.batch, half.records, _whole, self._plain_run)
-        kept = [name for name, value in attributes_of(self._module).items() if value != after_all.get(name)]
+        later = attributes_of(self._module)
+        changing = [name for name, value in later.items() if not value == after.get(name) == before.get(name)]
         raise Unsupported(
-            f"{' or '.join(kept) or 'what train_step remembers'} changes in a forward pass, and the same records then "
-            "have other gradients: it would carry what one record is into the steps of others, without clipping and "
-            "noise. Let nothing but parameters be kept from one forward pass to the next, and draw random numbers from "
-            "the generators of torch, numpy and random, or from those that the module holds from the start."
+            f"{' or '.join(changing) or 'what train_step remembers'} changes in a forward pass, and the same records "
+            "then have other gradients: it would carry what one record is into the steps of others, without clipping "
+            "and noise. Let nothing but parameters be kept from one forward pass to the next, and draw random numbers "
+            "from the generators of torch, numpy and random, or from those that the module holds from the start."
         )
+
+    def _remembers(self, case: _Case, states: RandomStates, after: Any | None = None) -> bool:
+        """Whether records have other gradients than at first after this one, with the random numbers as they were."""
+        if after is not None:
+            self._case(after, 1, _whole, self._plain_run)
+        states.restore()
+        return self._has_changed(case)
 
     def _refuse_what_learns(self, before: dict[str, Tensor]) -> None:
         learning = changed_tensors(self._module, before)
