@@ -210,6 +210,22 @@ def test_every_exception_to_the_sizes_exists_and_is_still_too_long() -> None:
     assert not stale, f"take off TOO_LONG_FOR_A_REASON: {stale}"
 
 
+# --- the drawing of the house
+
+
+@pytest.mark.parametrize("package", ["trainer", "backends", "checkpointing"])
+def test_the_architecture_speaks_of_every_file(package: str) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    files = [path for path in sorted((LIBRARY / package).glob("[!_]*.py")) if not is_a_layer(path)]
+    missing = [path.name for path in files if f"`{path.name}`" not in text]
+    assert not missing, f"docs/architecture.md does not say what these files of {package}/ are for: {missing}"
+
+
+def is_a_layer(path: Path) -> bool:
+    """A file that registers itself, which is all that a new layer has to do."""
+    return path.parent.name == "backends" and "\n@register_layer(" in path.read_text(encoding="utf-8")
+
+
 # --- the cost of import
 
 PROBE = """

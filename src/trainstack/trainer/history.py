@@ -16,7 +16,7 @@ import torch
 from trainstack.errors import CheckpointDamagedError, ConfigurationError, ModuleContractError
 from trainstack.trainer.columns import Column, Record, pack, unpack
 
-__all__ = ["Record", "RunHistory"]
+__all__ = ["Record", "RunHistory", "as_of_now"]
 
 # Controls, surrogates and line separators: what would break a line of a log or cannot be encoded at all.
 _FORBIDDEN_IN_NAMES = frozenset({"Cc", "Cs", "Zl", "Zp"})
@@ -224,6 +224,11 @@ class RunHistory:
                 f"metric {name!r}: the tensor given at step {step} was changed in place before it was read, "
                 "so its value is lost (recorded as nan). Give a copy: tensor.clone()."
             )
+
+
+def as_of_now(value: float | torch.Tensor) -> float | torch.Tensor:
+    """What can be recorded of a value that is changed in place later, such as a rate in a tensor: a copy of tensors."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _keep(value: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:

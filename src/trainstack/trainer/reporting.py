@@ -6,12 +6,11 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from trainstack.backends import TrainerBackend
 from trainstack.trainer.arguments import TrainerArguments
-from trainstack.trainer.history import RunHistory
+from trainstack.trainer.history import RunHistory, as_of_now
 from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.meter import LossMeter
 from trainstack.trainer.plain_values import as_json
@@ -97,8 +96,7 @@ class Reporter:
             self.history.update_metric("train/grad_norm", meter.last_norm)
         rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
         for position, rate in enumerate(rates):
-            copy = rate.detach().clone() if isinstance(rate, Tensor) else rate  # whoever attends the log may change it
-            self.history.update_metric("lr" if len(rates) == 1 else f"lr/{position}", copy)
+            self.history.update_metric("lr" if len(rates) == 1 else f"lr/{position}", as_of_now(rate))
         self._record_skips(state)
         if self._recorder is not None:
             self._recorder.sample(state.global_step)

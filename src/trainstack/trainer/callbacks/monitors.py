@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.events import Callback
+from trainstack.trainer.history import as_of_now
 from trainstack.trainer.memory import GIB, host_peak_gib
 
 if TYPE_CHECKING:
@@ -52,10 +53,7 @@ class LRMonitor(Callback):
             for position, group in enumerate(optimizer.param_groups):
                 name = f"{number}/" * (len(optimizers) > 1) + str(group.get("name", position))
                 for what, value in self._changing(group).items():
-                    copy = (
-                        value.detach().clone() if isinstance(value, Tensor) else value
-                    )  # schedulers change it in place
-                    record(trainer, f"schedule/{what}/{name}", copy)
+                    record(trainer, f"schedule/{what}/{name}", as_of_now(value))
 
     def _changing(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
         found = {"lr": group["lr"]} if "lr" in group else {}
