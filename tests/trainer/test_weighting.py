@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, train, weights
+from trainstack.trainer.meter import ExactSum
 
 
 class InOrder(Classifier):
@@ -163,3 +165,23 @@ def test_a_weight_that_is_no_count_is_refused(weight: float, tmp_path: Path) -> 
 
     with pytest.raises(ts.ModuleContractError, match=r"batch_weight returned .* finite number >= 0"):
         train(module, tmp_path, train_batch_size=6, gpu_batch_size_limit=3)
+
+
+@pytest.mark.parametrize("log_every", [1, 1000])
+def test_losses_that_add_up_to_more_than_a_float_holds_are_an_error(log_every: int, tmp_path: Path) -> None:
+    class Huge(Classifier):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return 0.0 * super().train_step(global_step, batch, device).double() + 1e308
+
+    with pytest.raises(ts.NonFiniteError, match="add up to more than a float holds: one is inf"):
+        train(Huge(), tmp_path, log_every=log_every)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_exact_sum_of_what_is_no_number_ends(value: float) -> None:
+    total = ExactSum([1.0])
+    with pytest.raises(ts.NonFiniteError, match="one is"):
+        total.add_all([value, 2.0])
+    with pytest.raises(ts.NonFiniteError, match="one is 1e"):
+        total.add_all([1e308] * 10)
+    assert total.value() == 1.0

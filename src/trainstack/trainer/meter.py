@@ -229,11 +229,24 @@ class ExactSum:
 
 
 def _parts_of(values: Sequence[float]) -> list[float]:
-    """What `values` add up to: the sum rounded to a float, the rounded rest, and so on until nothing is left."""
+    """What `values` add up to: the sum rounded to a float, the rounded rest, and so on until nothing is left.
+
+    Raises:
+        NonFiniteError: one of them is inf or nan, or they are too large together.
+    """
     left, parts = list(values), []
-    while rest := math.fsum(left):
-        parts.append(rest)
-        left.append(-rest)
+    try:
+        while rest := math.fsum(left):
+            if math.isnan(rest):  # of which something would be left for ever
+                raise ValueError
+            parts.append(rest)
+            left.append(-rest)
+    except (OverflowError, ValueError):
+        largest = max(values, key=abs)
+        raise NonFiniteError(
+            f"losses, each times the items it is a mean over, add up to more than a float holds: one is {largest}. Let "
+            "train_step return a loss that is smaller."
+        ) from None
     return parts
 
 
