@@ -32,6 +32,7 @@ with nothing_collected():
     from trainstack.ranks import main_process_first, print_once, rank_zero_only
 
 if TYPE_CHECKING:
+    from trainstack.backends.dp.statement import PrivacyStatement
     from trainstack.launching import launch
     from trainstack.trainer import *  # noqa: F403
     from trainstack.verifying import Kill, Parting, ResumeReport, verify_resume
@@ -41,6 +42,7 @@ __getattr__ = lazily(
     {
         **dict.fromkeys(trainer.__all__, "trainstack.trainer"),
         **dict.fromkeys(("Kill", "Parting", "ResumeReport", "verify_resume"), "trainstack.verifying"),
+        "PrivacyStatement": "trainstack.backends.dp.statement",
         "launch": "trainstack.launching",
         "verifying": "trainstack.verifying",
     },
@@ -67,6 +69,7 @@ __all__ = [
     "PrivacyBudgetError",
     "PrivacyError",
     "PrivacyLedgerError",
+    "PrivacyStatement",
     "ResumeReport",
     "StopTraining",
     "TrainstackError",

@@ -10,7 +10,6 @@ from trainstack.backends.ddp import DDP
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.layer import DP
-from trainstack.backends.dp.statement import PrivacyStatement
 from trainstack.backends.driving import TrainerBackendArguments
 from trainstack.backends.empty import EMPTY
 from trainstack.backends.environment import (
@@ -35,7 +34,6 @@ __all__ = [
     "DDP",
     "DP",
     "DifferentialPrivacyArguments",
-    "PrivacyStatement",
     "EMPTY",
     "AmpApex",
     "BFloat16",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from trainstack.backends import PrivacyStatement, TrainerBackend, World, build_trainer_backend
+from trainstack.backends import TrainerBackend, World, build_trainer_backend
 from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.admission import admit, refuse_nested, what_is_done
@@ -35,6 +35,9 @@ from trainstack.trainer.snapshot import get_loop_state, restore_module, update_l
 from trainstack.trainer.stopping import Stopped, Stopper
 from trainstack.trainer.together import by_all
 from trainstack.trainer.user_state import UserState
+
+if TYPE_CHECKING:
+    from trainstack.backends.dp.statement import PrivacyStatement
 
 
 class Trainer(EvaluatingTrainer):

@@ -9,16 +9,39 @@ epsilon, with opacus behind `accountants.py` and without any package in `gaussia
 run and refuses those beyond its budget; `ledger.py` keeps the count on disk over crashes; `statement.py` says what
 holds.
 
-Importing this package imports neither opacus nor scipy: `opacus_import.py` does, when a number is asked for.
+Importing this package imports next to nothing, since most runs are not private; opacus and scipy are imported by
+`opacus_import.py`, when a number is asked for.
 """
 
-from trainstack.backends.dp.accounting import calibrate_noise, delta_of, epsilon_of, steps_within
-from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
-from trainstack.backends.dp.budget import Accountant
-from trainstack.backends.dp.gaussian import fixed_order_epsilon, gaussian_epsilon, shuffled_epsilon_at_least
-from trainstack.backends.dp.ledger import SpendLedger
-from trainstack.backends.dp.plan import PrivacyPlan, plan_privacy
-from trainstack.backends.dp.statement import PrivacyStatement, no_guarantee, private_statement
+from typing import TYPE_CHECKING
+
+from trainstack.lazily import lazily
+
+if TYPE_CHECKING:
+    from trainstack.backends.dp.accounting import calibrate_noise, delta_of, epsilon_of, steps_within
+    from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
+    from trainstack.backends.dp.budget import Accountant
+    from trainstack.backends.dp.gaussian import fixed_order_epsilon, gaussian_epsilon, shuffled_epsilon_at_least
+    from trainstack.backends.dp.ledger import SpendLedger
+    from trainstack.backends.dp.plan import PrivacyPlan, plan_privacy
+    from trainstack.backends.dp.statement import PrivacyStatement, no_guarantee, private_statement
+
+__getattr__ = lazily(
+    __name__,
+    {
+        name: f"trainstack.backends.dp.{place}"
+        for place, names in {
+            "accounting": ("calibrate_noise", "delta_of", "epsilon_of", "steps_within"),
+            "arguments": ("DifferentialPrivacyArguments",),
+            "budget": ("Accountant",),
+            "gaussian": ("fixed_order_epsilon", "gaussian_epsilon", "shuffled_epsilon_at_least"),
+            "ledger": ("SpendLedger",),
+            "plan": ("PrivacyPlan", "plan_privacy"),
+            "statement": ("PrivacyStatement", "no_guarantee", "private_statement"),
+        }.items()
+        for name in names
+    },
+)
 
 __all__ = [
     "Accountant",

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
-from trainstack.backends.dp.budget import Accountant
-from trainstack.backends.dp.mechanism import Mechanism
-from trainstack.backends.dp.statement import PrivacyStatement
 from trainstack.backends.empty import EMPTY
 from trainstack.backends.registry import Slot, register_layer
 from trainstack.backends.sampling import Sampling
 from trainstack.backends.workload import Workload
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
+
+if TYPE_CHECKING:  # most runs are not private, and need none of it
+    from trainstack.backends.dp.budget import Accountant
+    from trainstack.backends.dp.mechanism import Mechanism
+    from trainstack.backends.dp.statement import PrivacyStatement
 
 _SCALER = (
     "a gradient scaler skips steps and changes its scale by what the data are, without noise. The half precision for "
