@@ -38,7 +38,17 @@ MAX_FUNCTION_LINES = 40
 TOO_LONG_FOR_A_REASON: dict[str, str] = {}
 
 # What `import trainstack` may not load: each costs every process of every run, most runs never use it.
-HEAVY = ("tensorboard", "rich", "sklearn", "matplotlib", "pandas", "scipy", "yaml", "torch._dynamo")
+HEAVY = (
+    "tensorboard",
+    "rich",
+    "sklearn",
+    "matplotlib",
+    "pandas",
+    "scipy",
+    "yaml",
+    "torch._dynamo",
+    *(f"trainstack.backends.dp.{name}" for name in ("budget", "mechanism", "modes", "statement")),
+)
 IMPORT_BUDGET_S = 0.25
 
 
