@@ -102,17 +102,30 @@ def test_memory_beside_random_numbers_is_refused() -> None:
 
 
 @pytest.mark.parametrize("asked", ["auto", "loop"])
-def test_a_memory_that_is_back_where_it_was_after_the_probe_is_refused(asked: str) -> None:
+def test_a_memory_that_shows_after_some_records_only_is_refused(asked: str) -> None:
     def average(module: Any, loss: Tensor) -> Tensor:
         module.kept, before = loss, module.kept
         return before
 
     inputs, labels = vectors(6)
-    inputs[2], labels[2] = inputs[5], labels[5]  # the last of the probe and the last of its half
+    for same in (0, 2):  # the first, and the last of half of the probe, are the last of the probe once more
+        inputs[same], labels[same] = inputs[5], labels[5]
     module = Remembering(None, average)
     module.kept = Plain.train_step(module, (inputs[5:], labels[5:])).detach()
     with pytest.raises(Unsupported, match=r"^kept changes in a forward pass"):
         choose_mode(asked, module, trained(module), FlatClipper(1.0), run, (inputs, labels), 6)
+
+
+def test_a_memory_is_found_where_the_record_that_is_asked_again_has_no_gradient() -> None:
+    class Masked(Remembering):
+        def train_step(self, batch: Any) -> Any:
+            return super().train_step(batch) * batch[0].any(1).float().mean()
+
+    inputs, labels = vectors(6)
+    inputs[0] = 0.0
+    module = Masked(1.0, _in_a_number)
+    with pytest.raises(Unsupported, match=r"^kept changes in a forward pass"):
+        choose_mode("loop", module, trained(module), FlatClipper(1.0), run, (inputs, labels), 6)
 
 
 def test_a_private_run_with_a_memory_does_not_begin(tmp_path: Path) -> None:

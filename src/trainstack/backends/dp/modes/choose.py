@@ -128,16 +128,14 @@ class Judge:
 
         One record is asked again after each of the others: after some of them, a memory may be where it was at first.
         """
-        before = attributes_of(self._module)
         states.restore()
-        one, others = self._case(singles[0], 1, _whole, self._plain_run), singles[1:]
-        after = attributes_of(self._module)
+        one = self._case(singles[0], 1, _whole, self._plain_run)
         if not (
-            self._remembers(self._cases[0], states) or any(self._remembers(one, states, other) for other in others)
+            self._remembers(self._cases[0], states) or any(self._remembers(one, states, other) for other in singles[1:])
         ):
             return
-        later = attributes_of(self._module)
-        changing = [name for name, value in later.items() if not value == after.get(name) == before.get(name)]
+        kept = [self._kept_after(single) for single in singles]
+        changing = [name for name, value in kept[0].items() if any(later.get(name) != value for later in kept)]
         raise Unsupported(
             f"{' or '.join(changing) or 'what train_step remembers'} changes in a forward pass, and the same records "
             "then have other gradients: it would carry what one record is into the steps of others, without clipping "
@@ -151,6 +149,10 @@ class Judge:
             self._case(after, 1, _whole, self._plain_run)
         states.restore()
         return self._has_changed(case)
+
+    def _kept_after(self, record: Any) -> dict[str, str]:
+        self._case(record, 1, _whole, self._plain_run)
+        return attributes_of(self._module)
 
     def _refuse_what_learns(self, before: dict[str, Tensor]) -> None:
         learning = changed_tensors(self._module, before)
