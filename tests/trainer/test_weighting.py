@@ -180,8 +180,8 @@ def test_losses_that_add_up_to_more_than_a_float_holds_are_an_error(log_every: i
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_an_exact_sum_of_what_is_no_number_ends(value: float) -> None:
     total = ExactSum([1.0])
-    with pytest.raises(ts.NonFiniteError, match="one is"):
+    with pytest.raises(ts.NonFiniteError, match=f"one is {value}[.]"):
         total.add_all([value, 2.0])
-    with pytest.raises(ts.NonFiniteError, match="one is 1e"):
+    with pytest.raises(ts.NonFiniteError, match=r"one is 1e[+]308[.]"):
         total.add_all([1e308] * 10)
     assert total.value() == 1.0

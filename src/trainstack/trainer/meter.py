@@ -85,7 +85,8 @@ class LossMeter:
 
         Raises:
             NonFiniteError: a loss is inf or nan, or the gradients of a step that moved the weights are, or too many
-                steps in a row moved nothing; on every process, whichever saw it.
+                steps in a row moved nothing, or the losses add up to more than a float holds; on every process,
+                whichever saw it.
         """
         error: NonFiniteError | None = None
         try:
@@ -242,7 +243,7 @@ def _parts_of(values: Sequence[float]) -> list[float]:
             parts.append(rest)
             left.append(-rest)
     except (OverflowError, ValueError):
-        largest = max(values, key=abs)
+        largest = max(values, key=lambda value: math.inf if math.isnan(value) else abs(value))
         raise NonFiniteError(
             f"losses, each times the items it is a mean over, add up to more than a float holds: one is {largest}. Let "
             "train_step return a loss that is smaller."
