@@ -100,31 +100,25 @@ class Trainer(AbstractTrainer):
         if not isinstance(trainer_backend, TrainerBackend):
             trainer_backend = build_trainer_backend(trainer_backend or args.backend, **args.layer_options)
         trainer_backend.claim(self)
-        if args.default_callbacks:
-            from trainstack.trainer.callbacks.defaults import with_defaults  # loaded only where they are used
-
-            callbacks = with_defaults(callbacks)
-        self.module, self.trainer_backend = module, trainer_backend
-        self.checkpointer = (not args.fast_dev_run and checkpointer) or DefaultCheckpointer(
-            args.placed_checkpointer_args
-        )
-        self.history = run_history or RunHistory()
-        self.state, self.user_state = RunState(seed=args.seed), UserState()
-        self.warm_start_report: WarmStartReport | None = None
-        self.events = Events(self, module, callbacks, RunLogger(args.log_level))
-        self._context = RunContext(
+        if checkpointer is None or args.fast_dev_run:
+            checkpointer = DefaultCheckpointer(args.placed_checkpointer_args)
+        self._context = context = RunContext(
             module=module,
             args=args,
             stack=trainer_backend,
-            checkpointer=self.checkpointer,
-            history=self.history,
-            events=self.events,
-            state=self.state,
-            user_state=self.user_state,
+            checkpointer=checkpointer,
+            history=run_history or RunHistory(),
+            events=Events(self, module, _all_callbacks(args, callbacks), RunLogger(args.log_level)),
+            state=RunState(seed=args.seed),
+            user_state=UserState(),
         )
+        self.module, self.trainer_backend, self.checkpointer = module, trainer_backend, checkpointer
+        self.history, self.events = context.history, context.events
+        self.state, self.user_state = context.state, context.user_state
+        self.warm_start_report: WarmStartReport | None = None
         self._metrics, self._val_step = metrics, val_step
         self._run: Run | None = None
-        self._saver = Saver(self._context, self._take_checkpoint)
+        self._saver = Saver(context, self._take_checkpoint)
         self._stopper = Stopper()
         self._training = self._finished = self._making_ready = False
         self.events.fire(Event.INIT)
@@ -730,3 +724,12 @@ def _check_parts(module: Any, args: Any, backend: Any, checkpointer: Any) -> Non
         raise ConfigurationError(
             f"Trainer(checkpointer=...) was given a {type(checkpointer).__name__}. Derive it from AbstractCheckpointer."
         )
+
+
+def _all_callbacks(args: TrainerArguments, given: Iterable[Any] | None) -> Iterable[Any] | None:
+    """The callbacks `given`, with the default ones where the arguments ask for them."""
+    if not args.default_callbacks:
+        return given
+    from trainstack.trainer.callbacks.defaults import with_defaults  # the ready-made ones are loaded when used
+
+    return with_defaults(given)
