@@ -11,12 +11,12 @@ from trainstack.trainer.schedulers.schedules import Schedules
 
 
 def refuse_short_schedules(schedules: Schedules, plan: TrainingPlan, state: RunState, args: TrainerArguments) -> None:
-    """Refuse a longer run over which a scheduler was not laid.
+    """Refuse an extension beyond the end of a schedule.
 
     Args:
         schedules: of the run.
-        plan: as the schedules were laid for.
-        state: where the run stands.
+        plan: the present one, for which the schedules were made.
+        state: the counters of the run.
         args: with the new end.
 
     Raises:

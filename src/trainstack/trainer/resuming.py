@@ -119,7 +119,7 @@ def _checkpoint_of(source: Path) -> Path | None:
 
 
 def check_resumable(checkpoint: Checkpoint, context: RunContext, plan: TrainingPlan) -> None:
-    """Refuse to go on from `checkpoint` over other data, and say what else is not as it was.
+    """Refuse a checkpoint of other data, and warn of other differences.
 
     Raises:
         CheckpointMismatchError: it is of another data set, or of a loader that has to be split as it was.
@@ -150,7 +150,7 @@ def check_schedules(schedules: Schedules, plan: TrainingPlan, state: RunState) -
 
 
 def say_what_differs(checkpoint: Checkpoint, context: RunContext) -> None:
-    """Say where the backend or the number of processes is not that of the checkpoint."""
+    """Warn if the checkpoint was written under another backend or number of processes."""
     _say_other_backend(checkpoint, context.stack.spec, context.log)
     _say_other_processes(checkpoint, context.world.size, context.log)
 

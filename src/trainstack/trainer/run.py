@@ -293,10 +293,10 @@ class Run:
     # --- its end -------------------------------------------------------------------------------------------
 
     def prolong(self, args: TrainerArguments) -> None:
-        """Go on to the end that `args` give the run, from where it stands.
+        """Extend the run to the end that `args` give.
 
         Raises:
-            ConfigurationError: a schedule would end before the run does; the run is as it was.
+            ConfigurationError: a schedule would end before the run does. The run is then unchanged.
         """
         refuse_short_schedules(self.loop.schedules, self.data.plan, self.state, args)
         self.context.args = args

@@ -102,7 +102,7 @@ class Saver:
         world.comm.agree(failure, "saving a checkpoint")
 
     def drop_requests(self) -> None:
-        """Forget what waits for a step boundary that will not come; paths are kept for the next checkpoint."""
+        """Drop the requests that no step boundary serves any more; paths wait for the next checkpoint."""
         self.save_asked = self.pin_asked = False
 
     def last_words(self) -> str:

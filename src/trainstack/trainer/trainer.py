@@ -205,10 +205,10 @@ class Trainer(AbstractTrainer):
         self._finished = run.is_over
 
     def _prolong(self, epochs: int | None, max_steps: int | float | None) -> None:
-        """Give the run another end, where it stands; as it was, where the longer run is refused.
+        """Extend the run; a refused extension changes nothing.
 
-        Schedulers that are made already go on as they were laid; fractions of the run are those of the longer one. A
-        `fast_dev_run` keeps its end.
+        Existing schedulers keep the length that they were made with. Fractions of the run are those of the longer one.
+        A `fast_dev_run` keeps its end.
 
         Args:
             epochs: of the whole run; then its steps are not limited.
@@ -413,11 +413,11 @@ class Trainer(AbstractTrainer):
                 self._saver.save_model(plan, path)
                 return self._saver.on_main(lambda: push_to_hub(path, repo_id, **options), f"pushing to {repo_id}")
 
-    # --- what can be asked ----------------------------------------------------------------------------------
+    # --- read-only -----------------------------------------------------------------------------------------
 
     @property
     def args(self) -> TrainerArguments:
-        """The arguments in force; `on_init` of a callback may still replace them."""
+        """The arguments in force; `on_init` of a callback may replace them."""
         return self._context.args
 
     @args.setter
@@ -524,7 +524,7 @@ class Trainer(AbstractTrainer):
         """Micro-batches finished on this process since the run began."""
         return self.state.batches
 
-    # --- saying something to it -----------------------------------------------------------------------------
+    # --- requests and subscriptions -------------------------------------------------------------------------
 
     def print(self, *values: Any, once: Literal["world", "node"] = "world") -> None:
         """Print on the main process only, or on the first process of each machine."""
