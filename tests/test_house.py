@@ -35,7 +35,11 @@ ENTRIES = ("__init__", "__main__")
 # Files over 300 lines and functions over 40: "trainstack/a.py" or "trainstack/a.py:Class.name" -> the reason.
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 40
-TOO_LONG_FOR_A_REASON: dict[str, str] = {}
+TOO_LONG_FOR_A_REASON: dict[str, str] = {
+    "trainstack/trainer/loop.py": "the loop and its state are one idea",
+    "trainstack/trainer/run.py": "a prepared run from its start to its end is one idea",
+    "trainstack/trainer/trainer.py": "the public class is one class",
+}
 
 # What `import trainstack` may not load: each costs every process of every run, most runs never use it.
 HEAVY = (
@@ -156,6 +160,94 @@ def test_every_deferred_import_is_still_needed() -> None:
     assert not unused, f"take what is no longer imported off DEFERRED: {unused}"
 
 
+# --- no cycle
+
+# Imports that still close a cycle, as (file, module). Those of `backends` are cut by declarations of the
+# layers and a driver that registers itself; those of the callbacks when they are typed by `AbstractTrainer`; the last
+# when no run is refitted in its middle any more.
+CYCLES_TO_CUT = {
+    ("trainstack/backends/base.py", "trainstack.backends.grammar"),
+    ("trainstack/backends/base.py", "trainstack.backends.explain"),
+    ("trainstack/backends/base.py", "trainstack.trainer.drive"),
+    ("trainstack/backends/dp/statement.py", "trainstack.backends.dp.statement_text"),
+    ("trainstack/trainer/callbacks/monitors.py", "trainstack.trainer.trainer"),
+    ("trainstack/trainer/callbacks/moving_average.py", "trainstack.trainer.trainer"),
+    ("trainstack/trainer/callbacks/throughput.py", "trainstack.trainer.trainer"),
+    ("trainstack/trainer/refitting.py", "trainstack.trainer.run"),
+}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(LIBRARY.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def modules_imported(path: Path, modules: frozenset[str]) -> set[str]:
+    """The files that `path` imports: at its top, for types only, and inside functions.
+
+    `from package import name` is an import of `package.name` where that is a file, else of `package/__init__.py`. That
+    Python runs the `__init__.py` above a file before the file itself does not count: those hold imports alone.
+    """
+    found: set[str] = set()
+    package = path.relative_to(LIBRARY.parent).parent.parts
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            found |= {name for alias in node.names for name in (alias.name, alias.name.rpartition(".")[0])}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            inner = {f"{base}.{alias.name}" for alias in node.names}
+            found |= inner & modules or {base}
+    return (found & modules) - {module_name(path)}
+
+
+def import_graph() -> dict[str, set[str]]:
+    files = {module_name(path): path for path in library_files()}
+    modules = frozenset(files)
+    return {name: modules_imported(path, modules) for name, path in files.items()}
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """What is left after taking away, again and again, what imports nothing that is left or is imported by nothing."""
+    left = {name: set(imported) for name, imported in graph.items()}
+    while True:
+        imported = set().union(*left.values())
+        ends = {name for name, targets in left.items() if not targets or name not in imported}
+        if not ends:
+            return [[name, *sorted(targets)] for name, targets in sorted(left.items())]
+        left = {name: targets - ends for name, targets in left.items() if name not in ends}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = import_graph()
+    for file, module in CYCLES_TO_CUT:
+        graph.get(file.removesuffix(".py").replace("/", "."), set()).discard(module)
+    found = cycles(graph)
+    assert not found, "files that import each other in a circle, each with what it imports:\n" + "\n".join(
+        f"{name} -> {', '.join(targets)}" for name, *targets in found
+    )
+
+
+def test_every_cycle_to_cut_is_one() -> None:
+    graph = import_graph()
+    gone = [
+        (file, module)
+        for file, module in CYCLES_TO_CUT
+        if module not in graph.get(file.removesuffix(".py").replace("/", "."), ())
+    ]
+    assert not gone, f"take off CYCLES_TO_CUT what is cut: {gone}"
+
+
+def test_a_circle_is_found_over_type_only_and_deferred_imports() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "leaf"}, "leaf": set(), "root": {"a"}}
+    assert cycles(graph) == [["a", "b"], ["b", "c"], ["c", "a"]]
+    graph["c"].discard("a")
+    assert cycles(graph) == []
+    deferred = modules_imported(LIBRARY / "trainer" / "reporting.py", frozenset(import_graph()))
+    assert "trainstack.trainer.report.starting" in deferred, "an import in a function"
+    assert "trainstack.trainer.report.recorder" in deferred, "an import for types only"
+
+
 # --- sizes
 
 
@@ -269,6 +361,35 @@ def test_import_is_light(tmp_path: Path) -> None:
             break
         cpu_s = min(cpu_s, probe_import(tmp_path)[0])
     assert cpu_s < IMPORT_BUDGET_S, f"`import trainstack` costs {cpu_s:.2f} s of CPU over `import torch`"
+
+
+REPORT_PROBE = """
+import json, sys
+import torch, trainstack as ts
+from tests.helpers.modules import Classifier, arguments
+from pathlib import Path
+
+loaded = []
+
+class Looks(Classifier):
+    def on_end_train_step(self, global_step):
+        loaded.append([name for name in sys.modules if name.startswith("trainstack.trainer.report.")])
+
+folder = Path(sys.argv[1])
+ts.Trainer(Looks(), arguments(folder, report=True)).train()
+print(json.dumps({"loaded": loaded[-1], "reports": len(list(folder.rglob("report.html")))}))
+"""
+COLLECTS_PLAIN_DATA = ("facts", "recorder", "starting", "surroundings")
+
+
+def test_nothing_of_the_html_report_is_imported_before_it_is_written(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", REPORT_PROBE, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["reports"] == 1
+    early = [name for name in found["loaded"] if name.rpartition(".")[2] not in COLLECTS_PLAIN_DATA]
+    assert not early, f"imported during the training: {early}"
 
 
 # --- nothing of a machine

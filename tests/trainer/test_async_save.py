@@ -13,7 +13,7 @@ import torch
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, train, weights
 from trainstack.checkpointing import filesystem, retention
-from trainstack.trainer.loop import NEVER
+from trainstack.trainer.rhythm import NEVER
 
 
 def saving(**changes: Any) -> ts.DefaultCheckpointerArguments:

@@ -14,7 +14,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, train
 from trainstack.checkpointing.difference import children, differences
 from trainstack.trainer.loader_memory import LoaderMemory
-from trainstack.trainer.snapshot import take_checkpoint
+from trainstack.trainer.snapshot import make_checkpoint
 
 BACKENDS = ("sp", "sp-amp", "sp-bf16", "sp-dp")
 OURS = ("trainstack", "torch", "tests", "opacus")
@@ -72,7 +72,8 @@ def is_kept(state: Any, checkpoint: list[Any]) -> bool:
 
 
 def missing(trainer: ts.Trainer) -> list[str]:
-    made = take_checkpoint(trainer, None, trainer._ready().data.loader_memory.get_state(within=True))
+    loader_state = trainer._ready().data.loader_memory.get_state(within=True)
+    made = make_checkpoint(trainer._context, trainer.plan, trainer.get_state, None, loader_state)
     kept = list(
         subtrees([made.module_interface_state, made.trainer_state, made.trainer_backend_state, made.history_state])
     )

@@ -155,6 +155,8 @@ class TestFittingTheMicroBatch:
 
         assert module.sizes[:4] == [8, 4, 2, 2]
         assert (trainer.plan.micro_batch, trainer.plan.accumulation, module.plan) == (2, 4, trainer.plan)
+        assert (trainer.train_step_batch_size, trainer.gradient_accumulation) == (2, 4), "as the plan says"
+        assert trainer.view.batches_per_step == 4
         assert torch.allclose(weights(module), weights(plain.module), rtol=1e-12, atol=1e-12)
         assert trainer.history.get_metric_names() == plain.history.get_metric_names()
         assert "a micro-batch of 8 does not fit into memory: each step is split into 4 of 2" in caplog.text

@@ -12,6 +12,7 @@ from trainstack.trainer.collector import OutputCollector
 from trainstack.trainer.evaluated import EvaluationOutputs
 from trainstack.trainer.events import Callback, Event, Events, Filter, only
 from trainstack.trainer.history import Record, RunHistory
+from trainstack.trainer.lr_finder import FoundRates
 from trainstack.trainer.metrics import Metric
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
@@ -20,9 +21,8 @@ from trainstack.trainer.progress import ProgressDisplay
 from trainstack.trainer.rhythm import Every
 from trainstack.trainer.schedulers import SchedulerConfig, build_scheduler
 from trainstack.trainer.seeding import seed_everything
-from trainstack.trainer.trainer import Trainer
+from trainstack.trainer.trainer import RunView, Trainer, find_lr
 from trainstack.trainer.user_state import UserState
-from trainstack.trainer.view import RunView
 from trainstack.trainer.writers import (
     CsvWriter,
     JsonLinesWriter,
@@ -38,7 +38,6 @@ from trainstack.trainer.writers import (
 
 if TYPE_CHECKING:
     from trainstack.trainer import callbacks
-    from trainstack.trainer.lr_finder import FoundRates, find_lr
     from trainstack.trainer.supervised import (
         SupervisedModule,
         apply_mapping,
@@ -49,13 +48,11 @@ if TYPE_CHECKING:
 __getattr__ = lazily(
     __name__,
     {
-        "FoundRates": "trainstack.trainer.lr_finder",
         "SupervisedModule": "trainstack.trainer.supervised",
         "apply_mapping": "trainstack.trainer.supervised",
         "build_optimizer": "trainstack.trainer.supervised",
         "call_with_matching_args": "trainstack.trainer.supervised",
         "callbacks": "trainstack.trainer.callbacks",
-        "find_lr": "trainstack.trainer.lr_finder",
     },
 )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class AbstractTrainer(ABC):
-    """Runs a module."""
+    """Runs a module. Events and callbacks use a trainer through this class."""
 
     @abstractmethod
     def train(self) -> None:
@@ -24,3 +24,12 @@ class AbstractTrainer(ABC):
     @abstractmethod
     def predict(self, dataloader: Any) -> Any:
         """Predict for the data of `dataloader`; the collected outputs."""
+
+    @property
+    @abstractmethod
+    def is_main_process(self) -> bool:
+        """Whether this process writes checkpoints and logs."""
+
+    @abstractmethod
+    def request_stop(self, reason: str) -> None:
+        """Ask for the end of the training at the next step boundary."""

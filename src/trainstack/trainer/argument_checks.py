@@ -6,19 +6,15 @@ import logging
 import math
 from collections.abc import Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trainstack.backends import TrainerBackend, parse_spec
+from trainstack.backends import parse_spec
 from trainstack.backends.registry import registered_backend
-from trainstack.checkpointing import AbstractCheckpointer
 from trainstack.checkpointing.monitoring import DEFAULT_MONITOR, Monitor
 from trainstack.errors import ConfigurationError
-from trainstack.trainer.argument_kinds import check_kinds, check_resume
+from trainstack.trainer.argument_kinds import Unchecked, check_kinds, check_resume
 from trainstack.trainer.progress import ProgressDisplay
 from trainstack.trainer.rhythm import check_validate_every, is_number_of_steps
-
-if TYPE_CHECKING:
-    from trainstack.trainer.arguments import TrainerArguments
 
 _AT_LEAST_ONE = ("train_batch_size", "gpu_batch_size_limit")
 _AT_LEAST_ONE_OR_NONE = (
@@ -54,7 +50,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 _DISPLAYS = ("auto", "rich", "plain", "none", None)
 
 
-def check_arguments(args: TrainerArguments) -> None:
+def check_arguments(args: Unchecked) -> None:
     """Check every field and how they go together.
 
     Raises:
@@ -67,37 +63,7 @@ def check_arguments(args: TrainerArguments) -> None:
     _check_monitor(args)
 
 
-def check_trainer_parts(module: Any, args: Any, backend: Any, checkpointer: Any) -> None:
-    """Check that a `Trainer` is given the right kinds of things.
-
-    Raises:
-        ConfigurationError: naming the first that is not.
-    """
-    from trainstack.trainer.arguments import TrainerArguments
-    from trainstack.trainer.module_interface import ModuleInterface
-
-    if isinstance(module, type) or not isinstance(module, ModuleInterface):
-        what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
-        raise ConfigurationError(
-            f"Trainer(module=...) was given {what}. Give it an instance of a class derived from ModuleInterface."
-        )
-    if not isinstance(args, TrainerArguments):
-        raise ConfigurationError(
-            f"Trainer(args=...) was given a {type(args).__name__}. Write TrainerArguments(...), or "
-            "TrainerArguments.from_dict(...)."
-        )
-    if backend is not None and not isinstance(backend, str | TrainerBackend):
-        raise ConfigurationError(
-            f"Trainer(trainer_backend=...) was given a {type(backend).__name__}. Write a backend string such as "
-            "'sp-bf16', or build_trainer_backend('sp-bf16')."
-        )
-    if checkpointer is not None and not isinstance(checkpointer, AbstractCheckpointer):
-        raise ConfigurationError(
-            f"Trainer(checkpointer=...) was given a {type(checkpointer).__name__}. Derive it from AbstractCheckpointer."
-        )
-
-
-def _check_numbers(args: TrainerArguments) -> None:
+def _check_numbers(args: Unchecked) -> None:
     _whole_number("epochs", args.epochs, 0)
     _whole_number("seed", args.seed, 0)
     _whole_number("sanity_val_steps", args.sanity_val_steps, 0)
@@ -152,7 +118,7 @@ def _steps(name: str, value: Any) -> None:
         )
 
 
-def _check_choices(args: TrainerArguments) -> None:
+def _check_choices(args: Unchecked) -> None:
     for name in _FLAGS:
         if not isinstance(getattr(args, name), bool):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write True or False.")
@@ -181,7 +147,7 @@ def _check_choices(args: TrainerArguments) -> None:
         raise ConfigurationError(f"log_level={args.log_level!r}: write 'DEBUG', 'INFO', 'WARNING' or 'ERROR'.")
 
 
-def _check_monitor(args: TrainerArguments) -> None:
+def _check_monitor(args: Unchecked) -> None:
     if args.monitor is None:
         return
     if not isinstance(args.monitor, str) or not args.monitor:
@@ -198,7 +164,7 @@ def _check_monitor(args: TrainerArguments) -> None:
         )
 
 
-def _check_backend(args: TrainerArguments) -> None:
+def _check_backend(args: Unchecked) -> None:
     if registered_backend(args.backend) is not None:
         return
     tokens = {record.token for record in parse_spec(args.backend)}

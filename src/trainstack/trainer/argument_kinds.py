@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,13 +13,13 @@ from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
 
-if TYPE_CHECKING:
-    from trainstack.trainer.arguments import TrainerArguments
+Unchecked = Any
+"""`TrainerArguments` before they are checked: nothing is certain about the types of their values."""
 
 _MEANT = {"true": True, "yes": True, "false": False, "no": False}
 
 
-def check_kinds(args: TrainerArguments) -> None:
+def check_kinds(args: Unchecked) -> None:
     """Refuse what is of another kind than its argument, so that what is looked at later is there.
 
     Raises:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from trainstack.trainer.run import Run
+from trainstack.trainer.run_state import RunState
+from trainstack.trainer.training_data import TrainingData
 
 _MOST_SHOWN = 64
 
 
-def place_of_failure(run: Run) -> str:
-    """Where the step stood in which an exception was raised, worked out only now that it was."""
-    state, plan, position = run.state, run.data.plan, run.loop.failed_in
+def place_of_failure(state: RunState, data: TrainingData, position: int | None) -> str:
+    """Where the step stood in which an exception was raised, worked out only now that it was.
+
+    Args:
+        state: of the run.
+        data: of the run.
+        position: the micro-batch in its step, from 0; None outside of forward and backward passes.
+    """
+    plan = data.plan
     place = f"in epoch {state.epoch}, global step {state.current_step}"
-    if position is None:  # not in a forward or backward pass
+    if position is None:
         return place
     if plan.accumulation > 1:
         place += f", micro-batch {position} of {plan.accumulation}"
-    indices = run.data.indices_under_way(state, position)
+    indices = data.indices_under_way(state, position)
     if indices is None:
         return place
     shown = ", ".join(map(str, indices[:_MOST_SHOWN]))

@@ -3,79 +3,74 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from trainstack.backends import Workload
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
+from trainstack.trainer.context import RunContext
 from trainstack.trainer.loop import loss_of
 from trainstack.trainer.order import mix
-from trainstack.trainer.refitting import free_memory, guard_steps, ran_out_of_memory
+from trainstack.trainer.refitting import free_memory, ran_out_of_memory
+from trainstack.trainer.training_data import TrainingData
 from trainstack.trainer.undoing import undone
 
-if TYPE_CHECKING:
-    from trainstack.trainer.run import Run
 
-
-def fit_micro_batch(run: Run) -> None:
-    """Halve the micro-batch of `run` until one forward and backward pass fits on every process.
-
-    With `"always"`, training does so as well from now on.
+def fit_micro_batch(context: RunContext, data: TrainingData, work: Workload) -> None:
+    """Halve the micro-batch of a run until one forward and backward pass fits on every process.
 
     All processes call it together. The gradient of a global batch does not depend on how it is split, so the result of
     the run stays what it is. Room is left for the gradients and for two values a parameter that optimizers may keep.
     The samples tried are the first of the data set; where others are larger, choose `gpu_batch_size_limit` yourself.
 
     Raises:
-        ConfigurationError: the library does not know the samples of the training loader, or the run is private, or
-            `"always"` does not go with the backend.
+        ConfigurationError: the library does not know the samples of the training loader, or the run is private.
         torch.OutOfMemoryError: not even one sample fits.
     """
-    problem = run.data.training_set.problem
-    if run.stack.is_private or problem is not None:
+    problem = data.training_set.problem
+    if context.stack.is_private or problem is not None:
         why = "the run is private, and its batches are drawn anew for each step" if problem is None else problem
         raise ConfigurationError(
-            f"fit_micro_batch={run.args.fit_micro_batch!r}: batches cannot be tried out, since {why}. Write "
+            f"fit_micro_batch={context.args.fit_micro_batch!r}: batches cannot be tried out, since {why}. Write "
             "gpu_batch_size_limit=... instead."
         )
-    first = run.data.plan.micro_batch
-    if run.args.fit_micro_batch == "always":
-        guard_steps(run)
-    while not _fits_everywhere(run):
-        run.args = replace(run.args, gpu_batch_size_limit=max(1, run.data.plan.micro_batch // 2))
-        run.data.plan_anew(run.args)
-    plan = run.module.plan = run.data.plan
+    first = data.plan.micro_batch
+    while not _fits_everywhere(context, data, work):
+        context.args = replace(context.args, gpu_batch_size_limit=max(1, data.plan.micro_batch // 2))
+        data.plan_anew(context.args)
+    plan = context.module.plan = data.plan
     if plan.micro_batch != first:
-        run.log.warning(
+        context.log.warning(
             f"a micro-batch of {first} does not fit into memory: each step is split into {plan.accumulation} of "
             f"{plan.micro_batch}, with the same result. To save the trial, write gpu_batch_size_limit="
             f"{plan.micro_batch}."
         )
 
 
-def _fits_everywhere(run: Run) -> bool:
+def _fits_everywhere(context: RunContext, data: TrainingData, work: Workload) -> bool:
     error: Exception | None = None
+    world = context.world
     try:
-        _try_once(run)
+        _try_once(context, data, work)
     except Exception as raised:
         if not ran_out_of_memory(raised):
             raise
         error = raised.with_traceback(None)  # which holds what the pass has allocated
-    free_memory(run.world.device)
-    if not any(run.world.comm.gather(error is not None)):
+    free_memory(world.device)
+    if not any(world.comm.gather(error is not None)):
         return True
-    if run.data.plan.micro_batch == 1:
-        run.world.comm.agree(error, "a step with a single sample")
+    if data.plan.micro_batch == 1:
+        world.comm.agree(error, "a step with a single sample")
     return False
 
 
-def _try_once(run: Run) -> None:
+def _try_once(context: RunContext, data: TrainingData, work: Workload) -> None:
     """One pass that leaves nothing behind and sends nothing to other processes."""
-    stack, work, step = run.stack, run.loop.work, run.state.global_step + 1
-    data = run.data.training_set
-    batch = data.fetch(torch.arange(min(run.data.plan.micro_batch, data.length or 1)))
-    with undone(run, seed=mix(run.state.seed, step)):
+    stack, step = context.stack, context.state.global_step + 1
+    samples = data.training_set
+    batch = samples.fetch(torch.arange(min(data.plan.micro_batch, samples.length or 1)))
+    with undone(context, work, seed=mix(context.state.seed, step)):
         kept = [torch.empty_like(p) for p in work.trained for _ in range(2)]
         with stack.accumulate(work, False):
             stack.backward(work, loss_of(stack.forward(work, Stage.TRAIN, batch, step)), 1.0)

@@ -6,7 +6,7 @@ back from the device, unless non-finite steps are to be skipped, which has to be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -27,12 +27,14 @@ from trainstack.trainer.events.loop_events import (
     with_fetch_events,
 )
 from trainstack.trainer.hooks import Hooks, needs_outputs
+from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.meter import LossMeter
+from trainstack.trainer.rhythm import NEVER
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.schedulers.schedules import Schedules
+from trainstack.trainer.snapshot import load_states
 from trainstack.trainer.sources import Window
 
-NEVER = 1 << 62
 Passes = Callable[[Window], list[Tensor]]
 """Forward and backward of all micro-batches of a step; returns their losses."""
 
@@ -58,7 +60,7 @@ class TrainLoop:
         meter: gets the losses.
         step_outputs, epoch_outputs: collectors; None where nobody reads them.
         attend: called once `state.global_step` has reached `attend_at`, which it sets anew.
-        attend_at: see `attend`. A signal handler or another thread may set it to 0 at any moment.
+        attend_at: see `attend`. A signal handler or another thread may call `wake` at any moment, which sets it to 0.
         failed_in: the micro-batch of its step, from 0, in which an exception was raised; None before, or elsewhere.
         guard: what is to be done around the passes of each step; None for nothing.
     """
@@ -99,6 +101,38 @@ class TrainLoop:
         self.attend_at = NEVER
         self.failed_in: int | None = None
         self.guard: Callable[[Passes], Passes] | None = None
+
+    def wake(self) -> None:
+        """Let `attend` be called after the step under way; threads and signal handlers may call this."""
+        self.attend_at = 0
+
+    def get_state(self) -> dict[str, Any]:
+        """Counters, optimizers, schedulers and running means."""
+        return {
+            **self.state.get_state(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.work.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "scheduler_counts": self.schedules.get_counts(),
+            "kinds": {
+                "optimizers": [type(optimizer).__name__ for optimizer in self.work.optimizers],
+                "schedulers": [type(scheduler).__name__ for scheduler in self.schedulers],
+            },
+            "meter": self.meter.get_state(),
+        }
+
+    def update_state(self, state: Mapping[str, Any], *, fresh_optimizers: bool, log: RunLogger) -> None:
+        """Take back what `get_state` returned, optimizers and schedulers only if they are not to be fresh.
+
+        Raises:
+            CheckpointMismatchError: optimizers or schedulers are not those of the checkpoint.
+        """
+        self.state.update_state(state)
+        if "meter" in state:
+            self.meter.update_state(state["meter"])
+        if not fresh_optimizers:
+            load_states("optimizer", self.work.optimizers, state["optimizers"], state["kinds"]["optimizers"], log)
+            load_states("scheduler", self.schedulers, state["schedulers"], state["kinds"]["schedulers"], log)
+            self.schedules.update_counts(state["scheduler_counts"])
 
 
 def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:

@@ -6,24 +6,21 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
 
-from trainstack.errors import ConfigurationError, NonFiniteError
+from trainstack.backends import Workload
+from trainstack.errors import NonFiniteError
+from trainstack.trainer.context import RunContext
 from trainstack.trainer.hooks import Hooks
 from trainstack.trainer.loop import TrainLoop, train_windows
 from trainstack.trainer.meter import MAX_SKIPPED_IN_A_ROW
 from trainstack.trainer.order import mix
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.sources import Window
-from trainstack.trainer.together import by_all
+from trainstack.trainer.training_data import TrainingData
 from trainstack.trainer.undoing import undone
-
-if TYPE_CHECKING:
-    from trainstack.trainer.run import Run
-    from trainstack.trainer.trainer import Trainer
 
 DIVERGED = 4.0
 """So many times the smallest running mean of the loss ends the search."""
@@ -60,48 +57,14 @@ class FoundRates:
         return steepest if steepest is not None and slopes[steepest] < 0 else None
 
 
-def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: int = 100) -> FoundRates:
-    """Train for some steps while the learning rate grows from `start` to `end`, and undo all of it.
-
-    It ends early once the loss is not finite or far above its minimum. A step that moves nothing, such as an overflow
-    in fp16, is followed by another at the same rate. Hooks are not called, schedules stand still, and afterwards the
-    run is what it was: weights, optimizers, random numbers, history. The method is that of L. N. Smith, "Cyclical
-    Learning Rates for Training Neural Networks" (2017), with the steepest slope as the answer.
-
-    Args:
-        trainer: about to train, or between two calls of `train`. All processes call it together.
-        start: the first learning rate; where parameter groups differ, that of the highest, the others in proportion to
-            those that they were made with.
-        end: the last.
-        steps: global steps from one to the other.
-
-    Raises:
-        ConfigurationError: the range is none; the run is private, since the trial would spend privacy; the order of the
-            training data is not the library's; or it is called from within training.
-    """
-    if not 0 < start < end or steps < 3:
-        raise ConfigurationError(
-            f"find_lr(start={start}, end={end}, steps={steps}): write 0 < start < end, and at least 3 steps."
-        )
-    run = trainer._ready()
-    problem = run.data.training_set.problem
-    if run.busy:
-        problem = "a run is under way"
-    elif run.stack.is_private:
-        problem = "the run is private, and the trial would spend privacy"
-    if problem is not None:
-        raise ConfigurationError(
-            f"find_lr: {problem}. Call it before train, on a DataLoader over a map-style data set."
-        )
-    return _search(trainer, run, start, end, steps)
-
-
-@by_all
-def _search(trainer: Trainer, run: Run, start: float, end: float, steps: int) -> FoundRates:
+def try_rates(
+    context: RunContext, data: TrainingData, work: Workload, start: float, end: float, steps: int
+) -> FoundRates:
+    """The trial of `find_lr`, which all processes make together."""
     rates, losses, means = list[float](), list[float](), list[float]()
-    with undone(run, seed=mix(run.state.seed, steps)) as state:
-        trainer.module.train()
-        loop = TrainLoop(run.stack, run.loop.work, Hooks(None), state=state)
+    with undone(context, work, seed=mix(context.state.seed, steps)) as state:
+        context.module.train()
+        loop = TrainLoop(context.stack, work, Hooks(None), state=state)
         ramp = _Ramp(loop.work.optimizers, start, end, steps)
 
         def attend() -> None:
@@ -116,17 +79,17 @@ def _search(trainer: Trainer, run: Run, start: float, end: float, steps: int) ->
 
         loop.attend, loop.attend_at = attend, 0
         with suppress(NonFiniteError):  # it has diverged
-            train_windows(loop, _windows(run, state, steps, means))
+            train_windows(loop, _windows(data, state, steps, means))
     return FoundRates(rates=tuple(rates), losses=tuple(losses))
 
 
-def _windows(run: Run, state: RunState, steps: int, means: list[float]) -> Iterator[Window]:
+def _windows(data: TrainingData, state: RunState, steps: int, means: list[float]) -> Iterator[Window]:
     """Windows of as many epochs as it takes, until the loss diverges or steps tell nothing any more."""
     idle = known = 0
     for epoch in count():
         state.epoch = epoch
         state.samples_in_epoch = state.batches_in_epoch = state.steps_in_epoch = 0
-        for window in run.data.windows(state):
+        for window in data.windows(state):
             idle, known = 0 if len(means) > known else idle + 1, len(means)
             diverged = len(means) > SETTLED and means[-1] > DIVERGED * min(means[SETTLED:])
             if diverged or len(means) >= steps or idle > MAX_SKIPPED_IN_A_ROW:

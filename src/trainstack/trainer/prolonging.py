@@ -2,54 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
 from trainstack.errors import ConfigurationError
-from trainstack.trainer.rhythm import ValidationSchedule, whole_steps
+from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.plan import TrainingPlan
+from trainstack.trainer.run_state import RunState
 from trainstack.trainer.schedulers.length import counts_at_end, why_too_short
-
-if TYPE_CHECKING:
-    from trainstack.trainer.arguments import TrainerArguments
-    from trainstack.trainer.run import Run
-    from trainstack.trainer.trainer import Trainer
+from trainstack.trainer.schedulers.schedules import Schedules
 
 
-def prolong(trainer: Trainer, epochs: int | None, max_steps: int | float | None) -> None:
-    """Give a trainer's run another end, where it stands.
-
-    Schedulers that are made already go on as they were laid; fractions of the run are those of the longer one. A
-    `fast_dev_run` keeps its end.
+def refuse_short_schedules(schedules: Schedules, plan: TrainingPlan, state: RunState, args: TrainerArguments) -> None:
+    """Refuse an extension beyond the end of a schedule.
 
     Args:
-        trainer: trained or not; as it was, where the longer run is refused.
-        epochs: of the whole run; then its steps are not limited.
-        max_steps: global steps of the whole run, whatever its epochs.
+        schedules: of the run.
+        plan: the present one, for which the schedules were made.
+        state: the counters of the run.
+        args: with the new end.
 
     Raises:
-        ConfigurationError: one of the two is no such number, or a schedule would end before the run does.
+        ConfigurationError: a schedule would end before the run does.
     """
-    if trainer.args.fast_dev_run:
-        return
-    args = replace(trainer.args, epochs=trainer.args.epochs if epochs is None else epochs, max_steps=max_steps)
-    run = trainer._run
-    if run is not None:
-        _refuse_short_schedules(run, args)
-    trainer.args = args
-    if run is None:
-        return
-    run.args = args
-    run.data.plan_anew(args)
-    run.module.plan = run.data.plan
-    run.validation = ValidationSchedule(args.validate_every, run.data.plan)
-    run.log_interval = run.loop.measure_every = whole_steps("log_every", args.log_interval, run.data.plan)
-    trainer._finished = False
-
-
-def _refuse_short_schedules(run: Run, args: TrainerArguments) -> None:
-    plan, schedules = run.data.plan, run.loop.schedules
     longer = plan.with_end(args.epochs, args.max_steps)
-    planned, counts = (counts_at_end(schedules, one, run.state) for one in (plan, longer))
+    planned, counts = (counts_at_end(schedules, one, state) for one in (plan, longer))
     for position, scheduler in enumerate(schedules.schedulers):
         before, count = planned[position], counts[position]
         if count is None or before is None or count <= before:

@@ -122,9 +122,9 @@ def _halved(run: Run) -> Iterator[Window]:
     The module is asked for its loader under the random state that the epoch began with, as on a resume.
     """
     first, device, now = run.data.plan.micro_batch, run.world.device, capture_rng(run.world.device)
-    run.args = replace(run.args, gpu_batch_size_limit=first // 2)
+    run.context.args = replace(run.context.args, gpu_batch_size_limit=first // 2)
     restore_rng(run.epoch_rng or now, device)
-    run.data.plan_anew(run.args)
+    run.data.plan_anew(run.context.args)
     plan = run.module.plan = run.data.plan
     windows = run.data.windows(run.state)
     restore_rng(now, device)

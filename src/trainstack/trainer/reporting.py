@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from trainstack.backends import TrainerBackend
-from trainstack.trainer.arguments import TrainerArguments
-from trainstack.trainer.history import RunHistory, as_of_now
-from trainstack.trainer.logs import RunLogger
+from trainstack.trainer.context import RunContext
+from trainstack.trainer.history import as_of_now
 from trainstack.trainer.meter import LossMeter
 from trainstack.trainer.plain_values import as_json
 from trainstack.trainer.plan import TrainingPlan
@@ -20,56 +18,62 @@ from trainstack.trainer.run_state import RunState
 from trainstack.trainer.writers import RunInfo, WriterGroup, build_writers
 
 if TYPE_CHECKING:
-    from trainstack.trainer.report import RunRecorder
-    from trainstack.trainer.trainer import Trainer
+    from trainstack.trainer.report.recorder import RunRecorder
 
 
 class Reporter:
     """Feeds the writers and the progress display of one run from its `RunHistory`.
 
     Args:
-        args: which writers and which display.
-        history: what has been measured.
-        is_main: False on processes that must not write anything.
+        context: of the run; only the main process writes anything.
     """
 
-    def __init__(self, args: TrainerArguments, history: RunHistory, *, is_main: bool = True) -> None:
-        self.history = history
-        self._log = RunLogger(args.log_level)
-        self._writers = WriterGroup(build_writers(args.writers, args.log_dir) if is_main else [], self._log.warning)
-        self._args, self._log_dir, self._is_main = args, args.log_dir, is_main
-        self._kind = "none" if args.disable_tqdm or not is_main else args.progress
+    def __init__(self, context: RunContext) -> None:
+        self._context, args, self._is_main = context, context.args, context.world.is_main
+        self.history, self._log, self._log_dir = context.history, context.log, args.log_dir
+        writers = build_writers(args.writers, args.log_dir) if self._is_main else []
+        self._writers = WriterGroup(writers, self._log.warning)
+        self._kind = "none" if args.disable_tqdm or not self._is_main else args.progress
         self.progress: ProgressDisplay = NoProgress()
         self._last_loss: float | None = None
         self._epoch_began = 0.0
         self._recorder: RunRecorder | None = None
 
-    def open(self, trainer: Trainer, resume_step: int | None) -> None:
-        """Open the writers, begin the report, and show the plan and the stack."""
-        plan, stack = trainer.plan, trainer.trainer_backend
+    def open(self, plan: TrainingPlan, optimizers: Iterable[Optimizer], resume_step: int | None) -> None:
+        """Open the writers, begin the report, and show the plan and the stack.
+
+        Args:
+            plan: of the run.
+            optimizers: of the run, for the report.
+            resume_step: the global step after which the run is resumed; None for a fresh one.
+        """
+        context, stack = self._context, self._context.stack
+        arguments = context.args.to_dict()
         self.progress = build_progress(self._kind)
         self._writers.open(
             RunInfo(
                 resume_step=resume_step,
                 recorded_there=None if resume_step is None else self.history.flushed_at(resume_step),
                 log_dir=self._log_dir,
-                config=as_json({"backend": stack.spec, "arguments": self._args.to_dict(), "plan": plan.to_dict()}),
+                config=as_json({"backend": stack.spec, "arguments": arguments, "plan": plan.to_dict()}),
             )
         )
-        self._recorder = self._begin_report(trainer, resume_step)
+        self._recorder = self._begin_report(plan, optimizers, resume_step)
         layers = "\n".join(f"{layer.name}: {layer.summary}" for layer in stack.layers())
-        rows = [("backend", f"{stack.spec} on {trainer.device}"), ("stack", layers), *plan.rows()]
+        rows = [("backend", f"{stack.spec} on {context.world.device}"), ("stack", layers), *plan.rows()]
         if resume_step is not None:
             rows.append(("resumed", f"after global step {resume_step}"))
         self._writers.text(format_plan_table(rows))
 
-    def _begin_report(self, trainer: Trainer, resume_step: int | None) -> RunRecorder | None:
-        if not self._is_main or not self._args.wants_report:
+    def _begin_report(
+        self, plan: TrainingPlan, optimizers: Iterable[Optimizer], resume_step: int | None
+    ) -> RunRecorder | None:
+        if not self._is_main or not self._context.args.wants_report:
             return None
-        from trainstack.trainer.report import begin_recording
+        from trainstack.trainer.report.starting import begin_recording  # not needed by runs without a report
 
         try:
-            return begin_recording(trainer, resume_step)
+            return begin_recording(self._context, plan, optimizers, resume_step)
         except Exception as error:  # training is what counts
             self._log.warning(f"there will be no run report: {type(error).__name__}: {error}")
             return None
@@ -145,8 +149,9 @@ class Reporter:
         """Write one line."""
         self._writers.text(line)
 
-    def end_private_run(self, stack: TrainerBackend, why_over: str | None) -> None:
+    def end_private_run(self, why_over: str | None) -> None:
         """Say what a private run guarantees, and keep it beside the logs; nothing for other runs."""
+        stack = self._context.stack
         if not stack.is_private:
             return
         statement = stack.privacy_statement()
@@ -158,11 +163,10 @@ class Reporter:
             (self._log_dir / "privacy_statement.txt").write_text(statement.text + "\n", encoding="utf-8")
             (self._log_dir / "privacy_statement.json").write_text(statement.to_json() + "\n", encoding="utf-8")
 
-    def end(self, trainer: Trainer, status: str, reason: str | None = None) -> None:
+    def end(self, status: str, reason: str | None = None) -> None:
         """Write the report of a run that has ended, and where it lies; a report that fails is said, and no more.
 
         Args:
-            trainer: which has run.
             status: "finished", "stopped", "interrupted" or "failed".
             reason: why it has not finished.
         """
@@ -170,17 +174,17 @@ class Reporter:
         if recorder is None:
             return
         try:
-            privacy = trainer.trainer_backend.privacy_statement().text
-            path = recorder.end(self.history, trainer.state.global_step, status, reason, privacy)
+            privacy = self._context.stack.privacy_statement().text
+            path = recorder.end(self.history, self._context.state.global_step, status, reason, privacy)
             self.text(f"report: {path}")
         except Exception as error:  # training is what counts
             self._log.warning(f"the run report could not be written: {type(error).__name__}: {error}")
 
-    def fail(self, trainer: Trainer, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """The run ends by `error`; of a private run only its kind is told, for the message may hold values."""
-        message = "" if trainer.trainer_backend.is_private else " ".join(str(error).split())
+        message = "" if self._context.stack.is_private else " ".join(str(error).split())
         reason = f"{type(error).__name__}: {message}" if message else type(error).__name__
-        self.end(trainer, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", reason)
+        self.end("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", reason)
 
     def close(self) -> None:
         """Leave the terminal and the files in order."""

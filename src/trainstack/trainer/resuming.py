@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
 from trainstack.backends import TrainerBackend
@@ -16,14 +17,13 @@ from trainstack.checkpointing.finding import follow
 from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.arguments import TrainerArguments
-from trainstack.trainer.events import Event
+from trainstack.trainer.context import RunContext
 from trainstack.trainer.logs import RunLogger
+from trainstack.trainer.plan import TrainingPlan
+from trainstack.trainer.run_state import RunState
 from trainstack.trainer.schedulers.length import counts_at_end
-from trainstack.trainer.snapshot import check_plan, rng_of_rank, say_if_inexact, update_loop_state
-
-if TYPE_CHECKING:
-    from trainstack.trainer.run import Run
-    from trainstack.trainer.trainer import Trainer
+from trainstack.trainer.schedulers.schedules import Schedules
+from trainstack.trainer.snapshot import check_plan, say_if_inexact
 
 _OF_OPTIMIZERS = ("optimizers", "schedulers", "scheduler_counts", "kinds")
 
@@ -63,14 +63,21 @@ def _must_survive(stack: TrainerBackend) -> set[str]:
     return {layer.name for layer in layers if layer.state_must_survive}
 
 
-def start_from_weights(trainer: Trainer, resumed: bool) -> WarmStartReport | None:
+def start_from_weights(
+    context: RunContext, read_weights: Callable[[Path], dict[str, Tensor]], *, resumed: bool
+) -> WarmStartReport | None:
     """Load `init_weights_from` into the module, if that is asked for and nothing was resumed.
+
+    Args:
+        context: of the trainer.
+        read_weights: gives all processes the tensors of a file or folder.
+        resumed: whether a checkpoint has given the module its weights.
 
     Raises:
         CheckpointMismatchError: nothing in it fits, or not everything while `init_weights_strict`.
         CheckpointNotFoundError, CheckpointDamagedError: it cannot be read.
     """
-    args, log = trainer.args, RunLogger(trainer.args.log_level)
+    args, log = context.args, RunLogger(context.args.log_level)
     source = args.init_weights_from
     if source is None:
         return None
@@ -78,9 +85,9 @@ def start_from_weights(trainer: Trainer, resumed: bool) -> WarmStartReport | Non
         log.info(f"init_weights_from={os.fspath(source)!r} is not used: the run goes on from a checkpoint.")
         return None
     source = follow(Path(source))
-    _refuse_private(source, trainer.trainer_backend)
-    weights = trainer._saver.read_weights(source)
-    report = warm_start(trainer.module, weights, strict=args.init_weights_strict, name=os.fspath(source))
+    _refuse_private(source, context.stack)
+    weights = read_weights(source)
+    report = warm_start(context.module, weights, strict=args.init_weights_strict, name=os.fspath(source))
     log.info(str(report)) if report.is_complete else log.warning(str(report))
     return report
 
@@ -111,46 +118,26 @@ def _checkpoint_of(source: Path) -> Path | None:
     return next(own, None)
 
 
-def resume(trainer: Trainer, run: Run, checkpoint: Checkpoint) -> None:
-    """Give `run` the states of `checkpoint`, as far as they were kept.
+def check_resumable(checkpoint: Checkpoint, context: RunContext, plan: TrainingPlan) -> None:
+    """Refuse a checkpoint of other data, and warn of other differences.
 
     Raises:
-        CheckpointMismatchError: they are of another optimizer, backend, data set or a shorter schedule.
+        CheckpointMismatchError: it is of another data set, or of a loader that has to be split as it was.
     """
-    state, args = trainer.state, trainer.args
-    if args.resume_mode == "weights":
-        return
-    if args.resume_mode == "weights_and_optimizer":
-        update_loop_state(run.loop, checkpoint.trainer_state or {}, fresh_optimizers=False, log=run.log)
-        trainer.trainer_backend.update_state(checkpoint.trainer_backend_state or {})
-        _check_schedules(run)
-        return
-    say_if_inexact(checkpoint, run.log)
-    check_plan(checkpoint, run.data.plan, state, run.log)
-    if state.seed != args.seed:
-        run.log.warning(f"the run began with seed={state.seed} and goes on with it; seed={args.seed} is not used.")
-    trainer.update_state(checkpoint.trainer_state)
-    trainer.trainer_backend.update_state(checkpoint.trainer_backend_state or {})
-    _check_schedules(run)
-    if checkpoint.history_state is not None:
-        trainer.history.update_state(checkpoint.history_state)
-    if "user" in (checkpoint.trainer_state or {}):
-        trainer.user_state.update_state(checkpoint.trainer_state["user"])  # type: ignore[index]
-    rng = rng_of_rank(checkpoint.rng_state, trainer.world, state)
-    if rng is not None:
-        run.pending_rng, run.epoch_rng = rng["now"], rng["epoch"]
-    run.data.loader_memory.restore((checkpoint.trainer_state or {}).get("loaders"), trainer.world)
-    _say_other_backend(checkpoint, trainer.trainer_backend.spec, run.log)
-    _say_other_processes(checkpoint, trainer.world.size, run.log)
-    trainer._saver.saved_at = (state.global_step, state.epoch)
-    trainer.events.update_state(checkpoint.callback_states)
-    trainer.events.fire(Event.LOAD_CHECKPOINT, checkpoint)
+    state, log = context.state, context.log
+    say_if_inexact(checkpoint, log)
+    check_plan(checkpoint, plan, state, log)
+    if state.seed != context.args.seed:
+        log.warning(f"the run began with seed={state.seed} and goes on with it; seed={context.args.seed} is not used.")
 
 
-def _check_schedules(run: Run) -> None:
-    """Refuse a schedule that torch would refuse to step in the middle of the run."""
-    plan, schedules = run.data.plan, run.loop.schedules
-    counts = counts_at_end(schedules, plan, run.state)
+def check_schedules(schedules: Schedules, plan: TrainingPlan, state: RunState) -> None:
+    """Refuse a schedule that torch would refuse to step in the middle of the run.
+
+    Raises:
+        CheckpointMismatchError: it is shorter than the run.
+    """
+    counts = counts_at_end(schedules, plan, state)
     for position, (scheduler, count) in enumerate(zip(schedules.schedulers, counts, strict=True)):
         if isinstance(scheduler, OneCycleLR) and count is not None and count > scheduler.total_steps:
             done = scheduler.last_epoch
@@ -160,6 +147,12 @@ def _check_schedules(run: Run) -> None:
                 "reset_optimizers_schedulers=True for a new cycle over the epochs that are left, or the epochs that "
                 "the run began with."
             )
+
+
+def say_what_differs(checkpoint: Checkpoint, context: RunContext) -> None:
+    """Warn if the checkpoint was written under another backend or number of processes."""
+    _say_other_backend(checkpoint, context.stack.spec, context.log)
+    _say_other_processes(checkpoint, context.world.size, context.log)
 
 
 def _say_other_backend(checkpoint: Checkpoint, spec: str, log: RunLogger) -> None:

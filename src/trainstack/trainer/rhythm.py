@@ -10,8 +10,10 @@ from typing import Any
 
 from trainstack.backends import Communicator
 from trainstack.errors import ConfigurationError, annotate
-from trainstack.trainer.loop import NEVER
 from trainstack.trainer.plan import TrainingPlan
+
+NEVER = 1 << 62
+"""A step that no run reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,29 +7,38 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from trainstack.backends import TrainerBackend, Workload, World
+from trainstack.backends import Workload
+from trainstack.checkpointing import Checkpoint
 from trainstack.errors import ModuleContractError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.collector import as_arguments
+from trainstack.trainer.context import RunContext
 from trainstack.trainer.evaluator import Evaluator
-from trainstack.trainer.events import Event, Events
+from trainstack.trainer.events import Event
 from trainstack.trainer.failing import place_of_failure
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.hooks import Hooks
-from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.loop import TrainLoop
-from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.metrics import Metrics
 from trainstack.trainer.optimizers import checked_optimizers_schedulers
 from trainstack.trainer.order import mix
+from trainstack.trainer.prolonging import refuse_short_schedules
 from trainstack.trainer.refitting import train_refitting
 from trainstack.trainer.reporting import Reporter
+from trainstack.trainer.resuming import check_resumable, check_schedules, say_what_differs
 from trainstack.trainer.rhythm import ValidationSchedule, whole_steps
-from trainstack.trainer.run_state import RunState
+from trainstack.trainer.saving import Saver
 from trainstack.trainer.schedulers.making import make_schedules
 from trainstack.trainer.seeding import capture_rng, isolated_rng, restore_rng
 from trainstack.trainer.shaping import shape
 from trainstack.trainer.signatures import check_signatures
-from trainstack.trainer.snapshot import finite_tensors
+from trainstack.trainer.snapshot import (
+    finite_tensors,
+    make_checkpoint,
+    refuse_diverged,
+    refuse_poisoned,
+    rng_of_rank,
+)
 from trainstack.trainer.sources import Window
 from trainstack.trainer.stopping import Stopped, Stopper
 from trainstack.trainer.training_data import TrainingData
@@ -42,14 +51,9 @@ class Run:
     """A module made ready on a stack.
 
     Args:
-        module: its state is restored already; its optimizers' is not yet.
-        args: of the trainer.
-        stack: the outermost layer, opened.
-        world: what `open` returned.
-        state: where the run stands.
-        history: where metrics go.
+        context: of the trainer, whose module has its state back already.
         stopper: asked when the run is to stop, also by whoever supplies its data.
-        events: told what happens.
+        saver: writes the run's checkpoints.
         metrics: given to the trainer; None for the module's.
 
     Attributes:
@@ -60,50 +64,39 @@ class Run:
         loop: what the loop works with.
         pending_rng: the random state to go on with; used up when training goes on.
         epoch_rng: the random state that the epoch under way began with.
-        training: whether `Trainer.train` is under way.
-        busy: whether a step, a hook or a validation is under way, so that a checkpoint has to wait.
-        save_asked: whether one waits.
-        pin_asked: whether the next checkpoint is to be kept for good.
-        paths_asked: where else it is to go, and whether once for the world or for each node.
         watched: names of the parameters and buffers that must stay finite.
-        poll: raises what has failed beside the training; called whenever the loop attends to something.
     """
 
-    def __init__(
-        self,
-        module: ModuleInterface,
-        args: TrainerArguments,
-        stack: TrainerBackend,
-        world: World,
-        state: RunState,
-        history: RunHistory,
-        stopper: Stopper,
-        events: Events,
-        metrics: Any = None,
-    ) -> None:
-        self.module, self.args, self.stack, self.world = module, args, stack, world
-        self.state, self.history, self.stopper, self.events = state, history, stopper, events
-        self.log = RunLogger(args.log_level if world.is_main else "ERROR")  # what is said is true of all processes
-        self.evaluator = Evaluator(self, metrics)
+    def __init__(self, context: RunContext, stopper: Stopper, saver: Saver, metrics: Any = None) -> None:
+        self.context, self.stopper, self.saver = context, stopper, saver
+        self.module, self.stack, self.world, self.state = context.module, context.stack, context.world, context.state
+        self.history, self.events, self.log = context.history, context.events, context.log
+        module, args, world, state = self.module, context.args, self.world, self.state
+        made_metrics = Metrics(metrics, module)
         check_signatures(module, self.log)
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
-        self.poll: Callable[[], None] = lambda: None
-        self.training = self.busy = self.save_asked = self.pin_asked = False
-        self.paths_asked: list[tuple[Any, str]] = []
         with isolated_rng(mix(state.seed), world.device):
-            self.data = TrainingData(module, args, world, state.seed, self.log, stack.stated_records)
+            self.data = TrainingData(module, args, world, state.seed, self.log, self.stack.stated_records)
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
         module.plan, module._history, module._run_state = self.data.plan, RunHistory(), state
         self.hooks = Hooks(module, stopper.ask)
-        shape(module, compiled=args.compile, channels_last=args.channels_last, private=stack.is_private)
+        shape(module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private)
         self.loop = self._make_loop()
-        module._history = history  # what a layer tried out on the module was written elsewhere
+        module._history = self.history  # what a layer tried out on the module was written elsewhere
+        self.evaluator = Evaluator(
+            context,
+            metrics=made_metrics,
+            data=self.data,
+            hooks=self.hooks,
+            stopper=stopper,
+            work=lambda: self.loop.work,
+        )
         self.watched = finite_tensors(module, self.loop.work)
 
     def _make_loop(self) -> TrainLoop:
-        args, plan = self.args, self.data.plan
+        args, plan = self.context.args, self.data.plan
         ahead = plan.rest(self.state.epoch, self.state.global_step) if args.reset_optimizers_schedulers else plan
         epochs = max(1, ahead.epochs)
         made = self.module.get_optimizers_schedulers(ahead.estimated_global_steps_per_epoch, epochs)
@@ -135,8 +128,8 @@ class Run:
         Raises:
             Stopped: somebody asked for it; the run stands at a step boundary, or between two validation batches.
         """
-        state = self.state
-        self.busy = True
+        state, monitor = self.state, self.context.args.monitor
+        self.context.busy = True
         windows = self._begin_epoch()
         reporter.start_epoch(state, self.data.plan)
         if state.validated < 0:
@@ -150,13 +143,13 @@ class Run:
         if self.validation.after_epoch(state.epoch):
             self.evaluator.validate(reporter)
         may_lack = self.validation.is_sparse and not self.evaluator.has_validated
-        if self.args.monitor is not None and self.evaluator.has_validated:
-            self.history.get_latest_metric(self.args.monitor)  # or say which ones there are
+        if monitor is not None and self.evaluator.has_validated:
+            self.history.get_latest_metric(monitor)  # or say which ones there are
         self.loop.schedules.end_epoch(self.history, state.epoch, self.world.comm, may_lack=may_lack)
         self.events.fire(Event.EPOCH_END, state.epoch)
         state.finish_epoch()
         reporter.end_epoch(state, self.data.plan)
-        self._save(save, self.save_asked)
+        self._save(save, self.saver.save_asked)
         self.stopper.settle()
 
     def _train_windows(
@@ -171,7 +164,7 @@ class Run:
                     self._validate_within(reporter)
                 train_refitting(self, windows)
         except Exception as error:
-            annotate(error, place_of_failure(self))
+            annotate(error, place_of_failure(state, self.data, self.loop.failed_in))
             raise
         self.stopper.settle()
         if not state.steps_in_epoch:
@@ -182,7 +175,7 @@ class Run:
 
     def steps_left(self) -> int | None:
         """How many steps the epoch under way may still have; None for as many as there is data for."""
-        cap, most = self.args.max_train_steps_per_epoch, self.data.plan.max_steps
+        cap, most = self.context.args.max_train_steps_per_epoch, self.data.plan.max_steps
         left = [] if cap is None else [cap - self.state.steps_in_epoch]
         left += [] if most is None else [most - self.state.global_step]
         return max(0, min(left)) if left else None
@@ -215,9 +208,9 @@ class Run:
 
     def _save(self, save: Callable[[bool], None], force: bool) -> None:
         """Save at a step boundary, where everything that goes into a checkpoint fits together."""
-        self.busy = self.save_asked = False
+        self.context.busy = self.saver.save_asked = False
         save(force)
-        self.busy = True
+        self.context.busy = True
 
     def _end_train_epoch(self) -> None:
         hook, collector = self.hooks.end_train_epoch, self.loop.epoch_outputs
@@ -242,7 +235,7 @@ class Run:
             reporter.write()
         if self.validation.is_due(step, state.steps_in_epoch, self.world.comm):
             self._validate_within(reporter)
-        if self.save_asked or (save_every is not None and step % save_every == 0):
+        if self.saver.save_asked or (save_every is not None and step % save_every == 0):
             reporter.write()  # a history counts as written once it is saved
             self._save(save, True)
         if state.steps_in_epoch >= reporter.progress.next_look:
@@ -250,7 +243,7 @@ class Run:
         if self.stopper.is_due(step):
             raise Stopped
         self._set_next_attention(reporter, save_every)
-        self.poll()  # after that: what fails later moves `attend_at` again
+        self.saver.poll()  # after that: what fails later moves `attend_at` again
 
     def _validate_within(self, reporter: Reporter) -> None:
         """Validate at a step boundary; one that is broken off is gone on with when the run is."""
@@ -270,8 +263,8 @@ class Run:
         if save_every is not None:
             due.append(save_every - step % save_every)
         self.loop.attend_at = step + min(due)
-        if self.stopper.is_asked or self.save_asked:  # looked at last: later ones move `attend_at` themselves
-            self.loop.attend_at = 0
+        if self.stopper.is_asked or self.saver.save_asked:  # looked at last: later ones call `wake` themselves
+            self.loop.wake()
 
     @property
     def is_over(self) -> bool:
@@ -296,3 +289,106 @@ class Run:
         if self.pending_rng is not None:
             restore_rng(self.pending_rng, self.world.device)
             self.pending_rng = None
+
+    # --- its end -------------------------------------------------------------------------------------------
+
+    def prolong(self, args: TrainerArguments) -> None:
+        """Extend the run to the end that `args` give.
+
+        Raises:
+            ConfigurationError: a schedule would end before the run does. The run is then unchanged.
+        """
+        refuse_short_schedules(self.loop.schedules, self.data.plan, self.state, args)
+        self.context.args = args
+        self.data.plan_anew(args)
+        self.module.plan = self.data.plan
+        self.validation = ValidationSchedule(args.validate_every, self.data.plan)
+        self.log_interval = self.loop.measure_every = whole_steps("log_every", args.log_interval, self.data.plan)
+
+    def end(self, reporter: Reporter, export: Callable[[], None]) -> None:
+        """End a training that no exception has ended: save, tell the subscribers, and export the module.
+
+        Args:
+            reporter: of this training.
+            export: writes the module's state; not called where a signal has interrupted the run.
+        """
+        agreed, step = self.stopper.agreed, self.state.global_step
+        self.restore_rng_once()
+        reporter.write()  # a history counts as written once it is saved
+        self.saver.save(force=True, unless_saved=True)
+        self.saver.finish()
+        if agreed is not None:
+            self.events.fire(Event.STOP_TRAINING, agreed.reason)
+            if agreed.signal is not None:
+                self.events.end_train("interrupted")
+                reporter.end("interrupted", agreed.reason)
+                return
+            reporter.text(f"stopped after global step {step}: {agreed.reason}")
+        self.events.end_train("finished" if agreed is None else "stopped")
+        export()
+        if self.hooks.end_train is not None:
+            self.hooks.end_train(step)
+        reporter.write()
+        reporter.end_private_run(self.why_over)
+        reporter.end("finished" if agreed is None else "stopped", agreed.reason if agreed else self.why_over)
+
+    # --- checkpoints ---------------------------------------------------------------------------------------
+
+    def take_checkpoint(
+        self, get_state: Callable[[], Mapping[str, Any]], *, pinned: bool = False, after: BaseException | None = None
+    ) -> Checkpoint:
+        """A checkpoint of the run at a step boundary; tensors are the live ones. All processes call it together.
+
+        Args:
+            get_state: of the trainer.
+            pinned: whether it is kept for good.
+            after: an exception. Then nothing is refused, and the other processes are not asked.
+
+        Raises:
+            NonFiniteError: a loss, a gradient or the weights are inf or nan.
+            PeerError: the processes do not have the same weights.
+        """
+        context, plan, state = self.context, self.data.plan, self.state
+        if after is not None:
+            return make_checkpoint(context, plan, get_state, None, None, after=after)
+        self.loop.meter.drain()
+        refuse_poisoned(self.module, self.watched, state.global_step)
+        refuse_diverged(self.module, self.world.comm, state.global_step)
+        loader_state = self.data.loader_memory.get_state(within=state.steps_in_epoch > 0)
+        return make_checkpoint(context, plan, get_state, self.epoch_rng, loader_state, pinned=pinned)
+
+    def resume(self, checkpoint: Checkpoint, update_state: Callable[[Mapping[str, Any] | None], None]) -> None:
+        """Take the states of `checkpoint`, as far as `resume_mode` asks for them.
+
+        Args:
+            checkpoint: its module's state is restored already.
+            update_state: of the trainer.
+
+        Raises:
+            CheckpointMismatchError: they are of another optimizer, backend, data set or a shorter schedule.
+        """
+        context, state, plan = self.context, self.state, self.data.plan
+        mode, saved = context.args.resume_mode, checkpoint.trainer_state or {}
+        if mode == "weights":
+            return
+        if mode == "full":
+            check_resumable(checkpoint, context, plan)
+            update_state(checkpoint.trainer_state)
+        else:
+            self.loop.update_state(saved, fresh_optimizers=False, log=self.log)
+        self.stack.update_state(checkpoint.trainer_backend_state or {})
+        check_schedules(self.loop.schedules, plan, state)
+        if mode != "full":
+            return
+        if checkpoint.history_state is not None:
+            self.history.update_state(checkpoint.history_state)
+        if "user" in saved:
+            context.user_state.update_state(saved["user"])
+        rng = rng_of_rank(checkpoint.rng_state, self.world, state)
+        if rng is not None:
+            self.pending_rng, self.epoch_rng = rng["now"], rng["epoch"]
+        self.data.loader_memory.restore(saved.get("loaders"), self.world)
+        say_what_differs(checkpoint, context)
+        self.saver.saved_at = (state.global_step, state.epoch)
+        self.events.update_state(checkpoint.callback_states)
+        self.events.fire(Event.LOAD_CHECKPOINT, checkpoint)

@@ -6,90 +6,93 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor
 
 from trainstack.checkpointing import Checkpoint, export_model, read_model, write_checkpoint
 from trainstack.checkpointing.warm_start import read_weights
 from trainstack.errors import annotate
+from trainstack.trainer.context import RunContext
 from trainstack.trainer.events import Event
 from trainstack.trainer.grace import Grace
-from trainstack.trainer.logs import RunLogger
-from trainstack.trainer.run import Run
-from trainstack.trainer.snapshot import facts_of, refuse_diverged, refuse_poisoned, take_checkpoint
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
+from trainstack.trainer.plan import TrainingPlan
+from trainstack.trainer.snapshot import facts_of
 
 Result = TypeVar("Result")
+
+
+class TakeCheckpoint(Protocol):
+    """Makes a checkpoint of the run; `Run.take_checkpoint` with what the trainer adds to it."""
+
+    def __call__(self, *, pinned: bool = False, after: BaseException | None = None) -> Checkpoint:
+        """See `Run.take_checkpoint`."""
 
 
 class Saver:
     """Saves and loads for one trainer; methods are called by all processes together, unless they say otherwise.
 
+    Args:
+        context: of the trainer.
+        take: makes the checkpoints that are written.
+
     Attributes:
+        save_asked: whether a checkpoint waits for the next step boundary.
+        pin_asked: whether the next checkpoint is to be kept for good.
+        paths_asked: where else it is to go, and whether once for the world or for each node.
         saved_at: global step and epoch of the newest checkpoint, loaded, written or under way; None once one failed.
         grace: holds the time that saving takes against the time there is.
         saved_as: where the newest that was written lies, if the checkpointer said so.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, context: RunContext, take: TakeCheckpoint) -> None:
+        self._context, self._take_checkpoint = context, take
+        self.save_asked = self.pin_asked = False
+        self.paths_asked: list[tuple[str | os.PathLike[str], str]] = []
         self.saved_at: tuple[int, int] | None = None
         self._training = False
         self.saved_as: str | None = None
-        self.grace = Grace(trainer.args.stop_grace_s)
+        self.grace = Grace(context.args.stop_grace_s)
 
-    def save(self, run: Run, force: bool, *, unless_saved: bool = False) -> None:
-        """Write a checkpoint of where `run` stands, if it is due.
+    def save(self, force: bool, *, unless_saved: bool = False) -> None:
+        """Write a checkpoint of the run, which is at a step boundary, if it is due.
 
         Args:
-            run: at a step boundary.
             force: write it out of turn as well.
             unless_saved: not if this very place was saved already.
         """
-        trainer, state = self._trainer, self._trainer.state
-        self.save_where_asked(run)
+        context, state = self._context, self._context.state
+        self.save_where_asked()
         place = (state.global_step, state.epoch)
-        if (unless_saved and place == self.saved_at) or not trainer.checkpointer.is_due(state.last_epoch, force):
+        if (unless_saved and place == self.saved_at) or not context.checkpointer.is_due(state.last_epoch, force):
             return
         began = time.monotonic()
-        with trainer.events.aside.put_back_for_now():
-            self._write(run, force)
+        with context.events.aside.put_back_for_now():
+            checkpoint = self._take()
+            self.saved_as = self.on_main(
+                lambda: context.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint"
+            )
         self.saved_at = place
         if not self._training:
             self.finish()
         self._hold_against_grace(time.monotonic() - began)
 
-    def _write(self, run: Run, force: bool) -> None:
-        trainer, state = self._trainer, self._trainer.state
-        checkpoint = self._take(run)
-        self.saved_as = self.on_main(
-            lambda: trainer.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint"
-        )
-
-    def _take(self, run: Run) -> Checkpoint:
-        trainer, state = self._trainer, self._trainer.state
-        pinned, run.pin_asked = run.pin_asked, False
-        run.loop.meter.drain()
-        refuse_poisoned(trainer.module, run.watched, state.global_step)
-        refuse_diverged(trainer.module, trainer.world.comm, state.global_step)
-        loader_state = run.data.loader_memory.get_state(within=state.steps_in_epoch > 0)
-        checkpoint = take_checkpoint(trainer, run.epoch_rng, loader_state, pinned=pinned)
-        trainer.events.fire(Event.SAVE_CHECKPOINT, checkpoint)
+    def _take(self) -> Checkpoint:
+        pinned, self.pin_asked = self.pin_asked, False
+        checkpoint = self._take_checkpoint(pinned=pinned)
+        self._context.events.fire(Event.SAVE_CHECKPOINT, checkpoint)
         return checkpoint
 
-    def save_where_asked(self, run: Run) -> None:
-        """Write checkpoints of where `run` stands as the folders that were asked for, apart from the checkpointer."""
-        asked, run.paths_asked = run.paths_asked, []
+    def save_where_asked(self) -> None:
+        """Write checkpoints as the folders that were asked for, apart from the checkpointer."""
+        asked, self.paths_asked = self.paths_asked, []
         for path, once in asked:
-            self._save_as(run, path, once)
+            self._save_as(path, once)
 
-    def _save_as(self, run: Run, path: str | os.PathLike[str], once: str) -> None:
-        trainer, world = self._trainer, self._trainer.world
-        with trainer.events.aside.put_back_for_now():
-            checkpoint, failure = self._take(run), None
+    def _save_as(self, path: str | os.PathLike[str], once: str) -> None:
+        world = self._context.world
+        with self._context.events.aside.put_back_for_now():
+            checkpoint, failure = self._take(), None
         if world.is_main if once == "world" else world.local_rank == 0:
             target = Path(path).absolute()
             try:
@@ -98,29 +101,33 @@ class Saver:
                 failure = error
         world.comm.agree(failure, "saving a checkpoint")
 
-    def last_words(self, run: Run) -> str:
-        """After which step `run` was stopped, where that is saved, and how to go on."""
-        state = run.state
+    def drop_requests(self) -> None:
+        """Drop the requests that no step boundary serves any more; paths wait for the next checkpoint."""
+        self.save_asked = self.pin_asked = False
+
+    def last_words(self) -> str:
+        """After which step the run was stopped, where that is saved, and how to go on."""
+        state = self._context.state
         stood = f"after global step {state.global_step}"
         if self.saved_at != (state.global_step, state.epoch):
             return f"{stood}. Nothing was saved, because the checkpointer saves nothing"
         where = "Saved" if self.saved_as is None else f"Saved {self.saved_as}"
         return f"{stood}. {where}; to go on, run it again with resume='auto'"
 
-    def save_model(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Export the module's state alone, to `path` or where the checkpointer puts exports."""
-        trainer, state = self._trainer, self._trainer.state
+    def save_model(self, plan: TrainingPlan, path: str | os.PathLike[str] | None = None) -> None:
+        """Export the module's state and `plan`, to `path` or where the checkpointer puts exports."""
+        context, state = self._context, self._context.state
         about: dict[str, Any] = {
-            "plan": trainer.plan.to_dict(),
+            "plan": plan.to_dict(),
             "global_step": state.global_step,
-            "metadata": {**facts_of(trainer), "module": type(trainer.module).__name__},
+            "metadata": {**facts_of(context), "module": type(context.module).__name__},
         }
-        module_state = dict(trainer.module.get_state())
-        trainer.events.fire(Event.SAVE_MODEL, module_state)
+        module_state = dict(context.module.get_state())
+        context.events.fire(Event.SAVE_MODEL, module_state)
 
         def write() -> None:
             if path is None:
-                trainer.checkpointer.save_model(module_state, state.last_epoch, **about)
+                context.checkpointer.save_model(module_state, state.last_epoch, **about)
             else:
                 export_model(module_state, path, **about)
 
@@ -128,9 +135,9 @@ class Saver:
 
     def load(self) -> Checkpoint:
         """What the checkpointer finds, as `args.resume` says; an empty checkpoint if nothing."""
-        trainer = self._trainer
-        asked = () if trainer.args.resume is False else (trainer.args.resume,)
-        return self.on_main(lambda: trainer.checkpointer.load(*asked), "loading a checkpoint")
+        context = self._context
+        asked = () if context.args.resume is False else (context.args.resume,)
+        return self.on_main(lambda: context.checkpointer.load(*asked), "loading a checkpoint")
 
     def read_weights(self, path: str | os.PathLike[str]) -> dict[str, Tensor]:
         """The tensors at `path`, by name."""
@@ -140,21 +147,21 @@ class Saver:
         """The module's state in the export at `path`."""
         return self.on_main(lambda: read_model(path), "reading an export of the model")
 
-    def begin_run(self, run: Run, *, resumed: bool) -> None:
-        """Tell the checkpointer that training begins; from now on saves may go on in the background."""
+    def begin_run(self, wake: Callable[[], None], *, resumed: bool) -> None:
+        """Tell the checkpointer that training begins; from now on saves may go on in the background.
 
-        def wake() -> None:
-            run.loop.attend_at = 0
-
+        Args:
+            wake: makes the loop call `poll` after the step under way; any thread may call it.
+            resumed: whether the run goes on from a checkpoint.
+        """
         self._training = True
-        if self._trainer.world.is_main:
-            run.poll = self._poll
-            self._trainer.checkpointer.watch(wake)
-        self.on_main(lambda: self._trainer.checkpointer.begin_run(resumed=resumed), "beginning the run")
+        if self._context.world.is_main:
+            self._context.checkpointer.watch(wake)
+        self.on_main(lambda: self._context.checkpointer.begin_run(resumed=resumed), "beginning the run")
 
     def finish(self) -> None:
         """Wait until all checkpoints are safe, and raise what has failed."""
-        self.on_main(self._trainer.checkpointer.finish, "finishing the checkpoints")
+        self.on_main(self._context.checkpointer.finish, "finishing the checkpoints")
         self._training = False
         self._hold_against_grace()
 
@@ -164,21 +171,23 @@ class Saver:
         A failure is noted at `error`. An interrupt while it waits gives up what is being written.
         """
         self._training = False
-        if not self._trainer.world.is_main:
+        if not self._context.world.is_main:
             return
         try:
-            self._trainer.checkpointer.finish()
+            self._context.checkpointer.finish()
         except BaseException as failure:
             self.saved_at = None
             if not isinstance(failure, Exception):
-                self._trainer.checkpointer.abandon()
+                self._context.checkpointer.abandon()
                 raise
             annotate(error, f"also, a checkpoint is missing: {failure}")
 
-    def _poll(self) -> None:
+    def poll(self) -> None:
         """Raise what has failed in the background; the main process alone, at no step that others know of."""
+        if not self._context.world.is_main:
+            return
         try:
-            self._trainer.checkpointer.poll()
+            self._context.checkpointer.poll()
         except Exception:
             self.saved_at = None
             raise
@@ -186,13 +195,12 @@ class Saver:
 
     def _hold_against_grace(self, seconds: float = 0.0) -> None:
         """Warn if saving takes too long: `seconds` in the loop, or what the last save took until it was safe."""
-        trainer = self._trainer
-        log = RunLogger(trainer.args.log_level if trainer.world.is_main else "ERROR")
-        self.grace.saved_in(max(seconds, trainer.checkpointer.last_save_s or 0.0), log)
+        context = self._context
+        self.grace.saved_in(max(seconds, context.checkpointer.last_save_s or 0.0), context.log)
 
     def on_main(self, do: Callable[[], Result], what: str) -> Result:
         """Let the main process do something; the others get its result, or learn of its failure."""
-        world = self._trainer.world
+        world = self._context.world
         result, failure = None, None
         if world.is_main:
             try:

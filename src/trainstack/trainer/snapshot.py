@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,12 @@ from torch.optim import Optimizer
 from trainstack.backends import Communicator, Workload, World
 from trainstack.checkpointing import Checkpoint
 from trainstack.errors import CheckpointMismatchError, NonFiniteError, PeerError
+from trainstack.trainer.context import RunContext
 from trainstack.trainer.logs import RunLogger
-from trainstack.trainer.loop import TrainLoop
 from trainstack.trainer.order import mix
 from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.seeding import capture_rng, isolated_rng
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
 
 def finite_tensors(module: nn.Module, work: Workload) -> frozenset[str]:
@@ -118,44 +115,54 @@ def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log:
         )
 
 
-def take_checkpoint(
-    trainer: Trainer,
+def make_checkpoint(
+    context: RunContext,
+    plan: TrainingPlan,
+    get_state: Callable[[], Mapping[str, Any]],
     epoch_rng: Mapping[str, Any] | None,
     loader_state: Mapping[str, Any] | None,
     *,
     pinned: bool = False,
     after: BaseException | None = None,
 ) -> Checkpoint:
-    """Everything that `trainer` needs to go on from here; tensors are the live ones.
+    """Everything that a run needs to go on from here; tensors are the live ones.
 
     The metadata can be read without the tensors: what was measured with these very weights tells which is the best.
-    `after` an exception the other processes are not asked for anything, so there are no random states.
+
+    Args:
+        context: of the run.
+        plan: of the run.
+        get_state: of the trainer; called here, after the processes have met.
+        epoch_rng: the random state that the epoch under way began with.
+        loader_state: of the training loader on this process.
+        pinned: whether the checkpoint is kept for good.
+        after: an exception. The other processes are then not asked for anything, so there are no random states.
     """
-    rng = {"now": capture_rng(trainer.device), "epoch": epoch_rng}
-    ranks = trainer.world.comm.gather((rng, loader_state)) if after is None else []
+    rng = {"now": capture_rng(context.world.device), "epoch": epoch_rng}
+    ranks = context.world.comm.gather((rng, loader_state)) if after is None else []
     loaders = [loader for _, loader in ranks]
     aside: dict[str, Any] = {"pinned": True} if pinned else {}
     if after is not None:
         aside[EXCEPTION] = f"{type(after).__name__}: {after}"
-    own = {"user": trainer.user_state.get_state()} | ({"loaders": loaders} if any(loaders) else {})
+    own = {"user": context.user_state.get_state()} | ({"loaders": loaders} if any(loaders) else {})
     return Checkpoint(
-        module_interface_state=trainer.module.get_state(),
-        trainer_state={**trainer.get_state(), **own},
-        trainer_backend_state=trainer.trainer_backend.get_state(),
+        module_interface_state=context.module.get_state(),
+        trainer_state={**get_state(), **own},
+        trainer_backend_state=context.stack.get_state(),
         rng_state={"ranks": [rng for rng, _ in ranks]} if after is None else None,
-        history_state=trainer.history.get_state(),
-        callback_states=trainer.events.get_state(),
-        plan=trainer.plan.to_dict(),
-        global_step=trainer.state.global_step,
-        metadata=facts_of(trainer) | aside,
+        history_state=context.history.get_state(),
+        callback_states=context.events.get_state(),
+        plan=plan.to_dict(),
+        global_step=context.state.global_step,
+        metadata=facts_of(context) | aside,
     )
 
 
-def facts_of(trainer: Trainer) -> dict[str, Any]:
+def facts_of(context: RunContext) -> dict[str, Any]:
     """What should be readable in a manifest: the backend, the epoch under way, what was measured at this step, and what
     a private run has promised so far."""
-    metrics, stack = trainer.history.values_at(trainer.state.global_step), trainer.trainer_backend
-    facts = {"backend": stack.spec, "epoch": trainer.state.epoch, "metrics": metrics}
+    metrics, stack = context.history.values_at(context.state.global_step), context.stack
+    facts = {"backend": stack.spec, "epoch": context.state.epoch, "metrics": metrics}
     return facts | ({"privacy": json.loads(stack.privacy_statement().to_json())} if stack.is_private else {})
 
 
@@ -185,37 +192,19 @@ def rng_of_rank(rng_state: Mapping[str, Any] | None, world: World, state: RunSta
         return {"now": capture_rng(world.device), "epoch": None}
 
 
-def get_loop_state(loop: TrainLoop) -> dict[str, Any]:
-    """Counters, optimizers, schedulers and running means."""
-    return {
-        **loop.state.get_state(),
-        "optimizers": [optimizer.state_dict() for optimizer in loop.work.optimizers],
-        "schedulers": [scheduler.state_dict() for scheduler in loop.schedulers],
-        "scheduler_counts": loop.schedules.get_counts(),
-        "kinds": {
-            "optimizers": [type(optimizer).__name__ for optimizer in loop.work.optimizers],
-            "schedulers": [type(scheduler).__name__ for scheduler in loop.schedulers],
-        },
-        "meter": loop.meter.get_state(),
-    }
+def load_states(kind: str, owners: Sequence[Any], states: Sequence[Any], kinds: Sequence[str], log: RunLogger) -> None:
+    """Give optimizers or schedulers the states of a checkpoint.
 
-
-def update_loop_state(loop: TrainLoop, state: Mapping[str, Any], *, fresh_optimizers: bool, log: RunLogger) -> None:
-    """Take back what `get_loop_state` returned, optimizers and schedulers only if they are not to be fresh.
+    Args:
+        kind: "optimizer" or "scheduler".
+        owners: of the run.
+        states: of the checkpoint, in the same order.
+        kinds: names of the classes that the states are of.
+        log: told where the checkpoint's settings replace others.
 
     Raises:
-        CheckpointMismatchError: optimizers or schedulers are not those of the checkpoint.
+        CheckpointMismatchError: they are not those of the checkpoint.
     """
-    loop.state.update_state(state)
-    if "meter" in state:
-        loop.meter.update_state(state["meter"])
-    if not fresh_optimizers:
-        _load("optimizer", loop.work.optimizers, state["optimizers"], state["kinds"]["optimizers"], log)
-        _load("scheduler", loop.schedulers, state["schedulers"], state["kinds"]["schedulers"], log)
-        loop.schedules.update_counts(state["scheduler_counts"])
-
-
-def _load(kind: str, owners: Sequence[Any], states: Sequence[Any], kinds: Sequence[str], log: RunLogger) -> None:
     how = "Make the same ones, or write reset_optimizers_schedulers=True to start them anew."
     if len(owners) != len(states):
         raise CheckpointMismatchError(

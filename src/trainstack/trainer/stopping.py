@@ -11,7 +11,8 @@ import torch
 
 from trainstack.backends import World
 from trainstack.errors import PeerError
-from trainstack.trainer.loop import NEVER, TrainLoop
+from trainstack.trainer.loop import TrainLoop
+from trainstack.trainer.rhythm import NEVER
 from trainstack.trainer.writers.pace import Pace
 
 LOOK_S = 0.5

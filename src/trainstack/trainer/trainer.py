@@ -3,44 +3,61 @@
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, cast
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from trainstack.backends import TrainerBackend, World, build_trainer_backend
-from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport
+from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport, push_to_hub
+from trainstack.checkpointing.hub import require_hub
 from trainstack.errors import ConfigurationError
-from trainstack.trainer.admission import admit, refuse_nested, what_is_done
+from trainstack.stage import Stage
+from trainstack.trainer.abstract_trainer import AbstractTrainer
+from trainstack.trainer.admission import admit, what_is_done
 from trainstack.trainer.aftermath import save_after
-from trainstack.trainer.argument_checks import check_trainer_parts
 from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.context import RunContext
 from trainstack.trainer.dev_run import for_dev_run
-from trainstack.trainer.ending import end_training
-from trainstack.trainer.evaluating_trainer import EvaluatingTrainer
-from trainstack.trainer.events import Callback, Event, Events
+from trainstack.trainer.evaluated import EvaluationOutputs
+from trainstack.trainer.evaluation import named_loaders
+from trainstack.trainer.events import Callback, Event, Events, Filter
+from trainstack.trainer.events.bus import checked_event
 from trainstack.trainer.fitting import fit_micro_batch
 from trainstack.trainer.history import RunHistory
+from trainstack.trainer.logs import RunLogger
+from trainstack.trainer.lr_finder import FoundRates, try_rates
 from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.order import mix
 from trainstack.trainer.plan import TrainingPlan
-from trainstack.trainer.prolonging import prolong
+from trainstack.trainer.refitting import guard_steps
 from trainstack.trainer.reporting import Reporter
-from trainstack.trainer.resuming import resume, start_from_weights, what_the_mode_keeps
+from trainstack.trainer.resuming import start_from_weights, what_the_mode_keeps
 from trainstack.trainer.rhythm import whole_steps
 from trainstack.trainer.run import Run
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.saving import Saver
+from trainstack.trainer.seeding import isolated_rng
 from trainstack.trainer.signals import end_by_signal, signals_ask
 from trainstack.trainer.signatures import check_val_step
-from trainstack.trainer.snapshot import get_loop_state, restore_module, update_loop_state
+from trainstack.trainer.snapshot import restore_module
 from trainstack.trainer.stopping import Stopped, Stopper
-from trainstack.trainer.together import by_all
 from trainstack.trainer.user_state import UserState
 
 if TYPE_CHECKING:
     from trainstack.backends.dp.statement import PrivacyStatement
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-class Trainer(EvaluatingTrainer):
+
+class Trainer(AbstractTrainer):
     """Trains a module as its arguments say.
 
     Args:
@@ -77,28 +94,33 @@ class Trainer(EvaluatingTrainer):
         val_step: Callable[..., Any] | None = None,
         metrics: Any = None,
     ) -> None:
-        check_trainer_parts(module, args, trainer_backend, checkpointer)
+        _check_parts(module, args, trainer_backend, checkpointer)
         check_val_step(val_step)
-        self.module = module
-        self.args = args = for_dev_run(args)
+        args = for_dev_run(args)
         if not isinstance(trainer_backend, TrainerBackend):
             trainer_backend = build_trainer_backend(trainer_backend or args.backend, **args.layer_options)
-        self.trainer_backend = trainer_backend
-        self.trainer_backend.claim(self)
-        self.checkpointer = (not args.fast_dev_run and checkpointer) or DefaultCheckpointer(
-            args.placed_checkpointer_args
+        trainer_backend.claim(self)
+        if checkpointer is None or args.fast_dev_run:
+            checkpointer = DefaultCheckpointer(args.placed_checkpointer_args)
+        self._context = context = RunContext(
+            module=module,
+            args=args,
+            stack=trainer_backend,
+            checkpointer=checkpointer,
+            history=run_history or RunHistory(),
+            events=Events(self, module, _all_callbacks(args, callbacks), RunLogger(args.log_level)),
+            state=RunState(seed=args.seed),
+            user_state=UserState(),
         )
-        self.history = run_history or RunHistory()
-        self.state = RunState(seed=args.seed)
-        self.user_state = UserState()
-        self._metrics, self._val_step = metrics, val_step
+        self.module, self.trainer_backend, self.checkpointer = module, trainer_backend, checkpointer
+        self.history, self.events = context.history, context.events
+        self.state, self.user_state = context.state, context.user_state
         self.warm_start_report: WarmStartReport | None = None
-        self._opened: World | None = None
+        self._metrics, self._val_step = metrics, val_step
         self._run: Run | None = None
-        self._saver = Saver(self)
+        self._saver = Saver(context, self._take_checkpoint)
         self._stopper = Stopper()
-        self._finished = self._making_ready = False
-        self.events = Events(self, callbacks)
+        self._training = self._finished = self._making_ready = False
         self.events.fire(Event.INIT)
 
     # --- running -------------------------------------------------------------------------------------------
@@ -110,7 +132,7 @@ class Trainer(EvaluatingTrainer):
         `request_stop` has ended counts as through: the model is exported and `on_end_train` called.
 
         Args:
-            epochs: train until so many are trained in all, instead of what the arguments say; see `prolong`.
+            epochs: train until so many are trained in all, instead of what the arguments say.
             max_steps: so for global steps.
 
         Raises:
@@ -122,49 +144,56 @@ class Trainer(EvaluatingTrainer):
             CheckpointError: a checkpoint that was asked for cannot be read, or one cannot be written.
             ConfigurationError: it was called from one of its own hooks or steps.
         """
-        if self._run is not None:
-            refuse_nested(self._run)
+        if self._training:
+            raise ConfigurationError(
+                f"train() was called while it runs (after global step {self.state.global_step}), from a hook or a "
+                "step. Call it again when it has returned, with train(epochs=...) for more epochs."
+            )
         if epochs is not None or max_steps is not None:
-            prolong(self, epochs, max_steps)
+            self._prolong(epochs, max_steps)
         run = self._ready()
         if self._finished:
             return
-        reporter = Reporter(self.args, self.history, is_main=self.is_main_process)
-        run.training = True
-        with signals_ask(self._stopper, wanted=self.args.handle_signals, says=self.is_main_process):
+        context, saver, stopper = self._context, self._saver, self._stopper
+        reporter = Reporter(context)
+        self._training = True
+        with signals_ask(stopper, wanted=self.args.handle_signals, says=self.is_main_process):
             try:
-                self._train(run, reporter)
+                with context.together():
+                    self._train(run, reporter)
             except BaseException as error:  # the other processes know by now
-                self._saver.finish_after(error)
+                saver.finish_after(error)
                 self.events.fail(error)
                 if self.args.save_on_exception:
-                    save_after(error, self, run, within_s=self._saver.grace.seconds)
-                reporter.fail(self, error)
+                    save_after(error, context, self._take_checkpoint, within_s=saver.grace.seconds)
+                reporter.fail(error)
                 raise
             finally:
-                run.training = run.busy = run.save_asked = run.pin_asked = False
+                self._training = context.busy = False
+                saver.drop_requests()
                 reporter.close()
-                late = self._stopper.end()
-        end_by_signal(
-            self._stopper.agreed, late, self._saver.last_words(run), run.log if self.is_main_process else None
-        )
+                late = stopper.end()
+        end_by_signal(stopper.agreed, late, saver.last_words(), context.log if self.is_main_process else None)
 
-    @by_all
     def _train(self, run: Run, reporter: Reporter) -> None:
-        state, stopper = self.state, self._stopper
-        every = self.checkpointer.every_n_steps
-        save_every = None if every is None else whole_steps("every_n_steps", every, run.data.plan)
+        context, state, saver, stopper = self._context, self.state, self._saver, self._stopper
+        plan, work, every = run.data.plan, run.loop.work, self.checkpointer.every_n_steps
+        save_every = None if every is None else whole_steps("every_n_steps", every, plan)
         run.validation.trainer = self
         resumed = state.global_step or None
         stopper.begin(run.loop, self.world)
-        self._saver.begin_run(run, resumed=resumed is not None)
+        saver.begin_run(run.loop.wake, resumed=resumed is not None)
         self.module.train()
         if self.args.fit_micro_batch:
-            fit_micro_batch(run)
-        reporter.open(self, resumed)
+            fit_micro_batch(context, run.data, work)
+            plan = run.data.plan
+        if self.args.fit_micro_batch == "always":
+            guard_steps(run)
+        reporter.open(plan, work.optimizers, resumed)
         if run.is_over:
-            reporter.text(what_is_done(run))
-        admit(run)
+            reporter.text(what_is_done(context, plan))
+        else:
+            admit(context, run.why_over, lambda: run.evaluator.loaders_of(Stage.VAL))
         if self.args.sanity_val_steps:
             run.evaluator.try_out(self.args.sanity_val_steps)
         with suppress(Stopped):
@@ -172,8 +201,30 @@ class Trainer(EvaluatingTrainer):
             stopper.settle()
             while not run.is_over and run.why_over is None:
                 run.train_epoch(reporter, self.save_checkpoint, save_every)
-        end_training(self, run, reporter)
+        run.end(reporter, self.save_model_checkpoint)
         self._finished = run.is_over
+
+    def _prolong(self, epochs: int | None, max_steps: int | float | None) -> None:
+        """Extend the run; a refused extension changes nothing.
+
+        Existing schedulers keep the length that they were made with. Fractions of the run are those of the longer one.
+        A `fast_dev_run` keeps its end.
+
+        Args:
+            epochs: of the whole run; then its steps are not limited.
+            max_steps: global steps of the whole run, whatever its epochs.
+
+        Raises:
+            ConfigurationError: one of the two is no such number, or a schedule would end before the run does.
+        """
+        if self.args.fast_dev_run:
+            return
+        args = replace(self.args, epochs=self.args.epochs if epochs is None else epochs, max_steps=max_steps)
+        if self._run is None:
+            self.args = args
+        else:
+            self._run.prolong(args)
+            self._finished = False
 
     def privacy_statement(self) -> PrivacyStatement:
         """What is guaranteed, at this moment, to those whose records are trained on; `.text` and `.to_json()`."""
@@ -196,32 +247,84 @@ class Trainer(EvaluatingTrainer):
                 )
             self._making_ready = True
             try:
-                self._make_ready()
+                with self._context.together():
+                    self._make_ready()
             except BaseException:
-                self._run, self.state = None, RunState(seed=self.args.seed)
+                self._run = None
+                self.state.update_state(RunState(seed=self.args.seed).get_state())
                 raise
             finally:
                 self._making_ready = False
         return cast(Run, self._run)
 
-    @by_all
     def _make_ready(self) -> None:
         checkpoint = what_the_mode_keeps(self.load_checkpoints(), self.args, self.trainer_backend)
         restore_module(self.module, checkpoint)
         self.module._own_val_step = self._val_step
-        self.warm_start_report = start_from_weights(self, resumed=not checkpoint.is_empty)
+        self.warm_start_report = start_from_weights(
+            self._context, self._saver.read_weights, resumed=not checkpoint.is_empty
+        )
         self.state.update_state(checkpoint.trainer_state or {})
-        parts = (self.module, self.args, self.trainer_backend, self.world, self.state, self.history, self._stopper)
-        self._run = Run(*parts, self.events, self._metrics)
+        self._run = Run(self._context, self._stopper, self._saver, self._metrics)
         self.events.fire(Event.READY)
         if checkpoint.is_empty:
             self.trainer_backend.start_afresh(again=self.args.resume == "auto")
         else:
-            resume(self, self._run, checkpoint)
+            self._run.resume(checkpoint, self.update_state)
+
+    def _take_checkpoint(self, *, pinned: bool = False, after: BaseException | None = None) -> Checkpoint:
+        return self._ready().take_checkpoint(self.get_state, pinned=pinned, after=after)
+
+    # --- evaluation ----------------------------------------------------------------------------------------
+
+    def validate(self, dataloaders: Any = None, *, log: bool | None = None) -> EvaluationOutputs:
+        """Run `val_step` over validation data and call `on_end_val_epoch`.
+
+        Args:
+            dataloaders: a loader, or a dict of them by name; the module's by default.
+            log: whether metrics go to the history; by default only within training, from a hook.
+
+        Returns:
+            The outputs by loader; their attribute `metrics` has losses and metrics by name.
+        """
+        with self._context.together():
+            outputs = self._ready().evaluator.by_itself(Stage.VAL, dataloaders, log)
+            if self._saver.save_asked and not self._context.busy:
+                self._saver.save_asked = False
+                self._saver.save(force=True)
+            return outputs
+
+    def test(self, dataloaders: Any = None, *, log: bool | None = None) -> EvaluationOutputs:
+        """Run `test_step` over test data, as `validate` does.
+
+        Raises:
+            ModuleContractError: there is no data.
+        """
+        with self._context.together():
+            return self._ready().evaluator.by_itself(Stage.TEST, dataloaders, log)
+
+    def predict(self, dataloader: Any) -> Any:
+        """Run `predict_step` over `dataloader`; returns what it returned, joined in data set order.
+
+        A dict of loaders gives a dict of outputs.
+        """
+        with self._context.together():
+            evaluator = self._ready().evaluator
+            outputs = evaluator.evaluate(Stage.PREDICT, named_loaders(dataloader, "the caller of predict"), keep=True)
+            return outputs if isinstance(dataloader, dict) else outputs["default"]
+
+    def gather(self, outputs: Any) -> Any:
+        """What every process gives, joined along dimension 0 in the order of the ranks, on every process.
+
+        Tensors may differ in their first dimension; lists are put one after the other; dicts and tuples are joined
+        item by item. All processes must call it together.
+        """
+        with self._context.together():
+            self._ready()
+            return self.trainer_backend.gather(outputs)
 
     # --- checkpoints ---------------------------------------------------------------------------------------
 
-    @by_all
     def save_checkpoint(
         self,
         force: bool = False,
@@ -246,24 +349,26 @@ class Trainer(EvaluatingTrainer):
             NonFiniteError: a loss, a gradient or the weights are inf or nan; nothing was written.
             CheckpointError: the checkpoint could not be written; older ones are intact.
         """
-        run = self._ready()
-        run.pin_asked |= pin
-        run.paths_asked += [] if path is None else [(path, once)]
-        if run.busy:
-            run.save_asked, run.loop.attend_at = True, 0
-        elif path is not None:
-            self._saver.save_where_asked(run)
-        else:
-            self._saver.save(run, force or pin)
+        with self._context.together():
+            run, saver = self._ready(), self._saver
+            saver.pin_asked |= pin
+            saver.paths_asked += [] if path is None else [(path, once)]
+            if self._context.busy:
+                saver.save_asked = True
+                run.loop.wake()
+            elif path is not None:
+                saver.save_where_asked()
+            else:
+                saver.save(force or pin)
 
-    @by_all
     def save_model_checkpoint(self) -> None:
         """Export the module's state alone; an export is never taken for a point to resume from."""
-        self._saver.save_model()
+        with self._context.together():
+            self._saver.save_model(self.plan)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the module's state as the folder `path`, with a README; see `export_model`."""
-        self._saver.save_model(path)
+        self._saver.save_model(self.plan, path)
 
     def load_checkpoints(self) -> Checkpoint:
         """What the checkpointer finds to continue from, as `args.resume` says; an empty one if nothing."""
@@ -271,7 +376,7 @@ class Trainer(EvaluatingTrainer):
 
     def get_state(self) -> dict[str, Any]:
         """Counters, optimizers, schedulers and running means. Override to add to it."""
-        return get_loop_state(self._ready().loop)
+        return self._ready().loop.get_state()
 
     def update_state(self, state: Mapping[str, Any] | None) -> None:
         """Take back what `get_state` returned; nothing for None.
@@ -281,9 +386,43 @@ class Trainer(EvaluatingTrainer):
         """
         if state:
             run, fresh = self._ready(), self.args.reset_optimizers_schedulers
-            update_loop_state(run.loop, state, fresh_optimizers=fresh, log=run.log)
+            run.loop.update_state(state, fresh_optimizers=fresh, log=run.log)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload a model trained with trainstack",
+        private: bool | None = None,
+        revision: str | None = None,
+        token: str | None = None,
+        endpoint: str | None = None,
+    ) -> str:
+        """Export the module's state and upload that; arguments and errors are those of the function `push_to_hub`.
+
+        Returns:
+            The URL of the commit.
+        """
+        options: dict[str, Any] = {"commit_message": commit_message, "private": private, "revision": revision}
+        options |= {"token": token, "endpoint": endpoint}
+        with self._context.together():
+            plan = self.plan
+            require_hub()
+            with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
+                path = Path(folder) / repo_id.rpartition("/")[2]
+                self._saver.save_model(plan, path)
+                return self._saver.on_main(lambda: push_to_hub(path, repo_id, **options), f"pushing to {repo_id}")
 
     # --- read-only -----------------------------------------------------------------------------------------
+
+    @property
+    def args(self) -> TrainerArguments:
+        """The arguments in force; `on_init` of a callback may replace them."""
+        return self._context.args
+
+    @args.setter
+    def args(self, args: TrainerArguments) -> None:
+        self._context.args = args
 
     @property
     def plan(self) -> TrainingPlan:
@@ -293,6 +432,304 @@ class Trainer(EvaluatingTrainer):
     @property
     def world(self) -> World:
         """This process's place among all, and its device."""
-        if self._opened is None:
-            self._opened = self.trainer_backend.open(self.args.chosen_device)
-        return self._opened
+        return self._context.world
+
+    @property
+    def view(self) -> RunView:
+        """Counters, sizes and loaders of the run, to be read."""
+        return RunView(self._ready())
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this process trains on."""
+        return self.world.device
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether several processes train together."""
+        return self.world.size > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process writes checkpoints and logs."""
+        return self.world.is_main
+
+    @property
+    def _sizes(self) -> TrainingPlan:
+        args = self.args
+        return TrainingPlan.make(
+            train_batch_size=args.global_batch_size(self.world.size),
+            gpu_batch_size_limit=args.gpu_batch_size_limit,
+            world_size=self.world.size,
+        )
+
+    @property
+    def pergpu_global_batch_size(self) -> int:
+        """Samples a global step on one process."""
+        return self._sizes.process_batch
+
+    @property
+    def train_step_batch_size(self) -> int:
+        """Samples a micro-batch: the largest divisor of the process's batch within `gpu_batch_size_limit`."""
+        return self._sizes.micro_batch
+
+    @property
+    def gradient_accumulation(self) -> int:
+        """Micro-batches a global step on one process."""
+        return self._sizes.accumulation
+
+    @property
+    def val_step_batch_size(self) -> int:
+        """Samples a validation batch on one process."""
+        return self.args.val_batch_size or self.train_step_batch_size
+
+    @property
+    def estimated_global_steps_per_epoch(self) -> int:
+        """An upper bound on the global steps of an epoch; `plan.steps_per_epoch` is exact."""
+        return self.plan.estimated_global_steps_per_epoch
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the last `train()` ended before its epochs did: what was given to `request_stop`, "SIGTERM",
+        "SIGUSR1" or "Ctrl-C"; None if it did not."""
+        return None if self._stopper.agreed is None else self._stopper.agreed.reason
+
+    @property
+    def is_training(self) -> bool:
+        """Whether `train()` is under way; False in a `validate()` of its own."""
+        return self.events.is_training
+
+    @property
+    def train_sampler(self) -> type:
+        """What `get_train_dataloader` is given as `sampler`."""
+        return RandomSampler
+
+    @property
+    def val_sampler(self) -> type:
+        """What `get_val_dataloaders` is given as `sampler`."""
+        return SequentialSampler
+
+    @property
+    def last_epoch(self) -> int:
+        """The last epoch that is wholly finished, from 0; -1 before."""
+        return self.state.last_epoch
+
+    @property
+    def global_steps_finished(self) -> int:
+        """Global steps finished since the run began."""
+        return self.state.global_step
+
+    @property
+    def total_steps_finished(self) -> int:
+        """Micro-batches finished on this process since the run began."""
+        return self.state.batches
+
+    # --- requests and subscriptions -------------------------------------------------------------------------
+
+    def print(self, *values: Any, once: Literal["world", "node"] = "world") -> None:
+        """Print on the main process only, or on the first process of each machine."""
+        if self.is_main_process if once == "world" else self.world.local_rank == 0:
+            sys.stdout.write(" ".join(map(str, values)) + "\n")
+            sys.stdout.flush()
+
+    def request_stop(self, reason: str) -> None:
+        """Ask for the end of the training at the next step boundary; `train()` then returns.
+
+        Hooks, other threads and signal handlers may call it, on one process or on all. Asked in a validation, the
+        training ends after the epoch. An epoch under way is not ended: its hooks and its validation are left out, and
+        `train()` called again goes on exactly there.
+
+        Args:
+            reason: what `stop_reason` says afterwards.
+        """
+        self._stopper.ask(reason)
+
+    def on(
+        self,
+        event: Event,
+        *,
+        every: int | None = None,
+        once: int | bool | None = None,
+        when: Callable[..., Any] | None = None,
+        priority: int = 0,
+    ) -> Callable[[Function], Function]:
+        """Subscribe a function to `event` of this trainer, as a decorator or by `trainer.on(event)(function)`.
+
+        The function gets the trainer and what the event gives, or fewer of them from the right. A parameter with a
+        default is only filled if it is called like what stands in its place. `every`, `once` and `when` exclude each
+        other; what they have counted is saved in checkpoints.
+
+        Args:
+            event: a point of the run.
+            every: run at the calls n, 2n, 3n, ...
+            once: run at the n-th call only; True for the first.
+            when: `when(trainer, filter) -> bool`, or `when(trainer)`; `filter.num_called` counts the calls.
+            priority: subscribers with a higher one come first.
+
+        Returns:
+            A decorator, which returns the function as it is.
+
+        Raises:
+            ConfigurationError: the filter is wrong, or the function needs more than the event gives.
+        """
+        checked_event(event)
+        asked = any(value is not None for value in (every, once, when))
+        counts = Filter(every=every, once=once, when=when) if asked else None
+
+        def subscribe(function: Function) -> Function:
+            self.events.add_function(event, function, counts, priority)
+            return function
+
+        return subscribe
+
+
+class RunView:
+    """Counters, sizes and loaders of a run, always as they are now. Writing to one of them is an `AttributeError`.
+
+    Epochs are counted from 0. A step is one update over all processes, a batch one micro-batch on this process.
+    """
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, or to begin next."""
+        return self._run.state.epoch
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the run."""
+        return self._run.data.plan.epochs
+
+    @property
+    def global_step(self) -> int:
+        """Steps finished since the run began."""
+        return self._run.state.global_step
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the run; None where that is unknown."""
+        return self._run.data.plan.total_steps
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """Steps finished in the epoch under way."""
+        return self._run.state.steps_in_epoch
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch; None where that is unknown."""
+        return self._run.data.plan.steps_per_epoch
+
+    @property
+    def batches(self) -> int:
+        """Micro-batches finished since the run began."""
+        return self._run.state.batches
+
+    @property
+    def batches_in_epoch(self) -> int:
+        """Micro-batches finished in the epoch under way."""
+        return self._run.state.batches_in_epoch
+
+    @property
+    def batches_per_step(self) -> int:
+        """Micro-batches of a step; the last one of an epoch may have fewer."""
+        return self._run.data.plan.accumulation
+
+    @property
+    def samples_in_epoch(self) -> int:
+        """Samples trained on in the epoch under way, over all processes."""
+        return self._run.state.samples_in_epoch
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module and its batches are."""
+        return self._run.world.device
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The very object that `get_train_dataloader` returned last."""
+        return self._run.data.loader
+
+    @property
+    def val_dataloaders(self) -> Mapping[str, Any]:
+        """What `get_val_dataloaders` returns, by name; it is called for that."""
+        run = self._run
+        with isolated_rng(mix(run.state.seed), run.world.device):
+            return MappingProxyType(run.evaluator.loaders_of(Stage.VAL))
+
+
+def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: int = 100) -> FoundRates:
+    """Train for some steps while the learning rate grows from `start` to `end`, and undo all of it.
+
+    It ends early once the loss is not finite or far above its minimum. A step that moves nothing, such as an overflow
+    in fp16, is followed by another at the same rate. Hooks are not called, schedules stand still, and afterwards the
+    run is what it was: weights, optimizers, random numbers, history. The method is that of L. N. Smith, "Cyclical
+    Learning Rates for Training Neural Networks" (2017), with the steepest slope as the answer.
+
+    Args:
+        trainer: about to train, or between two calls of `train`. All processes call it together.
+        start: the first learning rate; where parameter groups differ, that of the highest, the others in proportion to
+            those that they were made with.
+        end: the last.
+        steps: global steps from one to the other.
+
+    Raises:
+        ConfigurationError: the range is none; the run is private, since the trial would spend privacy; the order of the
+            training data is not the library's; or it is called from within training.
+    """
+    if not 0 < start < end or steps < 3:
+        raise ConfigurationError(
+            f"find_lr(start={start}, end={end}, steps={steps}): write 0 < start < end, and at least 3 steps."
+        )
+    run = trainer._ready()
+    problem = run.data.training_set.problem
+    if run.context.busy:
+        problem = "a run is under way"
+    elif run.stack.is_private:
+        problem = "the run is private, and the trial would spend privacy"
+    if problem is not None:
+        raise ConfigurationError(
+            f"find_lr: {problem}. Call it before train, on a DataLoader over a map-style data set."
+        )
+    with run.context.together():
+        return try_rates(run.context, run.data, run.loop.work, start, end, steps)
+
+
+def _check_parts(module: Any, args: Any, backend: Any, checkpointer: Any) -> None:
+    """Check that a `Trainer` is given the right kinds of things.
+
+    Raises:
+        ConfigurationError: naming the first that is not.
+    """
+    if isinstance(module, type) or not isinstance(module, ModuleInterface):
+        what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+        raise ConfigurationError(
+            f"Trainer(module=...) was given {what}. Give it an instance of a class derived from ModuleInterface."
+        )
+    if not isinstance(args, TrainerArguments):
+        raise ConfigurationError(
+            f"Trainer(args=...) was given a {type(args).__name__}. Write TrainerArguments(...), or "
+            "TrainerArguments.from_dict(...)."
+        )
+    if backend is not None and not isinstance(backend, str | TrainerBackend):
+        raise ConfigurationError(
+            f"Trainer(trainer_backend=...) was given a {type(backend).__name__}. Write a backend string such as "
+            "'sp-bf16', or build_trainer_backend('sp-bf16')."
+        )
+    if checkpointer is not None and not isinstance(checkpointer, AbstractCheckpointer):
+        raise ConfigurationError(
+            f"Trainer(checkpointer=...) was given a {type(checkpointer).__name__}. Derive it from AbstractCheckpointer."
+        )
+
+
+def _all_callbacks(args: TrainerArguments, given: Iterable[Any] | None) -> Iterable[Any] | None:
+    """The callbacks `given`, with the default ones where the arguments ask for them."""
+    if not args.default_callbacks:
+        return given
+    from trainstack.trainer.callbacks.defaults import with_defaults  # the ready-made ones are loaded when used
+
+    return with_defaults(given)

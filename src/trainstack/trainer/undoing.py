@@ -5,40 +5,39 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
+from trainstack.backends import Workload
+from trainstack.trainer.context import RunContext
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.seeding import isolated_rng
 
-if TYPE_CHECKING:
-    from trainstack.trainer.run import Run
-
 
 @contextmanager
-def undone(run: Run, seed: int) -> Iterator[RunState]:
+def undone(context: RunContext, work: Workload, seed: int) -> Iterator[RunState]:
     """A block that may train: weights, buffers, optimizers, layers, modes and random numbers are put back after it.
 
     Gradients are dropped, and what the module logs is forgotten. What a step changes beside these, such as a counter of
     the module's own, stays.
 
     Args:
-        run: at a step boundary.
+        context: of a run at a step boundary.
+        work: its workload.
         seed: of the random numbers in the block.
 
     Yields:
         Counters to advance in the block.
     """
-    module, work, layers = run.module, run.loop.work, copy.deepcopy(run.stack.get_state())
+    module, layers = context.module, copy.deepcopy(context.stack.get_state())
     tensors = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
     optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in work.optimizers]
     modes = [(part, part.training) for part in module.modules()]
     history, state = module._history, module._run_state
-    module._history, module._run_state = RunHistory(), copy.copy(run.state)
+    module._history, module._run_state = RunHistory(), copy.copy(context.state)
     try:
-        with isolated_rng(seed, run.world.device):
+        with isolated_rng(seed, context.world.device):
             yield module._run_state
     finally:
         module._history, module._run_state = history, state
@@ -49,6 +48,6 @@ def undone(run: Run, seed: int) -> Iterator[RunState]:
             parameter.grad = None
         for optimizer, saved in zip(work.optimizers, optimizers, strict=True):
             optimizer.load_state_dict(saved)
-        run.stack.update_state(layers)
+        context.stack.update_state(layers)
         for part, training in modes:
             part.training = training

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainstack.errors import ConfigurationError, annotate
+from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.events.arity import name_of
 from trainstack.trainer.events.aside import Aside
 from trainstack.trainer.events.callback import Callback
@@ -15,9 +16,6 @@ from trainstack.trainer.events.filters import Filter, filter_of
 from trainstack.trainer.events.naming import made, numbered, point_at_slips
 from trainstack.trainer.events.subscription import Subscription
 from trainstack.trainer.logs import RunLogger
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
 Fire = Callable[..., None]
 OWN = "trainer"
@@ -32,8 +30,10 @@ class Events:
     were subscribed.
 
     Args:
-        trainer: whose events these are; its module's methods subscribe as well.
+        trainer: whose events these are.
+        module: its methods subscribe as well.
         callbacks: objects, or classes that are made without arguments.
+        log: where what is odd about them is said.
 
     Attributes:
         callbacks: the objects, by their key in checkpoints.
@@ -45,17 +45,18 @@ class Events:
         ConfigurationError: one is no `Callback`, or a method needs more than its event gives.
     """
 
-    def __init__(self, trainer: Trainer, callbacks: Iterable[Any] | None) -> None:
-        self.trainer = trainer
-        self._log = RunLogger(trainer.args.log_level)
+    def __init__(
+        self, trainer: AbstractTrainer, module: object, callbacks: Iterable[Any] | None, log: RunLogger
+    ) -> None:
+        self.trainer, self._log = trainer, log
         self._subscriptions: dict[Event, list[Subscription]] = {event: [] for event in Event}
         self._open = set[Event]()
         self._unclaimed: dict[str, Any] | None = None
         self.is_training = False
         self.aside = Aside()
-        self._add_methods(trainer.module, type(trainer.module).__name__, 0)
+        self._add_methods(module, type(module).__name__, 0)
         self.callbacks: dict[str, Callback] = numbered(
-            ((c.state_key or type(c).__name__, c) for c in made(_all(trainer, callbacks))), taken={OWN}
+            ((c.state_key or type(c).__name__, c) for c in made(callbacks)), taken={OWN}
         )
         for key, callback in self.callbacks.items():
             self._add_methods(callback, key, callback.priority)
@@ -189,15 +190,6 @@ class Events:
     def _filters(self) -> dict[str, Filter]:
         every = (s for others in self._subscriptions.values() for s in others)
         return {s.key: s.filter for s in every if s.filter is not None and s.key is not None}
-
-
-def _all(trainer: Trainer, given: Iterable[Any] | None) -> Iterable[Any] | None:
-    """The callbacks `given`, with the default ones where the arguments ask for them."""
-    if not trainer.args.default_callbacks:
-        return given
-    from trainstack.trainer.callbacks.defaults import with_defaults  # the ready-made ones are loaded when used
-
-    return with_defaults(given)
 
 
 def checked_event(event: Any) -> Event:

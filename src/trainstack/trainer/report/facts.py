@@ -13,6 +13,7 @@ from typing import Any
 from trainstack.errors import ConfigurationError
 
 FILE_NAME = "run.json"
+REPORT_NAME = "report.html"
 FORMAT = 1
 
 

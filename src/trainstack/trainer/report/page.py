@@ -15,8 +15,6 @@ from trainstack.trainer.report.run_on_disk import ReportedRun
 from trainstack.trainer.report.sections import details_of, duration, status_of, tiles_of
 from trainstack.trainer.report.style import SCRIPT, STYLE
 
-REPORT_NAME = "report.html"
-
 
 def page_of(runs: Sequence[ReportedRun]) -> str:
     """The page of one run, or the comparison of several."""

@@ -11,9 +11,7 @@ import torch
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.memory import device_peak_gib, host_peak_gib
-from trainstack.trainer.report.facts import FILE_NAME, RunFacts, Session, replace_file
-from trainstack.trainer.report.page import REPORT_NAME, page_of
-from trainstack.trainer.report.run_on_disk import ReportedRun, checkpoints_of
+from trainstack.trainer.report.facts import FILE_NAME, REPORT_NAME, RunFacts, Session, replace_file
 from trainstack.trainer.writers.rows import free_name
 
 _MOST_SAMPLES = 1000
@@ -65,6 +63,10 @@ class RunRecorder:
             status, reason: as for `Session`.
             privacy: the privacy statement in words.
         """
+        # The page is drawn once a run; what draws it would delay the first step of every run.
+        from trainstack.trainer.report.page import page_of
+        from trainstack.trainer.report.run_on_disk import ReportedRun, checkpoints_of
+
         seconds = round(time.perf_counter() - self._clock, 3)
         ended = replace(
             self._session,

@@ -1,0 +1,74 @@
+"""`RunContext`: the parts of one trainer that saving, resuming, evaluation and reports are handed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from trainstack.backends import TrainerBackend, World
+from trainstack.checkpointing import AbstractCheckpointer
+from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.determinism import deterministic
+from trainstack.trainer.events import Events
+from trainstack.trainer.history import RunHistory
+from trainstack.trainer.logs import RunLogger
+from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.run_state import RunState
+from trainstack.trainer.user_state import UserState
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RunContext:
+    """What belongs to one trainer from its construction to its end.
+
+    `Trainer` makes it once. Functions and classes that need several of these take the context, never the trainer or
+    the run. Only `args` and `busy` are ever assigned anew.
+
+    Attributes:
+        module: the user's module.
+        args: the arguments in force. A callback, `train(epochs=...)` and `fit_micro_batch` replace them, so read them
+            here each time and keep no copy.
+        stack: the outermost layer of the backend.
+        checkpointer: writes and finds checkpoints.
+        history: the recorded metrics.
+        events: the subscribers.
+        state: the counters of the run.
+        user_state: the user's own data, saved with checkpoints.
+        busy: whether a step, a hook or an evaluation runs, so that a checkpoint has to wait for its end.
+    """
+
+    module: ModuleInterface
+    args: TrainerArguments
+    stack: TrainerBackend
+    checkpointer: AbstractCheckpointer
+    history: RunHistory
+    events: Events
+    state: RunState
+    user_state: UserState
+    busy: bool = False
+    _world: World | None = field(default=None, init=False)
+
+    @property
+    def world(self) -> World:
+        """This process's place among all, and its device. The first use opens the stack."""
+        if self._world is None:
+            self._world = self.stack.open(self.args.chosen_device)
+        return self._world
+
+    @property
+    def log(self) -> RunLogger:
+        """Messages that are true of all processes: the main one logs them, the others log errors only."""
+        return RunLogger(self.args.log_level if self.world.is_main else "ERROR")
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that all processes enter together: a failure of one there is a failure of all.
+
+        See `Communicator.together`. Operations inside are as deterministic as the arguments ask for.
+        """
+        with deterministic(self.args.deterministic), self.world.comm.together(self._position):
+            yield
+
+    def _position(self) -> str:
+        return f"epoch {self.state.epoch}, global step {self.state.current_step}"
