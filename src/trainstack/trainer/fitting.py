@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainstack.backends.losses import find_loss
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
-from trainstack.trainer.loop import loss_of
 from trainstack.trainer.order import mix
 from trainstack.trainer.refitting import free_memory, guard_steps, ran_out_of_memory
 from trainstack.trainer.undoing import undone
@@ -78,5 +78,5 @@ def _try_once(run: Run) -> None:
     with undone(run, seed=mix(run.state.seed, step)):
         kept = [torch.empty_like(p) for p in work.trained for _ in range(2)]
         with stack.accumulate(work, False):
-            stack.backward(work, loss_of(stack.forward(work, Stage.TRAIN, batch, step)), 1.0)
+            stack.backward(work, find_loss(stack.forward(work, Stage.TRAIN, batch, step)), 1.0)
         del kept
