@@ -55,9 +55,10 @@ def admit(run: Run) -> None:
         return
     if run.why_over is not None:
         raise PrivacyBudgetError(run.why_over)
-    if run.args.validate_every == 0 or not lacks(run.module, "val_step") or lacks(run.module, "get_val_dataloaders"):
+    module, val_step = run.module, run.evaluator.val_step
+    if run.args.validate_every == 0 or not lacks(module, "val_step", val_step) or lacks(module, "get_val_dataloaders"):
         return
     with isolated_rng(mix(run.state.seed), run.world.device):  # asked here once more only where that may find the fault
         loaders = run.evaluator.loaders_of(Stage.VAL)
     if loaders:
-        raise run.module._lacks("val_step", "get_val_dataloaders")
+        raise module._lacks("val_step", "get_val_dataloaders")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_batc
 from trainstack.trainer.events.evaluating import with_events
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.metrics import Metrics, numbers_in
-from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.module_interface import ModuleInterface, calls_val_step
 from trainstack.trainer.order import mix
 from trainstack.trainer.progress import NoProgress
 from trainstack.trainer.reporting import Reporter
@@ -33,11 +32,12 @@ class Evaluator:
 
     Attributes:
         metrics: of the run.
+        val_step: the function that stands in for the module's method; None for the method.
         has_validated: whether a validation that belongs to training has been finished.
     """
 
-    def __init__(self, run: Run, metrics: Any = None) -> None:
-        self._run = run
+    def __init__(self, run: Run, metrics: Any = None, val_step: Callable[..., Any] | None = None) -> None:
+        self._run, self.val_step = run, val_step
         self.metrics = Metrics(metrics, run.module)
         self._said = set[str]()
         self.has_validated = False
@@ -47,7 +47,7 @@ class Evaluator:
         run, where = self._run, "get_val_dataloaders" if stage is Stage.VAL else "get_test_dataloaders"
         size = run.args.val_batch_size or run.data.plan.micro_batch
         few = run.data.few_to_validate(size) if stage is Stage.VAL else None
-        validates = run.module._own_val_step or type(run.module).val_step is not ModuleInterface.val_step
+        validates = self.val_step or type(run.module).val_step is not ModuleInterface.val_step
         if few is not None and validates:
             return {"default": few}
         return named_loaders(getattr(run.module, where)(sampler=SequentialSampler, batch_size=size), where)
@@ -67,7 +67,7 @@ class Evaluator:
         with isolated_rng(mix(run.state.seed), run.world.device):
             loaders = self.loaders_of(Stage.VAL)
         try:
-            with self._history(RunHistory()) as history:
+            with run.sink.redirected(RunHistory(), run.state) as history:
                 self.evaluate(Stage.VAL, loaders, keep=False, history=history, only=batches)
         except Exception as error:
             annotate(error, "while sanity_val_steps tried out the validation before training")
@@ -82,7 +82,8 @@ class Evaluator:
             log: whether metrics go to the history; None for: only within training.
         """
         run = self._run
-        with self._history(run.history if log or (log is None and run.busy) else RunHistory()) as history:
+        recorded = run.history if log or (log is None and run.busy) else RunHistory()
+        with run.sink.redirected(recorded, run.state) as history:
             given = named_loaders(dataloaders, "the caller") if dataloaders is not None else self.loaders_of(stage)
             if not given and stage is Stage.TEST:
                 raise ModuleContractError(
@@ -93,16 +94,6 @@ class Evaluator:
                 logged = {name: history.get_latest_metric(name) for name in sorted(history.get_metric_names())}
                 outputs.metrics = logged | outputs.metrics
             return outputs
-
-    @contextmanager
-    def _history(self, history: RunHistory) -> Iterator[RunHistory]:
-        """A block in which what the module logs goes to `history`."""
-        module = self._run.module
-        before, module._history = module._history, history
-        try:
-            yield history
-        finally:
-            module._history = before
 
     @with_events
     def evaluate(
@@ -134,7 +125,8 @@ class Evaluator:
         try:
             run.stack.begin_evaluation(run.loop.work)
             for key, loader in islice(loaders.items(), done, None):
-                with isolated_rng(seed, run.world.device), eval_mode(run.module):
+                val_step = calls_val_step(run.module, self.val_step)
+                with isolated_rng(seed, run.world.device), eval_mode(run.module), val_step:
                     outputs, values = self._evaluate(stage, key, loader, keep, reporter, only)
                     collected.metrics |= self._record(stage, key, values, history or run.history)
                     if keep:

@@ -16,6 +16,7 @@ from trainstack.trainer.events import Event, Events
 from trainstack.trainer.failing import place_of_failure
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.hooks import Hooks
+from trainstack.trainer.log_sink import LogSink
 from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.loop import TrainLoop
 from trainstack.trainer.module_interface import ModuleInterface
@@ -50,19 +51,18 @@ class Run:
         history: where metrics go.
         stopper: asked when the run is to stop, also by whoever supplies its data.
         events: told what happens.
-        metrics: given to the trainer; None for the module's.
+        metrics, val_step: given to the trainer; None for the module's.
 
     Attributes:
         data: the training data and the plan.
-        evaluator: runs validation, test and prediction.
+        evaluator, sink: runs validation, test and prediction; records in `history` the values that the module logs.
         validation: when to validate in training.
         log_interval: global steps between two log points.
         loop: what the loop works with.
         pending_rng: the random state to go on with; used up when training goes on.
         epoch_rng: the random state that the epoch under way began with.
         training: whether `Trainer.train` is under way.
-        busy: whether a step, a hook or a validation is under way, so that a checkpoint has to wait.
-        save_asked: whether one waits.
+        busy: whether a step, a hook or a validation is under way, so that a checkpoint waits; `save_asked`: one waits.
         pin_asked: whether the next checkpoint is to be kept for good.
         paths_asked: where else it is to go, and whether once for the world or for each node.
         watched: names of the parameters and buffers that must stay finite.
@@ -80,12 +80,13 @@ class Run:
         stopper: Stopper,
         events: Events,
         metrics: Any = None,
+        val_step: Callable[..., Any] | None = None,
     ) -> None:
         self.module, self.args, self.stack, self.world = module, args, stack, world
         self.state, self.history, self.stopper, self.events = state, history, stopper, events
         self.log = RunLogger(args.log_level if world.is_main else "ERROR")  # what is said is true of all processes
-        self.evaluator = Evaluator(self, metrics)
-        check_signatures(module, self.log)
+        self.evaluator = Evaluator(self, metrics, val_step)
+        check_signatures(module, self.log, val_step)
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
         self.poll: Callable[[], None] = lambda: None
@@ -95,11 +96,12 @@ class Run:
             self.data = TrainingData(module, args, world, state.seed, self.log, stack.stated_records)
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
-        module.plan, module._history, module._run_state = self.data.plan, RunHistory(), state
+        module.plan = self.data.plan
+        module._log_sink = self.sink = (module._log_sink or LogSink()).connect(history, state)
         self.hooks = Hooks(module, stopper.ask)
         shape(module, compiled=args.compile, channels_last=args.channels_last, private=stack.is_private)
-        self.loop = self._make_loop()
-        module._history = history  # what a layer tried out on the module was written elsewhere
+        with self.sink.muted(state):  # a layer may try the module out
+            self.loop = self._make_loop()
         self.watched = finite_tensors(module, self.loop.work)
 
     def _make_loop(self) -> TrainLoop:

@@ -208,11 +208,10 @@ class Trainer(EvaluatingTrainer):
     def _make_ready(self) -> None:
         checkpoint = what_the_mode_keeps(self.load_checkpoints(), self.args, self.trainer_backend)
         restore_module(self.module, checkpoint)
-        self.module._own_val_step = self._val_step
         self.warm_start_report = start_from_weights(self, resumed=not checkpoint.is_empty)
         self.state.update_state(checkpoint.trainer_state or {})
         parts = (self.module, self.args, self.trainer_backend, self.world, self.state, self.history, self._stopper)
-        self._run = Run(*parts, self.events, self._metrics)
+        self._run = Run(*parts, self.events, self._metrics, self._val_step)
         self.events.fire(Event.READY)
         if checkpoint.is_empty:
             self.trainer_backend.start_afresh(again=self.args.resume == "auto")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainstack.trainer.history import RunHistory
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.seeding import isolated_rng
 
@@ -35,13 +34,11 @@ def undone(run: Run, seed: int) -> Iterator[RunState]:
     tensors = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
     optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in work.optimizers]
     modes = [(part, part.training) for part in module.modules()]
-    history, state = module._history, module._run_state
-    module._history, module._run_state = RunHistory(), copy.copy(run.state)
+    state = copy.copy(run.state)
     try:
-        with isolated_rng(seed, run.world.device):
-            yield module._run_state
+        with run.sink.muted(state), isolated_rng(seed, run.world.device):
+            yield state
     finally:
-        module._history, module._run_state = history, state
         with torch.no_grad():
             for tensor, before in tensors:
                 tensor.copy_(before)

@@ -37,9 +37,8 @@ def with_events(evaluate: Evaluate[Rest, Result]) -> Evaluate[Rest, Result]:
             with events.evaluation_contexts():
                 result = evaluate(evaluator, stage, *arguments, **named)
             if announce:
-                history = run.module._history  # not the run's, where the validation is no part of it
-                wanted = history is not None and events.has(Event.VALIDATION_END)
-                measured = history.values_at(state.global_step) if history is not None and wanted else {}
+                history = run.sink.history  # not the run's, where the validation is no part of it
+                measured = history.values_at(state.global_step) if events.has(Event.VALIDATION_END) else {}
                 events.fire(Event.VALIDATION_END, measured)
         return result
 
