@@ -44,7 +44,7 @@ def find_loss(outputs: Any, records: int | None = None) -> Tensor:
             "train_step returned a loss that no gradient flows through. Do not call .item() or .detach() on it or "
             "compute it under torch.no_grad(), and leave some parameters requires_grad=True."
         )
-    return loss.reshape(records) if loss.dim() else loss
+    return loss.reshape(-1) if loss.dim() else loss
 
 
 def loss_item(outputs: Any) -> Any:

@@ -55,7 +55,7 @@ def _open(leaf: Any) -> Any:
     return leaf
 
 
-def _flatten_fields(node: _Fields) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
+def _flatten_fields(node: _Fields) -> tuple[list[Any], tuple[Any, tuple[str, ...]]]:
     """The values of a dataclass: its fields, and other attributes, which `__post_init__` may have set."""
     value = node.value
     names = dict.fromkeys([*(field.name for field in fields(value)), *getattr(value, "__dict__", ())])
@@ -63,7 +63,7 @@ def _flatten_fields(node: _Fields) -> tuple[list[Any], tuple[type, tuple[str, ..
     return [_opened(getattr(value, name)) for name in held], (type(value), held)
 
 
-def _rebuild_fields(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
+def _rebuild_fields(values: Iterable[Any], context: tuple[Any, tuple[str, ...]]) -> Any:
     kind, names = context
     rebuilt = kind.__new__(kind)  # its constructor may take other arguments, or compute
     for name, value in zip(names, values, strict=True):
