@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainstack.backends import TrainerBackend, World
 from trainstack.checkpointing import AbstractCheckpointer
@@ -12,6 +13,7 @@ from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.determinism import deterministic
 from trainstack.trainer.events import Events
 from trainstack.trainer.history import RunHistory
+from trainstack.trainer.log_sink import LogSink
 from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.run_state import RunState
@@ -23,7 +25,7 @@ class RunContext:
     """What belongs to one trainer from its construction to its end.
 
     `Trainer` makes it once. Functions and classes that need several of these take the context, never the trainer or
-    the run. Only `args` and `busy` are ever assigned anew.
+    the run. Only `args`, `sink` and `busy` are ever assigned anew.
 
     Attributes:
         module: the user's module.
@@ -35,6 +37,8 @@ class RunContext:
         events: the subscribers.
         state: the counters of the run.
         user_state: the user's own data, saved with checkpoints.
+        val_step: the function that replaces the module's method `val_step`; None for the method.
+        sink: records what the module logs.
         busy: whether a step, a hook or an evaluation runs, so that a checkpoint has to wait for its end.
     """
 
@@ -46,6 +50,8 @@ class RunContext:
     events: Events
     state: RunState
     user_state: UserState
+    val_step: Callable[..., Any] | None = None
+    sink: LogSink = field(default_factory=LogSink)
     busy: bool = False
     _world: World | None = field(default=None, init=False)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainstack.backends import Communicator, TrainerBackend, Workload, World
+from trainstack.backends.losses import loss_item
 from trainstack.errors import ModuleContractError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.collector import OutputCollector
@@ -235,13 +235,8 @@ def _count(batch: Any) -> float:
 
 
 def _loss_in(outputs: Any) -> Tensor | None:
-    """A 0-dim floating tensor that is the output, its first item, or its item or field "loss"."""
-    if isinstance(outputs, dict):
-        outputs = outputs.get("loss")
-    elif is_dataclass(outputs):
-        outputs = getattr(outputs, "loss", None)
-    elif isinstance(outputs, tuple | list):
-        outputs = outputs[0] if outputs else None
-    if isinstance(outputs, Tensor) and outputs.dim() == 0 and outputs.is_floating_point():
-        return outputs.detach()
+    """The loss of an evaluation, if it is a 0-dim floating tensor; other outputs are predictions."""
+    loss = loss_item(outputs)
+    if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
+        return loss.detach()
     return None

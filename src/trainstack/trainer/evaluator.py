@@ -20,7 +20,7 @@ from trainstack.trainer.events import Event
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.hooks import Hooks
 from trainstack.trainer.metrics import Metrics, numbers_in
-from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.module_interface import ModuleInterface, calls_val_step
 from trainstack.trainer.order import mix
 from trainstack.trainer.progress import NoProgress
 from trainstack.trainer.reporting import Reporter
@@ -74,7 +74,7 @@ class Evaluator:
         module, where = self._context.module, "get_val_dataloaders" if stage is Stage.VAL else "get_test_dataloaders"
         size = self._context.args.val_batch_size or self._data.plan.micro_batch
         few = self._data.few_to_validate(size) if stage is Stage.VAL else None
-        validates = module._own_val_step or type(module).val_step is not ModuleInterface.val_step
+        validates = self._context.val_step or type(module).val_step is not ModuleInterface.val_step
         if few is not None and validates:
             return {"default": few}
         return named_loaders(getattr(module, where)(sampler=SequentialSampler, batch_size=size), where)
@@ -92,7 +92,7 @@ class Evaluator:
         with self._isolated_rng():
             loaders = self.loaders_of(Stage.VAL)
         try:
-            with self._history(RunHistory()) as history:
+            with self._context.sink.redirected(RunHistory(), self._context.state) as history:
                 self.evaluate(Stage.VAL, loaders, keep=False, history=history, only=batches)
         except Exception as error:
             annotate(error, "while sanity_val_steps tried out the validation before training")
@@ -107,7 +107,8 @@ class Evaluator:
             log: whether metrics go to the history; None for: only within training.
         """
         context = self._context
-        with self._history(context.history if log or (log is None and context.busy) else RunHistory()) as history:
+        recorded = context.history if log or (log is None and context.busy) else RunHistory()
+        with context.sink.redirected(recorded, context.state) as history:
             given = named_loaders(dataloaders, "the caller") if dataloaders is not None else self.loaders_of(stage)
             if not given and stage is Stage.TEST:
                 raise ModuleContractError(
@@ -119,16 +120,6 @@ class Evaluator:
                 logged = {name: history.get_latest_metric(name) for name in sorted(history.get_metric_names())}
                 outputs.metrics = logged | outputs.metrics
             return outputs
-
-    @contextmanager
-    def _history(self, history: RunHistory) -> Iterator[RunHistory]:
-        """A block in which what the module logs goes to `history`."""
-        module = self._context.module
-        before, module._history = module._history, history
-        try:
-            yield history
-        finally:
-            module._history = before
 
     def evaluate(
         self,
@@ -162,7 +153,8 @@ class Evaluator:
             try:
                 context.stack.begin_evaluation(self._work())
                 for key, loader in islice(loaders.items(), done, None):
-                    with isolated_rng(seed, world.device), eval_mode(context.module):
+                    val_step = calls_val_step(context.module, context.val_step)
+                    with isolated_rng(seed, world.device), eval_mode(context.module), val_step:
                         outputs, values = self._evaluate(stage, key, loader, keep, reporter, only)
                         collected.metrics |= self._record(stage, key, values, history or context.history)
                         if keep:
@@ -190,9 +182,8 @@ class Evaluator:
             with events.evaluation_contexts():
                 yield
             if announced:
-                history = context.module._history  # not the run's, where the validation is no part of it
-                wanted = history is not None and events.has(Event.VALIDATION_END)
-                measured = history.values_at(context.state.global_step) if history is not None and wanted else {}
+                history = context.sink.history  # not the run's, where the validation is no part of it
+                measured = history.values_at(context.state.global_step) if events.has(Event.VALIDATION_END) else {}
                 events.fire(Event.VALIDATION_END, measured)
 
     def _isolated_rng(self) -> AbstractContextManager[None]:

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 
 from trainstack.backends import Workload
+from trainstack.backends.losses import find_loss
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 from trainstack.trainer.context import RunContext
-from trainstack.trainer.loop import loss_of
 from trainstack.trainer.order import mix
 from trainstack.trainer.refitting import free_memory, ran_out_of_memory
 from trainstack.trainer.training_data import TrainingData
@@ -73,5 +73,5 @@ def _try_once(context: RunContext, data: TrainingData, work: Workload) -> None:
     with undone(context, work, seed=mix(context.state.seed, step)):
         kept = [torch.empty_like(p) for p in work.trained for _ in range(2)]
         with stack.accumulate(work, False):
-            stack.backward(work, loss_of(stack.forward(work, Stage.TRAIN, batch, step)), 1.0)
+            stack.backward(work, find_loss(stack.forward(work, Stage.TRAIN, batch, step)), 1.0)
         del kept

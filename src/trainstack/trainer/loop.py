@@ -6,15 +6,14 @@ back from the device, unless non-finite steps are to be skipped, which has to be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainstack.backends import EMPTY, TrainerBackend, Workload
-from trainstack.errors import ModuleContractError
+from trainstack.backends.losses import find_loss
 from trainstack.stage import Stage
 from trainstack.trainer.collector import OutputCollector
 from trainstack.trainer.events.event import Event
@@ -192,7 +191,7 @@ def _bind_micro_batches(loop: TrainLoop) -> Passes:
                 weight = window.weights[position]
                 with accumulate(work, position == last):
                     outputs = forward(work, train, batch, number)
-                    loss = loss_of(outputs)
+                    loss = find_loss(outputs)
                     if weight or must_join:
                         backward(work, as_seen_by_all(loss) if skip else loss, weight)
                 losses.append(loss.detach().clone() if copy or loss.is_leaf else loss.detach())
@@ -282,47 +281,3 @@ def as_seen_by_all(loss: Tensor) -> Tensor:
     So the norm of the gradients alone, which is the same on every process, tells whether a step is to be skipped.
     """
     return loss * (1.0 + 0.0 * loss.detach())
-
-
-def loss_of(outputs: Any) -> Tensor:
-    """The loss in what `train_step` returned.
-
-    Raises:
-        ModuleContractError: there is none, or it is no 0-dim tensor with a graph.
-    """
-    if type(outputs) is Tensor and outputs.requires_grad and outputs.dim() == 0:  # the usual case, cheaply
-        return outputs
-    if isinstance(outputs, Tensor):
-        loss: Any = outputs
-    elif isinstance(outputs, dict):
-        loss = outputs.get("loss")
-    elif is_dataclass(outputs):
-        loss = getattr(outputs, "loss", None)
-    else:
-        loss = outputs[0] if isinstance(outputs, tuple | list) and outputs else None
-    if isinstance(loss, Tensor) and loss.requires_grad and loss.dim() == 0:
-        return loss
-    raise ModuleContractError(_what_is_wrong(loss, outputs))
-
-
-def _what_is_wrong(loss: Any, outputs: Any) -> str:
-    if not isinstance(loss, Tensor):
-        if isinstance(outputs, float | int) or isinstance(loss, float | int):
-            return (
-                f"train_step returned the number {outputs if loss is None else loss!r} as the loss, through which no "
-                "gradient flows. Return the tensor itself, without .item() or float()."
-            )
-        has = f"a dict with the keys {list(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
-        return (
-            f"train_step returned {'nothing' if outputs is None else has}, in which there is no loss. Return the loss "
-            "tensor, a tuple whose first item is the loss, a dict with the key 'loss', or a dataclass with that field."
-        )
-    if loss.dim() != 0:
-        return (
-            f"train_step returned a loss of shape {tuple(loss.shape)}; a loss is one number. "
-            "Return its mean over the batch: loss.mean()."
-        )
-    return (
-        "train_step returned a loss that no gradient flows through. Do not call .item() or .detach() on it or compute "
-        "it under torch.no_grad(), and leave some parameters requires_grad=True."
-    )

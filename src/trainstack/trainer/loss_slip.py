@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
-from numbers import Real
 from typing import Any
 
+from trainstack.backends.losses import RETURN_THE_TENSOR, is_number, loss_item
 from trainstack.stage import Stage
 
 
 def what_is_no_loss(outputs: Any, stage: Stage) -> str | None:
-    """What to say of a number that stands in the place of the loss; None where none does, and for predictions."""
-    loss = _in_place_of_loss(outputs)
-    if stage is Stage.PREDICT or isinstance(loss, bool) or not isinstance(loss, Real):
+    """The warning for a plain number in the place of the loss; None where there is none, and for predictions."""
+    loss = loss_item(outputs)
+    if stage is Stage.PREDICT or not is_number(loss):
         return None
     name = stage.name.lower()
     return (
         f"{name}_step returned a {type(loss).__name__} where its loss is looked for, and only a tensor is taken: no "
-        f"{name}/loss is recorded. Return the tensor itself, without .item() or float()."
+        f"{name}/loss is recorded. {RETURN_THE_TENSOR}"
     )
-
-
-def _in_place_of_loss(outputs: Any) -> Any:
-    if isinstance(outputs, dict):
-        return outputs.get("loss")
-    if isinstance(outputs, tuple | list):
-        return outputs[0] if outputs else None
-    return getattr(outputs, "loss", None) if is_dataclass(outputs) else outputs

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +19,29 @@ from trainstack.trainer.loaders import make_dataloader
 from trainstack.trainer.sources import samples_in
 
 if TYPE_CHECKING:
-    from trainstack.trainer.history import RunHistory
+    from trainstack.trainer.log_sink import LogSink
     from trainstack.trainer.plan import TrainingPlan
-    from trainstack.trainer.run_state import RunState
+
+_val_step: ContextVar[tuple[nn.Module | None, Callable[..., Any] | None]] = ContextVar("val_step", default=(None, None))
+
+
+@contextmanager
+def calls_val_step(module: nn.Module, function: Callable[..., Any] | None) -> Iterator[None]:
+    """A block in which `forward` of `module` calls `function` in the place of `val_step`; the method, if None.
+
+    A context variable and no attribute, for the module is the user's, and layers wrap its call: no argument reaches it.
+    """
+    before = _val_step.set((module, function))
+    try:
+        yield
+    finally:
+        _val_step.reset(before)
 
 
 class ModuleInterface(nn.Module, CallbackInterface, ABC):
     """Model, steps, optimizers and data of one training task.
+
+    A trainer sets two attributes, `plan` and the private `_log_sink`, to which `log` passes values.
 
     Attributes:
         plan: all step arithmetic of the run; set by the trainer before it calls `get_optimizers_schedulers`.
@@ -32,9 +50,7 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
     """
 
     plan: TrainingPlan | None = None
-    _history: RunHistory | None = None
-    _run_state: RunState | None = None
-    _own_val_step: Callable[..., Any] | None = None
+    _log_sink: LogSink | None = None
 
     @abstractmethod
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
@@ -127,9 +143,10 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
         """Run the step that belongs to `stage`; what the backend calls."""
         if stage is Stage.TRAIN:
             return self.train_step(batch=batch, device=device, global_step=global_step)
-        if stage is Stage.VAL and self._own_val_step is not None:
-            return self._own_val_step(self, batch=batch, device=device, global_step=global_step)
         if stage is Stage.VAL:
+            module, val_step = _val_step.get()
+            if module is self and val_step is not None:
+                return val_step(self, batch=batch, device=device, global_step=global_step)
             return self.val_step(batch=batch, device=device, global_step=global_step)
         if stage is Stage.TEST:
             return self.test_step(batch=batch, device=device, global_step=global_step)
@@ -170,13 +187,11 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
         Raises:
             ConfigurationError: the module is not being run by a trainer.
         """
-        if self._history is None or self._run_state is None:
+        if self._log_sink is None:
             raise ConfigurationError(
                 f"log({name!r}, ...): this module is not being run by a Trainer, so there is nowhere to record it."
             )
-        self._history.update_metric(
-            name, _without_wrappers(value), step=self._run_state.current_step, epoch=self._run_state.epoch
-        )
+        self._log_sink.record(name, _without_wrappers(value))
 
     def get_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the module; its `state_dict` unless overridden, under the names of what

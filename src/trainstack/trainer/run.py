@@ -16,8 +16,8 @@ from trainstack.trainer.context import RunContext
 from trainstack.trainer.evaluator import Evaluator
 from trainstack.trainer.events import Event
 from trainstack.trainer.failing import place_of_failure
-from trainstack.trainer.history import RunHistory
 from trainstack.trainer.hooks import Hooks
+from trainstack.trainer.log_sink import LogSink
 from trainstack.trainer.loop import TrainLoop
 from trainstack.trainer.metrics import Metrics
 from trainstack.trainer.optimizers import checked_optimizers_schedulers
@@ -58,7 +58,7 @@ class Run:
 
     Attributes:
         data: the training data and the plan.
-        evaluator: runs validation, test and prediction.
+        evaluator, sink: runs validation, test and prediction; records in `history` the values that the module logs.
         validation: when to validate in training.
         log_interval: global steps between two log points.
         loop: what the loop works with.
@@ -73,18 +73,19 @@ class Run:
         self.history, self.events, self.log = context.history, context.events, context.log
         module, args, world, state = self.module, context.args, self.world, self.state
         made_metrics = Metrics(metrics, module)
-        check_signatures(module, self.log)
+        check_signatures(module, self.log, context.val_step)
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log, self.stack.stated_records)
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
-        module.plan, module._history, module._run_state = self.data.plan, RunHistory(), state
+        module.plan = self.data.plan
+        module._log_sink = context.sink = (module._log_sink or LogSink()).connect(context.history, state)
         self.hooks = Hooks(module, stopper.ask)
         shape(module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private)
-        self.loop = self._make_loop()
-        module._history = self.history  # what a layer tried out on the module was written elsewhere
+        with context.sink.muted(state):  # a layer may try the module out
+            self.loop = self._make_loop()
         self.evaluator = Evaluator(
             context,
             metrics=made_metrics,

@@ -55,15 +55,20 @@ def check_val_step(function: Any) -> None:
         ) from None
 
 
-def lacks(module: Any, name: str) -> bool:
-    """Whether nothing stands in for the method `name` that `ModuleInterface` leaves to its subclasses."""
-    if name == "val_step" and (module._own_val_step is not None or not lacks(module, "forward")):
+def lacks(module: Any, name: str, val_step: Any = None) -> bool:
+    """Whether nothing stands in for the method `name` that `ModuleInterface` leaves to its subclasses.
+
+    `val_step` is the function that the trainer was given in the place of that method, or None.
+    """
+    if name == "val_step" and (val_step is not None or not lacks(module, "forward")):
         return False
     return getattr(getattr(module, name), "__func__", None) is getattr(ModuleInterface, name)
 
 
-def check_signatures(module: Any, log: RunLogger) -> None:
+def check_signatures(module: Any, log: RunLogger, val_step: Any = None) -> None:
     """Refuse methods that cannot be called as they will be, and point at hooks whose name is a slip.
+
+    `val_step` is as in `lacks`.
 
     Raises:
         ModuleContractError: naming the method and the signature it needs.
@@ -90,10 +95,10 @@ def check_signatures(module: Any, log: RunLogger) -> None:
                 f"{type(module).__name__}.{name}{signature} cannot be called as it will be ({error}). "
                 f"Write def {name}({wanted}).{hint}"
             ) from error
-    _point_at_slips(module, log)
+    _point_at_slips(module, log, val_step)
 
 
-def _point_at_slips(module: Any, log: RunLogger) -> None:
+def _point_at_slips(module: Any, log: RunLogger, val_step: Any) -> None:
     known = [name for name in dir(CallbackInterface) if name.startswith("on_")] + [e.method for e in Event]
     for name in dir(type(module)):
         if name.startswith("on_") and name not in known:
@@ -104,13 +109,13 @@ def _point_at_slips(module: Any, log: RunLogger) -> None:
                     f"Did you mean {close[0]!r}?"
                 )
         elif not name.startswith(("on_", "_")) and not hasattr(ModuleInterface, name):
-            _point_at_missing(module, name, log)
+            _point_at_missing(module, name, log, val_step)
 
 
-def _point_at_missing(module: Any, name: str, log: RunLogger) -> None:
+def _point_at_missing(module: Any, name: str, log: RunLogger, val_step: Any) -> None:
     for meant, words in _SLIPS.items():
         alike = all(word in name for word in words) or difflib.get_close_matches(name, [meant], cutoff=0.85)
-        if alike and lacks(module, meant) and inspect.isroutine(getattr(type(module), name)):
+        if alike and lacks(module, meant, val_step) and inspect.isroutine(getattr(type(module), name)):
             log.warning(
                 f"{type(module).__name__}.{name} is never called by the trainer, and there is no {meant}: did you mean "
                 "that? Without it, training does not validate."

@@ -111,12 +111,13 @@ class Trainer(AbstractTrainer):
             events=Events(self, module, _all_callbacks(args, callbacks), RunLogger(args.log_level)),
             state=RunState(seed=args.seed),
             user_state=UserState(),
+            val_step=val_step,
         )
         self.module, self.trainer_backend, self.checkpointer = module, trainer_backend, checkpointer
         self.history, self.events = context.history, context.events
         self.state, self.user_state = context.state, context.user_state
         self.warm_start_report: WarmStartReport | None = None
-        self._metrics, self._val_step = metrics, val_step
+        self._metrics = metrics
         self._run: Run | None = None
         self._saver = Saver(context, self._take_checkpoint)
         self._stopper = Stopper()
@@ -260,7 +261,6 @@ class Trainer(AbstractTrainer):
     def _make_ready(self) -> None:
         checkpoint = what_the_mode_keeps(self.load_checkpoints(), self.args, self.trainer_backend)
         restore_module(self.module, checkpoint)
-        self.module._own_val_step = self._val_step
         self.warm_start_report = start_from_weights(
             self._context, self._saver.read_weights, resumed=not checkpoint.is_empty
         )

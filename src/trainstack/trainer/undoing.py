@@ -10,7 +10,6 @@ import torch
 
 from trainstack.backends import Workload
 from trainstack.trainer.context import RunContext
-from trainstack.trainer.history import RunHistory
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.seeding import isolated_rng
 
@@ -34,13 +33,11 @@ def undone(context: RunContext, work: Workload, seed: int) -> Iterator[RunState]
     tensors = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
     optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in work.optimizers]
     modes = [(part, part.training) for part in module.modules()]
-    history, state = module._history, module._run_state
-    module._history, module._run_state = RunHistory(), copy.copy(context.state)
+    state = copy.copy(context.state)
     try:
-        with isolated_rng(seed, context.world.device):
-            yield module._run_state
+        with context.sink.muted(state), isolated_rng(seed, context.world.device):
+            yield state
     finally:
-        module._history, module._run_state = history, state
         with torch.no_grad():
             for tensor, before in tensors:
                 tensor.copy_(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -54,6 +55,48 @@ def test_outputs_are_those_of_the_micro_batch(asked: str) -> None:
     assert outputs["loss"].is_leaf
     assert outputs["loss"].requires_grad
     assert not outputs["logits"].requires_grad
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    loss: Tensor
+    parts: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "logits", self.parts["logits"])
+
+
+class ReturnsDataclass(Plain):
+    def train_step(self, batch: Any) -> Any:
+        logits = self.logits(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        return Found(loss, {"logits": logits, "inner": [Found(loss, {"logits": logits}), "train"]})
+
+
+@pytest.mark.parametrize("asked", SCALAR)
+def test_a_dataclass_comes_back_as_it_was_without_its_graph(asked: str) -> None:
+    module, batch = ReturnsDataclass(), vectors(5)
+    expected = run(module, batch)
+    outputs = mode_for(asked, module).add(run, batch, 5)
+    inner, name = outputs.parts["inner"]
+    assert (type(outputs), type(inner), name) == (Found, Found, "train")
+    for logits in (outputs.parts["logits"], outputs.logits, inner.parts["logits"], inner.logits):
+        torch.testing.assert_close(logits, expected.logits.detach())
+        assert not logits.requires_grad
+    torch.testing.assert_close(outputs.loss.detach(), expected.loss.detach())
+    torch.testing.assert_close(inner.loss.mean(), expected.loss.detach())
+    assert outputs.loss.is_leaf
+    assert outputs.loss.requires_grad
+
+
+def test_the_loop_joins_lists_of_plain_objects() -> None:
+    class Names(Plain):
+        def train_step(self, batch: Any) -> Any:
+            logits = self.logits(batch[0])
+            return F.cross_entropy(logits, batch[1]), {"labels": batch[1].tolist(), "split": "train"}
+
+    module, batch = Names(), vectors(5)
+    assert mode_for("loop", module).add(run, batch, 5)[1] == run(module, batch)[1]
 
 
 @pytest.mark.parametrize("asked", SCALAR)

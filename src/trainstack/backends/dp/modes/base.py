@@ -17,11 +17,6 @@ Run = Callable[[nn.Module, Any], Any]
 """`run(model, batch)` calls `model(stage=..., global_step=..., batch=batch, device=...)` the way the layers inside do,
 autocast included, and returns what `train_step` returned."""
 
-NO_GRADIENT = (
-    "train_step returned a loss that no gradient flows through. Return the loss itself, computed from trained "
-    "parameters: no .item(), no .detach(), no torch.no_grad()."
-)
-
 
 class Unsupported(ConfigurationError):
     """A gradient mode cannot give this module's per-record gradients; the message names where and what to write."""

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainstack.backends.dp.modes.base import NO_GRADIENT, GradientMode, Run, Unsupported
-from trainstack.backends.dp.modes.outputs import finished, loss_in, mean_of
+from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
+from trainstack.backends.dp.modes.outputs import finished
 from trainstack.backends.dp.modes.precision import full_float32
 from trainstack.backends.dp.modes.sites import Site, squared_norms
 from trainstack.backends.dp.modes.taps import Taps
+from trainstack.backends.losses import find_loss
 
 
 class BookkeepingMode(GradientMode):
@@ -32,8 +33,7 @@ class BookkeepingMode(GradientMode):
     def add(self, run: Run, batch: Any, records: int) -> Any:
         with Taps(self.trained, self.names, records) as taps:
             outputs = run(self.module, batch)
-        losses = loss_in(outputs)
-        mean = mean_of(losses, records)
+        mean = find_loss(outputs, records).mean()
         sites = self._receive(taps.sites, mean, records)
         outputs = finished(outputs, mean)
         with torch.no_grad(), full_float32():
@@ -42,8 +42,6 @@ class BookkeepingMode(GradientMode):
 
     def _receive(self, sites: list[Site], mean: Tensor, records: int) -> list[Site]:
         """Give each site the gradient of its output; returns those on which the loss depends."""
-        if not mean.requires_grad:
-            raise Unsupported(NO_GRADIENT)
         found = torch.autograd.grad(
             mean,
             [*(site.edge for site in sites), *self.trained],  # type: ignore[arg-type]

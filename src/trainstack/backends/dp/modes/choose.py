@@ -21,7 +21,7 @@ from trainstack.backends.dp.modes.probing import Plain, attributes_of, changed_t
 from trainstack.backends.dp.modes.random_states import RandomStates
 from trainstack.backends.dp.modes.records import rows_of
 from trainstack.backends.dp.modes.vmap import VmapMode
-from trainstack.errors import ConfigurationError, MissingExtraError
+from trainstack.errors import ConfigurationError, MissingExtraError, ModuleContractError
 
 _logger = logging.getLogger("trainstack")
 
@@ -90,6 +90,7 @@ class Judge:
 
     Raises:
         Unsupported: `train_step` cannot be run on single records, or buffers learn from them, or it remembers them.
+        ModuleContractError: `train_step` returned no loss to train on.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Judge:
             self._refuse_what_learns(before)
             self._refuse_what_remembers([rows_of(probe, records, slice(i, i + 1)) for i in range(records)], states)
             self._rounded = self._case(probe, records, _whole, run) if self._autocast else None
-        except (Unsupported, torch.OutOfMemoryError):
+        except (Unsupported, ModuleContractError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise Unsupported(

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from trainstack.backends.dp.clipping import AdaptiveClipper, Clipper, PerLayerClipper
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
 from trainstack.backends.dp.modes.hooks import attached, described, forget
-from trainstack.backends.dp.modes.outputs import finished, loss_in
+from trainstack.backends.dp.modes.outputs import finished
 from trainstack.backends.dp.modes.records import rows_of
+from trainstack.backends.losses import find_loss
 
 
 class GhostMode(GradientMode):
@@ -32,7 +33,7 @@ class GhostMode(GradientMode):
     def add(self, run: Run, batch: Any, records: int) -> Any:
         try:
             outputs = run(self.module, batch)
-            losses = loss_in(outputs)
+            losses = find_loss(outputs, records)
             if losses.dim() == 0:
                 raise Unsupported(
                     "grad_mode='ghost' needs one loss per example: return F.cross_entropy(..., reduction='none')."

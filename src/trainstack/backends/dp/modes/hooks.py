@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from trainstack.backends.dp.clipping import Clipper
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
-from trainstack.backends.dp.modes.outputs import finished, loss_in, mean_of
+from trainstack.backends.dp.modes.outputs import finished
 from trainstack.backends.dp.modes.silence import silenced
 from trainstack.backends.dp.opacus_import import import_opacus
+from trainstack.backends.losses import find_loss
 
 
 class HooksMode(GradientMode):
@@ -31,7 +32,7 @@ class HooksMode(GradientMode):
     def add(self, run: Run, batch: Any, records: int) -> Any:
         try:
             outputs = run(self.module, batch)
-            loss = mean_of(loss_in(outputs), records)
+            loss = find_loss(outputs, records).mean()
             with described(self.name, self.module):
                 loss.backward()  # type: ignore[no-untyped-call]
             self._add_rows([self._rows(i, records) for i in range(len(self.trained))], records)

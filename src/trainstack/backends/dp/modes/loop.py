@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from trainstack.backends.dp.modes.base import NO_GRADIENT, GradientMode, Run, Unsupported
-from trainstack.backends.dp.modes.outputs import finished, loss_in
+from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
+from trainstack.backends.dp.modes.outputs import finished, flattened
 from trainstack.backends.dp.modes.records import rows_of
+from trainstack.backends.losses import find_loss
 
 
 class LoopMode(GradientMode):
@@ -24,26 +25,15 @@ class LoopMode(GradientMode):
         for i in range(records):
             output = run(self.module, rows_of(batch, records, slice(i, i + 1)))
             loss = one_loss(output)
-            self._add_rows([g if g is None else g[None] for g in self.gradients_of(loss)], 1)
+            gradients = torch.autograd.grad(loss, self.trained, allow_unused=True)
+            self._add_rows([g if g is None else g[None] for g in gradients], 1)
             outputs.append(finished(output, loss))
         return joined(outputs)
-
-    def gradients_of(self, loss: Tensor) -> tuple[Tensor | None, ...]:
-        """Of one record's loss, for each trained parameter; None where the loss does not depend on it."""
-        if not loss.requires_grad:
-            raise Unsupported(NO_GRADIENT)
-        return torch.autograd.grad(loss, self.trained, allow_unused=True)
 
 
 def one_loss(outputs: Any) -> Tensor:
     """The loss of a batch of one record, 0-dim."""
-    loss = loss_in(outputs)
-    if loss.numel() != 1:
-        raise Unsupported(
-            f"train_step returned a loss of shape {tuple(loss.shape)} for one record. Return its mean over the "
-            "records, or one loss a record."
-        )
-    return loss.reshape(())
+    return find_loss(outputs, 1).reshape(())
 
 
 def joined(outputs: list[Any]) -> Any:
@@ -52,12 +42,25 @@ def joined(outputs: list[Any]) -> Any:
     The loss is the mean; tensors of shape `(1, ...)` become `(records, ...)`, other tensors are stacked; lists with one
     item become lists with `records`; what is no tensor is that of the first record.
     """
-    loss = torch.stack([loss_in(output).detach().reshape(()) for output in outputs]).mean()
-    flat, structure = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
+    loss = torch.stack([one_loss(output).detach() for output in outputs]).mean()
+    flat, structure = zip(*(flattened(output, _is_column) for output in outputs), strict=True)
     if any(other != structure[0] for other in structure):
         raise Unsupported("train_step returns outputs of another structure for other records. Return the same keys.")
-    leaves = [stacked(values) if isinstance(values[0], Tensor) else values[0] for values in zip(*flat, strict=True)]
+    leaves = [_joined_leaf(values) for values in zip(*flat, strict=True)]
     return finished(pytree.tree_unflatten(leaves, structure[0]), loss)
+
+
+def _is_column(value: Any) -> bool:
+    """Whether `value` is a list of plain objects, such as strings, one for each record of the batch."""
+    return isinstance(value, list) and bool(value) and all(pytree.tree_is_leaf(item) for item in value)
+
+
+def _joined_leaf(values: tuple[Any, ...]) -> Any:
+    if isinstance(values[0], Tensor):
+        return stacked(values)
+    if all(isinstance(value, list) and len(value) == 1 for value in values):
+        return [value[0] for value in values]
+    return values[0]
 
 
 def stacked(values: tuple[Tensor, ...]) -> Any:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
 from trainstack.backends.dp.modes.loop import one_loss
-from trainstack.backends.dp.modes.outputs import detached, finished
+from trainstack.backends.dp.modes.outputs import detached, finished, flattened
 from trainstack.backends.dp.modes.records import rows_of
 from trainstack.backends.dp.modes.silence import silenced
 
@@ -89,7 +89,7 @@ class VmapMode(GradientMode):
             model = _Called(self.module, dict(zip(self.names, trained, strict=True)))
             one = pytree.tree_unflatten([None if v is None else v[None] for v in _like(leaves, example)], structure)
             outputs = run(model, one)
-            found, form = pytree.tree_flatten(outputs)
+            found, form = flattened(outputs)
             others[:] = [form, *(None if isinstance(v, Tensor) else v for v in found)]
             return one_loss(outputs), tuple(v.detach() for v in found if isinstance(v, Tensor))
 
@@ -127,7 +127,7 @@ def _concatenated(parts: list[tuple[Tensor, Any]], records: int) -> Any:
     if len(parts) == 1:
         outputs = parts[0][1]
     else:
-        flat, structure = zip(*(pytree.tree_flatten(output) for _, output in parts), strict=True)
+        flat, structure = zip(*(flattened(output) for _, output in parts), strict=True)
         columns = [torch.cat(v) if isinstance(v[0], Tensor) else v[0] for v in zip(*flat, strict=True)]
         outputs = pytree.tree_unflatten(columns, structure[0])
     return finished(outputs, losses.mean())

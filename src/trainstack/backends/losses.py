@@ -1,0 +1,89 @@
+"""The loss in what a step returns: one set of rules for all backend strings and all stages."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import is_dataclass
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from trainstack.errors import ModuleContractError
+
+RETURN_THE_TENSOR = "Return the tensor itself, without .item() or float()."
+
+
+def find_loss(outputs: Any, records: int | None = None) -> Tensor:
+    """The loss that training follows, in what `train_step` returned.
+
+    Args:
+        outputs: the loss itself, a tuple or list whose first item is the loss, a dict with the key "loss", or a
+            dataclass with that field. A `ModelOutput` of transformers is a dict.
+        records: the size of the batch, where one loss for each record is accepted as well.
+
+    Returns:
+        A tensor with a graph: 0-dim, or of shape `(records,)`.
+
+    Raises:
+        ModuleContractError: there is no such tensor; the message says what to return.
+    """
+    if type(outputs) is Tensor and outputs.requires_grad and outputs.dim() == 0:  # the usual case, cheaply
+        return outputs
+    loss = loss_item(outputs)
+    if not isinstance(loss, Tensor):
+        raise ModuleContractError(_what_lacks(loss, outputs))
+    if loss.dim() and (records is None or not loss.shape[0] == loss.numel() == records):
+        or_each = "" if records is None else f", or one loss for each record, of shape ({records},)"
+        raise ModuleContractError(
+            f"train_step returned a loss of shape {tuple(loss.shape)}; a loss is one number. "
+            f"Return its mean over the batch: loss.mean(){or_each}."
+        )
+    if not loss.requires_grad:
+        raise ModuleContractError(
+            "train_step returned a loss that no gradient flows through. Do not call .item() or .detach() on it or "
+            "compute it under torch.no_grad(), and leave some parameters requires_grad=True."
+        )
+    return loss.reshape(-1) if loss.dim() else loss
+
+
+def loss_item(outputs: Any) -> Any:
+    """What a step returned in the place of its loss, of any type; None where that place is empty."""
+    if isinstance(outputs, dict):  # first: a ModelOutput of transformers is a dict and a dataclass
+        return outputs.get("loss")
+    if is_dataclass(outputs):
+        return getattr(outputs, "loss", None)
+    if isinstance(outputs, tuple | list):
+        return outputs[0] if outputs else None
+    return outputs
+
+
+def with_loss(outputs: Any, loss: Tensor) -> Any:
+    """A copy of `outputs`, in which `loss_item` finds `loss`; a dict of any class becomes a plain one."""
+    if isinstance(outputs, dict):
+        return {**outputs, "loss": loss}
+    if is_dataclass(outputs):
+        copied = copy.copy(outputs)
+        object.__setattr__(copied, "loss", loss)  # a frozen dataclass refuses the assignment
+        return copied
+    if isinstance(outputs, tuple | list):
+        kind, items = type(outputs), (loss, *outputs[1:])
+        return kind(*items) if hasattr(outputs, "_fields") else kind(items)
+    return loss
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a plain number, which a step returns by mistake instead of a tensor."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _what_lacks(loss: Any, outputs: Any) -> str:
+    if is_number(loss):
+        return (
+            f"train_step returned the number {loss!r} as the loss, through which no gradient flows. {RETURN_THE_TENSOR}"
+        )
+    has = f"a dict with the keys {list(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
+    return (
+        f"train_step returned {'nothing' if outputs is None else has}, in which there is no loss. Return the loss "
+        "tensor, a tuple whose first item is the loss, a dict with the key 'loss', or a dataclass with that field."
+    )
