@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,7 @@ from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 from trainstack.trainer.loop import loss_of
 from trainstack.trainer.order import mix
-from trainstack.trainer.refitting import free_memory, guard_steps, ran_out_of_memory
+from trainstack.trainer.refitting import free_memory, ran_out_of_memory
 from trainstack.trainer.undoing import undone
 
 if TYPE_CHECKING:
@@ -21,31 +20,24 @@ if TYPE_CHECKING:
 def fit_micro_batch(run: Run) -> None:
     """Halve the micro-batch of `run` until one forward and backward pass fits on every process.
 
-    With `"always"`, training does so as well from now on.
-
     All processes call it together. The gradient of a global batch does not depend on how it is split, so the result of
     the run stays what it is. Room is left for the gradients and for two values a parameter that optimizers may keep.
     The samples tried are the first of the data set; where others are larger, choose `gpu_batch_size_limit` yourself.
 
     Raises:
-        ConfigurationError: the library does not know the samples of the training loader, or the run is private, or
-            `"always"` does not go with the backend.
+        ConfigurationError: the library does not know the samples of the training loader, or the run is private.
         torch.OutOfMemoryError: not even one sample fits.
     """
     problem = run.data.training_set.problem
     if run.stack.is_private or problem is not None:
         why = "the run is private, and its batches are drawn anew for each step" if problem is None else problem
         raise ConfigurationError(
-            f"fit_micro_batch={run.args.fit_micro_batch!r}: batches cannot be tried out, since {why}. Write "
-            "gpu_batch_size_limit=... instead."
+            f"fit_micro_batch=True: batches cannot be tried out, since {why}. Write gpu_batch_size_limit=... instead."
         )
     first = run.data.plan.micro_batch
-    if run.args.fit_micro_batch == "always":
-        guard_steps(run)
     while not _fits_everywhere(run):
-        run.args = replace(run.args, gpu_batch_size_limit=max(1, run.data.plan.micro_batch // 2))
-        run.data.plan_anew(run.args)
-    plan = run.module.plan = run.data.plan
+        run.set_plan(run.data.plan.with_micro_batch(max(1, run.data.plan.micro_batch // 2)))
+    plan = run.data.plan
     if plan.micro_batch != first:
         run.log.warning(
             f"a micro-batch of {first} does not fit into memory: each step is split into {plan.accumulation} of "

@@ -33,8 +33,6 @@ from trainstack.trainer.schedulers.schedules import Schedules
 from trainstack.trainer.sources import Window
 
 NEVER = 1 << 62
-Passes = Callable[[Window], list[Tensor]]
-"""Forward and backward of all micro-batches of a step; returns their losses."""
 
 
 class TrainLoop:
@@ -60,7 +58,6 @@ class TrainLoop:
         attend: called once `state.global_step` has reached `attend_at`, which it sets anew.
         attend_at: see `attend`. A signal handler or another thread may set it to 0 at any moment.
         failed_in: the micro-batch of its step, from 0, in which an exception was raised; None before, or elsewhere.
-        guard: what is to be done around the passes of each step; None for nothing.
     """
 
     def __init__(
@@ -98,7 +95,6 @@ class TrainLoop:
         self.attend: Callable[[], None] = lambda: None
         self.attend_at = NEVER
         self.failed_in: int | None = None
-        self.guard: Callable[[Passes], Passes] | None = None
 
 
 def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
@@ -140,8 +136,8 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
             loop.attend()
 
 
-def _bind_micro_batches(loop: TrainLoop) -> Passes:
-    """Forward and backward of a step's micro-batches, with every verb and hook looked up once."""
+def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
+    """Forward and backward of a step's micro-batches, with every verb and hook looked up once; returns their losses."""
     stack, work, state = loop.stack, loop.work, loop.state
     accumulate, train = stack.accumulate, Stage.TRAIN
     forward, backward = with_batch_events(stack.forward, stack.backward, loop.bind)
@@ -173,7 +169,7 @@ def _bind_micro_batches(loop: TrainLoop) -> Passes:
             raise
         return losses
 
-    return run_micro_batches if loop.guard is None else loop.guard(run_micro_batches)
+    return run_micro_batches
 
 
 def _bind_update(loop: TrainLoop) -> tuple[Callable[[Workload], bool], Callable[[Iterable[nn.Parameter]], None]]:

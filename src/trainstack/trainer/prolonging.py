@@ -11,6 +11,7 @@ from trainstack.trainer.schedulers.length import counts_at_end, why_too_short
 
 if TYPE_CHECKING:
     from trainstack.trainer.arguments import TrainerArguments
+    from trainstack.trainer.plan import TrainingPlan
     from trainstack.trainer.run import Run
     from trainstack.trainer.trainer import Trainer
 
@@ -33,22 +34,20 @@ def prolong(trainer: Trainer, epochs: int | None, max_steps: int | float | None)
         return
     args = replace(trainer.args, epochs=trainer.args.epochs if epochs is None else epochs, max_steps=max_steps)
     run = trainer._run
-    if run is not None:
-        _refuse_short_schedules(run, args)
-    trainer.args = args
     if run is None:
+        trainer.args = args
         return
-    run.args = args
-    run.data.plan_anew(args)
-    run.module.plan = run.data.plan
+    longer = run.data.plan.with_end(args.epochs, args.max_steps)
+    _refuse_short_schedules(run, args, longer)
+    trainer.args = run.args = args
+    run.set_plan(longer)
     run.validation = ValidationSchedule(args.validate_every, run.data.plan)
     run.log_interval = run.loop.measure_every = whole_steps("log_every", args.log_interval, run.data.plan)
     trainer._finished = False
 
 
-def _refuse_short_schedules(run: Run, args: TrainerArguments) -> None:
+def _refuse_short_schedules(run: Run, args: TrainerArguments, longer: TrainingPlan) -> None:
     plan, schedules = run.data.plan, run.loop.schedules
-    longer = plan.with_end(args.epochs, args.max_steps)
     planned, counts = (counts_at_end(schedules, one, run.state) for one in (plan, longer))
     for position, scheduler in enumerate(schedules.schedulers):
         before, count = planned[position], counts[position]

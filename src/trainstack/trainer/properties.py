@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
@@ -19,6 +19,9 @@ from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.stopping import Stopper
 
+if TYPE_CHECKING:
+    from trainstack.trainer.run import Run
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -29,6 +32,7 @@ class TrainerProperties(AbstractTrainer):
     state: RunState
     events: Events
     _stopper: Stopper
+    _run: Run | None
 
     @property
     @abstractmethod
@@ -57,6 +61,12 @@ class TrainerProperties(AbstractTrainer):
 
     @property
     def _sizes(self) -> TrainingPlan:
+        """The plan; before the run is ready, one of the arguments alone, so that reading a size opens nothing more.
+
+        Fitting changes the micro-batch in the plan and not in the arguments.
+        """
+        if self._run is not None:
+            return self._run.data.plan
         args = self.args
         return TrainingPlan.make(
             train_batch_size=args.global_batch_size(self.world.size),

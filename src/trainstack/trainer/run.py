@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from trainstack.backends import TrainerBackend, Workload, World
@@ -17,11 +18,11 @@ from trainstack.trainer.failing import place_of_failure
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.hooks import Hooks
 from trainstack.trainer.logs import RunLogger
-from trainstack.trainer.loop import TrainLoop
+from trainstack.trainer.loop import TrainLoop, train_windows
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.optimizers import checked_optimizers_schedulers
 from trainstack.trainer.order import mix
-from trainstack.trainer.refitting import train_refitting
+from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.rhythm import ValidationSchedule, whole_steps
 from trainstack.trainer.run_state import RunState
@@ -102,6 +103,10 @@ class Run:
         module._history = history  # what a layer tried out on the module was written elsewhere
         self.watched = finite_tensors(module, self.loop.work)
 
+    def set_plan(self, plan: TrainingPlan) -> None:
+        """Give the run another plan of the same data."""
+        self.data.plan = self.module.plan = plan
+
     def _make_loop(self) -> TrainLoop:
         args, plan = self.args, self.data.plan
         ahead = plan.rest(self.state.epoch, self.state.global_step) if args.reset_optimizers_schedulers else plan
@@ -169,7 +174,7 @@ class Run:
             with suppress(Stopped):
                 if state.validating >= 0:  # it was broken off there
                     self._validate_within(reporter)
-                train_refitting(self, windows)
+                train_windows(self.loop, islice(windows, self._steps_left()))
         except Exception as error:
             annotate(error, place_of_failure(self))
             raise
@@ -180,9 +185,9 @@ class Run:
                 "loader over data; an iterator that is used up has to be made anew in each call."
             )
 
-    def steps_left(self) -> int | None:
+    def _steps_left(self) -> int | None:
         """How many steps the epoch under way may still have; None for as many as there is data for."""
-        cap, most = self.args.max_train_steps_per_epoch, self.data.plan.max_steps
+        cap, most = self.data.plan.max_steps_per_epoch, self.data.plan.max_steps
         left = [] if cap is None else [cap - self.state.steps_in_epoch]
         left += [] if most is None else [most - self.state.global_step]
         return max(0, min(left)) if left else None

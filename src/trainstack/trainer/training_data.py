@@ -110,11 +110,6 @@ class TrainingData:
         """End the loader's workers; another pass starts new ones."""
         self._fetcher = None
 
-    def plan_anew(self, args: TrainerArguments) -> None:
-        """Make the plan of the same data by other arguments."""
-        self._args = args
-        self.plan = self._make_plan(self._ask())
-
     def indices_under_way(self, state: RunState, position: int) -> list[int] | None:
         """The samples of a micro-batch of the step after those that `state` counts; None where that is not known."""
         if self._order is None or self._args.overfit_batches:
