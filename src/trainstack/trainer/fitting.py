@@ -36,7 +36,7 @@ def fit_micro_batch(run: Run) -> None:
         )
     first = run.data.plan.micro_batch
     while not _fits_everywhere(run):
-        run.set_plan(run.data.plan.with_micro_batch(max(1, run.data.plan.micro_batch // 2)))
+        run.data.set_plan(run.data.plan.with_micro_batch(max(1, run.data.plan.micro_batch // 2)))
     plan = run.data.plan
     if plan.micro_batch != first:
         run.log.warning(

@@ -40,7 +40,7 @@ def prolong(trainer: Trainer, epochs: int | None, max_steps: int | float | None)
     longer = run.data.plan.with_end(args.epochs, args.max_steps)
     _refuse_short_schedules(run, args, longer)
     trainer.args = run.args = args
-    run.set_plan(longer)
+    run.data.set_plan(longer)
     run.validation = ValidationSchedule(args.validate_every, run.data.plan)
     run.log_interval = run.loop.measure_every = whole_steps("log_every", args.log_interval, run.data.plan)
     trainer._finished = False

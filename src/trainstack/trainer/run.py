@@ -22,7 +22,6 @@ from trainstack.trainer.loop import TrainLoop, train_windows
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.optimizers import checked_optimizers_schedulers
 from trainstack.trainer.order import mix
-from trainstack.trainer.plan import TrainingPlan
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.rhythm import ValidationSchedule, whole_steps
 from trainstack.trainer.run_state import RunState
@@ -102,10 +101,6 @@ class Run:
         self.loop = self._make_loop()
         module._history = history  # what a layer tried out on the module was written elsewhere
         self.watched = finite_tensors(module, self.loop.work)
-
-    def set_plan(self, plan: TrainingPlan) -> None:
-        """Give the run another plan of the same data."""
-        self.data.plan = self.module.plan = plan
 
     def _make_loop(self) -> TrainLoop:
         args, plan = self.args, self.data.plan
