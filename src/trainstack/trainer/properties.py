@@ -61,9 +61,9 @@ class TrainerProperties(AbstractTrainer):
 
     @property
     def _sizes(self) -> TrainingPlan:
-        """The plan; before the run is ready, one of the arguments alone, so that reading a size opens nothing more.
+        """The plan. Before the run is ready it is made from the arguments alone, since no data has been asked for.
 
-        Fitting changes the micro-batch in the plan and not in the arguments.
+        Fitting changes the micro-batch in the plan, not in the arguments.
         """
         if self._run is not None:
             return self._run.data.plan
