@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from trainstack._files import atomic_write
 from trainstack.errors import TrainstackError
 
 # The agent looks this often whether a process has ended; a process that fails because of another one leaves room
@@ -74,12 +75,6 @@ class Box:
         text = self._read("report")
         return Report(**json.loads(text)) if text else None
 
-    def write(self, name: str, content: bytes) -> None:
-        """Write so that a reader sees all of it or nothing."""
-        made = self.path / f"{name}.new"
-        made.write_bytes(content)
-        made.replace(self.path / name)
-
     def _read(self, name: str) -> str:
         try:
             return (self.path / name).read_text(encoding="utf-8")
@@ -104,7 +99,7 @@ def finished(run: Path, nproc: int) -> list[Box] | None:
 def work(call: bytes, output: str) -> None:
     """Call the user's function in a process of torch's agent, and leave its result or its traceback in the folder."""
     box = Box(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent)
-    box.write("pid", str(os.getpid()).encode())
+    atomic_write(box.path / "pid", str(os.getpid()).encode())
     run = box.path.parents[2]
     if (run / "expired").exists():
         os._exit(1)
@@ -113,7 +108,7 @@ def work(call: bytes, output: str) -> None:
     _choose_output(output)
     try:
         fn, args = pickle.loads(call)
-        box.write("result", _pickled(_result(fn, args)))
+        atomic_write(box.path / "result", _pickled(_result(fn, args)))
     except BaseException as error:
         _fail(box, error, shown=output not in ("all", "only_error", "ignore"))
     # torch waits until all processes have returned; then Python's exit runs this, after the data loaders' workers.
@@ -148,7 +143,7 @@ def _fail(box: Box, error: BaseException, shown: bool) -> None:
         text="".join(traceback.format_exception(type(error), error, _users_part(error))),
         when=time.time(),
     )
-    box.write("report", json.dumps(asdict(said)).encode())
+    atomic_write(box.path / "report", json.dumps(asdict(said)).encode())
     if shown:
         sys.stderr.write(said.text)
     if isinstance(error, RuntimeError | TrainstackError) and int(os.environ["WORLD_SIZE"]) > 1:

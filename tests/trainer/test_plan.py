@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
+from trainstack.trainer.callbacks import LimitBatches
 from trainstack.trainer.order import DataOrder
 from trainstack.trainer.sources import ForeignSource
 
@@ -128,6 +132,59 @@ def test_properties_of_the_trainer(limit: int, micro: int, accumulation: int, tm
     assert trainer.train_step_batch_size == micro
     assert trainer.gradient_accumulation == accumulation
     assert trainer.val_step_batch_size == 8
+
+
+class Hungry(Classifier):
+    """Runs out of memory beyond 3 samples a forward pass."""
+
+    def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
+        self.validated_by = batch_size
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        if len(batch[0]) > 3:
+            raise torch.OutOfMemoryError("no memory for so many")
+        return super().train_step(global_step, batch, device)
+
+
+def sizes_of(trainer: ts.Trainer, module: Hungry) -> tuple[int, int, int]:
+    """Samples of a step, samples of a micro-batch and micro-batches of a step, after a check that all places agree."""
+    by_name = (trainer.pergpu_global_batch_size, trainer.train_step_batch_size, trainer.gradient_accumulation)
+    plan, val_dataloaders = trainer.plan, trainer.view.val_dataloaders
+    assert by_name == (plan.process_batch, plan.micro_batch, plan.accumulation)
+    assert plan.process_batch == plan.micro_batch * plan.accumulation
+    assert trainer.view.batches_per_step == plan.accumulation
+    assert module.plan is plan
+    assert not val_dataloaders
+    assert module.validated_by == trainer.val_step_batch_size == plan.micro_batch
+    return by_name
+
+
+@pytest.mark.spec("PMT-18", "PMT-19")
+@pytest.mark.parametrize("limited", [False, True])
+def test_every_place_gives_the_same_sizes_after_fitting_and_after_a_longer_run(limited: bool, tmp_path: object) -> None:
+    callbacks = [LimitBatches(train=2)] if limited else []
+    args = arguments(tmp_path, train_batch_size=16, fit_micro_batch=True, val_batch_size=None)
+    module = Hungry()
+    trainer = ts.Trainer(module, args, callbacks=callbacks)
+    assert (trainer.train_step_batch_size, trainer.gradient_accumulation) == (16, 1)
+    assert sizes_of(trainer, module) == (16, 16, 1)
+    trainer.train()
+    assert sizes_of(trainer, module) == (16, 2, 8)
+    trainer.train(epochs=2)
+    assert sizes_of(trainer, module) == (16, 2, 8)
+    assert trainer.plan.epochs == trainer.view.epochs == trainer.args.epochs == 2
+    assert trainer.plan.steps_per_epoch == trainer.view.steps_per_epoch == (2 if limited else 3)
+    assert trainer.state.batches == (2 * 2 * 8 if limited else 2 * (8 + 8 + 5))
+
+
+def test_a_plan_in_other_micro_batches_is_the_one_that_is_made_so() -> None:
+    made = [
+        ts.TrainingPlan.make(
+            train_batch_size=12, gpu_batch_size_limit=limit, world_size=2, epochs=3, dataset_length=41, max_steps=5
+        )
+        for limit in (6, 4, 1)
+    ]
+    assert [made[0].with_micro_batch(limit) for limit in (6, 4, 1)] == made
 
 
 @pytest.mark.spec("PMT-21", "F103")

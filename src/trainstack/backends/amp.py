@@ -54,7 +54,6 @@ class Amp(AbstractTrainerBackendDecorator):
     summary: ClassVar[str] = (
         "autocasts the forward pass of every stage to float16, scales the loss, and skips a step that overflowed"
     )
-    leaves_no_trace: ClassVar[bool] = True
 
     def __init__(self, inner: TrainerBackend, **scaler_options: Any) -> None:
         super().__init__(inner)

@@ -36,8 +36,6 @@ class TrainerBackend(ABC):
         summary: what the layer does, in one sentence, for `explain`.
         collectives: what the layer makes all processes do together, and how often; for `explain`.
         excludes: tokens that may not stand in the same stack, each with the reason.
-        leaves_no_trace: whether a forward or backward pass that has failed leaves nothing behind in the layer, so that
-            the step can be made again.
         state_must_survive: refuse to go on from a checkpoint without the state of this layer, such as a privacy
             accountant's.
     """
@@ -46,7 +44,6 @@ class TrainerBackend(ABC):
     summary: ClassVar[str] = ""
     collectives: ClassVar[str] = ""
     excludes: ClassVar[Mapping[str, str]] = {}
-    leaves_no_trace: ClassVar[bool] = False
     state_must_survive: ClassVar[bool] = False
     _driver: Driver | None = None
     _owner: weakref.ref[Any] | None = None

@@ -177,12 +177,8 @@ def how_to_launch(backend: str) -> str:
         "  trainstack.launch(train, nproc=4)                    from a script or a notebook\n"
         "  srun --ntasks-per-node=4 python train.py             in a SLURM job\n"
         "  mpirun -np 4 python train.py                         with Open MPI\n"
-        f"Or train in this one process with backend {_alone(backend)!r}."
+        f"Or train in this one process with backend {'-'.join(['sp', *backend.split('-')[1:]])!r}."
     )
-
-
-def _alone(backend: str) -> str:
-    return "-".join(["sp", *backend.split("-")[1:]])
 
 
 def _explicit_place(said: DistributedTrainingArguments, variables: Variables) -> Place:

@@ -38,7 +38,6 @@ class SingleProcess(TrainerBackend):
     """
 
     summary: ClassVar[str] = "runs the module in this process, on one device"
-    leaves_no_trace: ClassVar[bool] = True
 
     def __init__(self, *, environ: Mapping[str, str] | None = None, standalone: bool = True) -> None:
         self._environ = os.environ if environ is None else environ

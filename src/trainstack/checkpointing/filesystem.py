@@ -7,6 +7,9 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
+from trainstack._files import make_directories as make_directories
+from trainstack._files import sync_directory as sync_directory
+
 _BUFFER_BYTES = 1 << 20
 
 
@@ -29,17 +32,6 @@ def sync_file(handle: BinaryIO) -> None:
     """Force what was written to the disk."""
     handle.flush()
     os.fsync(handle.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Force the names in `path` to the disk. Windows has no such call and does not need it."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def rename(source: Path, target: Path) -> None:
@@ -66,18 +58,3 @@ def free_bytes(path: Path) -> int | None:
     """Return what can still be written below `path`, or None if the file system does not say."""
     usage = shutil.disk_usage(path)
     return usage.free if usage.total else None
-
-
-def make_directories(path: Path) -> None:
-    """Create `path` and its missing parents, each made durable in its parent."""
-    if path.is_dir():
-        return
-    if path.parent != path:
-        make_directories(path.parent)
-    try:
-        make_directory(path)
-    except FileExistsError:
-        if not path.is_dir():
-            raise
-        return
-    sync_directory(path.parent)

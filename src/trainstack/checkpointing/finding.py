@@ -62,7 +62,7 @@ class Finder:
                 if rule.monitor is None
                 else self._load_best(directory, prefix, rule.monitor)
             )
-        if not _holds_many(path):
+        if not path.is_dir() or is_checkpoint_directory(path):
             return self._load_named(path)
         return self._load_newest(folder_at(path, self.args.file_prefix), required=True)
 
@@ -164,7 +164,3 @@ def follow(path: Path) -> Path:
             f"{path} stands for the {which} of the checkpoints beside it, and there is none. Name another checkpoint."
         )
     return found.path
-
-
-def _holds_many(path: Path) -> bool:
-    return path.is_dir() and not is_checkpoint_directory(path)

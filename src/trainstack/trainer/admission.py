@@ -49,7 +49,11 @@ def admit(context: RunContext, why_over: str | None, val_loaders: Callable[[], d
     module = context.module
     if why_over is not None:
         raise PrivacyBudgetError(why_over)
-    if context.args.validate_every == 0 or not lacks(module, "val_step", context.val_step) or lacks(module, "get_val_dataloaders"):
+    if (
+        context.args.validate_every == 0
+        or not lacks(module, "val_step", context.val_step)
+        or lacks(module, "get_val_dataloaders")
+    ):
         return
     # the module is asked for its loaders once more, but only where that may find the fault
     with isolated_rng(mix(context.state.seed), context.world.device):

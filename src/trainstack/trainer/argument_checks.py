@@ -25,6 +25,7 @@ _AT_LEAST_ONE_OR_NONE = (
 )
 _FLAGS = (
     "clip_grads",
+    "fit_micro_batch",
     "use_gpu",
     "init_weights_strict",
     "reset_optimizers_schedulers",
@@ -38,7 +39,6 @@ _FLAGS = (
 )
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "deterministic": (True, False, "warn"),
-    "fit_micro_batch": (True, False, "always"),
     "nonfinite": ("raise", "skip"),
     "resume_mode": ("full", "weights_and_optimizer", "weights"),
     "report": ("auto", True, False),
@@ -119,6 +119,12 @@ def _steps(name: str, value: Any) -> None:
 
 
 def _check_choices(args: Unchecked) -> None:
+    if args.fit_micro_batch == "always":
+        raise ConfigurationError(
+            "fit_micro_batch='always': a training step that runs out of memory cannot be repeated with a smaller "
+            "micro-batch. Write fit_micro_batch=True to try out a step before training, or set gpu_batch_size_limit to "
+            "the number of samples that always fit."
+        )
     for name in _FLAGS:
         if not isinstance(getattr(args, name), bool):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write True or False.")

@@ -35,8 +35,7 @@ class TrainerArguments(metaclass=NamesFields):
         per_device_train_batch_size: samples a global step on each process, instead of `train_batch_size`: the global
             batch then grows with the number of processes.
         gpu_batch_size_limit: samples that fit into one forward pass; larger batches are accumulated.
-        fit_micro_batch: try out a step before training, and halve the micro-batch until it fits into memory; `"always"`
-            also halves it, and makes the step again, where memory runs out in training.
+        fit_micro_batch: try out a step before training, and halve the micro-batch until it fits into memory.
         val_batch_size: samples a validation batch, on each process; None for as many as a micro-batch.
         max_train_steps_per_epoch: cap on global steps an epoch.
         max_val_steps_per_epoch: cap on batches a validation loader, on each process; tests and predictions take all.
@@ -109,7 +108,7 @@ class TrainerArguments(metaclass=NamesFields):
     train_batch_size: int = 1
     per_device_train_batch_size: int | None = None
     gpu_batch_size_limit: int = 512
-    fit_micro_batch: bool | Literal["always"] = False
+    fit_micro_batch: bool = False
     val_batch_size: int | None = 1
     max_train_steps_per_epoch: int | None = None
     max_val_steps_per_epoch: int | None = None

@@ -21,21 +21,16 @@ class OutputCollector:
 
     Args:
         device: where to keep collected tensors; None keeps each where it is.
-
-    Attributes:
-        count: how often something was collected since the last reset.
     """
 
     def __init__(self, device: str | torch.device | None = "cpu") -> None:
         self._device = None if device is None else torch.device(device)
         self._root: _Node | None = None
         self._joined: Any = None
-        self.count = 0
 
     def reset(self) -> None:
         """Forget everything collected."""
         self._root = self._joined = None
-        self.count = 0
 
     def collect(self, outputs: Any) -> None:
         """Keep the outputs of one step.
@@ -49,16 +44,7 @@ class OutputCollector:
             by_position = isinstance(outputs, list)
             self._root = _Items("outputs", outputs) if by_position else _make_node(outputs, "outputs")
         self._root.add(outputs, self._device)
-        self.count += 1
         self._joined = None
-
-    def take_back(self, count: int) -> None:
-        """Keep the outputs of the first `count` calls of `collect` alone."""
-        if self._root is not None:
-            self._root.cut(count)
-        if not count:
-            self._root = None
-        self.count, self._joined = count, None
 
     @property
     def is_empty(self) -> bool:
@@ -104,9 +90,6 @@ class _Node:
     def join(self) -> Any:
         raise AssertionError("abstract")
 
-    def cut(self, count: int) -> None:
-        raise AssertionError("abstract")
-
     def _refuse(self, value: Any, expected: str) -> ModuleContractError:
         return ModuleContractError(
             f"{self.path}: earlier steps returned {expected} here, this one returned {type(value).__name__}. "
@@ -133,9 +116,6 @@ class _Tensors(_Node):
             value = value.to(device, non_blocking=False)
         self.kept.append(value)
         self.versions.append(-1 if value.is_inference() else value._version)
-
-    def cut(self, count: int) -> None:
-        del self.kept[count:], self.versions[count:]
 
     def join(self) -> Tensor:
         for step, (tensor, version) in enumerate(zip(self.kept, self.versions, strict=True)):
@@ -168,9 +148,6 @@ class _Objects(_Node):
             raise self._refuse(value, f"a {type(self.kept[0]).__name__}" if self.kept else "a plain object")
         self.kept.append(value.copy() if isinstance(value, np.ndarray) else value)
 
-    def cut(self, count: int) -> None:
-        del self.kept[count:]
-
     def join(self) -> Column:
         return Column(self.kept)
 
@@ -197,10 +174,6 @@ class _Items(_Node):
             )
         for key, item in pairs:
             self.children[key].add(item, device)
-
-    def cut(self, count: int) -> None:
-        for child in self.children.values():
-            child.cut(count)
 
     def join(self) -> Any:
         joined = {key: child.join() for key, child in self.children.items()}

@@ -37,11 +37,6 @@ class Column:
         self.steps.append(step)
         self.epochs.append(epoch)
 
-    def drop_last(self) -> None:
-        """Take back the newest record."""
-        for array_ in (self.values, self.steps, self.epochs):
-            array_.pop()
-
     def record(self, index: int) -> Record:
         """The record at `index`."""
         return Record(self.name, self.values[index], self.steps[index], self.epochs[index])

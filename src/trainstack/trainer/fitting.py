@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from trainstack.backends import Workload
@@ -32,14 +30,12 @@ def fit_micro_batch(context: RunContext, data: TrainingData, work: Workload) -> 
     if context.stack.is_private or problem is not None:
         why = "the run is private, and its batches are drawn anew for each step" if problem is None else problem
         raise ConfigurationError(
-            f"fit_micro_batch={context.args.fit_micro_batch!r}: batches cannot be tried out, since {why}. Write "
-            "gpu_batch_size_limit=... instead."
+            f"fit_micro_batch=True: batches cannot be tried out, since {why}. Write gpu_batch_size_limit=... instead."
         )
     first = data.plan.micro_batch
     while not _fits_everywhere(context, data, work):
-        context.args = replace(context.args, gpu_batch_size_limit=max(1, data.plan.micro_batch // 2))
-        data.plan_anew(context.args)
-    plan = context.module.plan = data.plan
+        data.set_plan(data.plan.with_micro_batch(max(1, data.plan.micro_batch // 2)))
+    plan = data.plan
     if plan.micro_batch != first:
         context.log.warning(
             f"a micro-batch of {first} does not fit into memory: each step is split into {plan.accumulation} of "

@@ -92,19 +92,6 @@ class RunHistory:
         self._arrived = []
         return records
 
-    def mark(self) -> int:
-        """What `take_back` needs to know to forget what is recorded from now on."""
-        return len(self._arrived)
-
-    def take_back(self, mark: int) -> None:
-        """Forget what was recorded since `mark`; nothing may have been flushed in between."""
-        self._settle()
-        for column in reversed(self._arrived[mark:]):
-            column.drop_last()
-            if not column.values:
-                del self._columns[column.name]
-        del self._arrived[mark:]
-
     def get_metric_names(self) -> set[str]:
         """The names of all metrics that have a record."""
         return set(self._columns)

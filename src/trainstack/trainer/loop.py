@@ -6,7 +6,7 @@ back from the device, unless non-finite steps are to be skipped, which has to be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,9 +34,6 @@ from trainstack.trainer.schedulers.schedules import Schedules
 from trainstack.trainer.snapshot import load_states
 from trainstack.trainer.sources import Window
 
-Passes = Callable[[Window], list[Tensor]]
-"""Forward and backward of all micro-batches of a step; returns their losses."""
-
 
 class TrainLoop:
     """What the loop works with.
@@ -61,7 +58,6 @@ class TrainLoop:
         attend: called once `state.global_step` has reached `attend_at`, which it sets anew.
         attend_at: see `attend`. A signal handler or another thread may call `wake` at any moment, which sets it to 0.
         failed_in: the micro-batch of its step, from 0, in which an exception was raised; None before, or elsewhere.
-        guard: what is to be done around the passes of each step; None for nothing.
     """
 
     def __init__(
@@ -99,7 +95,6 @@ class TrainLoop:
         self.attend: Callable[[], None] = lambda: None
         self.attend_at = NEVER
         self.failed_in: int | None = None
-        self.guard: Callable[[Passes], Passes] | None = None
 
     def wake(self) -> None:
         """Let `attend` be called after the step under way; threads and signal handlers may call this."""
@@ -173,8 +168,8 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
             loop.attend()
 
 
-def _bind_micro_batches(loop: TrainLoop) -> Passes:
-    """Forward and backward of a step's micro-batches, with every verb and hook looked up once."""
+def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
+    """Forward and backward of a step's micro-batches, with every verb and hook looked up once; returns their losses."""
     stack, work, state = loop.stack, loop.work, loop.state
     accumulate, train = stack.accumulate, Stage.TRAIN
     forward, backward = with_batch_events(stack.forward, stack.backward, loop.bind)
@@ -206,7 +201,7 @@ def _bind_micro_batches(loop: TrainLoop) -> Passes:
             raise
         return losses
 
-    return run_micro_batches if loop.guard is None else loop.guard(run_micro_batches)
+    return run_micro_batches
 
 
 def _bind_update(loop: TrainLoop) -> tuple[Callable[[Workload], bool], Callable[[Iterable[nn.Parameter]], None]]:

@@ -125,6 +125,13 @@ class TrainingPlan:
         steps, epochs = _limited(max_steps, self.steps_per_epoch, epochs)
         return replace(self, epochs=epochs, max_steps=steps)
 
+    def with_micro_batch(self, limit: int) -> TrainingPlan:
+        """The plan of the same data in micro-batches of at most `limit` samples; `samples_per_epoch` must be known."""
+        assert self.samples_per_epoch is not None
+        micro = largest_divisor(self.process_batch, limit)
+        batches = -(-self.samples_per_epoch // micro)
+        return replace(self, micro_batch=micro, accumulation=self.process_batch // micro, batches_per_epoch=batches)
+
     def ends_within_epoch(self, global_step: int, steps_in_epoch: int) -> bool:
         """Whether the run is over at a step that is not the last of its epoch, as far as that is known."""
         if self.max_steps is None or global_step < self.max_steps:

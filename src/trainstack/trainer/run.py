@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from trainstack.backends import Workload
@@ -18,12 +19,11 @@ from trainstack.trainer.events import Event
 from trainstack.trainer.failing import place_of_failure
 from trainstack.trainer.hooks import Hooks
 from trainstack.trainer.log_sink import LogSink
-from trainstack.trainer.loop import TrainLoop
+from trainstack.trainer.loop import TrainLoop, train_windows
 from trainstack.trainer.metrics import Metrics
 from trainstack.trainer.optimizers import checked_optimizers_schedulers
 from trainstack.trainer.order import mix
 from trainstack.trainer.prolonging import refuse_short_schedules
-from trainstack.trainer.refitting import train_refitting
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.resuming import check_resumable, check_schedules, say_what_differs
 from trainstack.trainer.rhythm import ValidationSchedule, whole_steps
@@ -163,7 +163,7 @@ class Run:
             with suppress(Stopped):
                 if state.validating >= 0:  # it was broken off there
                     self._validate_within(reporter)
-                train_refitting(self, windows)
+                train_windows(self.loop, islice(windows, self._steps_left()))
         except Exception as error:
             annotate(error, place_of_failure(state, self.data, self.loop.failed_in))
             raise
@@ -174,9 +174,9 @@ class Run:
                 "loader over data; an iterator that is used up has to be made anew in each call."
             )
 
-    def steps_left(self) -> int | None:
+    def _steps_left(self) -> int | None:
         """How many steps the epoch under way may still have; None for as many as there is data for."""
-        cap, most = self.context.args.max_train_steps_per_epoch, self.data.plan.max_steps
+        cap, most = self.data.plan.max_steps_per_epoch, self.data.plan.max_steps
         left = [] if cap is None else [cap - self.state.steps_in_epoch]
         left += [] if most is None else [most - self.state.global_step]
         return max(0, min(left)) if left else None
@@ -301,8 +301,7 @@ class Run:
         """
         refuse_short_schedules(self.loop.schedules, self.data.plan, self.state, args)
         self.context.args = args
-        self.data.plan_anew(args)
-        self.module.plan = self.data.plan
+        self.data.set_plan(self.data.plan.with_end(args.epochs, args.max_steps))
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = self.loop.measure_every = whole_steps("log_every", args.log_interval, self.data.plan)
 

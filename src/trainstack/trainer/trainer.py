@@ -37,7 +37,6 @@ from trainstack.trainer.lr_finder import FoundRates, try_rates
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.order import mix
 from trainstack.trainer.plan import TrainingPlan
-from trainstack.trainer.refitting import guard_steps
 from trainstack.trainer.reporting import Reporter
 from trainstack.trainer.resuming import start_from_weights, what_the_mode_keeps
 from trainstack.trainer.rhythm import whole_steps
@@ -188,8 +187,6 @@ class Trainer(AbstractTrainer):
         if self.args.fit_micro_batch:
             fit_micro_batch(context, run.data, work)
             plan = run.data.plan
-        if self.args.fit_micro_batch == "always":
-            guard_steps(run)
         reporter.open(plan, work.optimizers, resumed)
         if run.is_over:
             reporter.text(what_is_done(context, plan))
@@ -456,6 +453,8 @@ class Trainer(AbstractTrainer):
 
     @property
     def _sizes(self) -> TrainingPlan:
+        if self._run is not None:  # fitting changes the micro-batch of the plan, not the arguments
+            return self._run.data.plan
         args = self.args
         return TrainingPlan.make(
             train_batch_size=args.global_batch_size(self.world.size),

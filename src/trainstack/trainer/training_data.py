@@ -110,10 +110,9 @@ class TrainingData:
         """End the loader's workers; another pass starts new ones."""
         self._fetcher = None
 
-    def plan_anew(self, args: TrainerArguments) -> None:
-        """Make the plan of the same data by other arguments."""
-        self._args = args
-        self.plan = self._make_plan(self._ask())
+    def set_plan(self, plan: TrainingPlan) -> None:
+        """Replace the plan by another one of the same data, for the module as well."""
+        self.plan = self._module.plan = plan
 
     def indices_under_way(self, state: RunState, position: int) -> list[int] | None:
         """The samples of a micro-batch of the step after those that `state` counts; None where that is not known."""

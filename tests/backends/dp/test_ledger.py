@@ -9,8 +9,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,11 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.backends.dp.support import make_accountant
+from trainstack import _files
 from trainstack.backends.dp import Accountant, SpendLedger, ledger_file
 from trainstack.errors import PrivacyLedgerError
 
 RUN, SIGMA, Q, BLOCK = "run-a", 1.0, 0.02, 4
-CALLS = ("make_directories", "write", "sync", "cut", "sync_directory")
+CALLS = [(ledger_file, name) for name in ("make_directories", "write", "sync", "cut", "sync_directory")]
+CALLS += [(_files, "sync_directory")]
 
 
 class Crash(BaseException):
@@ -58,7 +61,7 @@ def test_steps_are_recorded_a_block_ahead_and_the_rest_is_given_back(tmp_path: P
 
 
 def test_a_block_costs_one_synced_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    syncs = instrument(monkeypatch, lambda *_: None, ("sync",))
+    syncs = instrument(monkeypatch, lambda *_: None, [(ledger_file, "sync")])
     ledger = SpendLedger(tmp_path / "privacy.ledger")
     charge(ledger, 160)
     assert syncs[0] == len((tmp_path / "privacy.ledger").read_bytes().splitlines()) == 10
@@ -153,19 +156,21 @@ def test_a_file_that_vanishes_under_a_run_stops_it(tmp_path: Path, change: Calla
 
 
 def instrument(
-    monkeypatch: pytest.MonkeyPatch, before: Callable[[int, str, tuple[Any, ...]], None], calls: tuple[str, ...] = CALLS
+    monkeypatch: pytest.MonkeyPatch,
+    before: Callable[[int, str, tuple[Any, ...]], None],
+    calls: Sequence[tuple[ModuleType, str]] = CALLS,
 ) -> list[int]:
     """Call `before(number, name, arguments)` ahead of every call that changes the file system."""
     count = [0]
-    for name in calls:
-        original = getattr(ledger_file, name)
+    for module, name in calls:
+        original = getattr(module, name)
 
         def wrapped(*args: Any, name: str = name, original: Callable[..., Any] = original) -> Any:
             count[0] += 1
             before(count[0], name, args)
             return original(*args)
 
-        monkeypatch.setattr(ledger_file, name, wrapped)
+        monkeypatch.setattr(module, name, wrapped)
     return count
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import xxhash
 
+from trainstack._files import make_directories, sync_directory
 from trainstack.errors import PrivacyLedgerError
 
 try:
@@ -115,7 +116,7 @@ def _lock(descriptor: int) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-# Every call that changes the file system, so that tests can break any of them.
+# Calls that change the file system, so that tests can break any of them.
 
 
 def write(descriptor: int, data: bytes) -> None:
@@ -132,23 +133,3 @@ def sync(descriptor: int) -> None:
 def cut(descriptor: int, size: int) -> None:
     """Drop what lies beyond `size`."""
     os.ftruncate(descriptor, size)
-
-
-def sync_directory(path: Path) -> None:
-    """Force the names in `path` to the disk. Windows has no such call and does not need it."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def make_directories(path: Path) -> None:
-    """Create `path` and its missing parents, each made durable in its parent."""
-    if path.is_dir():
-        return
-    make_directories(path.parent)
-    path.mkdir(exist_ok=True)
-    sync_directory(path.parent)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainstack._files import atomic_write
 from trainstack.errors import ConfigurationError
 
 FILE_NAME = "run.json"
@@ -104,6 +104,4 @@ class RunFacts:
 
 def replace_file(path: Path, text: str) -> None:
     """Write `path` in UTF-8, such that a reader sees the old text or the new one."""
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(aside, path)
+    atomic_write(path, text.encode("utf-8", "backslashreplace"))

@@ -31,7 +31,8 @@ def apply_mapping(mapping: NameMapping | None, value: Any) -> Any:
         return value
     if not isinstance(mapping, Mapping):
         return mapping(value)
-    named = _by_position(value) if isinstance(value, tuple | list) else as_named(value)
+    by_position = isinstance(value, tuple | list)
+    named = {f"_{position}": item for position, item in enumerate(value)} if by_position else as_named(value)
     if named is None:
         raise ModuleContractError(
             f"names cannot be mapped in a {type(value).__name__}. Use a function as the mapping, or give a dict, a "
@@ -54,10 +55,6 @@ def as_named(value: Any) -> dict[str, Any] | None:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     return None
-
-
-def _by_position(items: tuple[Any, ...] | list[Any]) -> dict[str, Any]:
-    return {f"_{position}": item for position, item in enumerate(items)}
 
 
 def chosen_mapping(

@@ -77,8 +77,9 @@ class _Anchored(torch.autograd.Function):
         return gradients[0], None
 
 
-def _cut_off(parameter: Any) -> Any:
-    return parameter.detach() if isinstance(parameter, Tensor) else parameter
+def _cut_off(taps: Taps, parameter: Any) -> Any:
+    """`parameter`, without its edge in the graph if it is trained."""
+    return parameter if taps.number_of(parameter) is None else parameter.detach()
 
 
 def _copied(parameter: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def _linear(taps: Taps, func: Any, input: Tensor, weight: Tensor, bias: Tensor |
     w, b = taps.number_of(weight), taps.number_of(bias)
     if w is None and b is None:
         return func(input, weight, bias)  # type: ignore[no-any-return]
-    output = func(input, weight if w is None else weight.detach(), bias if b is None else _cut_off(bias))
+    output = func(input, _cut_off(taps, weight), _cut_off(taps, bias))
     return taps.leave(ProductSite(w, b), input, output)
 
 
@@ -120,7 +121,7 @@ def _conv(
         dilation=dilations,
         groups=groups,
     )
-    output = func(input, weight if w is None else weight.detach(), bias if b is None else _cut_off(bias), *rest)
+    output = func(input, _cut_off(taps, weight), _cut_off(taps, bias), *rest)
     return taps.leave(site, input, output)
 
 
@@ -139,56 +140,26 @@ def _sides(padding: Any, kernel: tuple[int, ...], dilations: tuple[int, ...]) ->
     return [(side, side) for side in _each(padding, kernel)]
 
 
-def _layer_norm(
+def _norm(
     taps: Taps,
     func: Any,
     input: Tensor,
-    normalized_shape: Any,
+    shape: Any,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    eps: float = 1e-5,
+    **eps: float | None,
 ) -> Tensor:
+    """Layer norm; RMS norm, which has no bias; group norm, where `shape` is the number of groups."""
     w, b = taps.number_of(weight), taps.number_of(bias)
+    affine = {"weight": _cut_off(taps, weight)}
+    if func is not F.rms_norm:
+        affine["bias"] = _cut_off(taps, bias)
+    output: Tensor = func(input, shape, **affine, **eps)
     if w is None and b is None:
-        return func(input, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
-    output = func(
-        input, normalized_shape, weight if w is None else _cut_off(weight), bias if b is None else _cut_off(bias), eps
-    )
+        return output
     with torch.no_grad():
-        plain = input if w is None else func(input, normalized_shape, None, None, eps)
-    return taps.leave(NormSite(w, b, len(normalized_shape)), input, output, plain)
-
-
-def _rms_norm(
-    taps: Taps, func: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    w = taps.number_of(weight)
-    if w is None:
-        return func(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]
-    output = func(input, normalized_shape, _cut_off(weight), eps)
-    with torch.no_grad():
-        plain = func(input, normalized_shape, None, eps)
-    return taps.leave(NormSite(w, None, len(normalized_shape)), input, output, plain)
-
-
-def _group_norm(
-    taps: Taps,
-    func: Any,
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    w, b = taps.number_of(weight), taps.number_of(bias)
-    if w is None and b is None:
-        return func(input, num_groups, weight, bias, eps)  # type: ignore[no-any-return]
-    output = func(
-        input, num_groups, weight if w is None else _cut_off(weight), bias if b is None else _cut_off(bias), eps
-    )
-    with torch.no_grad():
-        plain = input if w is None else func(input, num_groups, None, None, eps)
-    return taps.leave(NormSite(w, b, None), input, output, plain)
+        plain = input if w is None else func(input, shape, **eps)
+    return taps.leave(NormSite(w, b, None if func is F.group_norm else len(shape)), input, output, plain)
 
 
 def _embedding(
@@ -265,9 +236,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.conv1d: _conv,
     F.conv2d: _conv,
     F.conv3d: _conv,
-    F.layer_norm: _layer_norm,
-    F.rms_norm: _rms_norm,
-    F.group_norm: _group_norm,
+    **dict.fromkeys((F.layer_norm, F.rms_norm, F.group_norm), _norm),
     F.embedding: _embedding,
     F.multi_head_attention_forward: _attention,
     Tensor.expand: _expand,
