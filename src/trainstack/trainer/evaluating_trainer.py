@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainstack.backends import TrainerBackend
 from trainstack.stage import Stage
@@ -14,20 +13,11 @@ from trainstack.trainer.pushing import push
 from trainstack.trainer.together import by_all
 from trainstack.trainer.view import RunView
 
-if TYPE_CHECKING:
-    from trainstack.trainer.run import Run
-    from trainstack.trainer.saving import Saver
-
 
 class EvaluatingTrainer(TrainerProperties):
     """Evaluates a module that is made ready when it is first needed."""
 
     trainer_backend: TrainerBackend
-    _saver: Saver
-
-    @abstractmethod
-    def _ready(self) -> Run:
-        """Open the backend, restore what is to be resumed, and prepare the module; once."""
 
     @property
     def view(self) -> RunView:
@@ -35,18 +25,23 @@ class EvaluatingTrainer(TrainerProperties):
         return RunView(self._ready())
 
     @by_all
-    def validate(self, dataloaders: Any = None, *, log: bool | None = None) -> EvaluationOutputs:
-        """Run `val_step` over validation data and call `on_end_val_epoch`.
+    def validate(
+        self, dataloaders: Any = None, *, log: bool | None = None, keep_outputs: bool = True
+    ) -> EvaluationOutputs:
+        """Run `val_step` over validation data and call `on_end_val_epoch`. Callbacks may call it in any hook.
 
         Args:
-            dataloaders: a loader, or a dict of them by name; the module's by default.
+            dataloaders: a loader, or a dict of them by name; the module's by default. The loss of the loader "shifted"
+                is called `val/shifted/loss`, that of a single loader `val/loss`.
             log: whether metrics go to the history; by default only within training, from a hook.
+            keep_outputs: whether outputs are returned; if False they are collected only where `on_end_val_epoch` takes
+                them, which saves memory.
 
         Returns:
             The outputs by loader; their attribute `metrics` has losses and metrics by name.
         """
         run = self._ready()
-        outputs = run.evaluator.by_itself(Stage.VAL, dataloaders, log)
+        outputs = run.evaluator.by_itself(Stage.VAL, dataloaders, log, keep_outputs)
         if run.save_asked and not run.busy:
             run.save_asked = False
             self._saver.save(run, force=True)

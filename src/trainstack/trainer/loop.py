@@ -61,6 +61,7 @@ class TrainLoop:
         attend_at: see `attend`. A signal handler or another thread may set it to 0 at any moment.
         failed_in: the micro-batch of its step, from 0, in which an exception was raised; None before, or elsewhere.
         guard: what is to be done around the passes of each step; None for nothing.
+        frozen: parameters that are not trained for now, by `id`.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class TrainLoop:
         self.attend_at = NEVER
         self.failed_in: int | None = None
         self.guard: Callable[[Passes], Passes] | None = None
+        self.frozen: dict[int, nn.Parameter] = {}
 
 
 def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
@@ -114,6 +116,7 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
         loop.step_outputs.reset()
     buffers = Buffers(work.module) if loop.skip_nonfinite else None
     clip, parameters, meter = stack.clip, work.parameters, loop.meter
+    dropped = {} if work.gradients_reduced_by is None else loop.frozen  # computed for the reducer, used by nobody
     unmeasured, measure_every = work.unmeasured(), 1 if loop.skip_nonfinite else loop.measure_every
     run_micro_batches, after_step = _bind_micro_batches(loop), _bind_end_train_step(loop)
     step, drop_gradients = _bind_update(loop)
@@ -122,6 +125,8 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
         if buffers is not None:
             buffers.keep()
         losses = run_micro_batches(window)
+        if dropped:
+            _drop_gradients(dropped.values())
         norm = clip(unmeasured if (state.global_step + 1) % measure_every else work)
         left_out = not window.items > 0 or (loop.skip_nonfinite and norm is not None and not bool(torch.isfinite(norm)))
         if left_out:

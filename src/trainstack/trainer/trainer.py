@@ -97,9 +97,14 @@ class Trainer(EvaluatingTrainer):
         self._run: Run | None = None
         self._saver = Saver(self)
         self._stopper = Stopper()
-        self._finished = self._making_ready = False
+        self._finished = self._making_ready = self._is_made = False
+        if args.default_callbacks:
+            from trainstack.trainer.callbacks.defaults import with_defaults  # the ready-made ones are loaded when used
+
+            callbacks = with_defaults(callbacks)
         self.events = Events(self, callbacks)
         self.events.fire(Event.INIT)
+        self._is_made = True
 
     # --- running -------------------------------------------------------------------------------------------
 
@@ -167,6 +172,7 @@ class Trainer(EvaluatingTrainer):
         admit(run)
         if self.args.sanity_val_steps:
             run.evaluator.try_out(self.args.sanity_val_steps)
+        state.current_step = state.global_step  # a step that failed is no longer under way
         with suppress(Stopped):
             self.events.begin_train()
             stopper.settle()

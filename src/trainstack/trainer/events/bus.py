@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trainstack.errors import ConfigurationError, annotate
-from trainstack.trainer.events.arity import name_of
+from trainstack.errors import ConfigurationError, StopTraining, annotate
+from trainstack.trainer.abstract_trainer import AbstractTrainer
+from trainstack.trainer.events.arity import fitted, name_of
 from trainstack.trainer.events.aside import Aside
 from trainstack.trainer.events.callback import Callback
 from trainstack.trainer.events.event import SPANS, Event
@@ -15,9 +16,6 @@ from trainstack.trainer.events.filters import Filter, filter_of
 from trainstack.trainer.events.naming import made, numbered, point_at_slips
 from trainstack.trainer.events.subscription import Subscription
 from trainstack.trainer.logs import RunLogger
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
 Fire = Callable[..., None]
 OWN = "trainer"
@@ -45,17 +43,18 @@ class Events:
         ConfigurationError: one is no `Callback`, or a method needs more than its event gives.
     """
 
-    def __init__(self, trainer: Trainer, callbacks: Iterable[Any] | None) -> None:
+    def __init__(self, trainer: AbstractTrainer, callbacks: Iterable[Any] | None) -> None:
         self.trainer = trainer
         self._log = RunLogger(trainer.args.log_level)
         self._subscriptions: dict[Event, list[Subscription]] = {event: [] for event in Event}
         self._open = set[Event]()
+        self._calls: dict[int, list[Callable[[], None]]] = {}
         self._unclaimed: dict[str, Any] | None = None
         self.is_training = False
         self.aside = Aside()
         self._add_methods(trainer.module, type(trainer.module).__name__, 0)
         self.callbacks: dict[str, Callback] = numbered(
-            ((c.state_key or type(c).__name__, c) for c in made(_all(trainer, callbacks))), taken={OWN}
+            ((c.state_key or type(c).__name__, c) for c in made(callbacks)), taken={OWN}
         )
         for key, callback in self.callbacks.items():
             self._add_methods(callback, key, callback.priority)
@@ -129,6 +128,40 @@ class Events:
                     contexts.enter_context(context)
             return contexts.pop_all()
 
+    # --- calls at one step ---------------------------------------------------------------------------------
+
+    @property
+    def call_steps(self) -> Iterable[int]:
+        """The global steps at which `run_calls` has something to do."""
+        return self._calls.keys()
+
+    def call_at(self, step: int, function: Callable[..., Any]) -> None:
+        """Have `run_calls` call `function` at global step `step`.
+
+        Raises:
+            ConfigurationError: the function needs more than the trainer.
+        """
+        called = name_of(function)
+        call = fitted(function, ("trainer",), f"call_at_step({step}, {called})")
+
+        def run() -> None:
+            try:
+                call(self.trainer)
+            except StopTraining as stop:
+                self.trainer.request_stop(stop.reason or f"{called} raised StopTraining")
+            except Exception as error:
+                annotate(error, f"raised in {called}, called at global step {step}")
+                raise
+
+        self._calls.setdefault(step, []).append(run)
+
+    def run_calls(self, step: int) -> None:
+        """Call what was asked for at global step `step`, in the order of the requests."""
+        for call in self._calls.pop(step, ()):
+            call()
+
+    # --- the run -------------------------------------------------------------------------------------------
+
     def begin_train(self) -> None:
         """`train()` begins."""
         for key in self._unclaimed or ():
@@ -189,15 +222,6 @@ class Events:
     def _filters(self) -> dict[str, Filter]:
         every = (s for others in self._subscriptions.values() for s in others)
         return {s.key: s.filter for s in every if s.filter is not None and s.key is not None}
-
-
-def _all(trainer: Trainer, given: Iterable[Any] | None) -> Iterable[Any] | None:
-    """The callbacks `given`, with the default ones where the arguments ask for them."""
-    if not trainer.args.default_callbacks:
-        return given
-    from trainstack.trainer.callbacks.defaults import with_defaults  # the ready-made ones are loaded when used
-
-    return with_defaults(given)
 
 
 def checked_event(event: Any) -> Event:

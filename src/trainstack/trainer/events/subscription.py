@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainstack.errors import StopTraining, annotate
+from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.events.arity import fitted
 from trainstack.trainer.events.event import Event
 from trainstack.trainer.events.filters import Filter
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
 
 class Subscription:
@@ -46,7 +44,7 @@ class Subscription:
         self.came, self.is_expected = False, True
         self._function = fitted(function, ("trainer", *event.gives), f"Event.{event.name}")
 
-    def call(self, trainer: Trainer, *given: Any) -> None:
+    def call(self, trainer: AbstractTrainer, *given: Any) -> None:
         """The event has come."""
         self.came = True
         try:
