@@ -13,8 +13,7 @@ from torch import nn
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, weights
 from tests.helpers.processes import run_world
-from tests.helpers.user_callbacks import PAIRS, Norms, more_data, what_it_does
-from trainstack import callbacks as cb
+from tests.helpers.user_callbacks import PAIRS, FrozenStart, Norms, more_data, what_it_does
 from trainstack.trainer import AbstractTrainer
 
 
@@ -205,7 +204,7 @@ def test_within_a_step_freezing_is_refused_and_the_run_can_go_on(hook: str, call
 
     broken = {"once": True}
     callback = type("Wrong", (ts.Callback,), {hook: lambda self, trainer: in_the_step(trainer)})
-    trainer = trainer_of(tmp_path, module, callback, cb.Freezer("net.0"))
+    trainer = trainer_of(tmp_path, module, callback, FrozenStart)
     with pytest.raises(ts.ConfigurationError, match=f"trainer.{call} was called in the middle of global step 1"):
         trainer.train()
 

@@ -271,7 +271,6 @@ class TrainerProperties(AbstractTrainer):
         for parameter in given:
             if parameter.requires_grad and id(parameter) not in frozen:
                 frozen[id(parameter)] = parameter
-                parameter.grad = None
                 parameter.requires_grad_(run.loop.work.gradients_reduced_by is not None)
 
     def unfreeze(self, parameters: Iterable[nn.Parameter]) -> None:
