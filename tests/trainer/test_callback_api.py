@@ -319,3 +319,11 @@ def test_trained_weights_are_kept_at_the_end_only(tmp_path: Path) -> None:
     assert torch.equal(weights(other), trained)
     again.train(epochs=2)
     assert torch.equal(weights(other), continued)
+
+
+def test_an_export_that_does_not_exist_is_not_loaded(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    before = weights(trainer.module)
+    with pytest.raises(ts.CheckpointError, match="missing"):
+        trainer.load_export(tmp_path / "missing")
+    assert torch.equal(before, weights(trainer.module))
