@@ -151,6 +151,79 @@ def test_leaves_import_only_leaves() -> None:
     assert not wrong, "a module directly in trainstack uses no package:\n" + "\n".join(wrong)
 
 
+ABOVE_CALLBACKS = tuple(
+    f"trainstack.trainer.{name}"
+    for name in ("context", "evaluating_trainer", "properties", "resume", "resuming", "run", "saving", "trainer")
+)
+
+
+@pytest.mark.parametrize(
+    ("folder", "above"),
+    [("callbacks", ABOVE_CALLBACKS), ("events", (*ABOVE_CALLBACKS, "trainstack.trainer.callbacks"))],
+)
+def test_callbacks_and_events_know_the_abstract_trainer_only(folder: str, above: tuple[str, ...]) -> None:
+    wrong = [
+        f"{label(path)}:{line} imports {module}"
+        for path in sorted((LIBRARY / "trainer" / folder).glob("*.py"))
+        for module, _, line in imports(path)
+        if any(f"{module}.".startswith(f"{root}.") for root in above)
+    ]
+    assert not wrong, "annotate with AbstractTrainer, and use its members:\n" + "\n".join(wrong)
+
+
+# torch has no public name for it. A user's callback may call it, too.
+PRIVATE_IN_CALLBACKS = {"torch._foreach_lerp_"}
+
+
+def private_names(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield `(name, line)` for each private name of something else than the file's own classes."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield ast.unparse(node), node.lineno
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from ((name, node.lineno) for name in names if is_private(name))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
+            strings = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            yield from ((ast.unparse(node), node.lineno) for text in strings if is_private(text))
+
+
+def is_private(dotted: str) -> bool:
+    return any(part.startswith("_") and not part.endswith("__") for part in dotted.split("."))
+
+
+def test_ready_made_callbacks_use_nothing_private() -> None:
+    """What they can do, a user's callback can do."""
+    wrong = [
+        f"{label(path)}:{line} uses {name}"
+        for path in sorted((LIBRARY / "trainer" / "callbacks").glob("*.py"))
+        for name, line in private_names(path)
+        if name not in PRIVATE_IN_CALLBACKS
+    ]
+    assert not wrong, "make a public member of AbstractTrainer instead:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "trainer._ready()",
+        "trainer.events._log",
+        "self.trainer._saver",
+        "getattr(trainer, '_run')",
+        "from torch.nn.modules.batchnorm import _NormBase",
+        "from trainstack.trainer._run import Run",
+        "import torch._dynamo",
+    ],
+)
+def test_private_names_are_found(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "callback.py"
+    path.write_text(f"from __future__ import annotations\nself._own = cls._own = trainer.__class__\n{line}\n")
+    assert len(list(private_names(path))) == 1
+
+
 def test_every_deferred_import_is_still_needed() -> None:
     unused = [
         (file, root)

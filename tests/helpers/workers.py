@@ -24,6 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, weights
 from tests.helpers.private_runs import closed_on_a_full_disk, private_ranks  # noqa: F401 - found by their names
+from tests.helpers.user_callbacks import calls_over_processes, user_callbacks  # noqa: F401 - so too
 from trainstack import callbacks
 from trainstack.backends import lookout
 

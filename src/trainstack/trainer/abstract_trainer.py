@@ -1,21 +1,54 @@
-"""What every trainer offers."""
+"""`AbstractTrainer`: what callbacks, subscribers of events and other parts of a run may use of a trainer."""
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from trainstack.backends import TrainerBackend, World
+    from trainstack.trainer.arguments import TrainerArguments
+    from trainstack.trainer.history import RunHistory
+    from trainstack.trainer.module_interface import ModuleInterface
+    from trainstack.trainer.plan import TrainingPlan
+    from trainstack.trainer.run_state import RunState
 
 
 class AbstractTrainer(ABC):
-    """Runs a module. Events and callbacks use a trainer through this class."""
+    """Runs a module. Annotate the trainer of a callback with this class; `Trainer` documents errors.
+
+    Attributes:
+        module: the user's module, never wrapped.
+        args: all arguments of the run.
+        trainer_backend: the stack of layers.
+        history: the recorded metrics.
+        state: the counters of the run.
+    """
+
+    module: ModuleInterface
+    args: TrainerArguments
+    trainer_backend: TrainerBackend
+    history: RunHistory
+    state: RunState
+
+    # --- running -------------------------------------------------------------------------------------------
 
     @abstractmethod
     def train(self) -> None:
         """Train, and validate as the arguments say."""
 
     @abstractmethod
-    def validate(self) -> dict[str, Any]:
-        """Evaluate the validation data; outputs by loader."""
+    def validate(
+        self, dataloaders: Any = None, *, log: bool | None = None, keep_outputs: bool = True
+    ) -> dict[str, Any]:
+        """Evaluate the validation data, or `dataloaders`; outputs by loader."""
 
     @abstractmethod
     def test(self) -> dict[str, Any]:
@@ -25,11 +58,87 @@ class AbstractTrainer(ABC):
     def predict(self, dataloader: Any) -> Any:
         """Predict for the data of `dataloader`; the collected outputs."""
 
+    @abstractmethod
+    def request_stop(self, reason: str) -> None:
+        """Ask for the end of the training at the next step boundary."""
+
+    @abstractmethod
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the module's state as the folder `path`."""
+
+    @abstractmethod
+    def load_export(self, path: str | os.PathLike[str]) -> None:
+        """Load the module's state from the folder `path`, which `export` has written."""
+
+    # --- reading -------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def plan(self) -> TrainingPlan:
+        """All step arithmetic of the run."""
+
+    @property
+    @abstractmethod
+    def world(self) -> World:
+        """This process's place among all, and its device."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device that this process trains on."""
+
     @property
     @abstractmethod
     def is_main_process(self) -> bool:
         """Whether this process writes checkpoints and logs."""
 
+    @property
     @abstractmethod
-    def request_stop(self, reason: str) -> None:
-        """Ask for the end of the training at the next step boundary."""
+    def is_training(self) -> bool:
+        """Whether `train()` is under way."""
+
+    @property
+    @abstractmethod
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that step."""
+
+    @property
+    @abstractmethod
+    def schedulers(self) -> tuple[Any, ...]:
+        """The schedulers that step."""
+
+    @property
+    @abstractmethod
+    def next_log_step(self) -> int:
+        """The global step of the next log point."""
+
+    # --- acting --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def limit_steps_per_epoch(self, *, train: int | None = None, val: int | None = None) -> None:
+        """Lower the number of training steps and validation batches of an epoch."""
+
+    @abstractmethod
+    def call_at_step(self, step: int, function: Callable[..., Any]) -> None:
+        """Call `function` once, when global step `step` is finished."""
+
+    @abstractmethod
+    def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Stop training `parameters`."""
+
+    @abstractmethod
+    def unfreeze(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Train `parameters` again, which `freeze` has frozen."""
+
+    @abstractmethod
+    def evaluation_context(self) -> AbstractContextManager[Any]:
+        """A block in which the module has the weights that are evaluated."""
+
+    @abstractmethod
+    def keep_trained_weights(self) -> None:
+        """Keep the trained weights, so that others can be written into the module after a training."""
+
+    @property
+    @abstractmethod
+    def keeps_trained_weights(self) -> bool:
+        """Whether the module has other weights than the trained ones, see `keep_trained_weights`."""

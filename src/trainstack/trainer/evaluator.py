@@ -98,13 +98,16 @@ class Evaluator:
             annotate(error, "while sanity_val_steps tried out the validation before training")
             raise
 
-    def by_itself(self, stage: Stage, dataloaders: Any, log: bool | None) -> EvaluationOutputs:
+    def by_itself(
+        self, stage: Stage, dataloaders: Any, log: bool | None, keep_outputs: bool = True
+    ) -> EvaluationOutputs:
         """Evaluate the module's loaders for `stage`, or others.
 
         Args:
             stage: VAL or TEST.
             dataloaders: one loader, a dict of them by name, or None for the module's.
             log: whether metrics go to the history; None for: only within training.
+            keep_outputs: whether to collect outputs where no hook takes them.
         """
         context = self._context
         recorded = context.history if log or (log is None and context.busy) else RunHistory()
@@ -115,7 +118,8 @@ class Evaluator:
                     f"{type(context.module).__name__} has no test data. Define get_test_dataloaders(sampler, "
                     "batch_size)."
                 )
-            outputs = self.evaluate(stage, given, keep=True, history=history)
+            keep = keep_outputs or self._hooks.val_outputs
+            outputs = self.evaluate(stage, given, keep=keep, history=history)
             if history is not context.history:
                 logged = {name: history.get_latest_metric(name) for name in sorted(history.get_metric_names())}
                 outputs.metrics = logged | outputs.metrics

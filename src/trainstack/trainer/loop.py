@@ -58,6 +58,7 @@ class TrainLoop:
         attend: called once `state.global_step` has reached `attend_at`, which it sets anew.
         attend_at: see `attend`. A signal handler or another thread may call `wake` at any moment, which sets it to 0.
         failed_in: the micro-batch of its step, from 0, in which an exception was raised; None before, or elsewhere.
+        frozen: parameters that are not trained for now, by `id`.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class TrainLoop:
         self.attend: Callable[[], None] = lambda: None
         self.attend_at = NEVER
         self.failed_in: int | None = None
+        self.frozen: dict[int, nn.Parameter] = {}
 
     def wake(self) -> None:
         """Let `attend` be called after the step under way; threads and signal handlers may call this."""
@@ -142,6 +144,7 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
         loop.step_outputs.reset()
     buffers = Buffers(work.module) if loop.skip_nonfinite else None
     clip, parameters, meter = stack.clip, work.parameters, loop.meter
+    dropped = {} if work.gradients_reduced_by is None else loop.frozen  # computed for the reducer, used by nobody
     unmeasured, measure_every = work.unmeasured(), 1 if loop.skip_nonfinite else loop.measure_every
     run_micro_batches, after_step = _bind_micro_batches(loop), _bind_end_train_step(loop)
     step, drop_gradients = _bind_update(loop)
@@ -150,6 +153,8 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
         if buffers is not None:
             buffers.keep()
         losses = run_micro_batches(window)
+        if dropped:
+            _drop_gradients(dropped.values())
         norm = clip(unmeasured if (state.global_step + 1) % measure_every else work)
         left_out = not window.items > 0 or (loop.skip_nonfinite and norm is not None and not bool(torch.isfinite(norm)))
         if left_out:

@@ -234,6 +234,7 @@ class Run:
         elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
             self.loop.meter.drain()
             reporter.write()
+        self.events.run_calls(step)
         if self.validation.is_due(step, state.steps_in_epoch, self.world.comm):
             self._validate_within(reporter)
         if self.saver.save_asked or (save_every is not None and step % save_every == 0):
@@ -254,18 +255,24 @@ class Run:
         reporter.end_validation(self.state)
 
     def _set_next_attention(self, reporter: Reporter, save_every: int | None) -> None:
-        step, interval = self.state.global_step, self.log_interval
+        step = self.state.global_step
         look = reporter.progress.next_look - self.state.steps_in_epoch
-        due = [interval - step % interval, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
+        due = [self.next_log_step - step, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
         due.append(max(1, self.stopper.next_look - step))
         due.append(self.validation.next_step(step) - step)
-        if self.data.plan.max_steps is not None:
-            due.append(max(1, self.data.plan.max_steps - step))
+        due += [call_step - step for call_step in self.events.call_steps]
         if save_every is not None:
             due.append(save_every - step % save_every)
         self.loop.attend_at = step + min(due)
         if self.stopper.is_asked or self.saver.save_asked:  # looked at last: later ones call `wake` themselves
             self.loop.wake()
+
+    @property
+    def next_log_step(self) -> int:
+        """The global step of the log point that comes next."""
+        step, last = self.state.global_step, self.data.plan.max_steps
+        due = step + self.log_interval - step % self.log_interval
+        return due if last is None or last <= step else min(due, last)
 
     @property
     def is_over(self) -> bool:

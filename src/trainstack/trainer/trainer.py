@@ -6,13 +6,15 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from trainstack.backends import TrainerBackend, World, build_trainer_backend
@@ -120,8 +122,9 @@ class Trainer(AbstractTrainer):
         self._run: Run | None = None
         self._saver = Saver(context, self._take_checkpoint)
         self._stopper = Stopper()
-        self._training = self._finished = self._making_ready = False
+        self._training = self._finished = self._making_ready = self._is_made = False
         self.events.fire(Event.INIT)
+        self._is_made = True
 
     # --- running -------------------------------------------------------------------------------------------
 
@@ -194,6 +197,7 @@ class Trainer(AbstractTrainer):
             admit(context, run.why_over, lambda: run.evaluator.loaders_of(Stage.VAL))
         if self.args.sanity_val_steps:
             run.evaluator.try_out(self.args.sanity_val_steps)
+        state.current_step = state.global_step  # a step that failed is no longer under way
         with suppress(Stopped):
             self.events.begin_train()
             stopper.settle()
@@ -274,18 +278,23 @@ class Trainer(AbstractTrainer):
 
     # --- evaluation ----------------------------------------------------------------------------------------
 
-    def validate(self, dataloaders: Any = None, *, log: bool | None = None) -> EvaluationOutputs:
-        """Run `val_step` over validation data and call `on_end_val_epoch`.
+    def validate(
+        self, dataloaders: Any = None, *, log: bool | None = None, keep_outputs: bool = True
+    ) -> EvaluationOutputs:
+        """Run `val_step` over validation data and call `on_end_val_epoch`. Callbacks may call it in any hook.
 
         Args:
-            dataloaders: a loader, or a dict of them by name; the module's by default.
+            dataloaders: a loader, or a dict of them by name; the module's by default. The loss of the loader "shifted"
+                is called `val/shifted/loss`, that of a single loader `val/loss`.
             log: whether metrics go to the history; by default only within training, from a hook.
+            keep_outputs: whether outputs are returned; if False they are collected only where `on_end_val_epoch` takes
+                them, which saves memory.
 
         Returns:
             The outputs by loader; their attribute `metrics` has losses and metrics by name.
         """
         with self._context.together():
-            outputs = self._ready().evaluator.by_itself(Stage.VAL, dataloaders, log)
+            outputs = self._ready().evaluator.by_itself(Stage.VAL, dataloaders, log, keep_outputs)
             if self._saver.save_asked and not self._context.busy:
                 self._saver.save_asked = False
                 self._saver.save(force=True)
@@ -522,6 +531,195 @@ class Trainer(AbstractTrainer):
     def total_steps_finished(self) -> int:
         """Micro-batches finished on this process since the run began."""
         return self.state.batches
+
+    # --- for callbacks -------------------------------------------------------------------------------------
+
+    def _prepared(self, name: str) -> Run:
+        """The run, for the member `name`; refused as long as the trainer or the module is still being made."""
+        if self._run is None and (self._making_ready or not self._is_made):
+            raise ConfigurationError(
+                f"trainer.{name} was used before the optimizers and the plan exist. Use it from on_ready on; on_init "
+                "and the methods that make optimizers and loaders come too early."
+            )
+        return self._ready()
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that step, in the order in which `get_optimizers_schedulers` returned them.
+
+        They are the live objects. A scheduler sets "lr" of their `param_groups` after each step.
+
+        Raises:
+            ConfigurationError: they do not exist yet, in `on_init` and `get_optimizers_schedulers`.
+        """
+        return self._prepared("optimizers").loop.work.optimizers
+
+    @property
+    def schedulers(self) -> tuple[Any, ...]:
+        """The schedulers that step, without their `SchedulerConfig`, in the order in which they were returned.
+
+        They are the live objects. The trainer steps them; a callback only reads them.
+
+        Raises:
+            ConfigurationError: they do not exist yet, in `on_init` and `get_optimizers_schedulers`.
+        """
+        return self._prepared("schedulers").loop.schedules.schedulers
+
+    @property
+    def next_log_step(self) -> int:
+        """The first log point after the finished global steps: a multiple of `log_every`, or `max_steps`.
+
+        A callback computes what `on_log` records only in the step before it, which ends at the log point:
+        `trainer.state.global_step + 1 == trainer.next_log_step`.
+
+        Raises:
+            ConfigurationError: the plan does not exist yet, in `on_init` and `get_optimizers_schedulers`.
+        """
+        return self._prepared("next_log_step").next_log_step
+
+    def limit_steps_per_epoch(self, *, train: int | None = None, val: int | None = None) -> None:
+        """Lower `max_train_steps_per_epoch` and `max_val_steps_per_epoch`, before the plan is made: in `on_init`.
+
+        Plan and schedulers are then made for the shorter epochs. A lower limit of the arguments stays.
+
+        Args:
+            train: global steps of an epoch; None for no further limit.
+            val: validation batches of each loader; None for no further limit.
+
+        Raises:
+            ConfigurationError: the plan exists already, or a limit is no whole number from 1 on.
+        """
+        if self._run is not None or self._making_ready:
+            raise ConfigurationError(
+                f"limit_steps_per_epoch(train={train!r}, val={val!r}) was called after the plan was made. Call it in "
+                "on_init of a Callback, or before train()."
+            )
+        asked = {"max_train_steps_per_epoch": train, "max_val_steps_per_epoch": val}
+        limits = {name: limit for name, limit in asked.items() if limit is not None}
+        replace(self.args, **limits)  # type: ignore[arg-type]  # refuses what is no limit
+        lower = {name: min(limit, getattr(self.args, name) or limit) for name, limit in limits.items()}
+        self.args = replace(self.args, **lower)  # type: ignore[arg-type]
+
+    def call_at_step(self, step: int, function: Callable[..., Any]) -> None:
+        """Call `function` once, when global step `step` is finished: after its log point, before its validation.
+
+        Other steps cost nothing. The function may do what a subscriber of an event may do: validate, save a checkpoint,
+        or stop the training. On several processes each one asks for the same call. Checkpoints do not keep the request,
+        so ask in `on_train_begin` if `step` is still to come. A run that ends before `step` does not call it.
+
+        Args:
+            step: a global step after `state.global_step`.
+            function: takes the trainer, or nothing.
+
+        Raises:
+            ConfigurationError: the step is no whole number or is finished already, the function needs more than the
+                trainer, or the run does not exist yet (in `on_init`).
+        """
+        run = self._prepared("call_at_step")
+        if not isinstance(step, int) or isinstance(step, bool) or step <= self.state.global_step:
+            raise ConfigurationError(
+                f"call_at_step({step!r}, ...): {self.state.global_step} global steps are finished. Write a later step, "
+                "a whole number."
+            )
+        self.events.call_at(step, function)
+        run.loop.wake()  # at the next boundary the loop computes anew which step is next
+
+    def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Stop training `parameters` from the next step on: no gradient, no weight decay, no momentum.
+
+        In one process they do not require gradients meanwhile. A layer that sums gradients over processes must know
+        from the start which parameters are trained; there gradients are computed, and dropped before clipping.
+        Parameters that are frozen already are left as they are. All processes call it alike. Checkpoints do not keep
+        it, so call it in `on_train_epoch_begin`.
+
+        Raises:
+            ConfigurationError: the run is private, something is no parameter, a step is under way, or the optimizers do
+                not exist yet.
+        """
+        run, given = self._freezing("freeze", parameters)
+        frozen = run.loop.frozen
+        for parameter in given:
+            if parameter.requires_grad and id(parameter) not in frozen:
+                frozen[id(parameter)] = parameter
+                parameter.requires_grad_(run.loop.work.gradients_reduced_by is not None)
+
+    def unfreeze(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Train `parameters` again from the next step on. Those that are trained are left as they are.
+
+        Raises:
+            ConfigurationError: as for `freeze`; or a parameter does not require gradients, and `freeze` was not called
+                with it.
+        """
+        run, given = self._freezing("unfreeze", parameters)
+        frozen = run.loop.frozen
+        if not all(parameter.requires_grad or id(parameter) in frozen for parameter in given):
+            raise ConfigurationError(
+                "unfreeze was given a parameter with requires_grad=False, which trainer.freeze has not frozen, so that "
+                "the backend does not expect a gradient of it. Leave requires_grad=True in the module, and call "
+                "trainer.freeze in on_train_epoch_begin."
+            )
+        for parameter in given:
+            if frozen.pop(id(parameter), None) is not None:
+                parameter.requires_grad_(True)
+
+    def _freezing(self, name: str, parameters: Iterable[nn.Parameter]) -> tuple[Run, list[nn.Parameter]]:
+        run, given = self._prepared(name), list(parameters)
+        if self.trainer_backend.is_private:
+            raise ConfigurationError(
+                f"trainer.{name} cannot change what a private run trains. Freeze for good in the module instead: "
+                "requires_grad_(False) before it is given to the trainer."
+            )
+        wrong = next((one for one in given if not isinstance(one, nn.Parameter)), None)
+        if wrong is not None:
+            raise ConfigurationError(
+                f"trainer.{name} was given a {type(wrong).__name__}. Write parameters: module.encoder.parameters()."
+            )
+        if self.state.current_step > self.state.global_step:
+            raise ConfigurationError(
+                f"trainer.{name} was called in the middle of global step {self.state.current_step}. Call it between "
+                "steps, in on_train_epoch_begin or on_train_step_end."
+            )
+        return run, given
+
+    def evaluation_context(self) -> AbstractContextManager[Any]:
+        """A block in which the module has the weights that are evaluated: the `evaluation_context` of each callback.
+
+        Use it to export what was validated, such as the averages of `EMA`. Do not train in it.
+        """
+        return self.events.evaluation_contexts()
+
+    def keep_trained_weights(self) -> None:
+        """Keep the trained weights; from here on write others into the module's parameters and buffers, in place.
+
+        For `on_train_end`: the export has the others, checkpoints have the trained ones, and `train()` called again
+        continues from the trained ones. A second call does nothing.
+
+        Raises:
+            ConfigurationError: a training is under way, or has failed.
+        """
+        if self.is_training:
+            raise ConfigurationError(
+                "keep_trained_weights was called in a training, which would go on with other weights. Call it in "
+                "on_train_end where status is 'finished' or 'stopped'; for evaluations define evaluation_context."
+            )
+        self.events.aside.lay(self.module)
+
+    @property
+    def keeps_trained_weights(self) -> bool:
+        """Whether the module has other weights than the trained ones, see `keep_trained_weights`."""
+        return self.events.aside.is_laid
+
+    def load_export(self, path: str | os.PathLike[str]) -> None:
+        """Load the module's state from the folder `path`, which `export` has written, on all processes.
+
+        The main process reads it. Call `keep_trained_weights` before it where the trained weights must not be lost.
+
+        Raises:
+            CheckpointError: the folder has no export, or a damaged one.
+        """
+        with self._context.together():
+            self._prepared("load_export")
+            self.module.update_state(self._saver.read_export(path))
 
     # --- requests and subscriptions -------------------------------------------------------------------------
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.callbacks.watch import Watch, Watched, Watching
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
 
 class BestCheckpoint(Watching):
@@ -44,19 +41,19 @@ class BestCheckpoint(Watching):
         super().__init__(Watch(monitor, mode, min_delta))
         self._path, self._load_best_at_end = path, load_best_at_end
 
-    def path_of(self, trainer: Trainer) -> Path:
+    def path_of(self, trainer: AbstractTrainer) -> Path:
         """The folder with the best weights of `trainer`."""
         return Path(trainer.args.output_dir) / "best" if self._path is None else Path(self._path)
 
-    def judge(self, trainer: Trainer, improved: bool) -> None:
+    def judge(self, trainer: AbstractTrainer, improved: bool) -> None:
         """Export what is better than all before."""
         if improved:
-            with trainer.events.evaluation_contexts():
+            with trainer.evaluation_context():
                 trainer.export(self.path_of(trainer))
 
-    def on_train_end(self, trainer: Trainer, status: str) -> None:
+    def on_train_end(self, trainer: AbstractTrainer, status: str) -> None:
         """Load the best weights, unless the run is to go on."""
         super().on_train_end(trainer, status)
         if self._load_best_at_end and self.watch.best is not None and status in ("finished", "stopped"):
-            trainer.events.aside.lay(trainer.module)
-            trainer.module.update_state(trainer._saver.read_export(self.path_of(trainer)))
+            trainer.keep_trained_weights()
+            trainer.load_export(self.path_of(trainer))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainstack.errors import ConfigurationError
+from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.callbacks.watch import Watch, Watched, Watching
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
 
 class EarlyStopping(Watching):
@@ -40,12 +38,12 @@ class EarlyStopping(Watching):
         super().__init__(Watch(monitor, mode, min_delta))
         self.patience, self.waited = patience, 0
 
-    def judge(self, trainer: Trainer, improved: bool) -> None:
+    def judge(self, trainer: AbstractTrainer, improved: bool) -> None:
         """Count, and stop if it has been too many."""
         self.waited = 0 if improved else self.waited + 1
         self.on_train_begin(trainer)
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: AbstractTrainer) -> None:
         """Stop again what was stopped before."""
         if self.waited >= self.patience:
             name, best = self.watch.of(trainer).name, "none" if self.watch.best is None else f"{self.watch.best:.6g}"

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainstack.errors import CheckpointMismatchError, ConfigurationError
+from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.events import Callback
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
@@ -54,18 +52,18 @@ class EMA(Callback):
         self._averages: list[Tensor] = []
         self._moved = 0
 
-    def on_ready(self, trainer: Trainer) -> None:
+    def on_ready(self, trainer: AbstractTrainer) -> None:
         """Begin with the weights as they are."""
         named = [(name, p) for name, p in trainer.module.named_parameters() if p.is_floating_point()]
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._averages = [p.detach().to(_WIDE.get(p.dtype, p.dtype), copy=True) for p in self._parameters]
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: AbstractTrainer) -> None:
         """Count steps from here."""
         self._moved = trainer.state.global_step - trainer.state.skipped_steps
 
     @torch.no_grad()
-    def on_train_step_end(self, trainer: Trainer) -> None:
+    def on_train_step_end(self, trainer: AbstractTrainer) -> None:
         """Move the average, if the weights have moved."""
         moved = trainer.state.global_step - trainer.state.skipped_steps
         if moved == self._moved:
@@ -76,9 +74,9 @@ class EMA(Callback):
         now = [p.detach().to(a.dtype) for p, a in zip(self._parameters, self._averages, strict=True)]
         torch._foreach_lerp_(self._averages, now, 1 - decay)
 
-    def evaluation_context(self, trainer: Trainer) -> AbstractContextManager[None] | None:
+    def evaluation_context(self, trainer: AbstractTrainer) -> AbstractContextManager[None] | None:
         """The averages in the module, unless something else was put there at the end of training."""
-        return self.averaged() if self._evaluate and not trainer.events.aside.is_laid else None
+        return self.averaged() if self._evaluate and not trainer.keeps_trained_weights else None
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -92,10 +90,10 @@ class EMA(Callback):
             for parameter, data in zip(self._parameters, trained, strict=True):
                 parameter.data = data
 
-    def on_train_end(self, trainer: Trainer, status: str) -> None:
+    def on_train_end(self, trainer: AbstractTrainer, status: str) -> None:
         """Put the averages into the module, unless the run is to go on."""
         if self._use_at_end and status in ("finished", "stopped"):
-            trainer.events.aside.lay(trainer.module)
+            trainer.keep_trained_weights()
             for parameter, average in zip(self._parameters, self._averages, strict=True):
                 parameter.data.copy_(average)
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainstack.errors import ConfigurationError
-from trainstack.stage import Stage
+from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.callbacks.watch import Watch, Watched
 from trainstack.trainer.evaluation import named_loaders
 from trainstack.trainer.events import Callback
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
 
 class ExtraValidation(Callback):
@@ -48,15 +45,14 @@ class ExtraValidation(Callback):
         self._every = every_n_epochs
         self._watch = None if when_improved is None else Watch(when_improved, mode)
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_end(self, trainer: AbstractTrainer, epoch: int) -> None:
         """Validate, if it is time."""
         due = (epoch + 1) % self._every == 0
         if self._watch is not None:
             measured = trainer.history.values_at(trainer.state.global_step)
             due = bool(self._watch.improved(trainer, measured)) and due
         if due:
-            run = trainer._ready()
-            run.evaluator.evaluate(Stage.VAL, self._loaders, keep=run.hooks.val_outputs)
+            trainer.validate(self._loaders, log=True, keep_outputs=False)
 
     def get_state(self) -> dict[str, Any]:
         """The best value so far."""

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from trainstack.errors import ConfigurationError
+from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.events import Callback
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
 
 class Freezer(Callback):
@@ -40,9 +36,9 @@ class Freezer(Callback):
         self._names, self._until, self._norms_too = names, until_epoch, running_statistics
         self._parameters: list[nn.Parameter] = []
         self._norms: list[nn.Module] = []
-        self._frozen = self._drops = False
+        self._frozen = False
 
-    def on_ready(self, trainer: Trainer) -> None:
+    def on_ready(self, trainer: AbstractTrainer) -> None:
         """Find the parameters."""
         if trainer.trainer_backend.is_private:
             raise ConfigurationError(
@@ -58,11 +54,10 @@ class Freezer(Callback):
                 )
         self._parameters = [p for name, p in named.items() if any(_fits(name, n) for n in self._names)]
         if self._norms_too:
-            norms = {name: m for name, m in trainer.module.named_modules() if isinstance(m, _NormBase)}
+            norms = {name: m for name, m in trainer.module.named_modules() if hasattr(m, "track_running_stats")}
             self._norms = [m for name, m in norms.items() if any(_fits(name, n) for n in self._names)]
-        self._drops = trainer._ready().loop.work.gradients_reduced_by is not None
 
-    def on_train_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+    def on_train_epoch_begin(self, trainer: AbstractTrainer, epoch: int) -> None:
         """Freeze or thaw."""
         freeze = self._until is None or epoch < self._until
         if freeze:
@@ -73,15 +68,10 @@ class Freezer(Callback):
         self._frozen = freeze
         for norm in self._norms:
             norm.train(not freeze)
-        if not self._drops:
-            for parameter in self._parameters:
-                parameter.requires_grad_(not freeze)
-
-    def on_after_backward(self, trainer: Any) -> None:
-        """Drop gradients that had to be computed."""
-        if self._frozen and self._drops:
-            for parameter in self._parameters:
-                parameter.grad = None
+        if freeze:
+            trainer.freeze(self._parameters)
+        else:
+            trainer.unfreeze(self._parameters)
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING
-
 from trainstack.errors import ConfigurationError
+from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.events import Callback
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
 
 class LimitBatches(Callback):
-    """Cuts epochs and validations short. Plan and schedules know of it: it lowers the trainer's arguments.
+    """Makes epochs and validations shorter. The plan and the schedulers are made for the shorter epochs.
 
     Args:
         train: global steps an epoch (`max_train_steps_per_epoch`); None for no limit.
@@ -29,15 +24,6 @@ class LimitBatches(Callback):
             raise ConfigurationError(f"LimitBatches(train={train!r}, val={val!r}): write whole numbers from 1 on.")
         self._train, self._val = train, val
 
-    def on_init(self, trainer: Trainer) -> None:
+    def on_init(self, trainer: AbstractTrainer) -> None:
         """Lower the limits."""
-        args = trainer.args
-        trainer.args = dataclasses.replace(
-            args,
-            max_train_steps_per_epoch=_lower(args.max_train_steps_per_epoch, self._train),
-            max_val_steps_per_epoch=_lower(args.max_val_steps_per_epoch, self._val),
-        )
-
-
-def _lower(one: int | None, other: int | None) -> int | None:
-    return min((n for n in (one, other) if n is not None), default=None)
+        trainer.limit_steps_per_epoch(train=self._train, val=self._val)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from trainstack.errors import ConfigurationError
+from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.events import Callback
 from trainstack.trainer.history import as_of_now
 from trainstack.trainer.memory import GIB, host_peak_gib
 
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
-
-def record(trainer: Trainer, name: str, value: float | Tensor) -> None:
+def record(trainer: AbstractTrainer, name: str, value: float | Tensor) -> None:
     """Record `value` at the step that `trainer` has just finished; a tensor is read at the log point."""
     state = trainer.state
     trainer.history.update_metric(name, value, step=state.global_step, epoch=state.epoch)
@@ -44,11 +41,11 @@ class LRMonitor(Callback):
             raise ConfigurationError(f"every={every!r}: write a whole number from 1 on.")
         self._every, self._momentum, self._weight_decay = every, momentum, weight_decay
 
-    def on_train_step_end(self, trainer: Trainer, step: int) -> None:
+    def on_train_step_end(self, trainer: AbstractTrainer, step: int) -> None:
         """Record."""
         if step % self._every:
             return
-        optimizers: Sequence[Optimizer] = trainer._ready().loop.work.optimizers
+        optimizers = trainer.optimizers
         for number, optimizer in enumerate(optimizers):
             for position, group in enumerate(optimizer.param_groups):
                 name = f"{number}/" * (len(optimizers) > 1) + str(group.get("name", position))
@@ -82,14 +79,14 @@ class GradNormMonitor(Callback):
         self._depth = depth
         self._norms: dict[str, Tensor] = {}
 
-    def on_ready(self, trainer: Trainer) -> None:
+    def on_ready(self, trainer: AbstractTrainer) -> None:
         """Refuse to tell what is secret."""
         if trainer.trainer_backend.is_private:
             raise ConfigurationError("GradNormMonitor would tell gradients of a private run. Leave it out.")
 
-    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: AbstractTrainer) -> None:
         """Compute the norms, where a log point follows; nothing is read."""
-        if trainer._ready().loop.attend_at > trainer.state.global_step + 1:
+        if trainer.next_log_step > trainer.state.global_step + 1:
             return
         groups: dict[str, list[Tensor]] = {}
         for name, parameter in trainer.module.named_parameters():
@@ -98,7 +95,7 @@ class GradNormMonitor(Callback):
                 groups.setdefault(key, []).append(parameter.grad)
         self._norms = {key: torch.nn.utils.get_total_norm(gradients) for key, gradients in groups.items()}
 
-    def on_log(self, trainer: Trainer) -> None:
+    def on_log(self, trainer: AbstractTrainer) -> None:
         """Record them."""
         for name, norm in self._norms.items():
             record(trainer, f"grad_norm/{name}", norm)
@@ -113,7 +110,7 @@ class MemoryMonitor(Callback):
     own only.
     """
 
-    def on_log(self, trainer: Trainer) -> None:
+    def on_log(self, trainer: AbstractTrainer) -> None:
         """Record; these are counters of the host."""
         peak = host_peak_gib()
         if peak is not None:

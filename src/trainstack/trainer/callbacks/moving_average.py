@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainstack.errors import ConfigurationError
+from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.callbacks.monitors import record
 from trainstack.trainer.events import Callback
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
 
 class MovingAverage(Callback):
@@ -39,7 +37,7 @@ class MovingAverage(Callback):
         self._sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in names or ("train/loss",)}
         self._seen = dict.fromkeys(self._sums, 0)
 
-    def on_log(self, trainer: Trainer) -> None:
+    def on_log(self, trainer: AbstractTrainer) -> None:
         """Take in what is new."""
         known = trainer.history.get_metric_names()
         for name, sums in self._sums.items():
@@ -51,7 +49,7 @@ class MovingAverage(Callback):
                 self._seen[name] += len(new)
                 record(trainer, f"{name}_ema", sums[0] / sums[1])
 
-    def on_epoch_end(self, trainer: Trainer) -> None:
+    def on_epoch_end(self, trainer: AbstractTrainer) -> None:
         """Take in what validations and epochs have measured."""
         self.on_log(trainer)
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import profile
 
 from trainstack.errors import ConfigurationError
+from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.events import Callback
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
 
 class Profiler(Callback):
@@ -52,11 +49,11 @@ class Profiler(Callback):
         self._profile: profile | None = None
         self._done = 0
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: AbstractTrainer) -> None:
         """Count from here."""
         self._done = 0
 
-    def on_train_step_end(self, trainer: Trainer, step: int) -> None:
+    def on_train_step_end(self, trainer: AbstractTrainer, step: int) -> None:
         """Begin, go on or end."""
         self._done += 1
         if self._profile is not None:
@@ -70,7 +67,7 @@ class Profiler(Callback):
         """The training was over before the trace."""
         self._stop()
 
-    def _start(self, trainer: Trainer) -> None:
+    def _start(self, trainer: AbstractTrainer) -> None:
         if not (self._all or trainer.is_main_process):
             return
         folder = trainer.args.log_dir / "profile" if self._path is None else Path(self._path)

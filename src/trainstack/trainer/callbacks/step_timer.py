@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.callbacks.clock import Clock
 from trainstack.trainer.callbacks.monitors import record
 from trainstack.trainer.events import Callback
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
 
 class StepTimer(Callback):
@@ -27,7 +25,7 @@ class StepTimer(Callback):
         self._steps = 0
         self._since: dict[str, Any] = {}
 
-    def on_ready(self, trainer: Trainer) -> None:
+    def on_ready(self, trainer: AbstractTrainer) -> None:
         """Choose the clock."""
         self._device, self._host = Clock(trainer.device), Clock(torch.device("cpu"))
 
@@ -64,11 +62,11 @@ class StepTimer(Callback):
         """A validation begins."""
         self._since["validation"] = self._host.mark()
 
-    def on_validation_end(self, trainer: Trainer) -> None:
+    def on_validation_end(self, trainer: AbstractTrainer) -> None:
         """A validation is over; its values have been read, so the device is done."""
         record(trainer, "time/validation", self._host.mark() - self._since["validation"])
 
-    def on_log(self, trainer: Trainer) -> None:
+    def on_log(self, trainer: AbstractTrainer) -> None:
         """Record."""
         for name, seconds in {**self._host.take(), **self._device.take()}.items():
             record(trainer, f"time/{name}", seconds / max(1, self._steps))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
 from trainstack.errors import ConfigurationError
+from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.events import Callback
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
 
 class SyncBatchNorm(Callback):
@@ -20,7 +16,7 @@ class SyncBatchNorm(Callback):
     accelerators only. Each process must have samples in each micro-batch, so the last step of an epoch must be full.
     """
 
-    def on_ready(self, trainer: Trainer) -> None:
+    def on_ready(self, trainer: AbstractTrainer) -> None:
         """Convert.
 
         Raises:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainstack.errors import ConfigurationError
+from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.callbacks.clock import wait_for
 from trainstack.trainer.callbacks.monitors import record
 from trainstack.trainer.events import Callback
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
 
 class ThroughputMonitor(Callback):
@@ -49,15 +47,15 @@ class ThroughputMonitor(Callback):
         if tokens is not None:
             self.on_train_batch_begin = self._add_tokens
 
-    def on_train_epoch_begin(self, trainer: Trainer) -> None:
+    def on_train_epoch_begin(self, trainer: AbstractTrainer) -> None:
         """Start the clock."""
         self._restart(trainer)
 
-    def _add_tokens(self, trainer: Trainer, batch: Any) -> None:
+    def _add_tokens(self, trainer: AbstractTrainer, batch: Any) -> None:
         if self._count_tokens is not None:
             self._tokens += self._count_tokens(batch)
 
-    def on_log(self, trainer: Trainer) -> None:
+    def on_log(self, trainer: AbstractTrainer) -> None:
         """Record; the device is waited for, as for all that is read at a log point."""
         wait_for(trainer.device)
         seconds = max(perf_counter() - self._since, 1e-9)
@@ -69,5 +67,5 @@ class ThroughputMonitor(Callback):
             record(trainer, "throughput/mfu", rate * self._flops / (self._peak * trainer.world.size))
         self._restart(trainer)
 
-    def _restart(self, trainer: Trainer) -> None:
+    def _restart(self, trainer: AbstractTrainer) -> None:
         self._since, self._samples, self._tokens = perf_counter(), trainer.state.samples_in_epoch, 0

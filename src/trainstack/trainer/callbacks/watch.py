@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainstack.checkpointing.monitoring import Monitor
 from trainstack.errors import ConfigurationError
+from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.events import Callback
 from trainstack.trainer.logs import RunLogger
-
-if TYPE_CHECKING:
-    from trainstack.trainer.trainer import Trainer
 
 Watched = str | Callable[[Mapping[str, float]], float | None]
 
@@ -46,14 +44,14 @@ class Watch:
         self.best: float | None = None
         self.best_step = self.judged_at = -1
 
-    def of(self, trainer: Trainer) -> Monitor:
+    def of(self, trainer: AbstractTrainer) -> Monitor:
         """What is watched."""
         if self._monitor is None:
             default = trainer.args.checkpointer_args.monitored
             self._monitor = default if self._mode == "auto" else Monitor.of(default.name, self._mode)
         return self._monitor
 
-    def improved(self, trainer: Trainer, results: Mapping[str, float]) -> bool | None:
+    def improved(self, trainer: AbstractTrainer, results: Mapping[str, float]) -> bool | None:
         """Whether `results` hold a new best value; None if they hold none, or one that was judged at this step already.
 
         What the main process has measured decides. A value that is inf or nan is never the best.
@@ -94,17 +92,17 @@ class Watching(Callback):
         self.watch = watch
         self._validated = False
 
-    def judge(self, trainer: Trainer, improved: bool) -> None:
+    def judge(self, trainer: AbstractTrainer, improved: bool) -> None:
         """A value has come; `improved` says whether it is the best so far."""
         raise NotImplementedError
 
-    def on_validation_end(self, trainer: Trainer, results: Mapping[str, float]) -> None:
+    def on_validation_end(self, trainer: AbstractTrainer, results: Mapping[str, float]) -> None:
         """Judge what was measured, if the validation is part of a training."""
         if trainer.is_training:
             self._validated = True
             self._look(trainer, results)
 
-    def on_epoch_end(self, trainer: Trainer) -> None:
+    def on_epoch_end(self, trainer: AbstractTrainer) -> None:
         """Judge what was measured without a validation.
 
         Raises:
@@ -114,17 +112,17 @@ class Watching(Callback):
         if self._validated and self.watch.judged_at < 0:
             raise ConfigurationError(f"{self._in_vain(trainer)} Write one of these as monitor.")
 
-    def on_train_end(self, trainer: Trainer, status: str) -> None:
+    def on_train_end(self, trainer: AbstractTrainer, status: str) -> None:
         """Say if no value has ever come."""
         if status == "finished" and self.watch.judged_at < 0 and trainer.is_main_process:
             RunLogger(trainer.args.log_level).warning(self._in_vain(trainer))
 
-    def _look(self, trainer: Trainer, results: Mapping[str, float]) -> None:
+    def _look(self, trainer: AbstractTrainer, results: Mapping[str, float]) -> None:
         improved = self.watch.improved(trainer, results)
         if improved is not None:
             self.judge(trainer, improved)
 
-    def _in_vain(self, trainer: Trainer) -> str:
+    def _in_vain(self, trainer: AbstractTrainer) -> str:
         recorded = ", ".join(sorted(trainer.history.get_metric_names())) or "nothing"
         return f"{type(self).__name__} watches {self.watch.of(trainer).name!r}, which never came. Recorded: {recorded}."
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from trainstack.errors import ConfigurationError, annotate
+from trainstack.errors import ConfigurationError, StopTraining, annotate
 from trainstack.trainer.abstract_trainer import AbstractTrainer
-from trainstack.trainer.events.arity import name_of
+from trainstack.trainer.events.arity import fitted, name_of
 from trainstack.trainer.events.aside import Aside
 from trainstack.trainer.events.callback import Callback
 from trainstack.trainer.events.event import SPANS, Event
@@ -51,6 +51,7 @@ class Events:
         self.trainer, self._log = trainer, log
         self._subscriptions: dict[Event, list[Subscription]] = {event: [] for event in Event}
         self._open = set[Event]()
+        self._calls: dict[int, list[Callable[[], None]]] = {}
         self._unclaimed: dict[str, Any] | None = None
         self.is_training = False
         self.aside = Aside()
@@ -129,6 +130,40 @@ class Events:
                 if context is not None:
                     contexts.enter_context(context)
             return contexts.pop_all()
+
+    # --- calls at one step ---------------------------------------------------------------------------------
+
+    @property
+    def call_steps(self) -> Iterable[int]:
+        """The global steps at which `run_calls` has something to do."""
+        return self._calls.keys()
+
+    def call_at(self, step: int, function: Callable[..., Any]) -> None:
+        """Have `run_calls` call `function` at global step `step`.
+
+        Raises:
+            ConfigurationError: the function needs more than the trainer.
+        """
+        called = name_of(function)
+        call = fitted(function, ("trainer",), f"call_at_step({step}, {called})")
+
+        def run() -> None:
+            try:
+                call(self.trainer)
+            except StopTraining as stop:
+                self.trainer.request_stop(stop.reason or f"{called} raised StopTraining")
+            except Exception as error:
+                annotate(error, f"raised in {called}, called at global step {step}")
+                raise
+
+        self._calls.setdefault(step, []).append(run)
+
+    def run_calls(self, step: int) -> None:
+        """Call what was asked for at global step `step`, in the order of the requests."""
+        for call in self._calls.pop(step, ()):
+            call()
+
+    # --- the run -------------------------------------------------------------------------------------------
 
     def begin_train(self) -> None:
         """`train()` begins."""
