@@ -92,11 +92,9 @@ class Amp(AbstractTrainerBackendDecorator):
         if overflowed is None:
             self.scaler.forget()
             return False
-        if not overflowed:
-            for optimizer in work.optimizers:
-                optimizer.step()
+        moved = not overflowed and self.inner.step(work)
         self.scaler.update()
-        return not overflowed
+        return moved
 
     def get_layer_state(self) -> dict[str, Any]:
         return self.scaler.state_dict()

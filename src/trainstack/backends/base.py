@@ -24,8 +24,19 @@ if TYPE_CHECKING:
     from trainstack.backends.driving import Driver, TrainerBackendArguments
     from trainstack.backends.sampling import Sampling
 
-VERBS = ("open", "prepare", "accumulate", "forward", "backward", "clip", "step", "gather", "close")
-"""What the loop calls on a stack, in the order of a run."""
+VERBS = (
+    "open",
+    "prepare",
+    "accumulate",
+    "forward",
+    "backward",
+    "clip",
+    "step",
+    "begin_evaluation",
+    "gather",
+    "close",
+)
+"""The verbs that a run calls on a stack, in the order of a run."""
 
 
 class TrainerBackend(ABC):
@@ -36,6 +47,8 @@ class TrainerBackend(ABC):
         summary: what the layer does, in one sentence, for `explain`.
         collectives: what the layer makes all processes do together, and how often; for `explain`.
         excludes: tokens that may not stand in the same stack, each with the reason.
+        ends: the verbs that the layer never passes on to the layers inside it; `explain` prints it, and the contract
+            tests compare it with the calls that happen.
         leaves_no_trace: whether a forward or backward pass that has failed leaves nothing behind in the layer, so that
             the step can be made again.
         state_must_survive: refuse to go on from a checkpoint without the state of this layer, such as a privacy
@@ -46,6 +59,7 @@ class TrainerBackend(ABC):
     summary: ClassVar[str] = ""
     collectives: ClassVar[str] = ""
     excludes: ClassVar[Mapping[str, str]] = {}
+    ends: ClassVar[frozenset[str]] = frozenset()
     leaves_no_trace: ClassVar[bool] = False
     state_must_survive: ClassVar[bool] = False
     _driver: Driver | None = None
@@ -158,6 +172,10 @@ class TrainerBackend(ABC):
         from trainstack.backends.explain import explain_stack
 
         return explain_stack(self)
+
+    def _acts_in(self, verb: str) -> bool:
+        """Whether this layer has code of its own for `verb`."""
+        return getattr(type(self), verb) is not getattr(TrainerBackend, verb)
 
     # --- state ---------------------------------------------------------------------------------------------
 

@@ -72,6 +72,7 @@ class DDP(AbstractTrainerBackendDecorator):
         "(a batch_weight of the module's own: one small exchange more); buffers are broadcast as a step begins, and "
         "before an evaluation"
     )
+    ends: ClassVar[frozenset[str]] = frozenset({"open"})
 
     def __init__(
         self,

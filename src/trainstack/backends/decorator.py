@@ -22,7 +22,8 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     """Base class of all layers but the innermost.
 
     A layer overrides the verbs it changes. It *wraps* a verb when it calls `self.inner.<verb>`, and *ends* it
-    when it does not. Attributes that must survive a restart go through `get_layer_state`.
+    when it does not: then it names the verb in `ends`. Attributes that must survive a restart go through
+    `get_layer_state`.
     """
 
     def __init__(self, inner: TrainerBackend) -> None:
@@ -75,3 +76,6 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
 
     def close(self) -> None:
         self.inner.close()
+
+    def _acts_in(self, verb: str) -> bool:
+        return getattr(type(self), verb) is not getattr(AbstractTrainerBackendDecorator, verb)

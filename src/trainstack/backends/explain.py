@@ -1,10 +1,9 @@
-"""`explain`: what each layer does, and each verb's way through the stack, read off the classes."""
+"""`explain`: what each layer does, and each verb's way through the stack, as the layers declare it."""
 
 from __future__ import annotations
 
 from trainstack.backends.base import VERBS, TrainerBackend
 from trainstack.backends.build import build_trainer_backend
-from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 
 
 def explain(spec: str) -> str:
@@ -24,7 +23,7 @@ def explain_stack(stack: TrainerBackend) -> str:
     lines += [f"  {layer.name:<{width}}   {layer.summary}" for layer in layers]
     lines += ["", "each verb's way:", ""]
     verb_width = max(map(len, VERBS))
-    lines += [f"  {verb:<{verb_width}}   {way_of(stack, verb)}" for verb in VERBS]
+    lines += [f"  {verb:<{verb_width}}   {way_of(stack, verb) or 'nothing to do'}" for verb in VERBS]
     together = [f"  {layer.name:<{width}}   {layer.collectives}" for layer in layers if layer.collectives]
     lines += ["", "what all processes do together:", "", *together] if together else []
     kept = sorted(stack.get_state())
@@ -36,20 +35,8 @@ def way_of(stack: TrainerBackend, verb: str) -> str:
     """The layers in which `verb` does something, outermost first, e.g. `"amp > sp"` or `"amp (ends here)"`."""
     way = []
     for layer in stack.layers():
-        if not acts(layer, verb):
-            continue
-        way.append(layer.name)
-        if isinstance(layer, AbstractTrainerBackendDecorator) and ends(layer, verb):
+        if layer._acts_in(verb):
+            way.append(layer.name)
+        if verb in layer.ends:
             return " > ".join(way) + " (ends here)"
     return " > ".join(way)
-
-
-def acts(layer: TrainerBackend, verb: str) -> bool:
-    """Whether `layer` does more with `verb` than pass it on."""
-    return getattr(type(layer), verb) is not getattr(AbstractTrainerBackendDecorator, verb)
-
-
-def ends(layer: TrainerBackend, verb: str) -> bool:
-    """Whether `layer` keeps `verb` from the layers inside it: its code never reaches for `inner.<verb>`."""
-    code = getattr(type(layer), verb).__code__
-    return not {"inner", verb} <= set(code.co_names)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from trainstack.backends.base import TrainerBackend
+from trainstack.backends.base import VERBS, TrainerBackend
 from trainstack.errors import ConfigurationError
 
 Layer = TypeVar("Layer", bound=type[TrainerBackend])
@@ -39,7 +39,8 @@ def register_layer(token: str, *, slot: Slot = Slot.USER) -> Callable[[Layer], L
     """Class decorator that makes a layer available under `token` in backend strings.
 
     Raises:
-        ConfigurationError: the token is not made of lower-case letters, digits and inner hyphens, or is taken.
+        ConfigurationError: the token is not made of lower-case letters, digits and inner hyphens, or is taken; or
+            the layer declares an end of something that is no verb.
     """
     if not all(part.isalnum() and part == part.lower() for part in token.split("-")):
         raise ConfigurationError(
@@ -49,6 +50,12 @@ def register_layer(token: str, *, slot: Slot = Slot.USER) -> Callable[[Layer], L
         raise ConfigurationError(f"register_layer({token!r}): this token is taken. Choose another one.")
 
     def add(layer: Layer) -> Layer:
+        unknown = sorted(set(layer.ends) - set(VERBS))
+        if unknown:
+            raise ConfigurationError(
+                f"register_layer({token!r}): {layer.__name__}.ends names {', '.join(map(repr, unknown))}, and no verb "
+                f"is called so. The verbs are {', '.join(VERBS)}."
+            )
         layer.name = token
         _LAYERS[token] = LayerRecord(token=token, slot=slot, layer=layer)
         return layer

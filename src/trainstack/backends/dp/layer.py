@@ -48,6 +48,7 @@ class DP(AbstractTrainerBackendDecorator):
     summary: ClassVar[str] = "bounds each record's gradient, adds noise to their sum and accounts for every step"
     collectives: ClassVar[str] = "one all-reduce of the noisy sum each global step"
     excludes: ClassVar[Mapping[str, str]] = {"amp": _SCALER, "amp-apex": _SCALER}
+    ends: ClassVar[frozenset[str]] = frozenset({"backward", "clip"})
     state_must_survive: ClassVar[bool] = True
 
     def __init__(
