@@ -21,10 +21,9 @@ import trainstack
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "src" / "trainstack"
 
-# The imports against the direction, inside a function and only when it is called. `TrainerBackend.init`, `train_dl` and
-# `validate_dl` drive a stack without a Trainer; an audit of private training trains, as a user would.
+# The imports against the direction, inside a function and only when it is called: an audit of private training trains,
+# as a user would.
 DEFERRED = {
-    ("trainstack/backends/base.py", "trainstack.trainer"),
     ("trainstack/backends/dp/audit/canary.py", "trainstack.trainer"),
     ("trainstack/backends/dp/audit/influence.py", "trainstack.trainer"),
 }
@@ -35,7 +34,9 @@ ENTRIES = ("__init__", "__main__")
 # Files over 300 lines and functions over 40: "trainstack/a.py" or "trainstack/a.py:Class.name" -> the reason.
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 40
-TOO_LONG_FOR_A_REASON: dict[str, str] = {}
+TOO_LONG_FOR_A_REASON: dict[str, str] = {
+    "trainstack/backends/base.py": "one interface: the verbs, and what a layer declares",
+}
 
 # What `import trainstack` may not load: each costs every process of every run, most runs never use it.
 HEAVY = (

@@ -69,7 +69,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
         return self.inner.stated_records
 
     def privacy_statement(self) -> PrivacyStatement:
-        return self.inner.privacy_statement() if self.is_private else super().privacy_statement()  # of the whole stack
+        if any(layer._acts_in("privacy_statement") for layer in self.inner.layers()):
+            return self.inner.privacy_statement()
+        return super().privacy_statement()  # it names the backend string of the whole stack
 
     def gather(self, outputs: Any) -> Any:
         return self.inner.gather(outputs)

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from trainstack.backends.base import VERBS, TrainerBackend
+from trainstack.backends.base import VERBS, Slot, TrainerBackend
 from trainstack.errors import ConfigurationError
 
 Layer = TypeVar("Layer", bound=type[TrainerBackend])
-
-
-class Slot(enum.IntEnum):
-    """The places of a stack, outermost first. One layer a slot."""
-
-    PROCESS = 0
-    PRIVACY = 1
-    PRECISION = 2
-    USER = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +46,7 @@ def register_layer(token: str, *, slot: Slot = Slot.USER) -> Callable[[Layer], L
                 f"register_layer({token!r}): {layer.__name__}.ends names {', '.join(map(repr, unknown))}, and no verb "
                 f"is called so. The verbs are {', '.join(VERBS)}."
             )
-        layer.name = token
+        layer.name, layer.slot = token, slot
         _LAYERS[token] = LayerRecord(token=token, slot=slot, layer=layer)
         return layer
 

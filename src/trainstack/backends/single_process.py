@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from trainstack.backends.backpropagation import run_backward
-from trainstack.backends.base import TrainerBackend
+from trainstack.backends.base import Slot, TrainerBackend
 from trainstack.backends.calling import bare_call
 from trainstack.backends.clipping import clip_gradients
 from trainstack.backends.environment import launched_size
-from trainstack.backends.registry import Slot, register_layer
+from trainstack.backends.registry import register_layer
 from trainstack.backends.stepping import step_optimizer
 from trainstack.backends.workload import Workload
 from trainstack.backends.world import DeviceChoice, World, pick_device

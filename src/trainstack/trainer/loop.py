@@ -82,13 +82,13 @@ class TrainLoop:
         self.schedules = schedules or Schedules()
         self.schedulers = self.schedules.schedulers
         self.state = state or RunState()
-        bounded = work.gradients_bounded_by is not None
+        bounded = any(layer.bounds_gradients for layer in stack.layers())
         self.skip_nonfinite = skip_nonfinite and not bounded
         unmeasured = work.clipping.kind == "none" and measure_every > 1 and not skip_nonfinite and not bounded
         self.meter = LossMeter(
             tolerant=skip_nonfinite,
             bounded=bounded,
-            secret=not work.loss_may_be_seen,
+            secret=any(layer.hides_losses for layer in stack.layers()),
             comm=work.world.comm,
             weights=(lambda: _weights(work.module)) if unmeasured else None,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainstack.backends.explain import explain_stack
 from trainstack.checkpointing import AbstractCheckpointer, DefaultCheckpointer
 from trainstack.trainer.plain_values import as_json
 from trainstack.trainer.report.facts import RunFacts
@@ -30,7 +29,7 @@ def _facts_of(trainer: Trainer) -> RunFacts:
         monitor=args.placed_checkpointer_args.monitor,
         arguments=as_json(args.to_dict()),
         plan=(*trainer.plan.rows(), *optimizer_rows(trainer._ready().loop.work.optimizers)),
-        stack=explain_stack(stack),
+        stack=stack.explain(),
         model=model_rows(trainer.module),
         environment=environment_rows(trainer.device, trainer.world.size),
         checkpoints=_folder_of(trainer.checkpointer),
