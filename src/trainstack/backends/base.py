@@ -9,11 +9,11 @@ from __future__ import annotations
 import enum
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainstack.backends.workload import Workload
 from trainstack.backends.world import DeviceChoice, World
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 VERBS = (
     "open",
+    "place",
     "prepare",
     "accumulate",
     "forward",
@@ -34,7 +35,9 @@ VERBS = (
     "clip",
     "step",
     "begin_evaluation",
+    "end_evaluation",
     "gather",
+    "read",
     "close",
 )
 """The verbs that a run calls on a stack, in the order of a run."""
@@ -97,8 +100,12 @@ class TrainerBackend(ABC):
         """Take this process's place in the world and pick its device."""
 
     @abstractmethod
+    def place(self, module: nn.Module, world: World) -> None:
+        """Move the module to where it is trained; called once, before its optimizers are made."""
+
+    @abstractmethod
     def prepare(self, work: Workload) -> Workload:
-        """Place, wrap or convert what is trained; called once, before optimizer states are restored."""
+        """Wrap or convert what is trained; called once, after `place` and before optimizer states are restored."""
 
     @abstractmethod
     def accumulate(self, work: Workload, last: bool) -> AbstractContextManager[Any]:
@@ -131,11 +138,25 @@ class TrainerBackend(ABC):
         """Bring collected outputs together from all processes, in dataset order."""
 
     @abstractmethod
+    def read(self, tensors: Sequence[Tensor]) -> list[float]:
+        """The values of 0-dim tensors, on one device or several, for the host.
+
+        The loop reads losses, norms and checks of parameters by this verb only, many at once: the host waits for the
+        device here.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Give back what `open` took. May be called twice."""
 
     def begin_evaluation(self, work: Workload) -> None:  # noqa: B027 - most layers have nothing to do
         """Make what is evaluated the same on all processes, before each pass without training; all call it."""
+
+    def end_evaluation(self, work: Workload) -> None:  # noqa: B027 - most layers have nothing to do
+        """Undo what `begin_evaluation` did, after each pass without training.
+
+        Called also where the pass raised or was stopped early, perhaps on this process alone: do not wait for others.
+        """
 
     def start_afresh(self, *, again: bool) -> None:  # noqa: B027 - most layers have nothing to do
         """No checkpoint is gone on from; called once `prepare` was, if that is so.

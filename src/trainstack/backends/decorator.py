@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainstack.backends.base import TrainerBackend
 from trainstack.backends.workload import Workload
@@ -36,6 +36,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     def open(self, device: DeviceChoice = "auto") -> World:
         return self.inner.open(device)
 
+    def place(self, module: nn.Module, world: World) -> None:
+        self.inner.place(module, world)
+
     def prepare(self, work: Workload) -> Workload:
         return self.inner.prepare(work)
 
@@ -57,6 +60,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     def begin_evaluation(self, work: Workload) -> None:
         self.inner.begin_evaluation(work)
 
+    def end_evaluation(self, work: Workload) -> None:
+        self.inner.end_evaluation(work)
+
     def start_afresh(self, *, again: bool) -> None:
         self.inner.start_afresh(again=again)
 
@@ -75,6 +81,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
 
     def gather(self, outputs: Any) -> Any:
         return self.inner.gather(outputs)
+
+    def read(self, tensors: Sequence[Tensor]) -> list[float]:
+        return self.inner.read(tensors)
 
     def close(self) -> None:
         self.inner.close()

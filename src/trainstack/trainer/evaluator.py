@@ -14,7 +14,14 @@ from trainstack.errors import ModuleContractError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.collector import as_arguments
 from trainstack.trainer.evaluated import EvaluationOutputs
-from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_batches, miscounted, named_loaders
+from trainstack.trainer.evaluation import (
+    Evaluation,
+    eval_mode,
+    evaluation_batches,
+    evaluation_pass,
+    miscounted,
+    named_loaders,
+)
 from trainstack.trainer.events.evaluating import with_events
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.metrics import Metrics, numbers_in
@@ -132,17 +139,17 @@ class Evaluator:
         run.busy = True
         done = 0 if reporter is None else run.state.loaders_done
         try:
-            run.stack.begin_evaluation(run.loop.work)
-            for key, loader in islice(loaders.items(), done, None):
-                with isolated_rng(seed, run.world.device), eval_mode(run.module):
-                    outputs, values = self._evaluate(stage, key, loader, keep, reporter, only)
-                    collected.metrics |= self._record(stage, key, values, history or run.history)
-                    if keep:
-                        collected[key] = outputs
-                    if hook is not None:
-                        hook(step, *(as_arguments(outputs) if keep and run.hooks.val_outputs else ()), key=key)
-                if reporter is not None:
-                    run.state.finish_loader()
+            with evaluation_pass(run.stack, run.loop.work):
+                for key, loader in islice(loaders.items(), done, None):
+                    with isolated_rng(seed, run.world.device), eval_mode(run.module):
+                        outputs, values = self._evaluate(stage, key, loader, keep, reporter, only)
+                        collected.metrics |= self._record(stage, key, values, history or run.history)
+                        if keep:
+                            collected[key] = outputs
+                        if hook is not None:
+                            hook(step, *(as_arguments(outputs) if keep and run.hooks.val_outputs else ()), key=key)
+                    if reporter is not None:
+                        run.state.finish_loader()
         finally:
             run.busy = was_busy
         return collected

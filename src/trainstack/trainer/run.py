@@ -100,12 +100,13 @@ class Run:
         shape(module, compiled=args.compile, channels_last=args.channels_last, private=stack.is_private)
         self.loop = self._make_loop()
         module._history = history  # what a layer tried out on the module was written elsewhere
-        self.watched = finite_tensors(module, self.loop.work)
+        self.watched = finite_tensors(stack, self.loop.work)
 
     def _make_loop(self) -> TrainLoop:
         args, plan = self.args, self.data.plan
         ahead = plan.rest(self.state.epoch, self.state.global_step) if args.reset_optimizers_schedulers else plan
         epochs = max(1, ahead.epochs)
+        self.stack.place(self.module, self.world)
         made = self.module.get_optimizers_schedulers(ahead.estimated_global_steps_per_epoch, epochs)
         optimizers, schedulers = checked_optimizers_schedulers(made, self.module, self.log)
         work = Workload.of(self.module, optimizers, self.world, args.clipping, self.data.training_set, args.output_dir)

@@ -73,8 +73,8 @@ class Saver:
         trainer, state = self._trainer, self._trainer.state
         pinned, run.pin_asked = run.pin_asked, False
         run.loop.meter.drain()
-        refuse_poisoned(trainer.module, run.watched, state.global_step)
-        refuse_diverged(trainer.module, trainer.world.comm, state.global_step)
+        refuse_poisoned(trainer.trainer_backend, trainer.module, run.watched, state.global_step)
+        refuse_diverged(trainer.trainer_backend, trainer.module, trainer.world.comm, state.global_step)
         loader_state = run.data.loader_memory.get_state(within=state.steps_in_epoch > 0)
         checkpoint = take_checkpoint(trainer, run.epoch_rng, loader_state, pinned=pinned)
         trainer.events.fire(Event.SAVE_CHECKPOINT, checkpoint)
