@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import trainstack as ts
-from tests.helpers.modules import REPRODUCIBLE, Classifier, Noisy, arguments, numbers, train, weights
+from tests.helpers.modules import Classifier, Noisy, arguments, numbers, train, weights
 from tests.helpers.specs import every_stack
 
 # Half precision rounds each sum in its own way; the reference is the same stack on the undivided batch.
@@ -119,43 +119,6 @@ def test_training_and_validation_run_in_the_same_precision(spec: str, tmp_path: 
     assert len(module.dtypes) == 1, f"training and validation differ: {module.dtypes}"
 
 
-@every_stack
-def test_a_verb_is_ended_at_most_once(spec: str) -> None:
-    from trainstack.backends.explain import ends
-
-    stack = ts.build_trainer_backend(spec)
-    for verb in ts.VERBS:
-        enders = [
-            layer.name
-            for layer in stack.layers()
-            if isinstance(layer, ts.AbstractTrainerBackendDecorator) and ends(layer, verb)
-        ]
-        assert len(enders) <= 1, f"{verb} is ended by {enders}"
-
-
-@every_stack
-def test_what_explain_says_is_what_happens(spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record which layers a verb really reaches, and compare with the printed way."""
-    from trainstack.backends.explain import way_of
-
-    reached: dict[str, list[str]] = {verb: [] for verb in ts.VERBS}
-    options = {"dp": {"args": REPRODUCIBLE}} if "dp" in spec.split("-") else {}
-    stack = ts.build_trainer_backend(spec, **options)
-    for layer in stack.layers():
-        for verb in ts.VERBS:
-            monkeypatch.setattr(layer, verb, recording(getattr(layer, verb), reached[verb], layer.name))
-    trainer = ts.Trainer(Classifier(numbers(8), validate=True), arguments(tmp_path), trainer_backend=stack)
-    trainer.train()
-    trainer.validate()
-    trainer.close()
-
-    for verb, names in reached.items():
-        told = set(way_of(stack, verb).removesuffix(" (ends here)").split(" > "))
-        assert told <= set(names), f"{verb} was said to act in {told} and reached {set(names)}"
-        if way_of(stack, verb).endswith("(ends here)"):
-            assert "sp" not in names
-
-
 # --- helpers ------------------------------------------------------------------------------------------------
 
 
@@ -216,14 +179,6 @@ def nameless(state: dict[str, Any]) -> dict[str, Any]:
     state = copy.deepcopy(state)
     state.get("dp", {"accountant": {}})["accountant"].pop("run", None)
     return state
-
-
-def recording(verb: Any, into: list[str], name: str) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        into.append(name)
-        return verb(*args, **kwargs)
-
-    return call
 
 
 def assert_same(one: Any, other: Any, path: str = "state") -> None:

@@ -2,7 +2,7 @@
 
 from trainstack.backends.amp import Amp
 from trainstack.backends.apex import AmpApex
-from trainstack.backends.base import VERBS, TrainerBackend
+from trainstack.backends.base import VERBS, Slot, TrainerBackend
 from trainstack.backends.bf16 import BFloat16
 from trainstack.backends.build import build_trainer_backend
 from trainstack.backends.communicator import Communicator
@@ -22,7 +22,7 @@ from trainstack.backends.environment import (
 from trainstack.backends.explain import explain
 from trainstack.backends.grammar import legal_specs, parse_spec
 from trainstack.backends.meeting import open_store
-from trainstack.backends.registry import Slot, register_layer, register_trainer_backend, unregister
+from trainstack.backends.registry import register_layer, register_trainer_backend, unregister
 from trainstack.backends.single_process import SingleProcess, move_to_device
 from trainstack.backends.workload import Clipping, Workload
 from trainstack.backends.world import World

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from trainstack.backends.base import TrainerBackend
+from trainstack.backends.base import Slot, TrainerBackend
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
-from trainstack.backends.registry import Slot, register_layer
+from trainstack.backends.registry import register_layer
 from trainstack.backends.workload import Workload
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
@@ -91,11 +91,9 @@ class Amp(AbstractTrainerBackendDecorator):
         if overflowed is None:
             self.scaler.forget()
             return False
-        if not overflowed:
-            for optimizer in work.optimizers:
-                optimizer.step()
+        moved = not overflowed and self.inner.step(work)
         self.scaler.update()
-        return not overflowed
+        return moved
 
     def get_layer_state(self) -> dict[str, Any]:
         return self.scaler.state_dict()

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainstack.backends.apex_probe import require_amp
-from trainstack.backends.base import TrainerBackend
+from trainstack.backends.base import Slot, TrainerBackend
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
-from trainstack.backends.registry import Slot, register_layer
+from trainstack.backends.registry import register_layer
 from trainstack.backends.workload import Workload
 from trainstack.backends.world import DeviceChoice, World
 from trainstack.errors import CheckpointMismatchError, ConfigurationError

@@ -6,13 +6,14 @@ its part and passes the call on to the next. `SingleProcess` is the innermost of
 
 from __future__ import annotations
 
+import enum
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainstack.backends.workload import Workload
 from trainstack.backends.world import DeviceChoice, World
@@ -24,8 +25,31 @@ if TYPE_CHECKING:
     from trainstack.backends.driving import Driver, TrainerBackendArguments
     from trainstack.backends.sampling import Sampling
 
-VERBS = ("open", "prepare", "accumulate", "forward", "backward", "clip", "step", "gather", "close")
-"""What the loop calls on a stack, in the order of a run."""
+VERBS = (
+    "open",
+    "place",
+    "prepare",
+    "accumulate",
+    "forward",
+    "backward",
+    "clip",
+    "step",
+    "begin_evaluation",
+    "end_evaluation",
+    "gather",
+    "read",
+    "close",
+)
+"""The verbs that a run calls on a stack, in the order of a run."""
+
+
+class Slot(enum.IntEnum):
+    """The places of a stack, outermost first. One layer a slot."""
+
+    PROCESS = 0
+    PRIVACY = 1
+    PRECISION = 2
+    USER = 3
 
 
 class TrainerBackend(ABC):
@@ -36,6 +60,16 @@ class TrainerBackend(ABC):
         summary: what the layer does, in one sentence, for `explain`.
         collectives: what the layer makes all processes do together, and how often; for `explain`.
         excludes: tokens that may not stand in the same stack, each with the reason.
+        ends: the verbs that the layer never passes on to the layers inside it; `explain` prints it, and the contract
+            tests compare it with the calls that happen.
+        slot: where the layer goes in a stack; set by `register_layer`, as `name` is.
+        private: whether the layer bounds what training reveals of a record.
+        bounds_gradients: whether the layer bounds the gradient of each record. A loss of inf or nan then has no
+            influence: it neither stops a run nor skips a step.
+        hides_losses: whether training losses must not be logged.
+        joins_processes: whether the layer lets several processes train together.
+        configured_by: the classes of the fields of `TrainerArguments` that configure the layer, each with the parameter
+            of the constructor that takes the field.
         state_must_survive: refuse to go on from a checkpoint without the state of this layer, such as a privacy
             accountant's.
     """
@@ -44,7 +78,15 @@ class TrainerBackend(ABC):
     summary: ClassVar[str] = ""
     collectives: ClassVar[str] = ""
     excludes: ClassVar[Mapping[str, str]] = {}
+    ends: ClassVar[frozenset[str]] = frozenset()
+    slot: ClassVar[Slot] = Slot.USER
+    private: ClassVar[bool] = False
+    bounds_gradients: ClassVar[bool] = False
+    joins_processes: ClassVar[bool] = False
+    configured_by: ClassVar[Mapping[type, str]] = {}
+    hides_losses: bool = False
     state_must_survive: ClassVar[bool] = False
+    driver_class: ClassVar[Callable[[TrainerBackend, TrainerBackendArguments], Driver] | None] = None
     _driver: Driver | None = None
     _owner: weakref.ref[Any] | None = None
 
@@ -55,8 +97,12 @@ class TrainerBackend(ABC):
         """Take this process's place in the world and pick its device."""
 
     @abstractmethod
+    def place(self, module: nn.Module, world: World) -> None:
+        """Move the module to where it is trained; called once, before its optimizers are made."""
+
+    @abstractmethod
     def prepare(self, work: Workload) -> Workload:
-        """Place, wrap or convert what is trained; called once, before optimizer states are restored."""
+        """Wrap or convert what is trained; called once, after `place` and before optimizer states are restored."""
 
     @abstractmethod
     def accumulate(self, work: Workload, last: bool) -> AbstractContextManager[Any]:
@@ -89,11 +135,25 @@ class TrainerBackend(ABC):
         """Bring collected outputs together from all processes, in dataset order."""
 
     @abstractmethod
+    def read(self, tensors: Sequence[Tensor]) -> list[float]:
+        """The values of 0-dim tensors, on one device or several, for the host.
+
+        The loop reads losses, norms and checks of parameters by this verb only, many at once: the host waits for the
+        device here.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Give back what `open` took. May be called twice."""
 
     def begin_evaluation(self, work: Workload) -> None:  # noqa: B027 - most layers have nothing to do
         """Make what is evaluated the same on all processes, before each pass without training; all call it."""
+
+    def end_evaluation(self, work: Workload) -> None:  # noqa: B027 - most layers have nothing to do
+        """Undo what `begin_evaluation` did, after each pass without training.
+
+        Called also where the pass raised or was stopped early, perhaps on this process alone: do not wait for others.
+        """
 
     def start_afresh(self, *, again: bool) -> None:  # noqa: B027 - most layers have nothing to do
         """No checkpoint is gone on from; called once `prepare` was, if that is so.
@@ -115,7 +175,7 @@ class TrainerBackend(ABC):
     @property
     def is_private(self) -> bool:
         """Whether a layer of the stack bounds what training reveals of a record."""
-        return any(layer.name == "dp" for layer in self.layers())
+        return any(layer.private for layer in self.layers())
 
     def privacy_statement(self) -> PrivacyStatement:
         """What is guaranteed to those whose records are trained on."""
@@ -146,15 +206,39 @@ class TrainerBackend(ABC):
     @property
     def spec(self) -> str:
         """The backend string that builds this stack."""
-        from trainstack.backends.grammar import spec_of
-
-        return spec_of(self)
+        names = [layer.name or type(layer).__name__ for layer in self.layers()]
+        if self.slot is Slot.PROCESS:  # the core inside it is implied
+            return "-".join(names[:-1] or names)
+        return "-".join([names[-1], *names[:-1]])
 
     def explain(self) -> str:
         """What each layer does, and each verb's way through the stack."""
-        from trainstack.backends.explain import explain_stack
+        layers = list(self.layers())
+        lines = [f"{self.spec}: {len(layers)} layer{'s' if len(layers) > 1 else ''}, outermost first", ""]
+        width = max(len(layer.name) for layer in layers)
+        lines += [f"  {layer.name:<{width}}   {layer.summary}" for layer in layers]
+        lines += ["", "each verb's way:", ""]
+        verb_width = max(map(len, VERBS))
+        lines += [f"  {verb:<{verb_width}}   {self._way_of(verb) or 'nothing to do'}" for verb in VERBS]
+        together = [f"  {layer.name:<{width}}   {layer.collectives}" for layer in layers if layer.collectives]
+        lines += ["", "what all processes do together:", "", *together] if together else []
+        kept = sorted(self.get_state())
+        lines += ["", f"state in a checkpoint: {', '.join(kept) if kept else 'none'}"]
+        return "\n".join(lines)
 
-        return explain_stack(self)
+    def _way_of(self, verb: str) -> str:
+        """The layers in which `verb` does something, outermost first, e.g. `"amp > sp"` or `"dp (ends here)"`."""
+        way = []
+        for layer in self.layers():
+            if layer._acts_in(verb):
+                way.append(layer.name)
+            if verb in layer.ends:
+                return " > ".join(way) + " (ends here)"
+        return " > ".join(way)
+
+    def _acts_in(self, verb: str) -> bool:
+        """Whether this layer has code of its own for `verb`."""
+        return getattr(type(self), verb) is not getattr(TrainerBackend, verb)
 
     # --- state ---------------------------------------------------------------------------------------------
 
@@ -201,9 +285,12 @@ class TrainerBackend(ABC):
 
     def init(self, args: TrainerBackendArguments) -> None:
         """Make the stack ready for `train_dl` and `validate_dl`, without a `Trainer`."""
-        from trainstack.trainer.drive import LoopDriver
-
-        self._driver = LoopDriver(self, args)
+        make = TrainerBackend.driver_class
+        if make is None:
+            raise ConfigurationError(
+                "nothing is there to drive a backend without a Trainer: import trainstack.trainer."
+            )
+        self._driver = make(self, args)
 
     def train_dl(self, dataloader: Any, callback: Any) -> Any:
         """Train on every batch of `dataloader` once; returns the collected outputs of `train_step`.

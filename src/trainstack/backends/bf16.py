@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from trainstack.backends.base import Slot
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
-from trainstack.backends.registry import Slot, register_layer
+from trainstack.backends.registry import register_layer
 from trainstack.backends.workload import Workload
 from trainstack.stage import Stage
 

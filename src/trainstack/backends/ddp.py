@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainstack.backends.base import TrainerBackend
+from trainstack.backends.base import Slot, TrainerBackend
 from trainstack.backends.communicator import GroupCommunicator
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.empty import EMPTY, used_by, zero_loss
@@ -31,7 +31,7 @@ from trainstack.backends.environment import (
 )
 from trainstack.backends.gathering import gather_outputs
 from trainstack.backends.meeting import open_store
-from trainstack.backends.registry import Slot, register_layer
+from trainstack.backends.registry import register_layer
 from trainstack.backends.workload import Workload
 from trainstack.backends.world import DeviceChoice, World, pick_device
 from trainstack.errors import ConfigurationError, annotate
@@ -72,6 +72,9 @@ class DDP(AbstractTrainerBackendDecorator):
         "(a batch_weight of the module's own: one small exchange more); buffers are broadcast as a step begins, and "
         "before an evaluation"
     )
+    ends: ClassVar[frozenset[str]] = frozenset({"open"})
+    joins_processes: ClassVar[bool] = True
+    configured_by: ClassVar[Mapping[type, str]] = {DistributedTrainingArguments: "place"}
 
     def __init__(
         self,

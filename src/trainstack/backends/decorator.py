@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainstack.backends.base import TrainerBackend
 from trainstack.backends.workload import Workload
@@ -22,7 +22,8 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     """Base class of all layers but the innermost.
 
     A layer overrides the verbs it changes. It *wraps* a verb when it calls `self.inner.<verb>`, and *ends* it
-    when it does not. Attributes that must survive a restart go through `get_layer_state`.
+    when it does not: then it names the verb in `ends`. Attributes that must survive a restart go through
+    `get_layer_state`.
     """
 
     def __init__(self, inner: TrainerBackend) -> None:
@@ -34,6 +35,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
 
     def open(self, device: DeviceChoice = "auto") -> World:
         return self.inner.open(device)
+
+    def place(self, module: nn.Module, world: World) -> None:
+        self.inner.place(module, world)
 
     def prepare(self, work: Workload) -> Workload:
         return self.inner.prepare(work)
@@ -56,6 +60,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     def begin_evaluation(self, work: Workload) -> None:
         self.inner.begin_evaluation(work)
 
+    def end_evaluation(self, work: Workload) -> None:
+        self.inner.end_evaluation(work)
+
     def start_afresh(self, *, again: bool) -> None:
         self.inner.start_afresh(again=again)
 
@@ -68,10 +75,18 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
         return self.inner.stated_records
 
     def privacy_statement(self) -> PrivacyStatement:
-        return self.inner.privacy_statement() if self.is_private else super().privacy_statement()  # of the whole stack
+        if any(layer._acts_in("privacy_statement") for layer in self.inner.layers()):
+            return self.inner.privacy_statement()
+        return super().privacy_statement()  # it names the backend string of the whole stack
 
     def gather(self, outputs: Any) -> Any:
         return self.inner.gather(outputs)
 
+    def read(self, tensors: Sequence[Tensor]) -> list[float]:
+        return self.inner.read(tensors)
+
     def close(self) -> None:
         self.inner.close()
+
+    def _acts_in(self, verb: str) -> bool:
+        return getattr(type(self), verb) is not getattr(AbstractTrainerBackendDecorator, verb)

@@ -8,9 +8,9 @@ from itertools import pairwise, product
 
 import torch.distributed as dist
 
-from trainstack.backends.base import TrainerBackend
+from trainstack.backends.base import Slot
 from trainstack.backends.environment import find_place
-from trainstack.backends.registry import LayerRecord, Slot, known_layers
+from trainstack.backends.registry import LayerRecord, known_layers
 from trainstack.errors import BackendSpecError
 
 
@@ -57,15 +57,6 @@ def legal_specs() -> tuple[str, ...]:
     stacks = product(choices[0], *([None, *choice] for choice in choices[1:]))
     legal = [[r for r in stack if r is not None] for stack in stacks]
     return tuple(_join(stack) for stack in sorted(legal, key=len) if _excluded(stack) is None)
-
-
-def spec_of(stack: TrainerBackend) -> str:
-    """The string that builds `stack`; the names joined where it holds layers that are not registered."""
-    table = known_layers()
-    names = [layer.name or type(layer).__name__ for layer in stack.layers()]
-    if names[0] in table and table[names[0]].slot is Slot.PROCESS:
-        return "-".join(names[:-1] or names)
-    return "-".join([names[-1], *names[:-1]])
 
 
 def _tokenize(spec: str) -> list[LayerRecord]:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from trainstack.backends.base import TrainerBackend
+from trainstack.backends.base import VERBS, Slot, TrainerBackend
 from trainstack.errors import ConfigurationError
 
 Layer = TypeVar("Layer", bound=type[TrainerBackend])
-
-
-class Slot(enum.IntEnum):
-    """The places of a stack, outermost first. One layer a slot."""
-
-    PROCESS = 0
-    PRIVACY = 1
-    PRECISION = 2
-    USER = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +29,8 @@ def register_layer(token: str, *, slot: Slot = Slot.USER) -> Callable[[Layer], L
     """Class decorator that makes a layer available under `token` in backend strings.
 
     Raises:
-        ConfigurationError: the token is not made of lower-case letters, digits and inner hyphens, or is taken.
+        ConfigurationError: the token is not made of lower-case letters, digits and inner hyphens, or is taken; or
+            the layer declares an end of something that is no verb.
     """
     if not all(part.isalnum() and part == part.lower() for part in token.split("-")):
         raise ConfigurationError(
@@ -49,7 +40,13 @@ def register_layer(token: str, *, slot: Slot = Slot.USER) -> Callable[[Layer], L
         raise ConfigurationError(f"register_layer({token!r}): this token is taken. Choose another one.")
 
     def add(layer: Layer) -> Layer:
-        layer.name = token
+        unknown = sorted(set(layer.ends) - set(VERBS))
+        if unknown:
+            raise ConfigurationError(
+                f"register_layer({token!r}): {layer.__name__}.ends names {', '.join(map(repr, unknown))}, and no verb "
+                f"is called so. The verbs are {', '.join(VERBS)}."
+            )
+        layer.name, layer.slot = token, slot
         _LAYERS[token] = LayerRecord(token=token, slot=slot, layer=layer)
         return layer
 

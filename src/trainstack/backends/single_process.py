@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainstack.backends.backpropagation import run_backward
-from trainstack.backends.base import TrainerBackend
+from trainstack.backends.base import Slot, TrainerBackend
 from trainstack.backends.calling import bare_call
 from trainstack.backends.clipping import clip_gradients
 from trainstack.backends.environment import launched_size
-from trainstack.backends.registry import Slot, register_layer
+from trainstack.backends.registry import register_layer
 from trainstack.backends.stepping import step_optimizer
 from trainstack.backends.workload import Workload
 from trainstack.backends.world import DeviceChoice, World, pick_device
@@ -53,8 +53,10 @@ class SingleProcess(TrainerBackend):
             )
         return World(device=pick_device(device))
 
+    def place(self, module: nn.Module, world: World) -> None:
+        module.to(world.device)
+
     def prepare(self, work: Workload) -> Workload:
-        work.module.to(work.world.device)
         return work
 
     def accumulate(self, work: Workload, last: bool) -> AbstractContextManager[Any]:
@@ -94,6 +96,15 @@ class SingleProcess(TrainerBackend):
 
     def gather(self, outputs: Any) -> Any:
         return outputs
+
+    def read(self, tensors: Sequence[Tensor]) -> list[float]:
+        """In one transfer, as float64."""
+        if not tensors:
+            return []
+        device = tensors[0].device
+        here = [tensor if tensor.device == device else tensor.to(device) for tensor in tensors]
+        values: list[float] = torch.stack(here).double().tolist()
+        return values
 
     def close(self) -> None:
         """Nothing was taken."""

@@ -48,9 +48,6 @@ class Workload:
         world: this process's place and device.
         clipping: what `clip` does.
         gradients_reduced_by: the name of the layer that sums gradients over processes, if one does.
-        gradients_bounded_by: the name of the layer that bounds the gradient of each record, if one does: then no loss,
-            be it inf or nan, is a reason to stop or to leave out a step.
-        loss_may_be_seen: whether the training loss may be logged.
         data: the training data, where the library knows it.
         folder: where the run keeps its files, if it has a place for them.
     """
@@ -63,8 +60,6 @@ class Workload:
     world: World
     clipping: Clipping = Clipping()
     gradients_reduced_by: str | None = None
-    gradients_bounded_by: str | None = None
-    loss_may_be_seen: bool = True
     data: TrainingSet | None = None
     folder: Path | None = None
 

@@ -64,7 +64,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def try_all(specs: Sequence[str]) -> dict[str, str | None]:
     """Each of `specs` with what went wrong with it; None where a step was trained."""
-    together = [spec for spec in specs if spec.split("-")[0] != "sp"]
+    together = [spec for spec in specs if any(record.layer.joins_processes for record in parse_spec(spec))]
     found = try_each([spec for spec in specs if spec not in together])
     try:
         found |= launch(try_each, together, nproc=1, timeout_s=_LONGEST_LAUNCH_S)[0] if together else {}
@@ -80,7 +80,7 @@ def try_each(specs: Sequence[str]) -> dict[str, str | None]:
 
 def try_one(spec: str) -> str | None:
     """Train one step of a small model with the backend `spec`; what went wrong, or None."""
-    private = "dp" in spec.split("-")
+    private = any(DifferentialPrivacyArguments in record.layer.configured_by for record in parse_spec(spec))
     with tempfile.TemporaryDirectory(prefix="trainstack-doctor-") as directory:
         try:
             arguments = TrainerArguments(

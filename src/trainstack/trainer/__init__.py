@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from trainstack.backends import TrainerBackend
 from trainstack.lazily import lazily
 from trainstack.stage import Stage
 from trainstack.trainer import placeholders, schedulers
@@ -9,6 +10,7 @@ from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.callback_interface import CallbackInterface
 from trainstack.trainer.collector import OutputCollector
+from trainstack.trainer.drive import LoopDriver
 from trainstack.trainer.evaluated import EvaluationOutputs
 from trainstack.trainer.events import Callback, Event, Events, Filter, only
 from trainstack.trainer.history import Record, RunHistory
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
         build_optimizer,
         call_with_matching_args,
     )
+
+TrainerBackend.driver_class = LoopDriver
 
 __getattr__ = lazily(
     __name__,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from trainstack.backends import parse_spec
-from trainstack.backends.registry import registered_backend
+from trainstack.backends import DifferentialPrivacyArguments, DistributedTrainingArguments, parse_spec
+from trainstack.backends.registry import LayerRecord, registered_backend
 from trainstack.checkpointing.monitoring import DEFAULT_MONITOR, Monitor
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.argument_kinds import Unchecked, check_kinds, check_resume
@@ -173,7 +173,8 @@ def _check_monitor(args: Unchecked) -> None:
 def _check_backend(args: Unchecked) -> None:
     if registered_backend(args.backend) is not None:
         return
-    tokens = {record.token for record in parse_spec(args.backend)}
+    records = parse_spec(args.backend)
+    tokens = {record.token for record in records}
     if args.amp_backend_native and args.amp_backend_apex:
         raise ConfigurationError("amp_backend_native and amp_backend_apex are both True: choose one of them.")
     wanted = [("amp_backend_native", "amp"), ("amp_backend_apex", "amp-apex")]
@@ -194,18 +195,29 @@ def _check_backend(args: Unchecked) -> None:
             f"amp_level_apex={args.amp_level_apex!r} and backend_options={{'amp_apex': {{'opt_level': {chosen!r}}}}} "
             "contradict each other. Leave one of them out."
         )
-    if args.differential_privacy_args is not None and "dp" not in tokens:
+    _check_layer_arguments(args, records)
+
+
+def _check_layer_arguments(args: Unchecked, records: Sequence[LayerRecord]) -> None:
+    """Arguments of a layer and the layer that they configure need each other."""
+    private = [r for r in records if DifferentialPrivacyArguments in r.layer.configured_by]
+    if args.differential_privacy_args is not None and not private:
         raise ConfigurationError(
             f"differential_privacy_args with backend={args.backend!r}, which has no privacy layer: the run would not "
             "be private. Write backend='sp-dp', or leave them out."
         )
-    if "dp" in tokens and args.differential_privacy_args is None and "args" not in args.backend_options.get("dp", {}):
+    if args.differential_privacy_args is None and not all(
+        r.layer.configured_by[DifferentialPrivacyArguments] in args.backend_options.get(r.token.replace("-", "_"), {})
+        for r in private
+    ):
         raise ConfigurationError(
             f"backend={args.backend!r} without differential_privacy_args: nothing says how private the run is to be. "
             "Write differential_privacy_args=DifferentialPrivacyArguments(delta=1e-6, target_epsilon=3.0), with a "
             "delta well below one over the number of records."
         )
-    if args.distributed_training_args is not None and "ddp" not in tokens:
+    if args.distributed_training_args is not None and not any(
+        DistributedTrainingArguments in r.layer.configured_by for r in records
+    ):
         raise ConfigurationError(
             f"distributed_training_args with backend={args.backend!r}, which runs one process. Leave them out."
         )

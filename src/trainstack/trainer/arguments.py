@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from trainstack.backends import Clipping, DifferentialPrivacyArguments, DistributedTrainingArguments
+from trainstack.backends import Clipping, DifferentialPrivacyArguments, DistributedTrainingArguments, parse_spec
+from trainstack.backends.registry import known_layers, registered_backend
 from trainstack.backends.world import DeviceChoice
 from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.errors import ConfigurationError
@@ -197,10 +198,12 @@ class TrainerArguments(metaclass=NamesFields):
     def layer_options(self) -> dict[str, dict[str, Any]]:
         """`backend_options`, with what other arguments say about a layer."""
         options = {layer: dict(chosen) for layer, chosen in self.backend_options.items()}
-        if self.distributed_training_args is not None:
-            options.setdefault("ddp", {}).setdefault("place", self.distributed_training_args)
-        if self.differential_privacy_args is not None:
-            options.setdefault("dp", {}).setdefault("args", self.differential_privacy_args)
+        known = registered_backend(self.backend) is not None  # which may hold any of them
+        for record in known_layers().values() if known else parse_spec(self.backend):
+            for given in (self.distributed_training_args, self.differential_privacy_args):
+                parameter = record.layer.configured_by.get(type(given))
+                if parameter is not None:
+                    options.setdefault(record.token.replace("-", "_"), {}).setdefault(parameter, given)
         if self.amp_level_apex != "O1":
             options.setdefault("amp_apex", {})["opt_level"] = self.amp_level_apex
         return options

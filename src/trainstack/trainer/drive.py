@@ -8,7 +8,7 @@ from typing import Any
 
 from trainstack.backends import Clipping, TrainerBackend, TrainerBackendArguments, Workload
 from trainstack.stage import Stage
-from trainstack.trainer.evaluation import Evaluation, eval_mode
+from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_pass
 from trainstack.trainer.hooks import Hooks
 from trainstack.trainer.loop import TrainLoop, train_windows
 from trainstack.trainer.order import mix
@@ -29,6 +29,7 @@ class LoopDriver:
         limit = args.max_grad_norm if args.clip_grads else 0.0
         clipping = Clipping(kind="norm" if args.clip_grads else "none", limit=limit)
         world = stack.open(args.device)
+        stack.place(args.model, world)
         self._work = stack.prepare(Workload.of(args.model, args.optimizers, world, clipping))
         self._schedules = Schedules(tuple(args.schedulers or ()))
 
@@ -73,8 +74,8 @@ class LoopDriver:
         """One pass over `dataloader`; returns the collected outputs."""
         evaluation = Evaluation(self._stack, self._work, Stage.VAL, self._state.global_step)
         seed = mix(0, Stage.VAL.value, self._state.global_step)
-        self._stack.begin_evaluation(self._work)
-        with isolated_rng(seed, self._work.world.device), eval_mode(self._work.module):
+        device, module = self._work.world.device, self._work.module
+        with evaluation_pass(self._stack, self._work), isolated_rng(seed, device), eval_mode(module):
             evaluation.run(
                 ((batch, None) for batch in islice(iter(dataloader), self._args.max_val_steps_per_epoch)), NoProgress()
             )

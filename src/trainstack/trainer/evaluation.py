@@ -19,7 +19,6 @@ from trainstack.stage import Stage
 from trainstack.trainer.collector import OutputCollector
 from trainstack.trainer.fetching import Fetcher
 from trainstack.trainer.loss_slip import what_is_no_loss
-from trainstack.trainer.meter import read_scalars
 from trainstack.trainer.progress import ProgressDisplay
 from trainstack.trainer.ready_batches import batches_of
 from trainstack.trainer.sources import own_weigher, refuse_shared_out, samples_in, why_foreign
@@ -134,6 +133,16 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
                 part.training = training
 
 
+@contextmanager
+def evaluation_pass(stack: TrainerBackend, work: Workload) -> Iterator[None]:
+    """A pass without training: the stack prepares for it, and undoes that also where the pass raises or stops early."""
+    stack.begin_evaluation(work)
+    try:
+        yield
+    finally:
+        stack.end_evaluation(work)
+
+
 class Evaluation:
     """One pass over one loader.
 
@@ -220,7 +229,7 @@ class Evaluation:
 
         Over what all processes of `comm` have evaluated, as one sum and one weight.
         """
-        values = read_scalars(self._losses)
+        values = self.stack.read(self._losses)
         mine = [v * w for v, w in zip(values, self._weights, strict=True) if w]
         everyone = comm.gather((mine, self._weights))
         total = math.fsum(weight for _, weights in everyone for weight in weights)

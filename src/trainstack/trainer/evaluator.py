@@ -15,7 +15,14 @@ from trainstack.stage import Stage
 from trainstack.trainer.collector import as_arguments
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.evaluated import EvaluationOutputs
-from trainstack.trainer.evaluation import Evaluation, eval_mode, evaluation_batches, miscounted, named_loaders
+from trainstack.trainer.evaluation import (
+    Evaluation,
+    eval_mode,
+    evaluation_batches,
+    evaluation_pass,
+    miscounted,
+    named_loaders,
+)
 from trainstack.trainer.events import Event
 from trainstack.trainer.history import RunHistory
 from trainstack.trainer.hooks import Hooks
@@ -155,18 +162,18 @@ class Evaluator:
             context.busy = True
             done = 0 if reporter is None else state.loaders_done
             try:
-                context.stack.begin_evaluation(self._work())
-                for key, loader in islice(loaders.items(), done, None):
-                    val_step = calls_val_step(context.module, context.val_step)
-                    with isolated_rng(seed, world.device), eval_mode(context.module), val_step:
-                        outputs, values = self._evaluate(stage, key, loader, keep, reporter, only)
-                        collected.metrics |= self._record(stage, key, values, history or context.history)
-                        if keep:
-                            collected[key] = outputs
-                        if hook is not None:
-                            hook(step, *(as_arguments(outputs) if keep and hooks.val_outputs else ()), key=key)
-                    if reporter is not None:
-                        state.finish_loader()
+                with evaluation_pass(context.stack, self._work()):
+                    for key, loader in islice(loaders.items(), done, None):
+                        val_step = calls_val_step(context.module, context.val_step)
+                        with isolated_rng(seed, world.device), eval_mode(context.module), val_step:
+                            outputs, values = self._evaluate(stage, key, loader, keep, reporter, only)
+                            collected.metrics |= self._record(stage, key, values, history or context.history)
+                            if keep:
+                                collected[key] = outputs
+                            if hook is not None:
+                                hook(step, *(as_arguments(outputs) if keep and hooks.val_outputs else ()), key=key)
+                        if reporter is not None:
+                            state.finish_loader()
             finally:
                 context.busy = was_busy
         return collected

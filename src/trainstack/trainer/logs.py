@@ -5,11 +5,28 @@ from __future__ import annotations
 import logging
 
 _logger = logging.getLogger("trainstack")
-_logger.setLevel(logging.DEBUG)  # each run filters for itself; handlers filter for the user
+
+
+class _LastResort(logging.NullHandler):
+    """Does nothing, unless the application has configured no handler: then warnings go to stderr.
+
+    Python does the same for a logger without handlers; a plain `NullHandler` would hide the warnings.
+    """
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        last = logging.lastResort
+        if _logger.handlers == [self] and not logging.getLogger().handlers and last is not None:
+            return record.levelno >= last.level and bool(last.handle(record))
+        return True
+
+
+_logger.addHandler(_LastResort())
 
 
 class RunLogger:
     """Logs what reaches `level`, so that two runs in one process can differ.
+
+    A level that the application has set on the logger "trainstack" holds beside it.
 
     Args:
         level: `"DEBUG"`, `"INFO"`, `"WARNING"` or `"ERROR"`.
@@ -17,6 +34,8 @@ class RunLogger:
 
     def __init__(self, level: str = "INFO") -> None:
         self._level: int = getattr(logging, level)
+        if _logger.level == logging.NOTSET:  # else the level of the root logger would hide what each run lets through
+            _logger.setLevel(logging.DEBUG)
 
     def info(self, message: str) -> None:
         """Say something that is good to know."""

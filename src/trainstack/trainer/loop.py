@@ -6,6 +6,7 @@ back from the device, unless non-finite steps are to be skipped, which has to be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -80,13 +81,14 @@ class TrainLoop:
         self.schedules = schedules or Schedules()
         self.schedulers = self.schedules.schedulers
         self.state = state or RunState()
-        bounded = work.gradients_bounded_by is not None
+        bounded = any(layer.bounds_gradients for layer in stack.layers())
         self.skip_nonfinite = skip_nonfinite and not bounded
         unmeasured = work.clipping.kind == "none" and measure_every > 1 and not skip_nonfinite and not bounded
         self.meter = LossMeter(
+            stack.read,
             tolerant=skip_nonfinite,
             bounded=bounded,
-            secret=not work.loss_may_be_seen,
+            secret=any(layer.hides_losses for layer in stack.layers()),
             comm=work.world.comm,
             weights=(lambda: _weights(work.module)) if unmeasured else None,
         )
@@ -143,7 +145,7 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
     if loop.step_outputs is not None:
         loop.step_outputs.reset()
     buffers = Buffers(work.module) if loop.skip_nonfinite else None
-    clip, parameters, meter = stack.clip, work.parameters, loop.meter
+    clip, read, parameters, meter = stack.clip, stack.read, work.parameters, loop.meter
     dropped = {} if work.gradients_reduced_by is None else loop.frozen  # computed for the reducer, used by nobody
     unmeasured, measure_every = work.unmeasured(), 1 if loop.skip_nonfinite else loop.measure_every
     run_micro_batches, after_step = _bind_micro_batches(loop), _bind_end_train_step(loop)
@@ -156,7 +158,9 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
         if dropped:
             _drop_gradients(dropped.values())
         norm = clip(unmeasured if (state.global_step + 1) % measure_every else work)
-        left_out = not window.items > 0 or (loop.skip_nonfinite and norm is not None and not bool(torch.isfinite(norm)))
+        left_out = not window.items > 0 or (
+            loop.skip_nonfinite and norm is not None and not math.isfinite(read([norm])[0])
+        )
         if left_out:
             _drop_gradients(parameters)
         moved = step(work) and not left_out

@@ -48,6 +48,7 @@ class LossMeter:
     so that they depend neither on when the device is read nor on how many processes there are.
 
     Args:
+        read: the verb of the stack that brings values to the host.
         tolerant: a non-finite loss is no error where its step moved nothing.
         bounded: a non-finite loss is no error at all, for it had no influence; it counts as 0.
         secret: losses are not to be told.
@@ -57,6 +58,7 @@ class LossMeter:
 
     def __init__(
         self,
+        read: Callable[[Sequence[Tensor]], list[float]],
         *,
         tolerant: bool = False,
         bounded: bool = False,
@@ -64,6 +66,7 @@ class LossMeter:
         comm: Communicator | None = None,
         weights: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
+        self._read_values = read
         self._tolerant, self._bounded, self._secret = tolerant, bounded, secret
         self._comm = comm or Communicator()
         self._weights = weights
@@ -104,8 +107,8 @@ class LossMeter:
 
     def _read(self) -> None:
         largest, last = self._largest_weights(), self.entries[-1] if self.entries else None
-        losses = read_scalars([loss for entry in self.entries for loss in entry.losses])
-        norms = read_scalars([entry.norm for entry in self.entries if entry.norm is not None])
+        losses = self._read_values([loss for entry in self.entries for loss in entry.losses])
+        norms = self._read_values([entry.norm for entry in self.entries if entry.norm is not None])
         entries, self.entries = self.entries, []
         if all(map(math.isfinite, [*losses, *norms])) and all(entry.moved for entry in entries):
             self._count_all(entries, losses, norms)
@@ -121,7 +124,7 @@ class LossMeter:
     def _largest_weights(self) -> dict[str, float]:
         weights = {} if self._weights is None else self._weights()
         norms = torch._foreach_norm([weight.detach() for weight in weights.values()], math.inf) if weights else ()
-        return dict(zip(weights, read_scalars([n.double().to(norms[0].device) for n in norms]), strict=True))
+        return dict(zip(weights, self._read_values(norms), strict=True))
 
     def _count_each(self, entries: Sequence[StepEntry], losses: Sequence[float], norms: Sequence[float]) -> None:
         left, norms_left = iter(losses), iter(norms)
@@ -285,8 +288,3 @@ class WeightedMean:
     def get_state(self) -> list[Any]:
         """What is settled."""
         return [self.settled.canonical(), self.items]
-
-
-def read_scalars(tensors: Sequence[Tensor]) -> list[float]:
-    """The values of 0-dim tensors of one device, in one transfer, as float64."""
-    return torch.stack(list(tensors)).double().tolist() if tensors else []

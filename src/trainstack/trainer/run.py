@@ -94,12 +94,13 @@ class Run:
             stopper=stopper,
             work=lambda: self.loop.work,
         )
-        self.watched = finite_tensors(module, self.loop.work)
+        self.watched = finite_tensors(self.stack, self.loop.work)
 
     def _make_loop(self) -> TrainLoop:
         args, plan = self.context.args, self.data.plan
         ahead = plan.rest(self.state.epoch, self.state.global_step) if args.reset_optimizers_schedulers else plan
         epochs = max(1, ahead.epochs)
+        self.stack.place(self.module, self.world)
         made = self.module.get_optimizers_schedulers(ahead.estimated_global_steps_per_epoch, epochs)
         optimizers, schedulers = checked_optimizers_schedulers(made, self.module, self.log)
         work = Workload.of(self.module, optimizers, self.world, args.clipping, self.data.training_set, args.output_dir)
@@ -359,8 +360,8 @@ class Run:
         if after is not None:
             return make_checkpoint(context, plan, get_state, None, None, after=after)
         self.loop.meter.drain()
-        refuse_poisoned(self.module, self.watched, state.global_step)
-        refuse_diverged(self.module, self.world.comm, state.global_step)
+        refuse_poisoned(self.stack, self.module, self.watched, state.global_step)
+        refuse_diverged(self.stack, self.module, self.world.comm, state.global_step)
         loader_state = self.data.loader_memory.get_state(within=state.steps_in_epoch > 0)
         return make_checkpoint(context, plan, get_state, self.epoch_rng, loader_state, pinned=pinned)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainstack.backends import Communicator, Workload, World
+from trainstack.backends import Communicator, TrainerBackend, Workload, World
 from trainstack.checkpointing import Checkpoint
 from trainstack.errors import CheckpointMismatchError, NonFiniteError, PeerError
 from trainstack.trainer.context import RunContext
@@ -21,24 +21,26 @@ from trainstack.trainer.run_state import RunState
 from trainstack.trainer.seeding import capture_rng, isolated_rng
 
 
-def finite_tensors(module: nn.Module, work: Workload) -> frozenset[str]:
+def finite_tensors(stack: TrainerBackend, work: Workload) -> frozenset[str]:
     """The names of what must stay finite: the parameters that are trained, and the buffers that are finite now."""
     trained = {id(p) for p in work.trained}
-    names = {name for name, p in module.named_parameters() if id(p) in trained}
-    return frozenset(names | {name for name, buffer in module.named_buffers() if bool(torch.isfinite(buffer).all())})
+    names = {name for name, p in work.module.named_parameters() if id(p) in trained}
+    buffers = dict(work.module.named_buffers())
+    finite = stack.read([torch.isfinite(buffer).all() for buffer in buffers.values()])
+    return frozenset(names | {name for name, good in zip(buffers, finite, strict=True) if good})
 
 
-def refuse_poisoned(module: nn.Module, watched: frozenset[str], step: int) -> None:
+def refuse_poisoned(stack: TrainerBackend, module: nn.Module, watched: frozenset[str], step: int) -> None:
     """Refuse to keep weights or buffers that became inf or nan.
 
     Raises:
         NonFiniteError: naming the first of them.
     """
     everything = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    named = [(name, tensor.detach()) for name, tensor in everything.items() if name in watched]
-    finite = [torch.isfinite(tensor).all() for _, tensor in named]
-    if finite and not bool(torch.stack([f.cpu() for f in finite]).all()):
-        first = next(name for (name, _), good in zip(named, finite, strict=True) if not bool(good))
+    named = {name: tensor.detach() for name, tensor in everything.items() if name in watched}
+    finite = stack.read([torch.isfinite(tensor).all() for tensor in named.values()])
+    first = next((name for name, good in zip(named, finite, strict=True) if not good), None)
+    if first is not None:
         raise NonFiniteError(
             f"{first!r} holds inf or nan after global step {step}. No checkpoint was written. Look for division by "
             "zero or log(0) in the forward pass, or write nonfinite='skip' to leave out steps whose gradients are not "
@@ -46,7 +48,7 @@ def refuse_poisoned(module: nn.Module, watched: frozenset[str], step: int) -> No
         )
 
 
-def refuse_diverged(module: nn.Module, comm: Communicator, step: int) -> None:
+def refuse_diverged(stack: TrainerBackend, module: nn.Module, comm: Communicator, step: int) -> None:
     """Refuse to keep the main process's weights for everybody's where they are not everybody's.
 
     Raises:
@@ -55,7 +57,7 @@ def refuse_diverged(module: nn.Module, comm: Communicator, step: int) -> None:
     if comm.size == 1:
         return
     sums = [p.detach().double().sum() for p in module.parameters()]
-    told = comm.gather(torch.stack(sums).sum().item() if sums else 0.0)
+    told = comm.gather(stack.read([torch.stack(sums).sum()])[0] if sums else 0.0)
     scale = max(map(abs, told)) or 1.0
     if max(told) - min(told) > 1e-6 * scale:
         raise PeerError(

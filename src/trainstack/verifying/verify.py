@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainstack.backends.grammar import written_out
+from trainstack.backends.grammar import parse_spec, written_out
+from trainstack.backends.registry import registered_backend
 from trainstack.errors import ConfigurationError, LaunchError
 from trainstack.pickled_call import pickle_call, refuse_nesting
 from trainstack.trainer import ModuleInterface, TrainerArguments
@@ -66,7 +67,7 @@ def verify_resume(
     def call_in(place: Path) -> bytes:
         return pickle_call(module_factory, (_placed(args, place),), "verify_resume")
 
-    alone = written_out(args.backend).partition("-")[0] == "sp"
+    alone = not _joins_processes(args.backend)
     subject = Subject(
         backend=args.backend,
         nproc=None if alone else nproc or 2,
@@ -88,6 +89,14 @@ def verify_resume(
     if not quiet:
         sys.stdout.write(f"{report}\n")
     return report
+
+
+def _joins_processes(backend: str) -> bool:
+    return registered_backend(backend) is not None or any(r.layer.joins_processes for r in parse_spec(backend))
+
+
+def _is_private(backend: str) -> bool:
+    return registered_backend(backend) is None and any(r.layer.private for r in parse_spec(backend))
 
 
 def _placed(args: TrainerArguments, place: Path) -> TrainerArguments:
@@ -125,8 +134,8 @@ def _check(args: Any, kills: Any, nproc: Any, timeout_s: Any) -> None:
             raise ConfigurationError(f"{name}={value!r}: write a whole number, 1 or more.")
     if not timeout_s > 0:
         raise ConfigurationError(f"timeout_s={timeout_s!r}: write a number of seconds above 0.")
-    process, *features = written_out(args.backend).split("-")
-    if process == "sp" and nproc not in (None, 1):
+    if not _joins_processes(args.backend) and nproc not in (None, 1):
+        features = written_out(args.backend).split("-")[1:]
         raise ConfigurationError(
             f"nproc={nproc}: backend {args.backend!r} trains in one process. Write a backend that joins several, "
             f"such as {'-'.join(['ddp', *features])!r}, or leave nproc out."
@@ -137,7 +146,7 @@ def _check(args: Any, kills: Any, nproc: Any, timeout_s: Any) -> None:
             "checkpointer_args=DefaultCheckpointerArguments(every_n_steps=...)."
         )
     private = args.differential_privacy_args
-    if "dp" in features and (private is None or private.debug_seed is None):
+    if _is_private(args.backend) and (private is None or private.debug_seed is None):
         raise ConfigurationError(
             f"backend {args.backend!r} draws its batches and its noise anew after a resume, and has to: a private "
             "run is never the same twice. To test its checkpoints, write debug_seed in "

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from trainstack.backends.base import Slot
 from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.empty import EMPTY
-from trainstack.backends.registry import Slot, register_layer
+from trainstack.backends.registry import register_layer
 from trainstack.backends.sampling import Sampling
 from trainstack.backends.workload import Workload
 from trainstack.errors import ConfigurationError
@@ -48,6 +49,10 @@ class DP(AbstractTrainerBackendDecorator):
     summary: ClassVar[str] = "bounds each record's gradient, adds noise to their sum and accounts for every step"
     collectives: ClassVar[str] = "one all-reduce of the noisy sum each global step"
     excludes: ClassVar[Mapping[str, str]] = {"amp": _SCALER, "amp-apex": _SCALER}
+    ends: ClassVar[frozenset[str]] = frozenset({"backward", "clip"})
+    private: ClassVar[bool] = True
+    bounds_gradients: ClassVar[bool] = True
+    configured_by: ClassVar[Mapping[type, str]] = {DifferentialPrivacyArguments: "args"}
     state_must_survive: ClassVar[bool] = True
 
     def __init__(
@@ -59,6 +64,7 @@ class DP(AbstractTrainerBackendDecorator):
     ) -> None:
         super().__init__(inner)
         self._args, self._ledger = args, ledger
+        self.hides_losses = args is None or not args.log_train_loss
         self._mechanism: Mechanism | None = None
 
     def prepare(self, work: Workload) -> Workload:
@@ -69,12 +75,7 @@ class DP(AbstractTrainerBackendDecorator):
                 "DifferentialPrivacyArguments(delta=..., target_epsilon=...) in TrainerArguments."
             )
         self._mechanism = self._make_mechanism(work, self._args)
-        return replace(
-            work,
-            gradients_reduced_by=self.name,
-            gradients_bounded_by=self.name,
-            loss_may_be_seen=self._args.log_train_loss,
-        )
+        return replace(work, gradients_reduced_by=self.name)
 
     def _make_mechanism(self, work: Workload, args: DifferentialPrivacyArguments) -> Mechanism:
         from trainstack.backends.dp.preparing import make_mechanism

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from torch.optim import Optimizer
 
-from trainstack.backends.explain import explain_stack
 from trainstack.checkpointing import AbstractCheckpointer, DefaultCheckpointer
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.plain_values import as_json
@@ -29,7 +28,7 @@ def begin_recording(
         monitor=args.placed_checkpointer_args.monitor,
         arguments=as_json(args.to_dict()),
         plan=(*plan.rows(), *optimizer_rows(optimizers)),
-        stack=explain_stack(stack),
+        stack=stack.explain(),
         model=model_rows(context.module),
         environment=environment_rows(device, context.world.size),
         checkpoints=_folder_of(context.checkpointer),

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
+from trainstack.backends.grammar import parse_spec
 from trainstack.errors import ConfigurationError
 
 
 def check_private(backend: str) -> None:
-    """Refuse a backend string without `dp`."""
-    if "dp" not in backend.split("-"):
+    """Refuse a backend string without a private layer."""
+    if not any(record.layer.private for record in parse_spec(backend)):
         raise ConfigurationError(f"backend {backend!r} is not private: there is nothing to audit. Write 'sp-dp'.")
 
 
