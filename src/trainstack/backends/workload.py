@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from trainstack.backends.fast_paths import fast_paths_enabled
 from trainstack.backends.sampling import TrainingSet
 from trainstack.backends.world import World
 from trainstack.errors import ConfigurationError
@@ -53,6 +54,7 @@ class Workload:
         loss_may_be_seen: whether the training loss may be logged.
         data: the training data, where the library knows it.
         folder: where the run keeps its files, if it has a place for them.
+        fast_paths: whether the verbs may replace public torch calls by the shorter ones of `fast_paths.py`.
     """
 
     module: nn.Module
@@ -67,6 +69,7 @@ class Workload:
     loss_may_be_seen: bool = True
     data: TrainingSet | None = None
     folder: Path | None = None
+    fast_paths: bool = True
 
     @classmethod
     def of(
@@ -77,8 +80,12 @@ class Workload:
         clipping: Clipping | None = None,
         data: TrainingSet | None = None,
         folder: str | PathLike[str] | None = None,
+        fast_paths: bool = True,
     ) -> Workload:
-        """A workload as `prepare` first gets it: nothing wrapped, nothing placed."""
+        """A workload as `prepare` first gets it: nothing wrapped, nothing placed.
+
+        `TRAINSTACK_FAST_PATHS` wins over `fast_paths`.
+        """
         optimizers = tuple(optimizers)
         return cls(
             module=module,
@@ -90,6 +97,7 @@ class Workload:
             clipping=clipping or Clipping(),
             data=data,
             folder=None if folder is None else Path(folder),
+            fast_paths=fast_paths_enabled(fast_paths),
         )
 
     def unmeasured(self) -> Workload:

@@ -38,6 +38,7 @@ _FLAGS = (
     "handle_signals",
     "save_on_exception",
     "channels_last",
+    "fast_paths",
     "default_callbacks",
 )
 _CHOICES: dict[str, tuple[Any, ...]] = {

@@ -155,7 +155,9 @@ class Evaluator:
         world = run.world
         evaluation = Evaluation(run.stack, run.loop.work, stage, run.state.global_step, keep_outputs=keep)
         limit = only or (run.args.max_val_steps_per_epoch if stage is Stage.VAL else None)
-        batches, in_parts = evaluation_batches(loader, seed=run.state.seed, world=world, limit=limit)
+        batches, in_parts = evaluation_batches(
+            loader, seed=run.state.seed, world=world, limit=limit, fast_paths=run.loop.work.fast_paths
+        )
         measured = None if stage is Stage.PREDICT else self.metrics.over(key, world, in_parts=in_parts)
         progress = NoProgress() if reporter is None else reporter.progress
         progress.start_validation(key, None)

@@ -88,6 +88,7 @@ class StepGuard:
         return guarded
 
     def _current_versions(self) -> list[int]:
+        # torch 2.13.0: counts writes in place
         return [parameter._version for parameter in self.run.loop.work.parameters]
 
     def _keep(self) -> None:

@@ -6,13 +6,23 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.events import Callback
 
 if TYPE_CHECKING:
     from trainstack.trainer.trainer import Trainer
+
+_PUBLIC_NORMS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+# torch 2.13.0: the base of all layers with running statistics, those of other libraries included.
+_NORMS: Any = getattr(nn.modules.batchnorm, "_NormBase", _PUBLIC_NORMS)
 
 
 class Freezer(Callback):
@@ -58,7 +68,7 @@ class Freezer(Callback):
                 )
         self._parameters = [p for name, p in named.items() if any(_fits(name, n) for n in self._names)]
         if self._norms_too:
-            norms = {name: m for name, m in trainer.module.named_modules() if isinstance(m, _NormBase)}
+            norms = {name: m for name, m in trainer.module.named_modules() if isinstance(m, _NORMS)}
             self._norms = [m for name, m in norms.items() if any(_fits(name, n) for n in self._names)]
         self._drops = trainer._ready().loop.work.gradients_reduced_by is not None
 

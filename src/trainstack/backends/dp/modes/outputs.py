@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from trainstack.backends.dp.modes.base import Unsupported
+from trainstack.backends.dp.torch_names import pytree
 
 
 def loss_in(outputs: Any) -> Tensor:
