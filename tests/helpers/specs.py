@@ -29,7 +29,8 @@ def stacks_that_run_here(*, private: bool = True) -> list[Any]:
 def stacks_with_public_calls() -> list[Any]:
     """Strings to run a second time with fast paths off.
 
-    The fast paths are in the core, below every layer. So one stack is enough for each way to use the core: alone, by a layer and through a wrapper.
+    The fast paths are in the core, below every layer. So one stack is enough for each way to use the core: alone, by a
+    layer and through a wrapper.
     """
     return [
         pytest.param(spec, marks=pytest.mark.public_calls, id=f"{spec}-public-calls") for spec in ("sp", "sp-dp", "ddp")
