@@ -39,6 +39,7 @@ TOO_LONG_FOR_A_REASON: dict[str, str] = {
     "trainstack/trainer/loop.py": "the loop and its state are one idea",
     "trainstack/trainer/run.py": "a prepared run from its start to its end is one idea",
     "trainstack/trainer/trainer.py": "the public class is one class",
+    "trainstack/backends/fast_paths.py": "all private names of torch that buy speed stand in one file",
 }
 
 # What `import trainstack` may not load: each costs every process of every run, most runs never use it.
@@ -319,6 +320,69 @@ def test_a_circle_is_found_over_type_only_and_deferred_imports() -> None:
     deferred = modules_imported(LIBRARY / "trainer" / "reporting.py", frozenset(import_graph()))
     assert "trainstack.trainer.report.starting" in deferred, "an import in a function"
     assert "trainstack.trainer.report.recorder" in deferred, "an import for types only"
+
+
+# --- private names of torch
+
+
+def private_torch_names(path: Path) -> Iterator[str]:
+    """Private names of torch without which the file cannot be imported, in imports and in expressions.
+
+    A name that is fetched by `getattr` may be missing. One in the body of a function is needed only when it is called.
+    """
+    deferred = {
+        id(node)
+        for function in ast.walk(parsed(path))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for statement in (function.body if isinstance(function.body, list) else [function.body])
+        for node in ast.walk(statement)
+    }
+    from_torch = {
+        alias.asname or alias.name
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).split(".")[0] == "torch"
+    }
+    for node in ast.walk(parsed(path)):
+        if id(node) in deferred:
+            continue
+        paths = []
+        if isinstance(node, ast.ImportFrom):
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            paths = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in from_torch:
+            paths = [f"torch.{ast.unparse(node)}"]
+        for name in paths:
+            if name.split(".")[0] == "torch" and re.search(r"\._(?!_)", name):
+                yield f"{label(path)}:{node.lineno} {name}"
+
+
+def test_no_import_of_the_library_needs_a_private_name_of_torch() -> None:
+    wrong = [name for path in library_files() for name in private_torch_names(path)]
+    assert not wrong, "fetch these by getattr, with a public call as fallback (fast_paths.py):\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("from torch._C import _get_tracing_state", 1),
+        ("from torch.utils import _pytree as pytree", 1),
+        ("import torch._dynamo", 1),
+        ("import torch\nX = torch._foreach_norm", 1),
+        ("from torch import nn\nclass A:\n    kind = nn.modules.batchnorm._NormBase", 1),
+        ("import torch\ndef f():\n    return torch._foreach_norm", 0),
+        ("import torch\nX = getattr(torch, '_foreach_norm', None)", 0),
+        ("from torch import Tensor\nfrom __future__ import annotations", 0),
+    ],
+)
+def test_private_names_of_torch_are_found(
+    source: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "LIBRARY", tmp_path)
+    (tmp_path / "file.py").write_text(source, encoding="utf-8")
+    assert len(list(private_torch_names(tmp_path / "file.py"))) == count
 
 
 # --- sizes

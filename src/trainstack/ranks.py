@@ -137,7 +137,7 @@ def _next_key(subject: str) -> str:
 
 
 def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
+    return dist.distributed_c10d._get_default_store()  # torch 2.13.0: there is no public way
 
 
 def _has_group() -> bool:

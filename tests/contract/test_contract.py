@@ -12,13 +12,22 @@ from torch import nn
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, train, weights
-from tests.helpers.specs import every_stack
+from tests.helpers.specs import every_stack, every_stack_and_switch
+from trainstack.backends.fast_paths import VARIABLE
+
+
+@pytest.fixture(autouse=True)
+def public_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turn fast paths off for the stacks that are marked so."""
+    if request.node.get_closest_marker("public_calls"):
+        monkeypatch.setenv(VARIABLE, "0")
+
 
 # Half precision rounds each sum in its own way; the reference is the same stack on the undivided batch.
 TOLERANCE = {"bf16": 2e-3, "amp": 2e-3, "apex": 2e-3}
 
 
-@every_stack
+@every_stack_and_switch
 def test_the_plan_and_the_counters_are_those_of_sp(spec: str, tmp_path: Path) -> None:
     trainer = train(Classifier(), tmp_path, backend=spec, epochs=2, gpu_batch_size_limit=3)
     reference = train(Classifier(), tmp_path, epochs=2, gpu_batch_size_limit=3)
@@ -32,7 +41,7 @@ def test_the_plan_and_the_counters_are_those_of_sp(spec: str, tmp_path: Path) ->
     assert trainer.state.skipped_steps == 0
 
 
-@every_stack
+@every_stack_and_switch
 @pytest.mark.spec("PA-08", "PMT-19")
 def test_accumulation_equals_the_large_batch(spec: str, tmp_path: Path) -> None:
     whole, parts = Classifier(), Classifier()
@@ -43,7 +52,7 @@ def test_accumulation_equals_the_large_batch(spec: str, tmp_path: Path) -> None:
     assert (weights(whole) - weights(Classifier())).abs().max() > 0.01
 
 
-@every_stack
+@every_stack_and_switch
 @pytest.mark.spec("F109", "FN-32")
 @pytest.mark.parametrize("stop_at", [1, 4, 6, 7, 11])
 def test_stop_and_resume_equals_an_unbroken_run(spec: str, stop_at: int, tmp_path: Path) -> None:
@@ -69,7 +78,7 @@ def test_stop_and_resume_equals_an_unbroken_run(spec: str, stop_at: int, tmp_pat
     assert_same(resumed.history.get_state(), unbroken.history.get_state())
 
 
-@every_stack
+@every_stack_and_switch
 def test_layer_state_comes_back_through_a_checkpoint(spec: str, tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments()
     trained = train(Classifier(), tmp_path, backend=spec, checkpointer_args=saving)
@@ -79,7 +88,7 @@ def test_layer_state_comes_back_through_a_checkpoint(spec: str, tmp_path: Path) 
     assert_same(again.trainer_backend.get_state(), trained.trainer_backend.get_state())
 
 
-@every_stack
+@every_stack_and_switch
 @pytest.mark.spec("F110", "PMB-14")
 def test_an_overflowing_step_moves_nothing(spec: str, tmp_path: Path) -> None:
     module = Overflowing(numbers(32), optimizer=torch.optim.AdamW, scheduler=True)
@@ -97,7 +106,7 @@ def test_an_overflowing_step_moves_nothing(spec: str, tmp_path: Path) -> None:
     assert trainer.global_steps_finished == 4
 
 
-@every_stack
+@every_stack_and_switch
 @pytest.mark.spec("HZ-30", "F201", "F412")
 def test_validation_leaves_training_alone(spec: str, tmp_path: Path) -> None:
     results = []
@@ -111,12 +120,25 @@ def test_validation_leaves_training_alone(spec: str, tmp_path: Path) -> None:
     assert results[0][1:] == results[1][1:]
 
 
-@every_stack
+@every_stack_and_switch
 def test_training_and_validation_run_in_the_same_precision(spec: str, tmp_path: Path) -> None:
     module = SeesPrecision(validate=True)
     train(module, tmp_path, backend=spec)
 
     assert len(module.dtypes) == 1, f"training and validation differ: {module.dtypes}"
+
+
+@every_stack
+def test_fast_paths_change_no_bit(spec: str, tmp_path: Path) -> None:
+    states = []
+    for fast in (True, False):
+        torch.manual_seed(3)
+        module = Classifier(dropout=0.3, optimizer=torch.optim.AdamW, scheduler=True, validate=True)
+        trainer = train(module, tmp_path / str(fast), backend=spec, fast_paths=fast, gpu_batch_size_limit=3)
+        states.append([trainer.get_state(), nameless(trainer.trainer_backend.get_state()), trainer.history.get_state()])
+        states[-1].append(weights(module))
+
+    assert_same(*states)
 
 
 # --- helpers ------------------------------------------------------------------------------------------------

@@ -26,6 +26,19 @@ def stacks_that_run_here(*, private: bool = True) -> list[Any]:
     ]
 
 
+def stacks_with_public_calls() -> list[Any]:
+    """Strings to run a second time with fast paths off.
+
+    The fast paths are in the core, below every layer. So one stack is enough for each way to use the core: alone, by a
+    layer and through a wrapper.
+    """
+    return [
+        pytest.param(spec, marks=pytest.mark.public_calls, id=f"{spec}-public-calls") for spec in ("sp", "sp-dp", "ddp")
+    ]
+
+
 every_stack = pytest.mark.parametrize("spec", stacks_that_run_here())
+every_stack_and_switch = pytest.mark.parametrize("spec", stacks_that_run_here() + stacks_with_public_calls())
+"""With fast paths, and with public calls only."""
 every_stack_without_a_trainer = pytest.mark.parametrize("spec", stacks_that_run_here(private=False))
 """Those that may be driven by `train_dl`; private training draws its records itself and needs a `Trainer`."""

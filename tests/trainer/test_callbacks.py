@@ -20,7 +20,7 @@ from tests.helpers.processes import run_world
 from tests.helpers.workers import with_callbacks
 from tests.trainer.test_hot_loop import reads_counted
 from trainstack import callbacks as cb
-from trainstack.backends import clipping
+from trainstack.backends import fast_paths
 
 EVERY_STEP = ts.DefaultCheckpointerArguments(every_n_steps=1)
 
@@ -346,7 +346,7 @@ def test_extra_validation_has_a_rhythm_of_its_own(tmp_path: Path) -> None:
 def test_monitors_read_nothing_from_the_device_between_log_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clipping, "MOST_ON_HOST", 0.0)  # clip as on an accelerator
+    monkeypatch.setattr(fast_paths, "MOST_ON_HOST", 0.0)  # clip as on an accelerator
     module = Classifier(numbers(8 * 30), scheduler=True)
     reads: list[int] = []
     all_of_them = [

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
-from trainstack.backends import clipping
+from trainstack.backends import fast_paths
 
 READERS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
 
@@ -72,7 +72,7 @@ def test_nothing_is_read_back_between_log_points(
 
     Where gradients are on the CPU, clipping reads their norm, which waits for nothing; here it is not to.
     """
-    monkeypatch.setattr(clipping, "MOST_ON_HOST", 0.0)
+    monkeypatch.setattr(fast_paths, "MOST_ON_HOST", 0.0)
     module = ReadsPerStep(numbers(8 * 40), scheduler=True)
     trainer = ts.Trainer(
         module,

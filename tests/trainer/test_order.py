@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Subset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, train
@@ -90,15 +90,34 @@ def test_a_subset_of_tensors_is_indexed_like_the_subset(tmp_path: Path) -> None:
     assert torch.equal(torch.tensor(module.samples), numbers(20).tensors[0][[19, 17, 15, 13, 11, 9, 7, 5], 0])
 
 
-def test_the_fast_way_gives_the_bits_of_the_loader() -> None:
+class Marked(torch.Tensor):
+    """Rows are read in a way of its class."""
+
+    def __getitem__(self, index: Any) -> Any:
+        row = super().__getitem__(index)
+        return row.neg() if isinstance(index, int) else row
+
+
+@pytest.mark.parametrize("fast_paths", [True, False])
+@pytest.mark.parametrize("kind", ["rows", "channels last", "transposed", "subclass"])
+def test_the_fast_way_gives_the_bits_of_the_loader(kind: str, fast_paths: bool) -> None:
     from trainstack.trainer.fetching import Fetcher
 
-    loader = DataLoader(numbers(20), batch_size=4)
-    fetched = list(Fetcher(loader, 0).batches(0, torch.arange(20).split(4)))
+    images = torch.randn(20, 3, 4, 5)
+    datasets = {
+        "rows": numbers(20),
+        "channels last": TensorDataset(images.to(memory_format=torch.channels_last)),
+        "transposed": TensorDataset(images.transpose(1, 3)),
+        "subclass": TensorDataset(images.as_subclass(Marked)),
+    }
+    loader = DataLoader(datasets[kind], batch_size=4)
+    fetched = list(Fetcher(loader, 0, fast_paths=fast_paths).batches(0, torch.arange(20).split(4)))
 
     for one, other in zip(fetched, loader, strict=True):
         assert type(one) is type(other)
-        assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(one, other, strict=True))
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a, b)
+            assert (type(a), a.stride()) == (type(b), b.stride())
 
 
 @pytest.mark.parametrize("kind", ["weighted", "iterable", "list", "batch_sampler"])

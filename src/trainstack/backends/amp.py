@@ -19,7 +19,11 @@ from trainstack.stage import Stage
 
 
 class _JointScaler(GradScaler):
-    """A `GradScaler` whose verdict covers all optimizers: either every one of them steps, or none does."""
+    """A `GradScaler` whose verdict covers all optimizers: either every one of them steps, or none does.
+
+    There is no public way to ask for the verdict before `step`. The private names `_per_optimizer_states` and `_scale`
+    were checked on torch 2.13.0.
+    """
 
     def overflowed(self) -> bool | None:
         """Whether a gradient was inf or nan when it was unscaled; None if nothing was unscaled. Reads the device."""

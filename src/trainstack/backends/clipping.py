@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainstack.backends.fast_paths import fast_clamp, fast_clipping_fits, fast_limit_norm, fast_total_norm
 from trainstack.backends.workload import Clipping
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], clipping: Clipping) -> Tensor | None:
-    """Limit the gradients of `parameters` in place.
+def clip_gradients(parameters: Iterable[nn.Parameter], clipping: Clipping, *, fast_paths: bool = True) -> Tensor | None:
+    """Limit the gradients of `parameters` in place, by the short ways of `fast_paths.py` if `fast_paths`.
 
     Returns:
         The joint L2 norm before clipping, a 0-dim tensor on the gradients' device that has not been read: inf or nan
@@ -23,65 +23,33 @@ def clip_gradients(parameters: Iterable[nn.Parameter], clipping: Clipping) -> Te
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return None
-    uniform = _is_uniform(gradients)
-    norm = _joint_norm(gradients, uniform)
+    fast = fast_paths and fast_clipping_fits(gradients)
+    norm = fast_total_norm(gradients) if fast else _total_norm(gradients)
     if clipping.kind == "norm":
-        _limit_norm(gradients, norm, clipping.limit, uniform)
+        (fast_limit_norm if fast else _limit_norm)(gradients, norm, clipping.limit)
     elif clipping.kind == "value":
-        _limit_values(gradients, clipping.limit, uniform)
+        _limit_values(gradients, clipping.limit, fast_paths)
     return norm
 
 
-def _is_uniform(gradients: list[Tensor]) -> bool:
-    first = gradients[0]
-    device, dtype = first.device, first.dtype
-    return all(g.dtype is dtype and g.layout is torch.strided and g.device == device for g in gradients)
+def _total_norm(gradients: list[Tensor]) -> Tensor:
+    """The joint norm, of the values that a sparse gradient has after its repeated rows are summed."""
+    return torch.nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients])
 
 
-def _joint_norm(gradients: list[Tensor], uniform: bool) -> Tensor:
-    """The same bits as `torch.nn.utils.get_total_norm`, at a fraction of its cost in the usual case."""
-    if uniform:
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        return norm
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    return torch.nn.utils.get_total_norm(dense)
-
-
-def _limit_norm(gradients: list[Tensor], norm: Tensor, limit: float, uniform: bool) -> None:
-    """The same bits as `torch.nn.utils.clip_grads_with_norm_`."""
-    if uniform and norm.dtype is torch.float32 and norm.device.type == "cpu" and limit < MOST_ON_HOST:
-        factor = _factor_on_host(norm.item(), limit)
-        if factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
-        return
+def _limit_norm(gradients: list[Tensor], norm: Tensor, limit: float) -> None:
+    """The same bits as `torch.nn.utils.clip_grads_with_norm_`, which takes parameters."""
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    if uniform:
-        torch._foreach_mul_(gradients, scale)
-        return
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.device))
 
 
-def _limit_values(gradients: list[Tensor], limit: float, uniform: bool) -> None:
-    """Clamp each value; a sparse gradient's are those of the sum that it stands for, as an optimizer takes them."""
-    dense = gradients if uniform else [gradient for gradient in gradients if not gradient.is_sparse]
-    if dense:
-        torch._foreach_clamp_min_(dense, -limit)
-        torch._foreach_clamp_max_(dense, limit)
-    for gradient in gradients if len(dense) < len(gradients) else ():
+def _limit_values(gradients: list[Tensor], limit: float, fast_paths: bool) -> None:
+    """Clamp each value. Those of a sparse gradient are the sums over its repeated rows, as an optimizer takes them."""
+    fast_clamp([gradient for gradient in gradients if not gradient.is_sparse], limit, enabled=fast_paths)
+    for gradient in gradients:
         if gradient.is_sparse:
             summed = gradient.coalesce()
             summed.values().clamp_(-limit, limit)
             if summed is not gradient:
                 gradient.copy_(summed)
-
-
-def _factor_on_host(norm: float, limit: float) -> float:
-    """`torch.clamp(limit / (norm + 1e-6), max=1.0)` in float32, where four operations on tensors cost more."""
-    factor = _ONE / (np.float32(norm) + _TINY) * np.float32(limit)
-    return float(factor) if not factor >= 1.0 else 1.0
-
-
-_ONE, _TINY = np.float32(1.0), np.float32(1e-6)
-MOST_ON_HOST = 1e30
-"""Beyond this limit numpy would warn of an overflow."""

@@ -125,6 +125,7 @@ class DDP(AbstractTrainerBackendDecorator):
         """
         self._group = cast(dist.ProcessGroup, dist.group.WORLD) if self._owns_group else self._new_group(None)
         talking = self._group if dist.get_backend(self._group) == "gloo" else self._new_group("gloo")
+        # torch 2.13.0: an adopted process group has no public way to its store.
         return GroupCommunicator(talking, dist.distributed_c10d._get_default_store(), [self._group])
 
     def _new_group(self, backend: str | None) -> dist.ProcessGroup:

@@ -12,20 +12,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainstack.backends.backpropagation import run_backward
 from trainstack.backends.base import Slot, TrainerBackend
-from trainstack.backends.calling import bare_call
 from trainstack.backends.clipping import clip_gradients
 from trainstack.backends.environment import launched_size
+from trainstack.backends.fast_paths import GradientSeeds, fast_backward, fast_call, fast_step
 from trainstack.backends.registry import register_layer
-from trainstack.backends.stepping import step_optimizer
 from trainstack.backends.workload import Workload
 from trainstack.backends.world import DeviceChoice, World, pick_device
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 
 _NOTHING = nullcontext()
-_MOST_SEEDS = 256
 
 
 @register_layer("sp", slot=Slot.PROCESS)
@@ -42,7 +39,7 @@ class SingleProcess(TrainerBackend):
     def __init__(self, *, environ: Mapping[str, str] | None = None, standalone: bool = True) -> None:
         self._environ = os.environ if environ is None else environ
         self._standalone = standalone
-        self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        self._seeds = GradientSeeds()
 
     def open(self, device: DeviceChoice = "auto") -> World:
         if self._standalone and (size := launched_size(self._environ)) > 1:
@@ -66,32 +63,19 @@ class SingleProcess(TrainerBackend):
         device = work.world.device
         if device.type != "cpu":
             batch = move_to_device(batch, device)
-        return bare_call(work.model)(stage=stage, global_step=step, batch=batch, device=device)
+        call = fast_call(work.model, enabled=work.fast_paths)
+        return call(stage=stage, global_step=step, batch=batch, device=device)
 
     def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
-        run_backward(loss, self._seed(weight, loss))
-
-    def _seed(self, weight: float, loss: Tensor) -> Tensor:
-        """The gradient to begin with. Made once: that costs less than multiplying the loss, for the same bits.
-
-        A hook may change it in place; then it is made anew.
-        """
-        key = (weight, loss.dtype, loss.device)
-        seed = self._seeds.get(key)
-        if seed is None or seed._version:
-            if len(self._seeds) >= _MOST_SEEDS:
-                self._seeds.clear()
-            seed = self._seeds[key] = torch.full((), weight, dtype=loss.dtype, device=loss.device)
-            if seed._version:
-                seed = self._seeds[key] = seed.clone()
-        return seed
+        fast = work.fast_paths
+        fast_backward(loss, self._seeds.get(weight, loss, enabled=fast), enabled=fast)
 
     def clip(self, work: Workload) -> Tensor | None:
-        return clip_gradients(work.trained, work.clipping)
+        return clip_gradients(work.trained, work.clipping, fast_paths=work.fast_paths)
 
     def step(self, work: Workload) -> bool:
         for optimizer in work.optimizers:
-            step_optimizer(optimizer)
+            fast_step(optimizer, enabled=work.fast_paths)
         return True
 
     def gather(self, outputs: Any) -> Any:

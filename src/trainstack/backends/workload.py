@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from trainstack.backends.fast_paths import fast_paths_enabled
 from trainstack.backends.sampling import TrainingSet
 from trainstack.backends.world import World
 from trainstack.errors import ConfigurationError
@@ -50,6 +51,7 @@ class Workload:
         gradients_reduced_by: the name of the layer that sums gradients over processes, if one does.
         data: the training data, where the library knows it.
         folder: where the run keeps its files, if it has a place for them.
+        fast_paths: whether the verbs may replace public torch calls by the shorter ones of `fast_paths.py`.
     """
 
     module: nn.Module
@@ -62,6 +64,7 @@ class Workload:
     gradients_reduced_by: str | None = None
     data: TrainingSet | None = None
     folder: Path | None = None
+    fast_paths: bool = True
 
     @classmethod
     def of(
@@ -72,8 +75,12 @@ class Workload:
         clipping: Clipping | None = None,
         data: TrainingSet | None = None,
         folder: str | PathLike[str] | None = None,
+        fast_paths: bool = True,
     ) -> Workload:
-        """A workload as `prepare` first gets it: nothing wrapped, nothing placed."""
+        """A workload as `prepare` first gets it: nothing wrapped, nothing placed.
+
+        `TRAINSTACK_FAST_PATHS` wins over `fast_paths`.
+        """
         optimizers = tuple(optimizers)
         return cls(
             module=module,
@@ -85,6 +92,7 @@ class Workload:
             clipping=clipping or Clipping(),
             data=data,
             folder=None if folder is None else Path(folder),
+            fast_paths=fast_paths_enabled(fast_paths),
         )
 
     def unmeasured(self) -> Workload:

@@ -35,6 +35,7 @@ _FLAGS = (
     "handle_signals",
     "save_on_exception",
     "channels_last",
+    "fast_paths",
     "default_callbacks",
 )
 _CHOICES: dict[str, tuple[Any, ...]] = {

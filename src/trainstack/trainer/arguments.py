@@ -65,6 +65,8 @@ class TrainerArguments(metaclass=NamesFields):
             trainer works.
         compile: compile the module's models with `torch.compile`, in place; a dict for its options.
         channels_last: lay out convolutions' weights so.
+        fast_paths: skip the overhead of public torch calls where the result has the same bits. False makes public calls
+            only, to see whether a difference comes from there. `TRAINSTACK_FAST_PATHS`, 0 or 1, wins over it.
         resume: True or `"last"` continues from the newest checkpoint and fails if there is none; `"auto"` starts afresh
             then; `"best"` continues from the best by `checkpointer_args.monitor`; a path names the checkpoint.
         resume_mode: what is taken from the checkpoint. `"full"`: everything, the run goes on exactly.
@@ -131,6 +133,7 @@ class TrainerArguments(metaclass=NamesFields):
     deterministic: bool | Literal["warn"] = False
     compile: bool | Mapping[str, Any] = False
     channels_last: bool = False
+    fast_paths: bool = True
     resume: bool | str | PathLike[str] = False
     resume_mode: Literal["full", "weights_and_optimizer", "weights"] = "full"
     init_weights_from: str | PathLike[str] | None = None

@@ -115,6 +115,7 @@ class _Tensors(_Node):
         if device is not None and value.device != device:
             value = value.to(device, non_blocking=False)
         self.kept.append(value)
+        # torch 2.13.0: `_version` counts writes in place, and has no public counterpart.
         self.versions.append(-1 if value.is_inference() else value._version)
 
     def join(self) -> Tensor:

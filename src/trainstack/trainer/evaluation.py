@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainstack.backends import Communicator, TrainerBackend, Workload, World
+from trainstack.backends.fast_paths import fast_batches
 from trainstack.backends.losses import loss_item
 from trainstack.errors import ModuleContractError, annotate
 from trainstack.stage import Stage
@@ -20,7 +21,6 @@ from trainstack.trainer.collector import OutputCollector
 from trainstack.trainer.fetching import Fetcher
 from trainstack.trainer.loss_slip import what_is_no_loss
 from trainstack.trainer.progress import ProgressDisplay
-from trainstack.trainer.ready_batches import batches_of
 from trainstack.trainer.sources import own_weigher, refuse_shared_out, samples_in, why_foreign
 
 EVALUATION_EPOCH = (1 << 32) - 1
@@ -64,7 +64,9 @@ class Batches(NamedTuple):
     in_parts: bool
 
 
-def evaluation_batches(loader: Any, *, seed: int, world: World, limit: int | None = None) -> Batches:
+def evaluation_batches(
+    loader: Any, *, seed: int, world: World, limit: int | None = None, fast_paths: bool = True
+) -> Batches:
     """The batches of `loader` that this process evaluates.
 
     A map-style data set is cut into batches in data set order, whatever the sampler, and these into one run of
@@ -77,13 +79,15 @@ def evaluation_batches(loader: Any, *, seed: int, world: World, limit: int | Non
         seed: of the samples' own random numbers.
         world: this process's place.
         limit: batches on each process, at most.
+        fast_paths: whether torch's loaders may be read by the short ways of `fast_paths.py` and `fetching.py`.
 
     Raises:
         ModuleContractError: a sampler has shared the data out already.
     """
     refuse_shared_out(loader, world.size)
     if why_foreign(loader) is not None:
-        return Batches(((batch, None) for batch in islice(batches_of(loader), limit)), False)
+        own = islice(fast_batches(loader, enabled=fast_paths), limit)
+        return Batches(((batch, None) for batch in own), False)
     size = loader.batch_size
     number = -(-len(loader.dataset) // size)
     if limit is not None:
@@ -93,7 +97,7 @@ def evaluation_batches(loader: Any, *, seed: int, world: World, limit: int | Non
     end = min(len(loader.dataset), (begin + low + (world.rank < extra)) * size)
     mine = torch.arange(min(begin * size, end), end)  # a process may get nothing
     indices = torch.split(mine, size) if len(mine) else ()
-    batches = Fetcher(loader, seed).batches(EVALUATION_EPOCH, indices)
+    batches = Fetcher(loader, seed, fast_paths=fast_paths).batches(EVALUATION_EPOCH, indices)
     return Batches(zip(batches, map(len, indices), strict=True), True)
 
 

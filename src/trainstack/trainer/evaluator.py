@@ -205,10 +205,12 @@ class Evaluator:
     ) -> tuple[Any, dict[str, Any]]:
         """Evaluate one loader on all processes; what they collected, joined, if it is to be kept, and the metrics."""
         context, stack, state = self._context, self._context.stack, self._context.state
-        world = context.world
-        evaluation = Evaluation(stack, self._work(), stage, state.global_step, keep_outputs=keep)
+        world, work = context.world, self._work()
+        evaluation = Evaluation(stack, work, stage, state.global_step, keep_outputs=keep)
         limit = only or (context.args.max_val_steps_per_epoch if stage is Stage.VAL else None)
-        batches, in_parts = evaluation_batches(loader, seed=state.seed, world=world, limit=limit)
+        batches, in_parts = evaluation_batches(
+            loader, seed=state.seed, world=world, limit=limit, fast_paths=work.fast_paths
+        )
         measured = None if stage is Stage.PREDICT else self.metrics.over(key, world, in_parts=in_parts)
         progress = NoProgress() if reporter is None else reporter.progress
         progress.start_validation(key, None)

@@ -54,11 +54,13 @@ class Fetcher:
         loader: a map-style `DataLoader`; its data set, `collate_fn`, workers and pinning are used, its sampler and
             batch size are not.
         seed: of the samples' own generators.
+        fast_paths: whether rows of a `TensorDataset` may be indexed at once instead of collated.
     """
 
-    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: int, *, fast_paths: bool = True) -> None:
         self.loader = loader
         self.seed = seed
+        self._fast_paths = fast_paths
         self._seeded = SeededDataset(loader.dataset, seed)
         self._keys = _KeyBatches()
         self._workers: DataLoader[Any] | None = None
@@ -76,7 +78,7 @@ class Fetcher:
 
     def batches(self, epoch: int, indices: Iterable[Tensor]) -> Iterator[Any]:
         """One collated batch for each index tensor, in order. The process's own generators are left alone."""
-        plain = _plain_tensors(self.loader)
+        plain = _plain_tensors(self.loader) if self._fast_paths else None
         if plain is not None:
             tensors, chosen = plain
             rows = indices if chosen is None else (chosen[index] for index in indices)
@@ -142,7 +144,8 @@ class _KeyBatches:
 def _plain_tensors(loader: DataLoader[Any]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
     """Tensors and chosen rows of a `TensorDataset` or a `Subset` of one that is collated as usual, else None.
 
-    Indexing the tensors gives the same bits as collating rows, without a Python call a row.
+    Indexing the tensors gives the same bits and strides as collating rows, without a Python call a row. A batch of rows
+    of a tensor in another memory format than the contiguous one would have that format; collated, it is contiguous.
     """
     dataset: Any = loader.dataset
     chosen: Tensor | None = None
@@ -151,4 +154,10 @@ def _plain_tensors(loader: DataLoader[Any]) -> tuple[tuple[Tensor, ...], Tensor 
         chosen = rows if chosen is None else rows[chosen]
         dataset = dataset.dataset
     usual = loader.collate_fn is default_collate and loader.num_workers == 0 and not loader.pin_memory
-    return (dataset.tensors, chosen) if usual and type(dataset) is TensorDataset else None
+    if not usual or type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
+        return None
+    return dataset.tensors, chosen
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_contiguous()

@@ -225,6 +225,7 @@ def _keep(value: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
             f"metric {name!r} was given a tensor of shape {tuple(value.shape)} and {value.dtype}; "
             "a metric is one real number. Give for example tensor.mean()."
         )
+    # torch 2.13.0: `_is_view` and `_version` have no public counterpart.
     if value._is_view() or value.is_inference():  # inference tensors do not count their versions
         with torch.inference_mode(False):
             value = value.clone()

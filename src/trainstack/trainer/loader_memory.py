@@ -8,9 +8,9 @@ from typing import Any
 from torch.utils.data import RandomSampler
 
 from trainstack.backends import World
+from trainstack.backends.fast_paths import fast_batches
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.logs import RunLogger
-from trainstack.trainer.ready_batches import batches_of
 from trainstack.trainer.seeding import host_rng_kept
 
 
@@ -27,10 +27,11 @@ class LoaderMemory:
 
     Args:
         log: is told what cannot be exact.
+        fast_paths: whether torch's loaders may be read by `fast_batches`.
     """
 
-    def __init__(self, log: RunLogger) -> None:
-        self._log = log
+    def __init__(self, log: RunLogger, *, fast_paths: bool = True) -> None:
+        self._log, self._fast_paths = log, fast_paths
         self._loader: Any = None
         self._iterated = self._lasting = self._exhausted = False
         self._pending: dict[str, Any] | None = None
@@ -55,7 +56,7 @@ class LoaderMemory:
         pending, self._pending = self._pending, None
         self._iterated, self._exhausted = True, False
         if not keeps_state(loader):
-            return batches_of(loader), False
+            return fast_batches(loader, enabled=self._fast_paths), False
         if pending is None:
             return self._watched(iter(loader)), False
         try:

@@ -91,6 +91,7 @@ class TrainLoop:
             secret=any(layer.hides_losses for layer in stack.layers()),
             comm=work.world.comm,
             weights=(lambda: _weights(work.module)) if unmeasured else None,
+            fast_paths=work.fast_paths,
         )
         self.step_outputs = OutputCollector(device=None) if hooks.step_outputs else None
         self.epoch_outputs = OutputCollector() if keep_epoch_outputs else None

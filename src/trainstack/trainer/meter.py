@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from trainstack.backends import Communicator
+from trainstack.backends.fast_paths import fast_largest
 from trainstack.errors import NonFiniteError
 from trainstack.trainer.run_state import RunState
 from trainstack.trainer.sources import Window
@@ -54,6 +54,7 @@ class LossMeter:
         secret: losses are not to be told.
         comm: how the processes of the run talk.
         weights: what is trained, by name, to be looked at where not every step's gradients are measured.
+        fast_paths: whether the weights may be looked at in one call.
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class LossMeter:
         secret: bool = False,
         comm: Communicator | None = None,
         weights: Callable[[], Mapping[str, Tensor]] | None = None,
+        fast_paths: bool = True,
     ) -> None:
         self._read_values = read
         self._tolerant, self._bounded, self._secret = tolerant, bounded, secret
         self._comm = comm or Communicator()
         self._weights = weights
+        self._fast_paths = fast_paths
         self.entries: list[StepEntry] = []
         self.interval = WeightedMean()
         self.epoch = WeightedMean()
@@ -123,7 +126,7 @@ class LossMeter:
 
     def _largest_weights(self) -> dict[str, float]:
         weights = {} if self._weights is None else self._weights()
-        norms = torch._foreach_norm([weight.detach() for weight in weights.values()], math.inf) if weights else ()
+        norms = fast_largest([weight.detach() for weight in weights.values()], enabled=self._fast_paths)
         return dict(zip(weights, self._read_values(norms), strict=True))
 
     def _count_each(self, entries: Sequence[StepEntry], losses: Sequence[float], norms: Sequence[float]) -> None:

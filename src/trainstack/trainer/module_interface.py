@@ -210,7 +210,12 @@ _WRAPPED = "_orig_mod."
 
 def _without_wrappers(value: Any) -> Any:
     """The mean over records of a value that `torch.func.vmap` computes for each; other values as they are."""
-    plain, functorch = value, torch._C._functorch
-    while isinstance(plain, torch.Tensor) and functorch.is_functorch_wrapped_tensor(plain):
-        plain = functorch.get_unwrapped(plain)
+    # torch 2.13.0: there is no public way to the value inside a wrapper. Without these names no value is unwrapped,
+    # so that `log` works outside of vmap.
+    functorch = getattr(torch._C, "_functorch", None)
+    is_wrapped = getattr(functorch, "is_functorch_wrapped_tensor", None)
+    unwrap = getattr(functorch, "get_unwrapped", None)
+    plain = value
+    while is_wrapped and unwrap and isinstance(plain, torch.Tensor) and is_wrapped(plain):
+        plain = unwrap(plain)
     return value if plain is value else plain.detach().float().mean()

@@ -103,8 +103,8 @@ class Run:
         self.stack.place(self.module, self.world)
         made = self.module.get_optimizers_schedulers(ahead.estimated_global_steps_per_epoch, epochs)
         optimizers, schedulers = checked_optimizers_schedulers(made, self.module, self.log)
-        work = Workload.of(self.module, optimizers, self.world, args.clipping, self.data.training_set, args.output_dir)
-        work = self.stack.prepare(work)
+        parts = (self.module, optimizers, self.world, args.clipping, self.data.training_set, args.output_dir)
+        work = self.stack.prepare(Workload.of(*parts, fast_paths=args.fast_paths))
         keep = args.collect_train_outputs
         return TrainLoop(
             self.stack,

@@ -36,7 +36,7 @@ def shape(module: nn.Module, *, compiled: bool | Mapping[str, Any], channels_las
         )
     options = {} if compiled is True else dict(compiled)
     for model in _models(module):
-        if model._compiled_call_impl is None:
+        if getattr(model, "_compiled_call_impl", None) is None:  # torch 2.13.0: set by `Module.compile`
             model.compile(**options)
 
 

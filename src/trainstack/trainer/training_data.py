@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from trainstack.backends import World
+from trainstack.backends.fast_paths import fast_paths_enabled
 from trainstack.backends.sampling import Sampling, TrainingSet
 from trainstack.errors import CheckpointMismatchError, ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arguments import TrainerArguments
@@ -63,11 +64,12 @@ class TrainingData:
         self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
         self._stated_records = stated_records
         self._fetcher: Fetcher | None = None
+        self._fast_paths = fast_paths_enabled(args.fast_paths)
         self._order: DataOrder | None = None
         self._said = False
         self.loader: Any = None
         self._few = FewBatches(args.overfit_batches, args.global_batch_size(world.size), seed)
-        self.loader_memory = LoaderMemory(log)
+        self.loader_memory = LoaderMemory(log, fast_paths=self._fast_paths)
         self.plan = self._make_plan(None)
         loader = self._ask()
         self.loader_memory.meet(loader)
@@ -151,7 +153,7 @@ class TrainingData:
 
     def _fetcher_of(self, loader: Any) -> Fetcher:
         if self._fetcher is None or not self._fetcher.serves(loader):
-            self._fetcher = Fetcher(loader, self._seed)
+            self._fetcher = Fetcher(loader, self._seed, fast_paths=self._fast_paths)
         return self._fetcher
 
     def _ask(self) -> Any:

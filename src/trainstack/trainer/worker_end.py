@@ -20,10 +20,16 @@ def end_with(owner: object, iterator: Any) -> weakref.finalize[Any, Any]:
         ends them when called; once, however often it is called.
     """
     if iterator not in _endings:
-        ending = weakref.finalize(owner, iterator._shutdown_workers)
+        # torch 2.13.0. In a torch without this method the workers end when torch ends them, with the delays above.
+        shut_down = getattr(iterator, "_shutdown_workers", None)
+        ending = weakref.finalize(owner, shut_down or _nothing)
         ending.atexit = False  # would come too late: what is registered here comes before torch's own
         _endings[iterator] = ending
     return _endings[iterator]
+
+
+def _nothing() -> None:
+    """In place of a method that torch lacks."""
 
 
 @atexit.register

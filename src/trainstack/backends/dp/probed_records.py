@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from trainstack.backends.dp.torch_names import pytree
 from trainstack.backends.sampling import TrainingSet
 
 _RECORDS, _EXTREMES = 6, 4

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from trainstack.backends.dp.modes.base import Unsupported
 from trainstack.backends.dp.modes.records import rows_of
+from trainstack.backends.dp.torch_names import pytree
 from trainstack.errors import PrivacyError
 
 

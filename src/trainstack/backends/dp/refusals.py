@@ -9,13 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.plan import check_delta_for, sampling_rate
+from trainstack.backends.dp.torch_names import BATCH_NORMS, INSTANCE_NORMS
 from trainstack.backends.sampling import TrainingSet
 from trainstack.backends.workload import Workload
 from trainstack.errors import ConfigurationError
@@ -104,12 +103,12 @@ def _about_modules(module: nn.Module) -> Iterator[str]:
     for name, part in module.named_modules():
         kind = f"{name or 'the module'} ({type(part).__name__})"
         batch_statistics = training[part] or not getattr(part, "track_running_stats", True)
-        if isinstance(part, _BatchNorm) and batch_statistics:
+        if isinstance(part, BATCH_NORMS) and batch_statistics:
             yield (
                 f"{kind}: normalises a record with its batch peers, so that no gradient belongs to one record alone. "
                 "Replace it with nn.GroupNorm, or keep it in eval mode by overriding train()."
             )
-        elif isinstance(part, _InstanceNorm) and part.track_running_stats and training[part]:
+        elif isinstance(part, INSTANCE_NORMS) and part.track_running_stats and training[part]:
             yield f"{kind}: keeps statistics of the records without noise. Write track_running_stats=False."
         elif isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             yield f"{kind}: max_norm changes the weights that a record uses, without noise. Leave it out."

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainstack.backends.fast_paths import fast_lerp, fast_paths_enabled
 from trainstack.errors import CheckpointMismatchError, ConfigurationError
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.events import Callback
@@ -51,9 +52,11 @@ class EMA(Callback):
         self._parameters: list[Tensor] = []
         self._averages: list[Tensor] = []
         self._moved = 0
+        self._fast_paths = True
 
     def on_ready(self, trainer: AbstractTrainer) -> None:
         """Begin with the weights as they are."""
+        self._fast_paths = fast_paths_enabled(trainer.args.fast_paths)
         named = [(name, p) for name, p in trainer.module.named_parameters() if p.is_floating_point()]
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._averages = [p.detach().to(_WIDE.get(p.dtype, p.dtype), copy=True) for p in self._parameters]
@@ -72,7 +75,7 @@ class EMA(Callback):
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self._warmup else self.decay
         now = [p.detach().to(a.dtype) for p, a in zip(self._parameters, self._averages, strict=True)]
-        torch._foreach_lerp_(self._averages, now, 1 - decay)
+        fast_lerp(self._averages, now, 1 - decay, enabled=self._fast_paths)
 
     def evaluation_context(self, trainer: AbstractTrainer) -> AbstractContextManager[None] | None:
         """The averages in the module, unless something else was put there at the end of training."""

@@ -40,6 +40,7 @@ def why_too_short(scheduler: Any, count: int, planned: int) -> str | None:
         count: of its steps, at the end of the longer run.
         planned: likewise, of the run as it was planned; who has planned to go beyond a cosine means to swing.
     """
+    # torch 2.13.0: there is no public way to the parts of these two schedulers.
     if isinstance(scheduler, SequentialLR):
         start = scheduler._milestones[-1]
         if count <= start:

@@ -95,7 +95,7 @@ class _Scheduled:
         more = epochs if self.config.per_epoch else updates
         scheduler = self.scheduler
         while isinstance(scheduler, ChainedScheduler):  # which counts only in its parts
-            scheduler = scheduler._schedulers[0]
+            scheduler = scheduler._schedulers[0]  # torch 2.13.0: there is no public way to the parts
         if more is None or not isinstance(scheduler, LRScheduler):
             return None
         return scheduler.last_epoch + (self.waited + max(0, more)) // self.config.frequency

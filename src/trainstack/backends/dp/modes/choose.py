@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainstack.backends.dp.clipping import Clipper
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
@@ -21,6 +20,7 @@ from trainstack.backends.dp.modes.probing import Plain, attributes_of, changed_t
 from trainstack.backends.dp.modes.random_states import RandomStates
 from trainstack.backends.dp.modes.records import rows_of
 from trainstack.backends.dp.modes.vmap import VmapMode
+from trainstack.backends.dp.torch_names import BATCH_NORMS
 from trainstack.errors import ConfigurationError, MissingExtraError, ModuleContractError
 
 _logger = logging.getLogger("trainstack")
@@ -283,6 +283,6 @@ def _suspects(module: nn.Module) -> str:
     names = [
         f"{name} ({type(layer).__name__})"
         for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and (layer.training or not layer.track_running_stats)
+        if isinstance(layer, BATCH_NORMS) and (layer.training or not layer.track_running_stats)
     ]
     return f", and {', '.join(names)} normalises records by each other" if names else ""

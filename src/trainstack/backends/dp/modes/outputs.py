@@ -7,20 +7,21 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from trainstack.backends.dp.torch_names import pytree
 from trainstack.backends.losses import with_loss
 
-# torch.utils._pytree is private; checked in torch 2.13.0, where it takes an unregistered dataclass for one leaf.
+# torch.utils._pytree takes an unregistered dataclass for one leaf, checked in torch 2.13.0.
 
 
-def flattened(outputs: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], pytree.TreeSpec]:
+def flattened(outputs: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """The leaves of `outputs`, and the structure from which `pytree.tree_unflatten` makes the same with other leaves.
 
     In addition to the types that pytree knows, dataclasses and containers of any class are taken apart. Such a
     container comes back as a plain dict, list or tuple, and a dataclass as it was.
     """
-    return pytree.tree_flatten(_opened(outputs), is_leaf)
+    leaves, structure = pytree.tree_flatten(_opened(outputs), is_leaf)
+    return leaves, structure
 
 
 def finished(outputs: Any, loss: Tensor) -> Any:

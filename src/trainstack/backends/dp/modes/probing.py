@@ -127,7 +127,10 @@ class Watch:
         self._places = [
             (held, key, f"{name}.{key}" if name else key)
             for name, part in module.named_modules()
-            for held in (part._parameters, part._buffers)
+            for held in (
+                part._parameters,
+                part._buffers,
+            )  # torch 2.13.0; the public iterators give no way to see a swap
             for key in held
         ]
         self._marks: list[tuple[int, int, int] | None] = []
@@ -145,6 +148,7 @@ class Watch:
 
 
 def _mark(tensor: Tensor | None) -> tuple[int, int, int] | None:
+    # torch 2.13.0: `_version` counts writes in place
     return None if tensor is None else (id(tensor), tensor.data_ptr(), tensor._version)
 
 

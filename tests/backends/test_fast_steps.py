@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import TensorDataset
 
 from tests.helpers.modules import Classifier, train, weights
-from trainstack.backends.clipping import MOST_ON_HOST, clip_gradients
-from trainstack.backends.stepping import bare_update, step_optimizer
+from trainstack.backends.clipping import clip_gradients
+from trainstack.backends.fast_paths import MOST_ON_HOST, bare_update, fast_step
 from trainstack.backends.workload import Clipping
 
 BARE = ["SGD", "Adam", "AdamW", "RMSprop", "Adadelta", "Adagrad", "NAdam", "RAdam", "Adamax"]
@@ -38,14 +38,14 @@ def trained(kind: str, step: Any, **options: Any) -> list[Tensor]:
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"weight_decay": 0.1}, {"maximize": True}])
 @pytest.mark.parametrize("kind", BARE)
 def test_the_bits_are_those_of_the_wrapped_step(kind: str, options: dict[str, Any]) -> None:
-    mine, usual = trained(kind, step_optimizer, **options), trained(kind, lambda o: o.step(), **options)
+    mine, usual = trained(kind, fast_step, **options), trained(kind, lambda o: o.step(), **options)
 
     assert all(torch.equal(one, other) for one, other in zip(mine, usual, strict=True))
 
 
 @pytest.mark.parametrize("kind", BARE)
 def test_the_wrappers_of_this_torch_are_known(kind: str) -> None:
-    """Where they are not, steps still are right, but slower; then look at `stepping.py`."""
+    """Where they are not, steps still are right, but slower; then look at `fast_paths.py`."""
     optimizer = getattr(torch.optim, kind)([nn.Parameter(torch.ones(2))])
 
     assert bare_update(optimizer) is not None
@@ -80,7 +80,7 @@ def test_whoever_listens_to_a_step_is_called(what: str) -> None:
         usual = optimizer.step
         optimizer.step = lambda: (hear(), usual())
     try:
-        step_optimizer(optimizer)
+        fast_step(optimizer)
     finally:
         if handle is not None:
             handle.remove()
@@ -94,7 +94,7 @@ def test_a_profiler_sees_the_step() -> None:
     weight.grad = torch.ones(2)
     optimizer = torch.optim.SGD([weight])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step_optimizer(optimizer)
+        fast_step(optimizer)
 
     assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
 
@@ -104,7 +104,7 @@ def test_a_scheduler_knows_that_the_optimizer_was_stepped(recwarn: pytest.Warnin
     weight.grad = torch.ones(2)
     optimizer = torch.optim.SGD([weight])
     scheduler = StepLR(optimizer, 1)
-    step_optimizer(optimizer)
+    fast_step(optimizer)
     scheduler.step()
 
     assert not recwarn.list

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from trainstack.trainer.ready_batches import batches_of
+from trainstack.backends.fast_paths import fast_batches
 
 Pair = namedtuple("Pair", "x y")
 
@@ -55,7 +55,7 @@ def read(batches: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", LOADERS)
 def test_batches_and_random_numbers_are_those_of_the_loader(kind: str) -> None:
     loader: Any = LOADERS[kind]()
-    usual, ours = read(lambda: iter(loader)), read(lambda: batches_of(loader))
+    usual, ours = read(lambda: iter(loader)), read(lambda: fast_batches(loader))
     assert [type(batch) for batch in ours] == [type(batch) for batch in usual]
     torch.testing.assert_close(_numbers(ours), _numbers(usual), rtol=0, atol=0)
 
@@ -76,7 +76,7 @@ def test_a_batch_that_cannot_be_loaded_says_so_when_it_is_due() -> None:
                 raise OSError("row 2 cannot be read")
             return super().__getitem__(index)
 
-    batches = batches_of(DataLoader(Torn(), batch_size=None))
+    batches = fast_batches(DataLoader(Torn(), batch_size=None))
     assert len([next(batches), next(batches)]) == 2
     with pytest.raises(OSError, match="row 2"):
         next(batches)

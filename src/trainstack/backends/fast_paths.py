@@ -1,0 +1,367 @@
+"""Fast paths: the work of some public torch calls without the overhead that these have in every step.
+
+Each function names the public call that it stands for. The bits are the same, and so are the calls of hooks and of
+user code: the short way is taken only where the objects involved are torch's own and unmodified. Otherwise, and with
+`enabled=False`, the function makes the public call. `Workload.fast_paths` carries the switch of a run to the verbs.
+
+All private torch names that buy speed are fetched in this file, by `getattr`. Where a torch release lacks one, the
+public call is made: a rename in torch costs microseconds, but breaks no import and changes no result. The names were
+checked on torch 2.13.0. `tests/backends/test_fast_paths.py` fails when the pinned torch no longer takes a fast path.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import optimizer as optimizers
+from torch.overrides import has_torch_function_unary
+from torch.utils.data import DataLoader, default_convert
+
+from trainstack.errors import ConfigurationError
+
+VARIABLE = "TRAINSTACK_FAST_PATHS"
+"""The environment variable that decides over all fast paths of the process: 0 is off, 1 is on."""
+
+
+def fast_paths_enabled(wanted: bool) -> bool:
+    """Whether fast paths may be taken: as `TRAINSTACK_FAST_PATHS` says, or as `wanted` where that is not set.
+
+    Raises:
+        ConfigurationError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ConfigurationError(f"{VARIABLE}={value!r}: write 0 to make public torch calls only, or 1, or unset it.")
+    return wanted if value == "" else value == "1"
+
+
+def _private(path: str) -> Any:
+    """What a dotted path below `torch` names; None where this torch does not have it."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+# --- nn.Module.__call__ --------------------------------------------------------------------------------------------
+
+# torch 2.13.0: the hooks of one module and of all modules. `_call_impl` looks whether one of these eight dicts holds a
+# hook, and calls `forward` if none does. There is no public way to ask.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+# torch 2.13.0: not None while `torch.jit.trace` records; `_call_impl` then calls another method than `forward`.
+_tracing_state = _private("_C._get_tracing_state")
+_USUAL_CALL = nn.Module.__call__
+
+
+def _hooks_in(function: Any) -> set[str]:
+    """The names of the dicts of hooks that the code of `function` uses; empty for what has no Python code."""
+    code = getattr(function, "__code__", None)
+    return {name for name in getattr(code, "co_names", ()) if name.endswith("_hooks")}
+
+
+def _knows_module_calls() -> bool:
+    """Whether `nn.Module.__call__` uses the private names that `fast_call` looks at, and no hooks beside them.
+
+    A later torch may add a kind of hook, which `fast_call` would skip. Then it must not be used.
+    """
+    names = getattr(getattr(_USUAL_CALL, "__code__", None), "co_names", ())
+    return (
+        _tracing_state is not None
+        and names == ("_compiled_call_impl", "_call_impl")  # torch 2.13.0: compiled by `Module.compile`, or not
+        and _hooks_in(_private("nn.Module._call_impl")) == {*_HOOKS, *_GLOBAL_HOOKS}
+        and all(isinstance(getattr(modules, name, None), dict) for name in _GLOBAL_HOOKS)
+    )
+
+
+_MODULE_CALLS_KNOWN = _knows_module_calls()
+
+
+def fast_call(module: nn.Module, *, enabled: bool = True) -> Callable[..., Any]:
+    """`module.forward` where calling that is all that `module(...)` does, else `module`.
+
+    It is all where no hook is registered on the module or on all modules, nothing traces or compiles it, and its class
+    has the `__call__` of `nn.Module`. The modules inside it are called by the user's code, through `__call__`.
+    """
+    if (
+        not enabled
+        or not _MODULE_CALLS_KNOWN
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or modules._global_forward_hooks
+        or modules._global_forward_pre_hooks
+        or modules._global_backward_hooks
+        or modules._global_backward_pre_hooks
+        or module._compiled_call_impl is not None
+        or type(module).__call__ is not _USUAL_CALL
+        or _tracing_state() is not None
+    ):
+        return module
+    return module.forward
+
+
+# --- Tensor.backward -----------------------------------------------------------------------------------------------
+
+# torch 2.13.0: the end of `torch.autograd.backward`, behind the checks of its arguments.
+_run_engine = _private("autograd.graph._engine_run_backward")
+# torch 2.13.0: whether a transform of `torch.func` is active, under which `torch.autograd.backward` raises.
+_transforming = _private("_C._are_functorch_transforms_active")
+_USUAL_BACKWARD = Tensor.backward
+_USUAL_AUTOGRAD_BACKWARD = torch.autograd.backward
+
+
+def fast_backward(loss: Tensor, gradient: Tensor, *, enabled: bool = True) -> None:
+    """`loss.backward(gradient)`; `gradient` is 0-dim like `loss`, of its dtype and on its device.
+
+    torch compares shapes symbolically, looks for nested tensors and makes tuples, which costs a third of the backward
+    pass of a small model. What `loss` or a mode overrides is left to torch, and so is anything under `torch.func`.
+    """
+    if (
+        not enabled
+        or _run_engine is None
+        or _transforming is None
+        or getattr(loss.backward, "__func__", None) is not _USUAL_BACKWARD
+        or torch.autograd.backward is not _USUAL_AUTOGRAD_BACKWARD
+        or has_torch_function_unary(loss)
+        or _transforming()
+    ):
+        loss.backward(gradient)  # type: ignore[no-untyped-call]
+        return
+    _run_engine((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+# torch 2.13.0: how often a tensor was written to in place. Autograd compares the same count.
+_VERSIONS_COUNTED = hasattr(Tensor, "_version")
+
+
+class GradientSeeds:
+    """The gradients that backward passes begin with, 0-dim tensors of the micro-batch's weight.
+
+    A tensor that is kept costs less than a new one in each micro-batch: 0.4 us against 1.9 us.
+    """
+
+    # A step has few weights, one for each size of micro-batch. The bound is for a `batch_weight` that always differs.
+    _MOST = 256
+
+    def __init__(self) -> None:
+        self._seeds: dict[tuple[float, torch.dtype, torch.device], tuple[Tensor, int]] = {}
+
+    def get(self, weight: float, loss: Tensor, *, enabled: bool = True) -> Tensor:
+        """`torch.full((), weight)` of the dtype and on the device of `loss`.
+
+        A hook may write to the tensor. Then a new one is made.
+        """
+        key = (weight, loss.dtype, loss.device)
+        kept = self._seeds.get(key) if enabled else None
+        if kept is not None and kept[0]._version == kept[1]:
+            return kept[0]
+        seed = torch.full((), weight, dtype=loss.dtype, device=loss.device)
+        if enabled and _VERSIONS_COUNTED:
+            if len(self._seeds) >= self._MOST:
+                self._seeds.clear()
+            self._seeds[key] = (seed, seed._version)  # not 0 on every device: filling a new tensor may count as a write
+        return seed
+
+
+# --- Optimizer.step ------------------------------------------------------------------------------------------------
+
+Step = Callable[..., Any]
+
+# torch's own optimizers whose `step` has the two wrappers below and nothing else around it (torch 2.13.0). The others,
+# such as `LBFGS` and `SparseAdam`, are stepped by the public call.
+_KNOWN = frozenset({SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop})
+# torch 2.13.0: `Optimizer.profile_hook_step` and `optimizer._use_grad_for_differentiable`, by the names of the
+# functions that they return. If a later torch wraps `step` in something else, the public call is made.
+_WRAPPERS = ["wrapper", "_use_grad"]
+# torch 2.13.0: the hooks that the first wrapper calls, of one optimizer and of all.
+_STEP_HOOKS = {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
+_GLOBAL_STEP_HOOKS = {"_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"}
+# torch 2.13.0: whether a profiler records, for which the first wrapper opens a range.
+_profiling = _private("_C._autograd._profiler_enabled")
+
+
+def _knows_steps() -> bool:
+    """Whether `bare_update` can ask all that it has to; the wrappers themselves are looked at by `_unwrapped`."""
+    return _profiling is not None and all(
+        isinstance(getattr(optimizers, name, None), dict) for name in _GLOBAL_STEP_HOOKS
+    )
+
+
+_STEPS_KNOWN = _knows_steps()
+_updates: dict[Step, Step | None] = {}
+
+
+def fast_step(optimizer: Optimizer, *, enabled: bool = True) -> None:
+    """`optimizer.step()`.
+
+    torch wraps each `step` in a range for the profiler, calls of hooks and two graph breaks, which cost as much as the
+    update of a small model itself. An optimizer of torch's own classes is stepped without them where they have nothing
+    to do: no profiler records, no hook is registered, `step` was not replaced, and the optimizer is not differentiable.
+    """
+    update = bare_update(optimizer) if enabled else None
+    if update is None:
+        optimizer.step()
+        return
+    with torch.no_grad():
+        update(optimizer)
+
+
+def bare_update(optimizer: Optimizer) -> Step | None:
+    """The update alone, called with the optimizer; None where the wrappers have something to do."""
+    kind = type(optimizer)
+    if kind not in _KNOWN or not _STEPS_KNOWN:
+        return None
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return None
+    if optimizers._global_optimizer_pre_hooks or optimizers._global_optimizer_post_hooks:
+        return None
+    if _profiling() or optimizer.defaults["differentiable"]:
+        return None
+    usual: Step = kind.step
+    mine: Any = optimizer.__dict__.get("step")
+    if mine is not None:
+        # torch 2.13.0: a scheduler replaces `step` by a function that sets `_opt_called`, and marks it so.
+        if getattr(mine, "__wrapped__", None) is not usual or not getattr(mine, "_wrapped_by_lr_sched", False):
+            return None
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+    if usual not in _updates:
+        _updates[usual] = _unwrapped(usual)
+    return _updates[usual]
+
+
+def _unwrapped(step: Step) -> Step | None:
+    """The function inside the wrappers of `step`; None where these are not the known ones, with the known hooks."""
+    found, hooks = [], _hooks_in(step)
+    while (inner := getattr(step, "__wrapped__", None)) is not None:
+        found.append(step.__code__.co_name)
+        step = inner
+    return step if found == _WRAPPERS and hooks == _STEP_HOOKS | _GLOBAL_STEP_HOOKS else None
+
+
+# --- many tensors at once ------------------------------------------------------------------------------------------
+
+# torch 2.13.0: one call for a list of tensors, on an accelerator in a few kernels. `torch.nn.utils` and `torch.optim`
+# use them; there is no public name. `torch.nn.utils.get_total_norm` calls `_foreach_norm` on CUDA as well.
+_foreach_norm = _private("_foreach_norm")
+_foreach_mul_ = _private("_foreach_mul_")
+_foreach_clamp_min_ = _private("_foreach_clamp_min_")
+_foreach_clamp_max_ = _private("_foreach_clamp_max_")
+_foreach_lerp_ = _private("_foreach_lerp_")
+
+
+def fast_clipping_fits(gradients: Sequence[Tensor]) -> bool:
+    """Whether `fast_total_norm` and `fast_limit_norm` take these: strided, of one dtype and on one device."""
+    if _foreach_norm is None or _foreach_mul_ is None:
+        return False
+    first = gradients[0]
+    device, dtype = first.device, first.dtype
+    return all(g.dtype is dtype and g.layout is torch.strided and g.device == device for g in gradients)
+
+
+def fast_total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """`torch.nn.utils.get_total_norm(gradients)`, without sorting them by device and dtype."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(_foreach_norm(gradients)))
+    return norm
+
+
+def fast_largest(tensors: Sequence[Tensor], *, enabled: bool = True) -> Sequence[Tensor]:
+    """`torch.linalg.vector_norm(tensor, inf)` of each tensor."""
+    if not enabled or not tensors or _foreach_norm is None:
+        return [torch.linalg.vector_norm(tensor, float("inf")) for tensor in tensors]
+    norms: Sequence[Tensor] = _foreach_norm(tensors, float("inf"))
+    return norms
+
+
+def fast_limit_norm(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
+    """`torch.nn.utils.clip_grads_with_norm_` with the joint norm `norm`, without sorting gradients by device and dtype.
+
+    On the CPU the factor is computed in Python, and gradients within the limit are left alone.
+    """
+    if norm.dtype is torch.float32 and norm.device.type == "cpu" and limit < MOST_ON_HOST:
+        factor = _factor_on_host(norm.item(), limit)
+        if factor != 1.0:
+            _foreach_mul_(gradients, factor)
+        return
+    _foreach_mul_(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))
+
+
+_ONE, _TINY = np.float32(1.0), np.float32(1e-6)  # 1e-6 is the constant of `clip_grads_with_norm_`
+MOST_ON_HOST = 1e30
+"""Beyond this limit numpy would warn of an overflow."""
+
+
+def _factor_on_host(norm: float, limit: float) -> float:
+    """`torch.clamp(limit / (norm + 1e-6), max=1.0)` in float32, where four operations on tensors cost more.
+
+    torch divides one number by a tensor as the tensor's reciprocal times the number, so this does too.
+    """
+    factor = _ONE / (np.float32(norm) + _TINY) * np.float32(limit)
+    return float(factor) if not factor >= 1.0 else 1.0  # nan stays nan
+
+
+def fast_clamp(tensors: Sequence[Tensor], limit: float, *, enabled: bool = True) -> None:
+    """`tensor.clamp_(-limit, limit)` of each tensor."""
+    if enabled and tensors and _foreach_clamp_min_ is not None and _foreach_clamp_max_ is not None:
+        _foreach_clamp_min_(tensors, -limit)
+        _foreach_clamp_max_(tensors, limit)
+        return
+    for tensor in tensors:
+        tensor.clamp_(-limit, limit)
+
+
+def fast_lerp(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float, *, enabled: bool = True) -> None:
+    """`tensor.lerp_(end, weight)` of each tensor and its end."""
+    if enabled and tensors and _foreach_lerp_ is not None:
+        _foreach_lerp_(tensors, ends, weight)
+        return
+    for tensor, end in zip(tensors, ends, strict=True):
+        tensor.lerp_(end, weight)
+
+
+# --- iter(DataLoader) ----------------------------------------------------------------------------------------------
+
+# torch 2.13.0: the class that fetches from a map-style data set, in this process or in a worker.
+_MapFetcher = _private("utils.data._utils.fetch._MapDatasetFetcher")
+
+
+def fast_batches(loader: Any, *, enabled: bool = True) -> Iterator[Any]:
+    """`iter(loader)`.
+
+    A `DataLoader` over a map-style data set that loads in this process enters a range for the profiler, converts and
+    counts at each batch. This takes longer than fetching a batch that is ready: an evaluation of a small model on
+    ready-made batches takes 1.4 times as long. Here torch's iterator is made, with all that it checks and draws, and
+    its sampler and fetcher are used without it. Other loaders are read as they come.
+    """
+    iterator: Iterator[Any] = iter(loader)
+    if not enabled or type(loader) is not DataLoader or loader.num_workers or loader.pin_memory:
+        return iterator
+    if _MapFetcher is None or _profiling is None or _profiling():
+        return iterator
+    # torch 2.13.0: the two parts of the iterator; their names are no promise either.
+    indices: Any = getattr(iterator, "_sampler_iter", None)
+    fetcher: Any = getattr(iterator, "_dataset_fetcher", None)
+    if indices is None or type(fetcher) is not _MapFetcher:
+        return iterator
+    ready = loader.batch_sampler is None and loader.collate_fn is default_convert
+    return map(_fetching_ready(loader.dataset) if ready else fetcher.fetch, indices)
+
+
+def _fetching_ready(dataset: Any) -> Callable[[Any], Any]:
+    """`default_convert(dataset[index])`; a tuple of tensors, the usual case, becomes a list at once."""
+
+    def fetch(index: Any) -> Any:
+        batch = dataset[index]
+        if type(batch) is tuple and all(type(item) is Tensor for item in batch):
+            return list(batch)
+        return default_convert(batch)  # type: ignore[no-untyped-call]
+
+    return fetch
