@@ -8,13 +8,14 @@ import pytest
 
 from tests.distributed.test_ddp import alone, close
 from tests.helpers.processes import run_agents
+from tests.helpers.workers import checkpoints, training
 
 pytestmark = pytest.mark.distributed
 
 
 def test_two_nodes_with_two_processes_each_end_where_one_process_does() -> None:
     """Two agents on the loopback interface, which meet over c10d."""
-    ranks = run_agents(2, 2, "equality", directory="unused")
+    ranks = run_agents(2, 2, training.equality, directory="unused")
 
     assert len(ranks) == 4
     for rank in ranks:
@@ -23,7 +24,9 @@ def test_two_nodes_with_two_processes_each_end_where_one_process_does() -> None:
 
 
 def test_a_group_that_is_started_again_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    ranks = run_agents(1, 2, "killed_once", "--max-restarts=1", "--monitor-interval=0.2", directory=str(tmp_path))
+    ranks = run_agents(
+        1, 2, checkpoints.killed_once, "--max-restarts=1", "--monitor-interval=0.2", directory=str(tmp_path)
+    )
 
     for rank in ranks:
         assert rank["restarts"] == 1
@@ -34,7 +37,9 @@ def test_a_group_that_is_started_again_goes_on_from_its_newest_checkpoint(tmp_pa
 def test_when_a_node_dies_the_rest_goes_on_with_the_same_global_batches(tmp_path: Path) -> None:
     """`--nnodes=1:2`: one of two nodes is killed with its agent; the other goes on alone and ends where it should."""
     options = {"directory": str(tmp_path), "node_dies": True}
-    ranks = run_agents(2, 1, "killed_once", "--max-restarts=3", "--monitor-interval=0.2", elastic=True, **options)
+    ranks = run_agents(
+        2, 1, checkpoints.killed_once, "--max-restarts=3", "--monitor-interval=0.2", elastic=True, **options
+    )
 
     assert ranks[0]["size"] == 1
     assert ranks[0]["steps"] == 18

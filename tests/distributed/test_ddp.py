@@ -12,7 +12,8 @@ import torch
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, weights
 from tests.helpers.processes import run_agents, run_world
-from tests.helpers.workers import Uneven, equality, picky
+from tests.helpers.workers import checkpoints, collectives, evaluation, failures, training
+from tests.helpers.workers.training import Uneven, equality, picky
 
 pytestmark = pytest.mark.distributed
 
@@ -34,7 +35,7 @@ def close(one: Any, other: Any, tolerance: float = 1e-10) -> bool:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_weights_order_and_evaluation_are_those_of_one_process(size: int, limit: int) -> None:
     """101 samples, global batch 12, in float64, without and with accumulation."""
-    ranks = run_world(size, "equality", directory="unused", limit=limit)
+    ranks = run_world(size, training.equality, directory="unused", limit=limit)
 
     expected = alone()
     for rank in ranks:
@@ -50,19 +51,19 @@ def test_weights_order_and_evaluation_are_those_of_one_process(size: int, limit:
 
 
 def test_each_sample_is_evaluated_with_the_running_statistics_that_are_saved(tmp_path: Path) -> None:
-    for rank in run_world(2, "statistics", directory=str(tmp_path), shared=True):
+    for rank in run_world(2, evaluation.statistics, directory=str(tmp_path), shared=True):
         assert rank["used"] == rank["resumed"] == rank["predicted"] == [rank["saved"]] * 16
 
 
 def test_each_process_evaluates_with_its_own_buffers_where_ddp_is_told_not_to_share_them(tmp_path: Path) -> None:
-    for rank in run_world(2, "statistics", directory=str(tmp_path), shared=False):
+    for rank in run_world(2, evaluation.statistics, directory=str(tmp_path), shared=False):
         assert rank["used"][:8] == [rank["saved"]] * 8
         assert rank["saved"] not in rank["used"][8:]
 
 
 @pytest.mark.spec("HZ-12", "PA-06")
 def test_a_plateau_schedule_sees_the_main_process_s_value_and_a_batch_a_device_grows_with_the_processes() -> None:
-    one, other = run_world(2, "plateau", directory="unused")
+    one, other = run_world(2, training.plateau, directory="unused")
 
     assert one == other
     assert one["rate"] == 0.1 * 0.5**2
@@ -72,14 +73,14 @@ def test_a_plateau_schedule_sees_the_main_process_s_value_and_a_batch_a_device_g
 @pytest.mark.spec("F111", "PA-26")
 @pytest.mark.parametrize(("size", "count"), [(2, 5), (3, 1), (3, 2)])
 def test_few_samples_on_many_processes(size: int, count: int) -> None:
-    for rank in run_world(size, "few", count=count):
+    for rank in run_world(size, training.few, count=count):
         assert rank["loss"] == rank["metric"] == (count - 1) / 2
         assert rank["collected"] == list(range(count))
 
 
 def test_a_sampler_that_shares_the_data_out_is_refused_since_the_library_does_that_too() -> None:
     """A sampler of torch's, a batch sampler over one, and a batch sampler of somebody's; for each use of a loader."""
-    for rank in run_world(2, "own_sampler"):
+    for rank in run_world(2, evaluation.own_sampler):
         assert len(rank) == 9
         for said in rank:
             assert "among 2 processes" in said
@@ -87,7 +88,7 @@ def test_a_sampler_that_shares_the_data_out_is_refused_since_the_library_does_th
 
 
 def test_a_loader_that_pads_by_itself_is_told_once_how_many_samples_it_gave() -> None:
-    (said,), others = run_world(2, "own_order", count=5)
+    (said,), others = run_world(2, evaluation.own_order, count=5)
 
     assert others == []
     assert said.startswith("val loader 'default': 6 samples were evaluated and the data set has 5")
@@ -101,7 +102,7 @@ def test_a_loss_over_tokens_counts_by_tokens_over_processes() -> None:
     reference = Tokens()
     ts.Trainer(reference, arguments("unused", train_batch_size=6, clip_grads=False)).train()
     for size in (2, 3):
-        for rank in run_world(size, "tokens"):
+        for rank in run_world(size, training.tokens):
             assert close(rank, weights(reference).tolist())
 
 
@@ -110,13 +111,13 @@ def test_a_process_whose_samples_count_nothing_takes_part_and_leaves_unused_weig
     """The weights decay, but not those that are unused, and none in a step of no items on any process."""
     expected = picky(backend="sp")
 
-    for rank in run_world(2, "picky", limit=limit, find_unused_parameters=True):
+    for rank in run_world(2, training.picky, limit=limit, find_unused_parameters=True):
         assert close(rank, expected)
 
 
 def test_a_static_graph_is_refused_where_it_would_hang_or_end_in_an_assertion_of_torch_s() -> None:
-    several = run_world(2, "picky", limit=1, static_graph=True)
-    nothing = run_world(2, "picky", static_graph=True)
+    several = run_world(2, training.picky, limit=1, static_graph=True)
+    nothing = run_world(2, training.picky, static_graph=True)
 
     assert all("steps of several micro-batches" in said for said in several)
     assert any(said.startswith("backend_options") and "batch_weight returned 0" in said for said in nothing)
@@ -124,13 +125,13 @@ def test_a_static_graph_is_refused_where_it_would_hang_or_end_in_an_assertion_of
 
 
 def test_static_graphs_and_views_of_buckets_end_with_the_same_bits() -> None:
-    for plain, static, view, accumulated, accumulated_view in run_world(2, "ways_to_reduce"):
+    for plain, static, view, accumulated, accumulated_view in run_world(2, training.ways_to_reduce):
         assert plain == static == view
         assert accumulated == accumulated_view
 
 
 def test_a_stack_without_a_trainer_takes_the_step_of_the_batches_of_all_processes() -> None:
-    one, other = run_world(2, "driven", shares=[[4, 2], [6]], accumulation=2)
+    one, other = run_world(2, training.driven, shares=[[4, 2], [6]], accumulation=2)
 
     assert one["weights"] == other["weights"]
     assert close(one["weights"], whole_steps([12]))
@@ -138,7 +139,7 @@ def test_a_stack_without_a_trainer_takes_the_step_of_the_batches_of_all_processe
 
 
 def test_without_a_trainer_a_process_whose_batches_have_ended_joins_in_until_the_others_have() -> None:
-    ranks = run_world(3, "driven", shares=[[2], [2, 3, 5], []])
+    ranks = run_world(3, training.driven, shares=[[2], [2, 3, 5], []])
 
     assert [rank["steps"] for rank in ranks] == [3, 3, 3]
     assert [rank["losses"] for rank in ranks] == [1, 3, 0]
@@ -161,7 +162,7 @@ def whole_steps(sizes: list[int]) -> list[float]:
 @pytest.mark.spec("FN-52", "F105")
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_gradients_travel_once_a_step_and_nothing_else_does(accumulation: int) -> None:
-    for spent in run_world(2, "all_reduces", accumulation=accumulation):
+    for spent in run_world(2, collectives.all_reduces, accumulation=accumulation):
         assert spent["steps"] == 40
         assert spent["buckets"] == 40
         assert spent.get("all_reduce", 0) == 40, "those of the hook that counts"
@@ -172,8 +173,8 @@ def test_gradients_travel_once_a_step_and_nothing_else_does(accumulation: int) -
 @pytest.mark.spec("FN-46", "HZ-28")
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
 def test_a_run_goes_on_over_another_number_of_processes(before: int, after: int, tmp_path: Path) -> None:
-    cut = run_world(before, "equality", directory=str(tmp_path), every_n_steps=1, module={"stop_at": 6})
-    resumed = run_world(after, "equality", directory=str(tmp_path), every_n_steps=1, resume=True)
+    cut = run_world(before, training.equality, directory=str(tmp_path), every_n_steps=1, module={"stop_at": 6})
+    resumed = run_world(after, training.equality, directory=str(tmp_path), every_n_steps=1, resume=True)
 
     expected = alone()
     assert [rank["steps"] for rank in cut] == [5] * before
@@ -186,21 +187,21 @@ def test_a_run_goes_on_over_another_number_of_processes(before: int, after: int,
 
 @pytest.mark.parametrize("backend", ["ddp", "ddp-amp"])
 def test_a_run_over_the_same_processes_goes_on_with_the_same_bits(backend: str, tmp_path: Path) -> None:
-    unbroken = run_world(2, "noisy", directory=str(tmp_path / "unbroken"), backend=backend)
-    run_world(2, "noisy", directory=str(tmp_path / "cut"), backend=backend, stop_at=8)
-    resumed = run_world(2, "noisy", directory=str(tmp_path / "cut"), backend=backend, resume=True, seed=50)
+    unbroken = run_world(2, checkpoints.noisy, directory=str(tmp_path / "unbroken"), backend=backend)
+    run_world(2, checkpoints.noisy, directory=str(tmp_path / "cut"), backend=backend, stop_at=8)
+    resumed = run_world(2, checkpoints.noisy, directory=str(tmp_path / "cut"), backend=backend, resume=True, seed=50)
 
     assert unbroken[0] == unbroken[1] == resumed[0] == resumed[1]
 
 
 @pytest.mark.spec("PMB-21", "F111", "F112")
 def test_trainers_one_after_the_other_meet_anew(tmp_path: Path) -> None:
-    for runs in run_world(2, "in_sequence", directory=str(tmp_path)):
+    for runs in run_world(2, training.in_sequence, directory=str(tmp_path)):
         assert runs == runs[:1] * 5
 
 
 def test_gathering_uneven_empty_and_nested_things() -> None:
-    for rank in run_world(3, "gathered"):
+    for rank in run_world(3, collectives.gathered):
         assert rank["rows"] == [[10.0, 11.0, 12.0], [20.0, 21.0, 22.0], [23.0, 24.0, 25.0]]
         assert rank["flags"] == [False, False, True]
         assert rank["scalar"] == [0, 1, 2]
@@ -210,7 +211,7 @@ def test_gathering_uneven_empty_and_nested_things() -> None:
 
 
 def test_outputs_that_do_not_fit_together_are_refused_on_all_processes() -> None:
-    for rank in run_world(3, "gathered"):
+    for rank in run_world(3, collectives.gathered):
         widths, keys, dtypes = rank["refused"]
         assert "rows of shape (3,), torch.float32 on ranks [0, 2]" in widths
         assert "rows of shape (4,), torch.float32 on ranks [1]" in widths
@@ -236,7 +237,7 @@ def test_a_wrong_option_of_ddp_is_answered_when_the_stack_is_built(option: str, 
 @pytest.mark.spec("F209")
 def test_a_checkpoint_that_fails_in_the_background_ends_all_processes(tmp_path: Path) -> None:
     # under torchrun, whose agent keeps the word that rank 0 leaves when it goes
-    main, other = run_agents(1, 2, "background_failure", timeout=60, directory=str(tmp_path))
+    main, other = run_agents(1, 2, failures.background_failure, timeout=60, directory=str(tmp_path))
 
     assert main["error"].startswith("CheckpointError: ")
     assert "the disk is gone" in main["error"]
@@ -249,9 +250,9 @@ def test_a_loader_with_a_state_goes_on_over_processes(tmp_path: Path) -> None:
     """Every process reads all batches and trains on every second; 21 batches, 4 a step, 6 steps an epoch."""
     start = ts.export_model(Classifier(seed=9), tmp_path / "start")
     made = {"init_weights_from": str(start)}
-    whole = run_world(2, "streams", directory=str(tmp_path / "whole"), **made)
-    cut = run_world(2, "streams", directory=str(tmp_path / "cut"), stop_at=4, **made)
-    again = run_world(2, "streams", directory=str(tmp_path / "cut"), **made)
+    whole = run_world(2, checkpoints.streams, directory=str(tmp_path / "whole"), **made)
+    cut = run_world(2, checkpoints.streams, directory=str(tmp_path / "cut"), stop_at=4, **made)
+    again = run_world(2, checkpoints.streams, directory=str(tmp_path / "cut"), **made)
 
     for rank in range(2):
         assert whole[rank]["taken"] == ["net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias"]
@@ -262,14 +263,14 @@ def test_a_loader_with_a_state_goes_on_over_processes(tmp_path: Path) -> None:
 
 
 def test_weights_that_differ_are_never_saved(tmp_path: Path) -> None:
-    for rank in run_world(2, "diverged", directory=str(tmp_path)):
+    for rank in run_world(2, failures.diverged, directory=str(tmp_path)):
         assert "weights are not the same on all processes" in rank["error"]
     assert not (tmp_path / "checkpoints").exists() or not ts.list_checkpoints(tmp_path / "checkpoints")
 
 
 @pytest.mark.spec("PA-25", "PA-26")
 def test_gathering_and_printing_by_the_trainer() -> None:
-    ranks = run_world(2, "together")
+    ranks = run_world(2, collectives.together)
 
     assert [rank["rows"] for rank in ranks] == [[0.0, 1.0, 1.0]] * 2
     assert [rank["printed"] for rank in ranks] == ["said 1\nnode\n", ""]

@@ -9,6 +9,7 @@ import torch
 
 from tests.helpers.apex_shim import ROOT, SHA256, get_wheel
 from tests.helpers.processes import run_world
+from tests.helpers.workers import apex
 
 pytestmark = pytest.mark.distributed
 
@@ -25,8 +26,8 @@ def wheel() -> Path:
 @pytest.mark.spec("PMB-01", "PMB-15")
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_two_processes_end_where_one_does_and_skip_together(level: str, wheel: Path) -> None:
-    alone = run_world(1, "apex", wheel=str(wheel), level=level, backend="sp-amp-apex")[0]
-    one, other = run_world(2, "apex", wheel=str(wheel), level=level, backend="ddp-amp-apex")
+    alone = run_world(1, apex.apex, fresh=True, wheel=str(wheel), level=level, backend="sp-amp-apex")[0]
+    one, other = run_world(2, apex.apex, fresh=True, wheel=str(wheel), level=level, backend="ddp-amp-apex")
 
     assert one["weights"] == other["weights"]
     assert one["skipped"] == other["skipped"] == alone["skipped"] == (0 if level == "O0" else 1)

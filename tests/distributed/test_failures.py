@@ -11,6 +11,7 @@ import pytest
 import trainstack as ts
 from tests.helpers.modules import Classifier, train, weights
 from tests.helpers.processes import run_world
+from tests.helpers.workers import failures
 from trainstack.backends.environment import find_place
 from trainstack.backends.meeting import open_store
 
@@ -23,7 +24,7 @@ SECONDS = 20.0
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("how", ["raise", "hook", "validation"])
 def test_when_one_rank_raises_all_end_with_its_traceback(how: str, culprit: int, tmp_path: Path) -> None:
-    results = run_world(2, "failure", timeout=60, directory=str(tmp_path), how=how, culprit=culprit)
+    results = run_world(2, failures.failure, fresh=True, directory=str(tmp_path), how=how, culprit=culprit)
 
     reason = "divides by zero" if how == "raise" else "looks in vain"
     survivor = results[1 - culprit]
@@ -34,14 +35,14 @@ def test_when_one_rank_raises_all_end_with_its_traceback(how: str, culprit: int,
 
 
 def test_an_error_that_all_ranks_raised_and_caught_is_not_heard_in_what_they_do_next() -> None:
-    for rank in run_world(2, "caught", timeout=60):
+    for rank in run_world(2, failures.caught, fresh=True):
         assert "has no test data" in rank["said"]
         assert rank["steps"] == 4
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_that_has_gone_on_hears_what_failed_behind_it(culprit: int) -> None:
-    results = run_world(2, "failure_behind", timeout=60, culprit=culprit)
+    results = run_world(2, failures.failure_behind, fresh=True, culprit=culprit)
 
     assert results[culprit]["error"] == "ZeroDivisionError: divides by zero"
     said = results[1 - culprit]["error"]
@@ -51,7 +52,7 @@ def test_a_rank_that_has_gone_on_hears_what_failed_behind_it(culprit: int) -> No
 
 @pytest.mark.spec("FN-35")
 def test_a_rank_that_is_killed_is_missed_by_name() -> None:
-    survivor, killed = run_world(2, "late", timeout=60, may_fail=True, how="killed")
+    survivor, killed = run_world(2, failures.late, fresh=True, may_fail=True, how="killed")
 
     assert killed["exit"] == -9
     assert survivor["error"].startswith("PeerError: rank 0 has lost touch with another process")
@@ -68,13 +69,13 @@ def test_a_rank_that_is_killed_is_missed_by_name() -> None:
     ],
 )
 def test_a_time_out_says_which_rank_is_where(how: str, step: int, place: str) -> None:
-    waiting, late = run_world(2, "late", timeout=60, how=how, seconds=12.0)
+    waiting, late = run_world(2, failures.late, fresh=True, how=how, seconds=12.0)
 
     said = waiting["error"].splitlines()
     assert said[0].startswith("PeerError: rank 0 has lost touch with another process (Timed out waiting 3000ms")
     assert said[1].startswith("  rank 0: epoch ")
     assert said[2].startswith(f"  rank 1: epoch 0, global step {step}; train > train_epoch > ")
-    assert place.format(file=Path(__file__).parents[1] / "helpers" / "workers.py") in said[2]
+    assert place.format(file=failures.__file__) in said[2]
     assert said[2].endswith(": time.sleep(seconds)")
     assert "timeout_s" in said[3]
     assert waiting["seconds"] < 12.0, "while the other one still sleeps"
@@ -82,7 +83,7 @@ def test_a_time_out_says_which_rank_is_where(how: str, step: int, place: str) ->
 
 
 def test_ranks_in_different_collectives_are_told_apart() -> None:
-    for rank in run_world(2, "late", timeout=60, how="collective"):
+    for rank in run_world(2, failures.late, fresh=True, how="collective"):
         assert "rank 0: epoch 0, global step 4; train > train_epoch > train_windows" in rank["error"]
         assert "rank 1: epoch 0, global step 3; " in rank["error"]
         assert "> on_end_train_step > gather > " in rank["error"]
@@ -90,7 +91,7 @@ def test_ranks_in_different_collectives_are_told_apart() -> None:
 
 
 def test_a_rank_that_is_alone_at_the_meeting_says_so() -> None:
-    main, other = run_world(2, "late", timeout=60, how="main alone")
+    main, other = run_world(2, failures.late, fresh=True, how="main alone")
 
     assert other["error"] is None
     assert main["error"].startswith("TrainstackError: rank 0 of 2 has not met the others at 127.0.0.1:")
@@ -114,7 +115,7 @@ def test_a_port_in_use_is_named() -> None:
 @pytest.mark.parametrize("how", ["train_step", "validate", "get_optimizers"])
 def test_in_an_adopted_group_nobody_waits_for_a_rank_that_fails_and_stays(how: str, tmp_path: Path) -> None:
     """The group itself stays whole: another trainer goes on in it."""
-    survivor, failed = run_world(2, "adopted_failure", timeout=60, how=how)
+    survivor, failed = run_world(2, failures.adopted_failure, fresh=True, how=how)
 
     assert failed["said"] == "ZeroDivisionError: rank one divides by zero"
     assert survivor["said"].startswith("PeerError: rank 1 failed, so rank 0 stops as well.")

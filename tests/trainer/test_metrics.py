@@ -284,13 +284,13 @@ def test_batches_may_be_left_out(tmp_path: Path) -> None:
 def test_over_processes_and_an_uneven_set_every_value_is_that_of_one_process() -> None:
     """101 samples; means and sums of floats among the metrics, which depend on the order of adding."""
     from tests.helpers.processes import run_world
-    from tests.helpers.workers import measured
+    from tests.helpers.workers.evaluation import measured
 
     alone = measured("unused", backend="sp")
     assert [name for name, *_ in alone["history"][::2]] == [
         *("val/all/accuracy", "val/all/auroc", "val/mean", "val/rounds/sum", "val/rounds/texts"),
     ]
-    for rank in run_world(3, "measured", directory="unused"):
+    for rank in run_world(3, measured, directory="unused"):
         assert rank["history"] == alone["history"]
         assert rank["alone"] == alone["alone"]
 

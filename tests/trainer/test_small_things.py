@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, train, weights
 from tests.helpers.processes import run_world
+from tests.helpers.workers import checkpoints
 from trainstack.backends.world import pick_device
 
 
@@ -330,5 +331,5 @@ class TestSavingWhereOneChooses:
 
     @pytest.mark.distributed
     def test_one_copy_for_the_world_or_for_each_node(self, tmp_path: Path) -> None:
-        ranks = run_world(2, "saves_on_nodes", directory=str(tmp_path))
+        ranks = run_world(2, checkpoints.saves_on_nodes, directory=str(tmp_path))
         assert ranks == [{"world": True, "node": True, "same": True}, {"world": False, "node": True, "same": True}]

@@ -187,8 +187,9 @@ class TestFittingTheMicroBatch:
     @pytest.mark.distributed
     def test_all_processes_take_what_fits_on_each(self) -> None:
         from tests.helpers.processes import run_world
+        from tests.helpers.workers.micro_batch import hungry
 
-        ranks = run_world(2, "hungry", directory="unused")
+        ranks = run_world(2, hungry, directory="unused")
         assert [rank["micro_batch"] for rank in ranks] == [1, 1]
         assert ranks[0]["weights"] == ranks[1]["weights"]
         assert ranks[0]["rates"] == ranks[1]["rates"]

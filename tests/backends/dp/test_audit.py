@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
 from tests.helpers.processes import run_world
+from tests.helpers.workers.private import audited
 from tools.broken_privacy import BROKEN, broken
 from trainstack.backends.dp import DifferentialPrivacyArguments, epsilon_of
 from trainstack.backends.dp.audit import AuditReport, Finding, audit, audit_module
@@ -105,7 +106,7 @@ def test_a_debug_seed_is_found() -> None:
 
 @pytest.mark.distributed
 def test_processes_are_audited_together() -> None:
-    one, other = run_world(2, "audited")
+    one, other = run_world(2, audited)
     assert one == other
     assert one["report"]["verdict"] == "nothing found"
     assert one["report"]["subject"].startswith("ddp-dp")
