@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.helpers.patience import patience
+
 PROBE = """
 import gc, sys
 import torch
@@ -21,10 +23,11 @@ print(at_import, len(collections) - at_import, gc.isenabled())
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("disabled", [False, True])
 def test_nothing_is_collected_during_the_imports_and_the_collector_is_as_it_was(disabled: bool) -> None:
     command = [sys.executable, "-c", PROBE.format(disabled=disabled)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=patience(30))
     at_import, at_first_use, enabled = done.stdout.split()
     assert int(at_import) <= 2, "a start and a stop at most: before the block, or after it"
     assert int(at_first_use) <= 2

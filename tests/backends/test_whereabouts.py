@@ -6,6 +6,7 @@ import re
 import threading
 import time
 
+from tests.helpers.patience import patience
 from trainstack.backends import whereabouts
 
 
@@ -19,7 +20,7 @@ def test_a_thread_is_found_in_the_users_code() -> None:
     thread = threading.Thread(target=waits_for_data)
     thread.start()
     inside.wait(20)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + patience(20)
     while not (place := whereabouts.of_thread(thread.ident or 0)).endswith(": over.wait(20)"):
         assert time.monotonic() < deadline, place
     over.set()

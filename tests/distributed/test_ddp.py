@@ -237,7 +237,7 @@ def test_a_wrong_option_of_ddp_is_answered_when_the_stack_is_built(option: str, 
 @pytest.mark.spec("F209")
 def test_a_checkpoint_that_fails_in_the_background_ends_all_processes(tmp_path: Path) -> None:
     # under torchrun, whose agent keeps the word that rank 0 leaves when it goes
-    main, other = run_agents(1, 2, failures.background_failure, timeout=60, directory=str(tmp_path))
+    main, other = run_agents(1, 2, failures.background_failure, directory=str(tmp_path))
 
     assert main["error"].startswith("CheckpointError: ")
     assert "the disk is gone" in main["error"]

@@ -22,12 +22,13 @@ import torch
 
 import trainstack as ts
 from tests.helpers import launched, torchrun_script
+from tests.helpers.patience import patience
 from tests.helpers.processes import free_port
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 30.0  # what two processes need to start on a busy machine
+START_S = patience(20)  # for two processes that start
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def launch(fn: Callable[..., Any], *args: Any, **changes: Any) -> list[Any]:
     """`ts.launch` of two processes, which leaves everything as it was, whether it returns or raises."""
     before = surroundings()
     try:
-        return ts.launch(fn, *args, **{"nproc": 2, "timeout_s": 45, **changes})
+        return ts.launch(fn, *args, **{"nproc": 2, "timeout_s": patience(20), **changes})
     finally:
         after = surroundings()
         assert [name for name in before if before[name] != after[name]] == []
@@ -82,9 +83,9 @@ def torchrun(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 45) -> str:
+def finish(process: subprocess.Popen[str], timeout: float = 20) -> str:
     try:
-        return process.communicate(timeout=timeout)[0]
+        return process.communicate(timeout=patience(timeout))[0]
     finally:
         process.kill()
         process.wait()
@@ -190,7 +191,7 @@ def test_a_machine_whose_host_does_not_come_gives_up_in_time() -> None:
     began = time.monotonic()
     with pytest.raises(ts.LaunchError, match="timeout_s=2"):
         launch(launched.talk, nnodes=2, node_rank=1, rdzv_endpoint=f"127.0.0.1:{free_port()}", timeout_s=2)
-    assert time.monotonic() - began < 40  # torch's own patience is 60 seconds, up to twice
+    assert time.monotonic() - began < 55  # torch's own patience is 60 seconds, up to twice
 
 
 def test_exit_codes_and_results_that_do_not_travel(tmp_path: Path) -> None:
@@ -345,7 +346,7 @@ from tests.helpers.launched import train_and_leave_carelessly
 if __name__ == "__main__":
     [result] = trainstack.launch(
         train_and_leave_carelessly, 0, nproc=1, nnodes=2, node_rank=int(sys.argv[1]), rdzv_endpoint=sys.argv[2],
-        env={"GIVEN": "x"}, timeout_s=40,
+        env={"GIVEN": "x"}, timeout_s=120,
     )
     print("total", result["total"].item())
 """

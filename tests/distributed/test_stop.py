@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 import trainstack as ts
+from tests.helpers.patience import patience
 from tests.helpers.processes import ROOT, hears_ctrl_c
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.distributed
 
 STEPS = 16  # an epoch
 
@@ -44,7 +45,7 @@ def run(
     try:
         if then is not None:
             then(launcher)
-        error = launcher.communicate(timeout=90)[1]
+        error = launcher.communicate(timeout=patience(30))[1]
     finally:
         launcher.kill()
     left = sorted(folder.glob("*.json"))
@@ -101,7 +102,7 @@ def test_all_processes_stop_at_the_same_step_whoever_gets_the_signal(who: str, t
 
 def when_started(folder: Path, number: int) -> Callable[[subprocess.Popen[str]], None]:
     def send(launcher: subprocess.Popen[str]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience(30)
         while len(list(folder.glob("*.started"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
         launcher.send_signal(number)
@@ -150,7 +151,7 @@ def test_ctrl_c_in_a_script_that_calls_launch_saves_first(tmp_path: Path) -> Non
     )
     try:
         when_started(tmp_path, signal.SIGINT)(process)
-        printed, error = process.communicate(timeout=60)
+        printed, error = process.communicate(timeout=patience(30))
     finally:
         process.kill()
 

@@ -46,7 +46,7 @@ def run_agents(
     per_node: int,
     function: Callable[..., Any],
     *extra: str,
-    timeout: float = 120.0,
+    timeout: float = 60.0,
     elastic: bool = False,
     **options: Any,
 ) -> list[Any]:
@@ -90,7 +90,7 @@ def run_world(
     size: int,
     function: Callable[..., Any],
     *,
-    timeout: float = 60.0,
+    timeout: float = 30.0,
     fresh: bool = False,
     may_fail: bool = False,
     **options: Any,

@@ -140,6 +140,7 @@ def test_the_peak_of_a_process_is_its_own_however_large_the_one_that_started_it(
     assert 100 < processes._measure("memory", "raw") < mine
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc")
 def test_memory_that_was_freed_is_not_made_anew_while_something_is_measured() -> None:
     code = (

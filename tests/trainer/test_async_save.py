@@ -12,6 +12,7 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, train, weights
+from tests.helpers.patience import patience
 from trainstack.checkpointing import filesystem, retention
 from trainstack.trainer.loop import NEVER
 
@@ -51,7 +52,7 @@ class WaitsForFailure(Classifier):
         self.in_step_4 = threading.Event()
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + patience(20)
         if global_step == 4:
             self.in_step_4.set()
         while global_step == 4 and not self.told and time.monotonic() < deadline:

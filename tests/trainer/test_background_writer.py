@@ -11,6 +11,7 @@ import pytest
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, train
+from tests.helpers.patience import patience
 from trainstack.trainer.history import Record
 from trainstack.trainer.writers.background import BackgroundWriter
 from trainstack.trainer.writers.base import RunInfo, Writer
@@ -64,7 +65,7 @@ def test_an_error_in_the_thread_is_raised_by_the_next_call() -> None:
     writer = BackgroundWriter(slow)
     writer.open(RunInfo())
     writer.write(ONE)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + patience(20)
     while writer._done == 0 and time.monotonic() < deadline:
         time.sleep(0.001)
     with pytest.raises(ConnectionError, match="no network"):

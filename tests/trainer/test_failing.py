@@ -84,6 +84,7 @@ def test_where_the_order_is_not_the_librarys_step_and_micro_batch_are_named_alon
     assert "samples" not in notes(caught.value)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_that_cannot_be_loaded_is_named(workers: int, tmp_path: Path) -> None:
     module = Classifier(dataset=Numbered(broken=11), num_workers=workers)

@@ -86,6 +86,7 @@ def own_generator(data: Any, sampler: Any, size: int) -> Any:
     return StatefulDataLoader(data, batch_size=size, sampler=StatefulRandomSampler(data, generator=generator))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("lasting", [False, True])
 @pytest.mark.parametrize("make", [shuffled(0), given_sampler, own_generator], ids=["shuffle", "sampler", "generator"])
 @pytest.mark.parametrize("stops", [(2, 4, 7), (9, 13)], ids=str)
@@ -104,6 +105,7 @@ def test_random_numbers_drawn_for_a_sample_in_this_process_are_the_same(lasting:
     assert agree(*unbroken_and_interrupted(augmented, tmp_path, (3, 7, 10), lasting=lasting))
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "lasting"),
@@ -172,6 +174,7 @@ def test_a_loader_without_a_state_still_reads_and_puts_aside(tmp_path: Path, cap
     assert "The first 4 batches of this epoch are read and put aside" in caplog.text
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
 @pytest.mark.slow
 def test_another_number_of_workers_is_answered_in_words(before: int, after: int, tmp_path: Path) -> None:
@@ -185,6 +188,7 @@ def test_another_number_of_workers_is_answered_in_words(before: int, after: int,
         run(Reads(shuffled(after)), tmp_path)
 
 
+@pytest.mark.processes
 def test_what_its_state_lacks_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def torchs_own(data: Any, sampler: Any, size: int) -> Any:
         chosen = RandomSampler(data, generator=torch.Generator().manual_seed(1))

@@ -62,6 +62,7 @@ def test_epochs_are_shuffled_differently_and_the_global_generators_are_left_alon
     assert module.steps[:6] != module.steps[6:]
 
 
+@pytest.mark.processes
 @pytest.mark.spec("F301")
 @pytest.mark.parametrize("limit", [8, 2])
 @pytest.mark.parametrize("workers", [0, 2])

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, train, weights
+from tests.helpers.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,12 +28,13 @@ def in_a_fresh_process(*args: object) -> Any:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patience(60),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.processes
 @pytest.mark.spec("FN-32", "F204", "F403", "F404", "HZ-06", "PMT-12", "PMT-14")
 @pytest.mark.parametrize("backend", ["sp", "sp-amp"])
 @pytest.mark.parametrize("workers", [0, 2])

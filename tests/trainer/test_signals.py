@@ -21,6 +21,7 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, train
+from tests.helpers.patience import patience
 from tests.helpers.processes import hears_ctrl_c
 from tests.helpers.resume_run import exact
 from trainstack.checkpointing import filesystem
@@ -348,16 +349,17 @@ def stopped_by(number: int, directory: Path, workers: int) -> tuple[int, str]:
     """Send a signal to the script and all of its workers in the third step; its exit code and stderr."""
     process = script(directory, workers)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience(30)
         while not (directory / "now").exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         os.killpg(process.pid, number)
-        error = process.communicate(timeout=60)[1]
+        error = process.communicate(timeout=patience(30))[1]
     finally:
         process.kill()
     return process.returncode, error
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_process_with_loader_workers_stops_in_good_order_when_the_whole_group_is_told_to(
     number: signal.Signals, tmp_path: Path
@@ -373,7 +375,7 @@ def test_a_process_with_loader_workers_stops_in_good_order_when_the_whole_group_
     whole = tmp_path / "whole"
     whole.mkdir()
     processes = script(tmp_path, 0), script(whole, 0)
-    resumed, unbroken = (process.communicate(timeout=60)[0].splitlines()[-1] for process in processes)
+    resumed, unbroken = (process.communicate(timeout=patience(30))[0].splitlines()[-1] for process in processes)
     assert resumed == unbroken
 
 
@@ -409,7 +411,7 @@ def test_keeping_it_cannot_hang(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
     class Stuck(Classifier):
         def get_state(self) -> Any:
-            release.wait(30)
+            release.wait(patience(60))
             return super().get_state()
 
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
@@ -418,7 +420,7 @@ def test_keeping_it_cannot_hang(tmp_path: Path, caplog: pytest.LogCaptureFixture
     began = time.monotonic()
     with pytest.raises(ZeroDivisionError):
         trainer_of(Stuck(), tmp_path, save_on_exception=True, stop_grace_s=0.2).train()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < patience(10)
     release.set()
     assert "could not save after the exception within 0.2 s" in caplog.text
 

@@ -70,6 +70,7 @@ class TestSanityCheck:
 
 
 class TestOverfitting:
+    @pytest.mark.processes
     @pytest.mark.spec("FN-21", "F415")
     @pytest.mark.parametrize("workers", [0, 1])
     def test_few_batches_are_trained_on_and_validated(self, workers: int, tmp_path: Path) -> None:

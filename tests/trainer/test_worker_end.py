@@ -13,9 +13,10 @@ import pytest
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments
+from tests.helpers.patience import patience
 from tests.helpers.processes import ROOT
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(patience(60))
 
 
 @pytest.fixture
@@ -34,6 +35,7 @@ def trained(directory: Path, backend: str = "sp", **loader: Any) -> ts.Trainer:
     return trainer
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", ["sp", "sp-dp"])
 @pytest.mark.parametrize("closed", [True, False])
 def test_persistent_workers_end_with_their_trainer(
@@ -49,6 +51,7 @@ def test_persistent_workers_end_with_their_trainer(
     assert worker.exitcode == 0
 
 
+@pytest.mark.processes
 def test_workers_of_a_pass_that_an_error_ends_are_told(others: set[Any], tmp_path: Path) -> None:
     class Fails(Classifier):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
@@ -64,9 +67,10 @@ def test_workers_of_a_pass_that_an_error_ends_are_told(others: set[Any], tmp_pat
     assert [worker.exitcode for worker in workers] == [0]
 
 
+@pytest.mark.processes
 def test_a_script_ends_while_its_trainer_still_has_workers(tmp_path: Path) -> None:
     script = (
         "from pathlib import Path; from tests.trainer.test_worker_end import trained\n"
         f"trainer = trained(Path({str(tmp_path)!r}), persistent_workers=True)"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=50)
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=patience(30))

@@ -74,6 +74,7 @@ def test_csv_rows_are_there_after_each_write(tmp_path: Path) -> None:
     writer.close()
 
 
+@pytest.mark.processes
 @pytest.mark.spec("F309")
 def test_csv_survives_a_process_that_is_killed_and_continues_as_if_it_had_not_been(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
@@ -232,6 +233,7 @@ def test_tensorboard_missing_says_what_to_install(tmp_path: Path, monkeypatch: p
         TensorBoardWriter(tmp_path)
 
 
+@pytest.mark.processes
 def test_neither_tensorboard_nor_rich_is_imported_until_used() -> None:
     code = (
         "import sys, trainstack.trainer.writers, trainstack.trainer.progress\n"

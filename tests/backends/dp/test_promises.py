@@ -21,6 +21,7 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, weights
+from tests.helpers.patience import patience
 from tests.helpers.private_runs import BreaksOff, Recorded, Recording, private, promise
 from trainstack.backends.dp import epsilon_of
 from trainstack.backends.dp.randomness import SeededRandomness, SystemRandomness
@@ -86,6 +87,7 @@ class Killed(Recording):
         return super().step(closure)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_killed_at_random_moments_a_run_never_reports_less_than_was_released(tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ def test_killed_at_random_moments_a_run_never_reports_less_than_was_released(tmp
                 Killed.truth = os.open(truth, os.O_WRONLY | os.O_APPEND)
                 make().train()
             os._exit(1)
-        deadline, enough = time.monotonic() + 60, before + 6 + moments.randrange(20)
+        deadline, enough = time.monotonic() + patience(30), before + 6 + moments.randrange(20)
         while truth.stat().st_size < enough and time.monotonic() < deadline:
             time.sleep(0.001)
         os.kill(child, signal.SIGKILL)
@@ -306,6 +308,7 @@ def test_random_states_cannot_be_copied(make: Any, copied: Any) -> None:
         copied(make())
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_does_not_go_on_with_its_parents_noise() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, weights
+from tests.helpers.patience import patience
 from tests.helpers.workers import RANK
 from trainstack.backends import lookout
 
@@ -88,14 +89,14 @@ def background_failure(directory: str) -> Any:
     in_step_4 = threading.Event()
 
     def fail(handle: Any) -> None:
-        in_step_4.wait(20)
+        in_step_4.wait(patience(10))
         raise OSError("the disk is gone")
 
     class Waits(Classifier):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             if RANK == 0 and global_step == 4:
                 in_step_4.set()
-                deadline = time.monotonic() + 20
+                deadline = time.monotonic() + patience(10)
                 while trainer._ready().loop.attend_at and time.monotonic() < deadline:
                     time.sleep(0.001)
             return super().train_step(global_step, batch, device)
