@@ -18,7 +18,7 @@ from trainstack.backends.meeting import open_store
 
 pytestmark = pytest.mark.distributed
 
-LATE_S = 20.0  # timeout_s is 3, and the others get a few seconds to answer
+LATE_S = 15.0  # timeout_s is 3, and the others get a few seconds to answer
 SECONDS = patience(10)  # a rank that nobody tells waits for half an hour
 
 
