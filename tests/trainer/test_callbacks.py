@@ -18,7 +18,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, weights
 from tests.helpers.processes import run_world
 from tests.helpers.workers.callbacks import callbacks_cut, with_callbacks
-from tests.trainer.test_hot_loop import reads_counted
+from tests.trainer.run.test_hot_loop import reads_counted
 from trainstack import callbacks as cb
 from trainstack.backends import clipping
 

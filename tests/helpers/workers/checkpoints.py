@@ -40,7 +40,7 @@ def noisy(directory: str, **changes: Any) -> list[float]:
 
 def streams(directory: str, stop_at: int | None = None, **changes: Any) -> dict[str, Any]:
     """A loader that keeps its own place, and weights from elsewhere."""
-    from tests.trainer.test_loader_state import EVERY_STEP, Reads, Stream
+    from tests.trainer.data.test_loader_state import EVERY_STEP, Reads, Stream
 
     module = Reads(lambda data, sampler, size: Stream(data, size), stop_at=stop_at)
     made: dict[str, Any] = {"checkpointer_args": EVERY_STEP, "resume": "auto", "gpu_batch_size_limit": 2, **changes}

@@ -94,7 +94,7 @@ def few(count: int) -> dict[str, Any]:
 
 def tokens() -> list[float]:
     """A loss over tokens; the processes' batches hold very different numbers of them, one none at all."""
-    from tests.trainer.test_weighting import Tokens
+    from tests.trainer.run.test_loss_weighting import Tokens
 
     module = Tokens()
     ts.Trainer(module, arguments("unused", backend="ddp", train_batch_size=6, clip_grads=False)).train()

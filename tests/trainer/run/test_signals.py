@@ -30,7 +30,7 @@ from trainstack.checkpointing import filesystem
 from trainstack.trainer.grace import Grace
 from trainstack.trainer.logs import RunLogger
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SAVING = ts.DefaultCheckpointerArguments()
 STEPS, LAST = 10, 10 * 3  # steps an epoch, and in all
 

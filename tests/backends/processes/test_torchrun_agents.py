@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_ddp import alone, close
+from tests.backends.processes.test_ddp import alone, close
 from tests.helpers.processes import run_agents
 from tests.helpers.workers import checkpoints, training
 

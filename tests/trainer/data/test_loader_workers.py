@@ -70,7 +70,7 @@ def test_workers_of_a_pass_that_an_error_ends_are_told(others: set[Any], tmp_pat
 @pytest.mark.processes
 def test_a_script_ends_while_its_trainer_still_has_workers(tmp_path: Path) -> None:
     script = (
-        "from pathlib import Path; from tests.trainer.test_worker_end import trained\n"
+        "from pathlib import Path; from tests.trainer.data.test_loader_workers import trained\n"
         f"trainer = trained(Path({str(tmp_path)!r}), persistent_workers=True)"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=patience(30))

@@ -97,7 +97,7 @@ def test_a_loader_that_pads_by_itself_is_told_once_how_many_samples_it_gave() ->
 
 @pytest.mark.spec("PA-31")
 def test_a_loss_over_tokens_counts_by_tokens_over_processes() -> None:
-    from tests.trainer.test_weighting import Tokens
+    from tests.trainer.run.test_loss_weighting import Tokens
 
     reference = Tokens()
     ts.Trainer(reference, arguments("unused", train_batch_size=6, clip_grads=False)).train()

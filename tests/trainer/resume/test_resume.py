@@ -17,7 +17,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, train, weights
 from tests.helpers.patience import patience
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def in_a_fresh_process(*args: object) -> Any:
