@@ -22,7 +22,6 @@ import torch.distributed as dist
 from tests.helpers.requirements import words_of
 
 torch.set_num_threads(1)
-gc.freeze()  # a full collection, of which pytest makes one a test, then skips the objects of torch
 SEED = int(os.environ.get("TEST_SEED", "0"))
 
 # Without a seed the examples are the same in each run. With one, `make test-long` tries many others.
@@ -105,6 +104,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the objects of all imported modules out of garbage collections: a full one takes half a second otherwise."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

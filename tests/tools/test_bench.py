@@ -22,6 +22,8 @@ from tools.bench.measure import Outcome, measure, same_bits
 from tools.bench.profile import PARTS, Clock, profile, table
 from tools.bench.workloads import WORKLOADS
 
+pytestmark = pytest.mark.slow
+
 BOUNDS = {"W1": 0.85, "W1-ready": 1.0, "W4-ready": 0.95, "W5": 0.35, "W5-ready": 1.1}
 """About 15 % over what is measured, setting up a run of so few steps included: a busy machine passes, and a step that
 got so much dearer does not."""
@@ -140,7 +142,6 @@ def test_the_peak_of_a_process_is_its_own_however_large_the_one_that_started_it(
     assert 100 < processes._measure("memory", "raw") < mine
 
 
-@pytest.mark.processes
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc")
 def test_memory_that_was_freed_is_not_made_anew_while_something_is_measured() -> None:
     code = (

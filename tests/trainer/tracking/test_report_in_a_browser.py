@@ -13,7 +13,10 @@ import trainstack as ts
 from tests.helpers.browser import CHROMIUM, Browser
 from tests.helpers.modules import Classifier, train
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium"),
+]
 
 EVIL = "<img src=x onerror=document.title='broken'>"
 
