@@ -14,13 +14,19 @@ export OMP_NUM_THREADS = 1
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test check wheel bench bench-peers conformance conformance-peers kills docs lock clean help
+.PHONY: demo test test-fast test-long check wheel bench bench-peers conformance conformance-peers kills docs lock clean help
 
 demo: .venv/.stamp ## train, interrupt and resume a small model, and show that the results agree
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: .venv/.stamp ## run the tests; make test ARGS="tests/backends -x" runs some of them
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+test-fast: .venv/.stamp ## the tests that start no process and are not slow, in less than two minutes
+	$(BIN)/python -m pytest -n $(JOBS) --fast $(ARGS)
+
+test-long: .venv/.stamp ## batteries that take hours; continues where an interrupted run ended; ARGS="--restart" begins again
+	$(BIN)/python -m tools.long_tests $(ARGS)
 
 check: .venv/.stamp ## format, lint, types, the table of features and the documentation
 	$(BIN)/ruff format --check .

@@ -1,9 +1,12 @@
-"""What every test runs under: one thread, reproducible examples, and a watch over torch's global state."""
+"""What every test runs under: one thread, reproducible examples, and a check of torch's global state."""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing.process
 import os
 import random
+import subprocess
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
 
@@ -16,11 +19,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.requirements import words_of
+
 torch.set_num_threads(1)
 SEED = int(os.environ.get("TEST_SEED", "0"))
 
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
-hypothesis.settings.load_profile("ci")
+# Without a seed the examples are the same in each run. With one, `make test-long` tries many others.
+EXAMPLES = int(os.environ.get("TEST_EXAMPLES", "100"))
+hypothesis.settings.register_profile("trainstack", derandomize=SEED == 0, deadline=None, max_examples=EXAMPLES)
+hypothesis.settings.load_profile("trainstack")
+
+NOT_FAST = ("distributed", "processes", "slow")
+"""The markers that `--fast` leaves out."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--fast`, for daily work."""
+    parser.addoption("--fast", action="store_true", help=f"leave out tests that are marked {', '.join(NOT_FAST)}")
 
 
 @pytest.fixture(autouse=True)
@@ -64,13 +79,47 @@ def world_of_one(request: pytest.FixtureRequest) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+@pytest.fixture(autouse=True)
+def no_process_in_a_fast_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `--fast`, fail a test that starts a process and does not say so."""
+    if not request.config.getoption("--fast"):
+        return
+
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("the test starts a process: mark it with @pytest.mark.processes")
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
+    monkeypatch.setattr(os, "fork", refuse)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none; under `--fast`, leave out what is slow or starts processes."""
+    if config.getoption("--fast"):
+        left_out = [item for item in items if any(item.get_closest_marker(name) for name in NOT_FAST)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the objects of all imported modules out of garbage collections: a full one takes half a second otherwise."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Print the words of the requirements below the traceback of a test that failed."""
+    report = yield
+    ids = [id_ for marker in item.iter_markers("spec") for id_ in marker.args]
+    if report.failed and ids:
+        report.sections.append(("what this test holds", "\n".join(f"{id_}: {words_of(id_)}" for id_ in ids)))
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

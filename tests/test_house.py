@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import trainstack
+from tests.helpers.patience import patience
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "src" / "trainstack"
@@ -483,12 +484,13 @@ def probe_import(compiled: Path) -> tuple[float, list[str]]:
     """CPU seconds and modules that `import trainstack` adds to `import torch`, in a fresh process."""
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(compiled), "PYTHONDONTWRITEBYTECODE": ""}
     command = [sys.executable, "-c", PROBE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=patience(30))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     return found["cpu_s"], found["modules"]
 
 
+@pytest.mark.processes
 def test_import_is_light(tmp_path: Path) -> None:
     cpu_s, modules = probe_import(tmp_path)
     heavy = [m for m in modules if any(f"{m}.".startswith(f"{root}.") for root in HEAVY)]

@@ -32,8 +32,8 @@ _STARRED = {
 STARRED = frozenset(f"{name}-{number:02d}" for name, numbers in _STARRED.items() for number in numbers)
 """The lines that are easy to get wrong: they need a test as soon as they work."""
 
-_PRIVACY = {"O": 21, "T": 7, "B": 6}
-"""Ids of privacy notes, which only markers carry: O1 to O21 and so on."""
+_OTHERS = {"O": 21, "T": 7, "B": 6}
+"""Ids that only markers carry, O1 to O21 and so on: what was observed of Opacus, and PyMarlin's own tests."""
 
 _STATES = re.compile(r"(?P<kind>works)$|(?P<later>later), \w.*|(?P<no>no), because \w.*")
 _CELL_END = re.compile(r"(?<!\\)\|")
@@ -82,12 +82,12 @@ def expected_ids(lists: Mapping[str, int] = LISTS) -> list[str]:
 
 
 def is_known_marker(id_: str) -> bool:
-    """Whether a test may carry `id_`: a line of the page, a fault, or a privacy note."""
+    """Whether a test may carry `id_`: a line of the page, or one of tests/helpers/requirements.py."""
     if re.fullmatch(r"F\d{3}", id_):
         return True
     note = re.fullmatch(r"([OTB])([1-9]\d?)", id_)
     if note is not None:
-        return int(note[2]) <= _PRIVACY[note[1]]
+        return int(note[2]) <= _OTHERS[note[1]]
     return id_ in _ALL_IDS
 
 
@@ -126,6 +126,11 @@ def _table_rows(text: str) -> Iterator[tuple[int, list[str]]]:
             inside = True
         elif inside and not all(re.fullmatch(r":?-+:?", cell) for cell in cells):
             yield line, cells
+
+
+def words_of_rows(text: str) -> dict[str, str]:
+    """What each row of the page says one can do, by id."""
+    return {cells[0].partition(" ")[0]: cells[1] for _, cells in _table_rows(text) if len(cells) > 1}
 
 
 def _row(cells: Sequence[str], line: int) -> Row:
@@ -237,7 +242,7 @@ def _unknown_markers(markers: Markers) -> Iterator[str]:
     for id_, places in sorted(markers.places.items()):
         if not is_known_marker(id_):
             where = ", ".join(map(str, places))
-            yield f"{where}: a marker names {id_!r}, which is no line of {PAGE}, no fault and no privacy note."
+            yield f"{where}: a marker names {id_!r}, which neither {PAGE} nor tests/helpers/requirements.py has."
 
 
 # --- what is printed

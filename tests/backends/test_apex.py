@@ -16,6 +16,7 @@ import torch
 import trainstack as ts
 from tests.helpers.apex_shim import ROOT, SHA256, get_wheel
 from tests.helpers.modules import Classifier, arguments
+from tests.helpers.patience import patience
 from trainstack.backends.apex_probe import probe
 
 NEVER_RUN = "raise RuntimeError('the probe ran code of a package that it had no reason to trust')"
@@ -239,9 +240,12 @@ def with_apex(wheel: Path, level: str, *command: str) -> subprocess.CompletedPro
         "TRAINSTACK_TEST_APEX_OPTIONS": json.dumps({"opt_level": level, **LEVELS[level]}),
     }
     command = (sys.executable, "-m", *command)
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=patience(60)
+    )
 
 
+@pytest.mark.processes
 @pytest.mark.spec("PMB-15", "PMB-12", "F110", "F410")
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_layer_on_apex_itself(level: str, wheel: Path) -> None:
@@ -256,6 +260,7 @@ def test_the_layer_on_apex_itself(level: str, wheel: Path) -> None:
     assert passed >= (27 if suites else 13), done.stdout
 
 
+@pytest.mark.processes
 @pytest.mark.spec("F109", "FN-32")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_new_process_goes_on_exactly_from_every_step(level: str, wheel: Path, tmp_path: Path) -> None:

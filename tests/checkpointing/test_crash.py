@@ -111,6 +111,7 @@ def test_files_reach_the_disk_before_the_name_does(tmp_path: Path, monkeypatch: 
     ]
 
 
+@pytest.mark.processes
 @pytest.mark.spec("F116")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -171,6 +172,7 @@ def test_any_call_fails(tmp_path: Path, name: str, error: BaseException, lasting
         pytest.fail("a save has more calls than the test has points")
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_the_process_ends_while_a_new_best_is_saved_and_the_best_is_still_found(tmp_path: Path) -> None:
@@ -218,6 +220,7 @@ for mark in range(1, 100000):
 """
 
 
+@pytest.mark.processes
 @pytest.mark.spec("F116")
 @pytest.mark.parametrize("in_background", [False, True], ids=["foreground", "background"])
 def test_a_killed_process_loses_nothing_that_it_said_was_saved(tmp_path: Path, in_background: bool) -> None:

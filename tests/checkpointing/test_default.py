@@ -269,6 +269,7 @@ def test_a_newer_format_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.M
         one.load("auto")
 
 
+@pytest.mark.processes
 def test_leftovers_of_dead_writers_are_cleared_and_those_of_the_living_are_not(tmp_path: Path) -> None:
     import socket
     import subprocess

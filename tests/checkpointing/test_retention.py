@@ -311,6 +311,7 @@ def test_what_fails_after_a_save_is_a_warning(
 # --- the end of the process, anywhere ----------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("step", [4, 3], ids=["new step", "same step"])

@@ -17,6 +17,7 @@ import torch
 import trainstack as ts
 from tests.checkpointing.support import flip_bit, make_checkpoint
 from tests.helpers.modules import Classifier, train
+from tests.helpers.patience import patience
 from trainstack.checkpointing import Checkpoint, manifest, write_checkpoint
 from trainstack.cli.main import main
 
@@ -234,14 +235,16 @@ def test_a_wrong_command_line_is_answered_in_one_line(words: list[str], capsys: 
     assert "--help" in err
 
 
+@pytest.mark.processes
 def test_the_module_runs_as_the_command(trained: Path) -> None:
     command = [sys.executable, "-m", "trainstack", "checkpoints", "verify", str(trained)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(30), check=False)
 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("intact") == 3
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("said", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)], ids=str
 )
@@ -249,7 +252,7 @@ def test_colours_only_in_a_terminal_and_unless_told_not_to(said: dict[str, str],
     leader, follower = pty.openpty()
     environment = {**os.environ, "NO_COLOR": "", "TERM": "xterm-256color", "COLUMNS": "200", **said}
     command = [sys.executable, "-m", "trainstack", "checkpoints", "ls", str(trained)]
-    subprocess.run(command, stdout=follower, env=environment, timeout=120, check=True)
+    subprocess.run(command, stdout=follower, env=environment, timeout=patience(30), check=True)
     os.close(follower)
     out = os.read(leader, 1 << 16).decode()
     os.close(leader)

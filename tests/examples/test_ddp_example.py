@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.patience import patience
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "ddp.py"
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.spec("PMT-23", "PMB-17", "PMB-19", "PMB-20", "FN-03")
@@ -27,7 +30,7 @@ def test_torchrun_trains_the_example_and_one_process_speaks(tmp_path: Path) -> N
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=patience(60),
     )
     said = re.findall(r"validation accuracy (\S+) over 2 processes", done.stdout)
     assert len(said) == 1, done.stdout + done.stderr

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.patience import patience
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -21,7 +23,7 @@ def run(directory: Path, script: str, *arguments: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=patience(60),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -35,6 +37,7 @@ def is_running(pid: int) -> bool:
     return True
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_demo_kills_resumes_and_finds_the_same_weights_twice_in_one_folder(tmp_path: Path) -> None:
@@ -57,6 +60,7 @@ def test_the_demo_kills_resumes_and_finds_the_same_weights_twice_in_one_folder(t
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
+@pytest.mark.processes
 def test_the_script_to_copy_trains_and_resumes_a_finished_run(tmp_path: Path) -> None:
     said = run(tmp_path, "digits.py", "--epochs", "1", "--backend", "sp-bf16")
     assert "sp-bf16 on " in said

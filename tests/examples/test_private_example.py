@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.patience import patience
 from trainstack.backends.dp import PrivacyStatement
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "private.py"
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.spec("PMB-13")
 def test_a_short_run_keeps_its_budget_and_learns_on_both_data_sets(tmp_path: Path) -> None:
@@ -25,7 +27,7 @@ def test_a_short_run_keeps_its_budget_and_learns_on_both_data_sets(tmp_path: Pat
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=patience(60),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said = {

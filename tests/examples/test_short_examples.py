@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.patience import patience
 from trainstack import read_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ def run(directory: Path, script: str, *arguments: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=patience(60),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -38,6 +39,7 @@ def losses_of(folder: Path) -> list[float]:
         return [float(row["value"]) for row in csv.DictReader(file) if row["name"] in ("train/loss", "val/loss")]
 
 
+@pytest.mark.processes
 def test_the_transformer_learns_the_same_however_its_batches_are_split(tmp_path: Path) -> None:
     small = ("--width", "8", "--layers", "1", "--max-steps", "10", "--device", "cpu")
     whole = run(tmp_path, "characters.py", *small, "--output-dir", "whole")
@@ -49,6 +51,7 @@ def test_the_transformer_learns_the_same_however_its_batches_are_split(tmp_path:
     assert 4 < float(re.search(r"^([\d.]+) bits a character", whole, re.M)[1]) < 7, "any of 128 would have 7"
 
 
+@pytest.mark.processes
 def test_two_tasks_are_learned_by_two_optimizers_and_evaluated_by_name(tmp_path: Path) -> None:
     said = run(tmp_path, "multitask.py", "--epochs", "2", "--device", "cpu")
     epochs = [line for line in said.splitlines() if line.startswith("epoch 2/2")]
@@ -61,6 +64,7 @@ def test_two_tasks_are_learned_by_two_optimizers_and_evaluated_by_name(tmp_path:
     assert said.splitlines()[-2:] == again.splitlines()[-2:]
 
 
+@pytest.mark.processes
 def test_the_student_is_taught_and_exported_without_its_teacher(tmp_path: Path) -> None:
     said = run(tmp_path, "distillation.py", "--epochs", "2", "--device", "cpu")
     right = {name.strip(): float(share) for name, share in re.findall(r"^(.{15}) .* ([\d.]+)% right$", said, re.M)}

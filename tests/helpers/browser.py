@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.patience import patience
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 """The browser on this machine; None if there is none."""
 
-_LONGEST_S = 30.0
+_LONGEST_S = patience(20)
 _OPTIONS = (
     "--headless",
     "--no-sandbox",  # which root may not have, and pages of our own do not need

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, weights
-from trainstack.backends.dp import ledger_file
 
 LIMIT, SEED = 0.5, 3
 
@@ -126,29 +121,6 @@ class Shaped(ts.ModuleInterface):
         return self.shape.train_step(batch)
 
 
-def private_ranks(directory: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What each of some runs over processes leaves; an error's text for one that is refused."""
-    found: dict[str, Any] = {}
-    for name, options in runs.items():
-        options = dict(options)
-        args = promise(**options.pop("promise", {}))
-        module = TwoOptimizers(seed=int(os.environ["RANK"]))  # of which only the main process's weights count
-        trainer = ts.Trainer(module, private(f"{directory}/{name}", args, backend="ddp-dp", **options))
-        try:
-            trainer.train()
-        except ts.TrainstackError as error:
-            found[name] = {"error": str(error)}
-            continue
-        statement = trainer.privacy_statement()
-        found[name] = {
-            "weights": weights(module).tolist(),
-            "steps": statement.steps,
-            "epsilon": statement.epsilon,
-            "planned": trainer.plan.total_steps,
-        }
-    return found
-
-
 class BreaksOff(Classifier):
     """Fails in the step after `steps`."""
 
@@ -160,25 +132,3 @@ class BreaksOff(Classifier):
         if global_step > self.steps:
             raise ArithmeticError("broken off")
         return super().train_step(global_step, batch, device)
-
-
-def full_disk(*_: Any) -> None:
-    raise OSError(28, "No space left on device")
-
-
-def closed_on_a_full_disk(directory: str) -> dict[str, Any]:
-    """Break off within a block of the ledger's, close when what is left of it cannot be handed back, start again."""
-    args = private(directory, promise(noise_multiplier=1.0), backend="ddp-dp", resume="auto")
-    trainer = ts.Trainer(BreaksOff(2), args)
-    with suppress(ArithmeticError):
-        trainer.train()
-    found: dict[str, Any] = {"error": None}
-    with mock.patch.object(ledger_file, "write", full_disk):
-        try:
-            trainer.close()
-        except ts.TrainstackError as error:
-            found["error"] = str(error)
-    found["open"] = dist.is_initialized()
-    again = ts.Trainer(Classifier(), args)
-    again.train()
-    return {**found, "steps": again.privacy_statement().steps}

@@ -1,4 +1,4 @@
-"""Starting several processes of a test, each with its place in the world, and reading what each has to say."""
+"""Calling one function in several ranks, and reading what each rank returns."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.forks import Forks
+from tests.helpers.patience import patience
+from tests.helpers.rank_pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,11 +42,17 @@ def free_port() -> int:
 
 
 def run_agents(
-    nodes: int, per_node: int, what: str, *extra: str, timeout: float = 120.0, elastic: bool = False, **options: Any
+    nodes: int,
+    per_node: int,
+    function: Callable[..., Any],
+    *extra: str,
+    timeout: float = 60.0,
+    elastic: bool = False,
+    **options: Any,
 ) -> list[Any]:
     """The same through `torch.distributed.run`: one agent a node, which meet over c10d on the loopback interface.
 
-    With `elastic` the run may go on with fewer nodes, the last node is told to die, and only rank 0 has to answer.
+    With `elastic` the run may continue with fewer nodes, the last node kills itself, and only rank 0 has to answer.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -55,7 +63,7 @@ def run_agents(
             f"--nproc-per-node={per_node}",
         ]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test", *extra]
-        command += ["-m", "tests.helpers.workers", what, json.dumps(options), folder]
+        command += ["-m", "tests.helpers.rank_process", name_of(function), json.dumps(options), folder]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         agents = []
         for node in range(nodes):
@@ -68,7 +76,7 @@ def run_agents(
                 )
             )
         try:
-            errors = [agent.communicate(timeout=timeout)[1].decode() for agent in agents]
+            errors = [agent.communicate(timeout=patience(timeout))[1].decode() for agent in agents]
         finally:
             for agent in agents:
                 agent.kill()
@@ -78,11 +86,25 @@ def run_agents(
         return [json.loads(answer.read_text()) for answer in answers]
 
 
-def run_world(size: int, what: str, *, timeout: float = 90.0, may_fail: bool = False, **options: Any) -> list[Any]:
-    """Run `tests.helpers.workers.<what>(**options)` in `size` processes; what each returned, by rank.
+def run_world(
+    size: int,
+    function: Callable[..., Any],
+    *,
+    timeout: float = 30.0,
+    fresh: bool = False,
+    may_fail: bool = False,
+    **options: Any,
+) -> list[Any]:
+    """Call a function of `tests.helpers.workers` in `size` ranks; what each rank returned.
 
-    With `may_fail`, a process that raised or died gives a dict with its exit code and the end of its stderr.
-    Results go through files: gloo may abort a process at exit, after all work is done.
+    Args:
+        size: the number of ranks.
+        function: it takes and returns what JSON can hold, and is found by its module and its name.
+        timeout: in seconds, on an idle machine.
+        fresh: use ranks that nobody has used, and end them; for cases that kill ranks or leave them in a bad state.
+            Other cases run in the ranks of the pool.
+        may_fail: a rank that raises or dies gives a dict with its exit status and the end of its stderr.
+        options: of the function.
     """
     with tempfile.TemporaryDirectory() as folder:
         world = {
@@ -94,11 +116,19 @@ def run_world(size: int, what: str, *, timeout: float = 90.0, may_fail: bool = F
             "MASTER_PORT": str(free_port()),
         }
         errors = [Path(folder) / f"{rank}.stderr" for rank in range(size)]
-        places = [
-            {"environment": {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}, "errors": str(errors[rank])}
-            for rank in range(size)
-        ]
-        statuses = _forks().run(places, [what, json.dumps(options), folder], timeout)
+        statuses = rank_pool().run(
+            {
+                "function": name_of(function),
+                "options": options,
+                "folder": folder,
+                "places": [
+                    {"environment": {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}, "errors": str(errors[rank])}
+                    for rank in range(size)
+                ],
+                "timeout_s": patience(timeout),
+                "fresh": fresh,
+            }
+        )
         results = []
         for rank, status in enumerate(statuses):
             answer = Path(folder) / f"{rank}.json"
@@ -115,6 +145,12 @@ def run_world(size: int, what: str, *, timeout: float = 90.0, may_fail: bool = F
         return results
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """ "module:name", by which another process finds the function."""
+    return f"{function.__module__}:{function.__qualname__}"
+
+
 @functools.cache
-def _forks() -> Forks:
-    return Forks(str(ROOT))
+def rank_pool() -> RankPool:
+    """The pool of this process: pytest-xdist has one for each of its workers."""
+    return RankPool(ROOT)

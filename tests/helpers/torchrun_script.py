@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 import trainstack as ts
+from tests.helpers.patience import patience
 
 
 def main(folder: Path, falls: int) -> None:
     place = ts.find_place()
     assert place is not None
-    store = ts.open_store(place, timeout_s=30)
+    store = ts.open_store(place, timeout_s=patience(10))
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
     total = torch.tensor([float(place.rank + 1)])
     dist.all_reduce(total)

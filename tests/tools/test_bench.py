@@ -22,6 +22,8 @@ from tools.bench.measure import Outcome, measure, same_bits
 from tools.bench.profile import PARTS, Clock, profile, table
 from tools.bench.workloads import WORKLOADS
 
+pytestmark = pytest.mark.slow
+
 BOUNDS = {"W1": 0.85, "W1-ready": 1.0, "W4-ready": 0.95, "W5": 0.35, "W5-ready": 1.1}
 """About 15 % over what is measured, setting up a run of so few steps included: a busy machine passes, and a step that
 got so much dearer does not."""

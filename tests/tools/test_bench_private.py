@@ -10,6 +10,8 @@ import torch
 from tools.bench.__main__ import main
 from tools.bench.private import MODELS, memory, ratios
 
+pytestmark = pytest.mark.slow
+
 BOUND = 2.5
 """The fastest mode costs at most this many plain steps."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.patience import patience
 from tools.conformance.__main__ import main, run_row
 from tools.conformance.adapter import Verdict
 from tools.conformance.case import all_cases
@@ -18,7 +19,7 @@ from tools.conformance.report import Row, page, table
 @pytest.mark.distributed
 @pytest.mark.parametrize(("trainer", "status"), [("trainstack", "pass"), ("naive", "wrong")])
 def test_trainstack_passes_every_case_and_the_naive_loop_fails_every_case(trainer: str, status: str) -> None:
-    row = run_row(trainer, Path(sys.executable), [], timeout=240)
+    row = run_row(trainer, Path(sys.executable), [], timeout=patience(60))
 
     assert list(row.cells) == [case.id for case in all_cases()]
     assert {case: cell for case, cell in row.cells.items() if cell.status != status} == {}

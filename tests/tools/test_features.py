@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.requirements import words_of
 from tools import features
 from tools.features import (
     LISTS,
@@ -263,3 +264,13 @@ def test_the_real_page_is_well_formed() -> None:
         everything_tested.places[id_].append(Place("tests/test_it.py", 1))
     assert find_problems(rows, everything_tested, expected_ids()) == []
     assert [row.id for row in rows] == expected_ids()
+
+
+# --- the words of ids
+
+
+def test_every_id_that_a_test_names_has_words() -> None:
+    ids = read_markers(ROOT / "tests").places
+
+    assert [id_ for id_ in ids if words_of(id_) == "an id without words"] == []
+    assert words_of("PMT-02") == "Keep everything about a task in one class"

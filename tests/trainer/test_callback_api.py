@@ -13,7 +13,15 @@ from torch import nn
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, weights
 from tests.helpers.processes import run_world
-from tests.helpers.user_callbacks import PAIRS, FrozenStart, Norms, more_data, what_it_does
+from tests.helpers.user_callbacks import (
+    PAIRS,
+    FrozenStart,
+    Norms,
+    calls_over_processes,
+    more_data,
+    user_callbacks,
+    what_it_does,
+)
 from trainstack.trainer import AbstractTrainer
 
 
@@ -34,7 +42,7 @@ def test_a_users_callback_does_what_the_ready_made_one_does(name: str, tmp_path:
 
 def test_over_two_processes_too(tmp_path: Path) -> None:
     """The last step of an epoch has one sample, so that the second process has none."""
-    first, second = run_world(2, "user_callbacks", directory=str(tmp_path / "two"))
+    first, second = run_world(2, user_callbacks, directory=str(tmp_path / "two"))
 
     assert set(first) == set(PAIRS)
     for name, (ours, users) in first.items():
@@ -162,7 +170,7 @@ def test_a_call_that_cannot_come_is_refused(step: Any, function: Any, message: s
 
 
 def test_calls_over_processes_validate_and_save(tmp_path: Path) -> None:
-    first, second = run_world(2, "calls_over_processes", directory=str(tmp_path))
+    first, second = run_world(2, calls_over_processes, directory=str(tmp_path))
 
     assert first["called"] == second["called"] == [3, 5]
     assert first["measured"] == second["measured"]

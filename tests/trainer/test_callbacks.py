@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, weights
 from tests.helpers.processes import run_world
-from tests.helpers.workers import with_callbacks
-from tests.trainer.test_hot_loop import reads_counted
+from tests.helpers.workers.callbacks import callbacks_cut, with_callbacks
+from tests.trainer.run.test_hot_loop import reads_counted
 from trainstack import callbacks as cb
 from trainstack.backends import fast_paths
 
@@ -459,7 +459,7 @@ def test_the_profiler_writes_a_trace_of_the_steps_asked_for(tmp_path: Path) -> N
 def test_callbacks_over_two_processes_do_what_they_do_in_one(tmp_path: Path) -> None:
     """Stopping, averages, best weights and freezing; stopped by one process in the middle and resumed."""
     alone = with_callbacks(str(tmp_path / "one"), backend="sp")
-    answers = run_world(2, "callbacks_cut", directory=str(tmp_path / "two"))
+    answers = run_world(2, callbacks_cut, directory=str(tmp_path / "two"))
 
     (unbroken, resumed), other = answers
     assert other == [unbroken, resumed]

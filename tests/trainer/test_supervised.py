@@ -296,6 +296,7 @@ def test_a_collator_of_the_data_set_is_used_unless_another_is_given(tmp_path: Pa
     train(supervised(collate_fn=add_one), tmp_path)
 
 
+@pytest.mark.processes
 @pytest.mark.spec("PA-12", "HZ-08")
 def test_loader_options_reach_the_loaders_each_their_own() -> None:
     module = supervised(

@@ -17,6 +17,7 @@ import pytest
 import trainstack as ts
 from tests.helpers.forgetful import CountsOutside, Fails, Forgets, NeverTheSame, Remembers, Slow
 from tests.helpers.modules import REPRODUCIBLE, arguments
+from tests.helpers.patience import patience
 from tools.kills.__main__ import preloaded, run
 from trainstack.verifying import verify
 
@@ -32,7 +33,7 @@ def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def call(module: Any, **changes: Any) -> ts.ResumeReport:
         args = arguments(tmp_path, **{"epochs": 2, "checkpointer_args": SAVING, **changes})
-        return ts.verify_resume(module, args, kills=1, seed=10, timeout_s=100)
+        return ts.verify_resume(module, args, kills=1, seed=10, timeout_s=patience(30))
 
     return call
 

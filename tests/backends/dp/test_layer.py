@@ -45,6 +45,7 @@ def test_without_noise_it_is_the_sum_of_clipped_gradients_over_the_public_batch_
     assert trainer.privacy_statement().grad_mode == ("bookkeeping" if mode == "auto" else mode)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("limit", "workers"), [(1, 0), (3, 0), (3, 1)])
 def test_neither_micro_batches_nor_workers_change_anything(limit: int, workers: int, tmp_path: Path) -> None:
     module = TwoOptimizers(num_workers=workers)

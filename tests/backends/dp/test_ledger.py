@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.backends.dp.support import make_accountant
+from tests.helpers.patience import patience
 from trainstack import _files
 from trainstack.backends.dp import Accountant, SpendLedger, ledger_file
 from trainstack.errors import PrivacyLedgerError
@@ -89,6 +90,7 @@ def test_processes_at_the_same_time_add_up(tmp_path: Path) -> None:
     assert total(path) == 24 == first.spent(RUN)[0][2]
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_does_not_take_its_parents_steps(tmp_path: Path) -> None:
@@ -237,12 +239,13 @@ def train_until_killed(directory: Path) -> None:
 
 
 def wait_for(steps: int, truth: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(30)
     while truth.stat().st_size < steps:
         assert time.monotonic() < deadline, "the process takes no steps"
         time.sleep(0.0005)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -8,6 +8,7 @@ from importlib import metadata
 
 import pytest
 
+from tests.helpers.patience import patience
 from trainstack.backends.dp import epsilon_of, gaussian_epsilon, opacus_import
 from trainstack.errors import ConfigurationError, MissingExtraError
 
@@ -23,9 +24,12 @@ assert warnings.filters == filters
 """
 
 
+@pytest.mark.processes
 @pytest.mark.spec("O19")
 def test_opacus_comes_late_and_sets_nothing_up() -> None:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", QUIET], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", QUIET], capture_output=True, text=True, timeout=patience(30)
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -9,6 +9,7 @@ import torch
 
 from tests.helpers.private_runs import by_hand
 from tests.helpers.processes import run_world
+from tests.helpers.workers import private
 from trainstack.backends.dp import epsilon_of
 
 NOISY = {"noise_multiplier": 0.7}
@@ -26,7 +27,7 @@ def test_processes_carry_out_the_mechanism_of_one(size: int, tmp_path: Path) -> 
         "secure": {"train_batch_size": batch, "promise": {**NOISY, "secure": True}},
         "stopped": {"train_batch_size": batch, "epochs": 9, "promise": {**NOISY, "max_epsilon": 8.0}},
     }
-    ranks = run_world(size, "private_ranks", directory=str(tmp_path), runs=runs)
+    ranks = run_world(size, private.private_ranks, directory=str(tmp_path), runs=runs)
 
     for name in ("plain", "chunks"):
         for rank in ranks:
@@ -44,7 +45,7 @@ def test_processes_carry_out_the_mechanism_of_one(size: int, tmp_path: Path) -> 
 
 
 def test_the_process_group_is_left_although_the_ledger_cannot_be_settled(tmp_path: Path) -> None:
-    main, other = run_world(2, "closed_on_a_full_disk", directory=str(tmp_path))
+    main, other = run_world(2, private.closed_on_a_full_disk, directory=str(tmp_path))
     assert "No space left on device" in main["error"]
     assert other["error"] is None
     assert not main["open"]

@@ -1,0 +1,54 @@
+"""Where a thread is, as other processes are told."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+from tests.helpers.patience import patience
+from trainstack.backends import whereabouts
+
+
+def test_a_thread_is_found_in_the_users_code() -> None:
+    over, inside = threading.Event(), threading.Event()
+
+    def waits_for_data() -> None:
+        inside.set()
+        over.wait(20)  # of no use to the reader
+
+    thread = threading.Thread(target=waits_for_data)
+    thread.start()
+    inside.wait(20)
+    deadline = time.monotonic() + patience(20)
+    while not (place := whereabouts.of_thread(thread.ident or 0)).endswith(": over.wait(20)"):
+        assert time.monotonic() < deadline, place
+    over.set()
+    thread.join()
+
+    assert re.fullmatch(r"waits_for_data, at \S+test_whereabouts\.py:\d+: over\.wait\(20\)", place)
+
+
+def test_a_thread_that_is_gone_is_nowhere() -> None:
+    assert whereabouts.of_thread(12345) == ""
+
+
+def test_a_thread_that_runs_may_be_asked_at_any_moment() -> None:
+    """Walking its frames in Python, instead, crashed processes now and then."""
+    over, places = threading.Event(), set[str]()
+
+    def descends(depth: int) -> int:
+        return sum(descends(depth - 1) for _ in range(2)) if depth else 1
+
+    def runs() -> None:
+        while not over.is_set():
+            descends(6)
+
+    thread = threading.Thread(target=runs)
+    thread.start()
+    for _ in range(500):
+        places.add(whereabouts.of_thread(thread.ident or 0).partition(",")[0])
+    over.set()
+    thread.join()
+
+    assert {place.split(" > ")[0] for place in places - {""}} == {"runs"}

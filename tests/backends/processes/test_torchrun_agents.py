@@ -1,0 +1,46 @@
+"""Under torch's own launcher: several nodes, and a group that is started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.backends.processes.test_ddp import alone, close
+from tests.helpers.processes import run_agents
+from tests.helpers.workers import checkpoints, training
+
+pytestmark = pytest.mark.distributed
+
+
+def test_two_nodes_with_two_processes_each_end_where_one_process_does() -> None:
+    """Two agents on the loopback interface, which meet over c10d."""
+    ranks = run_agents(2, 2, training.equality, directory="unused")
+
+    assert len(ranks) == 4
+    for rank in ranks:
+        assert close(rank["weights"], alone()["weights"])
+        assert rank["outputs"]["text"] == alone()["outputs"]["text"]
+
+
+def test_a_group_that_is_started_again_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    ranks = run_agents(
+        1, 2, checkpoints.killed_once, "--max-restarts=1", "--monitor-interval=0.2", directory=str(tmp_path)
+    )
+
+    for rank in ranks:
+        assert rank["restarts"] == 1
+        assert rank["steps"] == 18
+        assert close(rank["weights"], alone()["weights"])
+
+
+def test_when_a_node_dies_the_rest_goes_on_with_the_same_global_batches(tmp_path: Path) -> None:
+    """`--nnodes=1:2`: one of two nodes is killed with its agent; the other goes on alone and ends where it should."""
+    options = {"directory": str(tmp_path), "node_dies": True}
+    ranks = run_agents(
+        2, 1, checkpoints.killed_once, "--max-restarts=3", "--monitor-interval=0.2", elastic=True, **options
+    )
+
+    assert ranks[0]["size"] == 1
+    assert ranks[0]["steps"] == 18
+    assert close(ranks[0]["weights"], alone()["weights"])

@@ -1,0 +1,401 @@
+"""Real processes: `launch`, torchrun, restarts, two agents, and what depends on the rank."""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainstack as ts
+from tests.helpers import launched, torchrun_script
+from tests.helpers.patience import patience
+from tests.helpers.processes import free_port
+
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = patience(20)  # for two processes that start
+
+
+@pytest.fixture(autouse=True)
+def no_file_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread a process, and a folder for temporary files, which is empty at the end."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    yield
+    left = [path.name for path in temporary.iterdir() if not path.name.startswith("pymp-")]  # removed at exit
+    assert left == []
+
+
+def surroundings() -> dict[str, Any]:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    return {
+        "variables": dict(os.environ),
+        "random": random.getstate(),
+        "handlers": [signal.getsignal(number) for number in numbers],
+        "processes": multiprocessing.active_children(),
+        "threads": [thread.name for thread in threading.enumerate() if "trainstack" in thread.name],
+    }
+
+
+def launch(fn: Callable[..., Any], *args: Any, **changes: Any) -> list[Any]:
+    """`ts.launch` of two processes, which leaves everything as it was, whether it returns or raises."""
+    before = surroundings()
+    try:
+        return ts.launch(fn, *args, **{"nproc": 2, "timeout_s": patience(20), **changes})
+    finally:
+        after = surroundings()
+        assert [name for name in before if before[name] != after[name]] == []
+
+
+def is_running(pid: int) -> bool:
+    """Whether it runs; a zombie that its parent has not yet buried does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+
+
+def torchrun(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 20) -> str:
+    try:
+        return process.communicate(timeout=patience(timeout))[0]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def script(folder: Path, text: str) -> subprocess.Popen[str]:
+    path = folder / "script.py"
+    path.write_text(text)
+    return subprocess.Popen(
+        [sys.executable, str(path)], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+# --- launch
+
+
+@pytest.mark.spec("FN-05")
+def test_results_come_back_by_rank_however_the_processes_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    cores = len(os.sched_getaffinity(0))
+    results = launch(launched.train_and_leave_carelessly, 5, env={"GIVEN": "by env"})
+    assert "GIVEN" not in os.environ
+    assert [result["rank"] for result in results] == [0, 1]
+    for result in results:
+        assert result["total"].item() == 11
+        assert torch.equal(result["gradient"], torch.full((2, 4), 1.5))
+        assert result["threads"] == str(max(1, cores // 2))
+        assert result["given"] == "by env"
+        assert not is_running(result["pid"])
+
+
+def test_a_rank_that_raises_ends_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    start = time.monotonic()
+    with pytest.raises(ts.LaunchError, match=r"rank 1 raised KeyError: 'the origin'") as caught:
+        launch(launched.raise_in_rank_1, pids, grace_s=1)
+    assert time.monotonic() - start < START_S
+    assert caught.value.rank == 1
+    assert 'raise KeyError("the origin")' in caught.value.child_traceback
+    assert caught.value.child_traceback in str(caught.value)
+    assert "launched.py" not in caught.value.child_traceback.replace("helpers/launched.py", "")
+    assert len(list(pids.iterdir())) == 2
+    assert not any(is_running(int(path.name)) for path in pids.iterdir())
+    assert capfd.readouterr().err == ""  # it is said once, by the error
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    with pytest.raises(ts.LaunchError, match=r"rank 1 \(process \d+\) was ended by SIGKILL") as caught:
+        launch(launched.kill_rank_1)
+    assert (caught.value.rank, caught.value.exitcode) == (1, -9)
+
+
+def test_a_process_that_aborts_after_its_work_has_done_its_work(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    calls.mkdir()
+    assert launch(launched.abort_at_exit, calls, max_restarts=1) == [0, 1]
+    assert sorted(path.name for path in calls.iterdir()) == ["0-0", "1-0"]
+
+
+def test_killed_twice_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
+    """The second restart is the one that hangs on torch's own: its store keeps what the dead have written."""
+    assert launch(launched.fall_twice, max_restarts=2) == [(2, 2.0), (2, 2.0)]
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("trainstack")]
+    assert [text[:30] for text in told] == ["launch(fall_twice): restart 1.", "launch(fall_twice): restart 2."]
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    with pytest.raises(ts.LaunchError, match="still running after timeout_s=6"):
+        launch(launched.sleep, pids, nproc=1, timeout_s=6, grace_s=1)
+    assert not any(is_running(int(path.name)) for path in pids.iterdir())
+
+
+@pytest.mark.spec("FN-25")
+@pytest.mark.parametrize(
+    ("mode", "out", "err"),
+    [("only_error", {0}, {0, 1}), ("ignore", {0}, {0})],
+)
+def test_output(mode: str, out: set[int], err: set[int], capfd: pytest.CaptureFixture[str]) -> None:
+    launch(launched.talk, rank_output=mode)
+    seen = capfd.readouterr()
+    for rank in (0, 1):
+        assert (f"out of {rank}\n" in seen.out) == (rank in out)
+        assert (f"descriptor of {rank}\n" in seen.out) == (rank in out)
+        assert (f"err of {rank}\n" in seen.err) == (rank in err)
+
+
+@pytest.mark.spec("FN-25")
+def test_output_to_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    launch(launched.talk, rank_output=tmp_path / "logs")
+    assert capfd.readouterr() == ("", "")
+    for rank in (0, 1):
+        assert set((tmp_path / "logs" / f"{rank}_std.log").read_text().splitlines()) == {
+            f"out of {rank}",
+            f"descriptor of {rank}",
+        }
+        assert (tmp_path / "logs" / f"{rank}_err.log").read_text() == f"err of {rank}\n"
+
+
+def test_a_machine_whose_host_does_not_come_gives_up_in_time() -> None:
+    began = time.monotonic()
+    with pytest.raises(ts.LaunchError, match="timeout_s=2"):
+        launch(launched.talk, nnodes=2, node_rank=1, rdzv_endpoint=f"127.0.0.1:{free_port()}", timeout_s=2)
+    assert time.monotonic() - began < 55  # torch's own patience is 60 seconds, up to twice
+
+
+def test_exit_codes_and_results_that_do_not_travel(tmp_path: Path) -> None:
+    assert launch(launched.leave_by_exit, None, nproc=1) == [None]
+    with pytest.raises(ts.LaunchError, match="rank 0 raised SystemExit: 3") as caught:
+        launch(launched.leave_by_exit, 3, nproc=1)
+    assert caught.value.exitcode == 3
+    with pytest.raises(ts.LaunchError, match=r"returned a function, which cannot be pickled"):
+        launch(launched.draw_and_return_a_lambda, nproc=1, rank_output=tmp_path)
+    assert "cannot be pickled" in (tmp_path / "0_err.log").read_text()
+
+
+def test_ctrl_c_ends_the_processes(tmp_path: Path) -> None:
+    text = f"""
+import pathlib, signal, trainstack
+from tests.helpers.launched import sleep
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
+    try:
+        trainstack.launch(sleep, pathlib.Path({str(tmp_path / "pids")!r}), nproc=2, grace_s=2)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+    (tmp_path / "pids").mkdir()
+    process = script(tmp_path, text)
+    deadline = time.monotonic() + START_S
+    while len(list((tmp_path / "pids").iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    printed = finish(process)
+    assert process.returncode == 0, printed
+    assert "interrupted" in printed
+    assert not any(is_running(int(path.name)) for path in (tmp_path / "pids").iterdir())
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    process = script(tmp_path, "import time, trainstack\nprint(trainstack.launch(time.sleep, 0, nproc=1))\n")
+    printed = finish(process)
+    assert process.returncode == 1
+    assert "launch() was called while a new process imported the script" in printed
+    assert "LaunchError: launch(sleep): rank 0" in printed
+    assert "left with exit code 1 before it came to the function" in printed
+
+
+# --- launch, arguments
+
+
+def test_what_cannot_be_pickled_is_refused_before_anything_starts() -> None:
+    def inner() -> None: ...
+
+    for fn in (inner, lambda: None, functools.partial(launched.talk, inner)):
+        with pytest.raises(ts.ConfigurationError, match="by pickle, which refuses"):
+            launch(fn)
+
+
+def test_a_function_of_a_notebook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = type(sys)("__main__")
+    notebook.__spec__ = None
+
+    def cell() -> None: ...
+
+    cell.__module__ = "__main__"
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    with pytest.raises(ts.ConfigurationError, match="%%writefile"):
+        launch(cell)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="here the number of accelerators is taken")
+def test_the_number_of_processes_is_not_guessed() -> None:
+    with pytest.raises(ts.ConfigurationError, match=r"Write launch\(fn, nproc=2\)"):
+        launch(launched.talk, nproc=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"nproc": 0}, "nproc=0"),
+        ({"nnodes": "2:1"}, "nnodes='2:1'"),
+        ({"nnodes": "two"}, "nnodes='two'"),
+        ({"nnodes": 2}, "several machines need a place to meet"),
+        ({"nnodes": "1:2", "rdzv_endpoint": "host"}, "several machines need a place to meet"),
+        ({"max_restarts": -1}, "max_restarts=-1"),
+        ({"grace_s": -1}, "grace_s=-1"),
+        ({"timeout_s": 0}, "timeout_s=0"),
+        ({"node_rank": 1}, "node_rank=1, nnodes='1': .* from 0 to 0, or leave it out"),
+        ({"nnodes": "1:2", "rdzv_endpoint": "localhost:29400", "node_rank": 7}, "from 0 to 1, or leave it out"),
+        ({"node_rank": -1}, "node_rank=-1"),
+        ({"env": {"AAA": "1", "BBB": 2}}, r"env=\{'BBB': 2\}: .* Write env=\{'BBB': '2'\}"),
+        ({"env": "AAA=1"}, "env='AAA=1': write variables with their values"),
+        ({"rank_output": "onlyerror"}, "rank_output='onlyerror': write one of 'only_error'"),
+    ],
+)
+def test_wrong_arguments(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ts.ConfigurationError, match=sentence):
+        launch(launched.talk, **changes)
+
+
+def test_a_variable_that_no_system_takes_leaves_nothing_behind() -> None:
+    with pytest.raises(ValueError, match="variable name"):
+        launch(launched.talk, env={"TRAINSTACK_TEST": "1", "A=B": "2"})
+
+
+def test_launch_in_a_launched_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(ts.ConfigurationError, match="each of them would start more"):
+        launch(launched.talk)
+
+
+# --- torchrun
+
+
+def reports(folder: Path) -> dict[int, dict[str, Any]]:
+    return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def test_torchrun_with_two_restarts(tmp_path: Path) -> None:
+    process = torchrun(
+        "--standalone", "--nproc-per-node=2", "--max-restarts=2", torchrun_script.__file__, str(tmp_path), "2"
+    )
+    printed = finish(process)
+    assert process.returncode == 0, printed
+    found = reports(tmp_path)
+    assert sorted(found) == [0, 1]
+    for rank, report in found.items():
+        place = report["place"]
+        assert (place["rank"], place["local_rank"], place["size"], place["local_size"]) == (rank, rank, 2, 2)
+        assert (place["launcher"], place["restarts"]) == ("torchrun", 2)
+        assert report["total"] == 3
+
+
+def test_two_agents_of_torchrun(tmp_path: Path) -> None:
+    """Two machines, as far as one machine can show: they share the disk, and the loopback device is the network."""
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    meeting = ("--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=7", endpoint)
+    local = "--local-addr=127.0.0.1"
+    agents = [torchrun(*meeting, local, torchrun_script.__file__, str(tmp_path), "0") for _ in range(2)]
+    printed = [finish(agent) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], printed
+    found = reports(tmp_path)
+    assert sorted(found) == [0, 1, 2, 3]
+    for rank, report in found.items():
+        assert report["total"] == 10
+        for place in (report["place"], report["group"]):
+            assert (place["rank"], place["size"], place["local_rank"]) == (rank, 4, rank % 2)
+            assert (place["node_rank"], place["local_size"]) == (rank // 2, 2)
+
+
+def test_launch_on_two_machines(tmp_path: Path) -> None:
+    text = """
+import sys, trainstack
+from tests.helpers.launched import train_and_leave_carelessly
+if __name__ == "__main__":
+    [result] = trainstack.launch(
+        train_and_leave_carelessly, 0, nproc=1, nnodes=2, node_rank=int(sys.argv[1]), rdzv_endpoint=sys.argv[2],
+        env={"GIVEN": "x"}, timeout_s=120,
+    )
+    print("total", result["total"].item())
+"""
+    (tmp_path / "node.py").write_text(text)
+    endpoint = f"127.0.0.1:{free_port()}"
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "node.py"), str(node), endpoint],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    printed = [finish(node) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], printed
+    assert all("total 1\n" in text for text in printed), printed
+
+
+# --- ranks
+
+
+@pytest.mark.spec("F119", "PA-25", "PA-41")
+def test_what_depends_on_the_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    main, other = launch(launched.ranks_and_order, tmp_path, rank_output="all")
+    assert (main["before"], main["after"]) == ("before in 0", "after in 0")
+    assert (other["before"], other["after"]) == (None, None)
+    assert (main["saw the file"], other["saw the file"]) == (False, True)
+    assert (main["first"], other["first"]) == (True, False)
+    assert (main["first here"], other["first here"]) == (True, False)
+    assert main["main raises"] == "OSError: no space left"
+    assert "rank 0, which went first, raised OSError: no space left. Rank 1 stops, too." in other["main raises"]
+    assert (main["rank 1 raises"], other["rank 1 raises"]) == (None, "OSError: no space left")
+    assert main["exchange"] == other["exchange"] == ["text of 0", "text of 1"]
+    assert (other["place"].launcher, other["place"].local_rank, other["place"].local_size) == ("group", 1, 2)
+    printed = capfd.readouterr().out
+    assert "out of 0" in printed
+    assert "out of 1" in printed
+    assert printed.count("once in the world") == printed.count("once a node") == 1
+
+
+def test_ranks_without_any_group(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ts.print_once("printed")
+    with ts.main_process_first() as first:
+        assert first
+    monkeypatch.setenv("RANK", "1")
+    assert ts.rank_zero_only(lambda: 7)() is None
+    ts.print_once("not printed")
+    monkeypatch.setenv("RANK", "0")
+    assert ts.rank_zero_only(lambda: 7)() == 7
+    assert capsys.readouterr().out == "printed\n"

@@ -1,0 +1,76 @@
+"""The worker processes of loaders end when they are told to, never by a signal after seconds of waiting."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, Noisy, arguments
+from tests.helpers.patience import patience
+from tests.helpers.processes import ROOT
+
+pytestmark = pytest.mark.timeout(patience(60))
+
+
+@pytest.fixture
+def others() -> set[Any]:
+    """Processes that an earlier test has left."""
+    gc.collect()
+    return set(multiprocessing.active_children())
+
+
+def trained(directory: Path, backend: str = "sp", **loader: Any) -> ts.Trainer:
+    trainer = ts.Trainer(
+        Classifier(Noisy(8), num_workers=1, **loader),
+        arguments(directory, backend=backend, max_steps=2, epochs=5, train_batch_size=4),
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["sp", "sp-dp"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_persistent_workers_end_with_their_trainer(
+    closed: bool, backend: str, others: set[Any], tmp_path: Path
+) -> None:
+    trainer = trained(tmp_path, backend, persistent_workers=True)
+    (worker,) = set(multiprocessing.active_children()) - others
+    if closed:
+        trainer.close()
+    else:
+        del trainer
+        gc.collect()
+    assert worker.exitcode == 0
+
+
+@pytest.mark.processes
+def test_workers_of_a_pass_that_an_error_ends_are_told(others: set[Any], tmp_path: Path) -> None:
+    class Fails(Classifier):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            workers.extend(set(multiprocessing.active_children()) - others)
+            raise ValueError("in a step")
+
+    workers: list[Any] = []
+    trainer = ts.Trainer(Fails(Noisy(), num_workers=1), arguments(tmp_path))
+    with pytest.raises(ValueError, match="in a step"):
+        trainer.train()
+    del trainer
+    gc.collect()
+    assert [worker.exitcode for worker in workers] == [0]
+
+
+@pytest.mark.processes
+def test_a_script_ends_while_its_trainer_still_has_workers(tmp_path: Path) -> None:
+    script = (
+        "from pathlib import Path; from tests.trainer.data.test_loader_workers import trained\n"
+        f"trainer = trained(Path({str(tmp_path)!r}), persistent_workers=True)"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=patience(30))

@@ -1,0 +1,198 @@
+"""What is tried out before training and undone: the learning rate, and the micro-batch that fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, Noisy, arguments, train, weights
+
+
+class Hooked(Classifier):
+    """Dropout, running statistics, and a hook that a trial must not call."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(**{"dropout": 0.3, "scheduler": True, "optimizer": torch.optim.AdamW, **changes})
+        self.net.append(nn.BatchNorm1d(3))
+        self.steps: list[int] = []
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        self.log("seen", 1.0)
+        return super().train_step(global_step, batch, device)
+
+    def on_end_train_step(self, global_step: int) -> None:
+        self.steps.append(global_step)
+
+
+class Line(ts.SupervisedModule):
+    """A quadratic bowl of curvature 2: rates above 1 diverge, rates far below crawl."""
+
+    def __init__(self) -> None:
+        net = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(net.weight, 5.0)
+        data = torch.utils.data.TensorDataset(torch.ones(64, 1), torch.zeros(64, 1))
+        super().__init__(net, nn.functional.mse_loss, "sgd", data, optimizer_kwargs={"lr": 1e-9})
+
+
+class TestLearningRateFinder:
+    @pytest.mark.parametrize("backend", ["sp", "sp-amp"])
+    @pytest.mark.parametrize("trained", [False, True])
+    def test_a_run_afterwards_is_that_of_a_trainer_that_never_searched(
+        self, backend: str, trained: bool, tmp_path: Path
+    ) -> None:
+        results = []
+        for searches in (False, True):
+            torch.manual_seed(1)
+            module = Hooked(dataset=Noisy(40), scheduler=not trained)  # a longer run refuses a cosine
+            trainer = ts.Trainer(module, arguments(tmp_path, epochs=2, backend=backend, log_every=2))
+            if trained:
+                trainer.train(epochs=1)
+            if searches:
+                ts.find_lr(trainer, start=1e-4, end=10, steps=20)
+            trainer.train(epochs=2)
+            results.append((weights(module), torch.cat([b.double().flatten() for b in module.buffers()])))
+            results[-1] += (trainer.history.to_dict(), module.steps)
+
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+        assert results[0][2:] == results[1][2:]
+
+    def test_it_suggests_a_rate_at_which_a_run_learns(self, tmp_path: Path) -> None:
+        trainer = ts.Trainer(Line(), arguments(tmp_path, clip_grads=False))
+        found = ts.find_lr(trainer, start=1e-5, end=100, steps=120)
+
+        assert found.suggestion is not None
+        assert 1e-3 < found.suggestion < 1.0
+        assert len(found.rates) == len(found.losses) < 120
+        ratios = [b / a for a, b in zip(found.rates, found.rates[1:], strict=False)]
+        assert ratios == pytest.approx([1e7 ** (1 / 119)] * len(ratios))
+        assert found.losses[0] == pytest.approx(25.0)
+
+    def test_a_step_that_overflows_tells_nothing_of_its_rate(self, tmp_path: Path) -> None:
+        changes: dict[str, Any] = {"backend": "sp-amp", "backend_options": {"amp": {"init_scale": 2.0**20}}}
+        found = [
+            ts.find_lr(ts.Trainer(Line(), arguments(tmp_path, clip_grads=False, **more)), start=1e-3, end=1, steps=20)
+            for more in ({}, changes)
+        ]
+
+        assert len(found[0].rates) == 20
+        assert found[1].rates == found[0].rates
+        assert found[1].losses == pytest.approx(found[0].losses, rel=1e-2, abs=1e-2)
+
+    def test_a_loss_over_nothing_ends_the_search(self, tmp_path: Path) -> None:
+        class Nothing(Classifier):
+            def batch_weight(self, batch: Any) -> float:
+                return 0.0
+
+        found = ts.find_lr(ts.Trainer(Nothing(), arguments(tmp_path)), steps=20)
+        assert (found.rates, found.suggestion) == ((), None)
+
+    @pytest.mark.parametrize("warms_up", [False, True])
+    def test_groups_keep_their_proportion(self, warms_up: bool, tmp_path: Path) -> None:
+        seen: list[tuple[float, ...]] = []
+
+        class Groups(Classifier):
+            def get_optimizers_schedulers(self, *_: Any) -> Any:
+                groups = [
+                    {"params": part.parameters(), "lr": lr} for part, lr in ((self.net[0], 2.0), (self.net[3], 0.5))
+                ]
+                self.optimizer = torch.optim.SGD(groups, lr=1.0)
+                return self.optimizer, ts.build_scheduler("warmup_cosine", warmup=2) if warms_up else None
+
+            def train_step(self, *args: Any, **named: Any) -> Any:
+                seen.append(tuple(group["lr"] for group in self.optimizer.param_groups))
+                return super().train_step(*args, **named)
+
+        trainer = ts.Trainer(Groups(), arguments(tmp_path))
+        ts.find_lr(trainer, start=1e-3, end=1e-1, steps=3)
+        assert seen == [pytest.approx((r, r / 4)) for r in (1e-3, 1e-2, 1e-1)]
+        trainer.train()
+        assert seen[3] == ((0.0, 0.0) if warms_up else (2.0, 0.5))
+
+    def test_what_cannot_be_tried_out_is_refused(self, tmp_path: Path) -> None:
+        class Inside(Classifier):
+            def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
+                ts.find_lr(self.trainer)  # type: ignore[arg-type]
+
+        module = Inside()
+        module.trainer = ts.Trainer(module, arguments(tmp_path))  # type: ignore[assignment]
+        with pytest.raises(ts.ConfigurationError, match="a run is under way"):
+            module.trainer.train()  # type: ignore[operator, union-attr]
+        with pytest.raises(ts.ConfigurationError, match="would spend privacy"):
+            ts.find_lr(ts.Trainer(Classifier(), arguments(tmp_path, backend="sp-dp")))
+        with pytest.raises(ts.ConfigurationError, match="0 < start < end"):
+            ts.find_lr(ts.Trainer(Classifier(), arguments(tmp_path)), start=1, end=1)
+
+
+class Hungry(Classifier):
+    """Runs out of memory beyond `most` samples a forward pass."""
+
+    def __init__(self, most: int, **changes: Any) -> None:
+        super().__init__(**changes)
+        self.most, self.sizes = most, []  # type: ignore[var-annotated]
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        self.sizes.append(len(batch[0]))
+        if len(batch[0]) > self.most:
+            raise torch.OutOfMemoryError("no memory for so many")
+        return super().train_step(global_step, batch, device)
+
+
+class TestFittingTheMicroBatch:
+    @pytest.mark.parametrize("backend", ["sp", "sp-amp"])
+    def test_it_is_halved_until_it_fits_with_the_same_result(
+        self, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        changes: dict[str, Any] = {"epochs": 2, "backend": backend, "gpu_batch_size_limit": 64}
+        plain = train(Hungry(99, dtype=torch.float64), tmp_path, **changes)
+        module = Hungry(3, dtype=torch.float64)
+        trainer = train(module, tmp_path, fit_micro_batch=True, **changes)
+
+        assert module.sizes[:4] == [8, 4, 2, 2]
+        assert (trainer.plan.micro_batch, trainer.plan.accumulation, module.plan) == (2, 4, trainer.plan)
+        assert (trainer.train_step_batch_size, trainer.gradient_accumulation) == (2, 4), "as the plan says"
+        assert trainer.view.batches_per_step == 4
+        assert torch.allclose(weights(module), weights(plain.module), rtol=1e-12, atol=1e-12)
+        assert trainer.history.get_metric_names() == plain.history.get_metric_names()
+        assert "a micro-batch of 8 does not fit into memory: each step is split into 4 of 2" in caplog.text
+
+    def test_the_trial_of_what_fits_leaves_no_trace(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        results = []
+        for fit in (False, True):
+            torch.manual_seed(1)
+            module = Hooked(dataset=Noisy(40))
+            trainer = train(module, tmp_path, fit_micro_batch=fit, epochs=2)
+            results.append((weights(module), trainer.history.to_dict(), module.steps))
+        assert torch.equal(results[0][0], results[1][0])
+        assert results[0][1:] == results[1][1:]
+        assert "does not fit" not in caplog.text
+
+    def test_a_single_sample_that_does_not_fit_is_an_error(self, tmp_path: Path) -> None:
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            train(Hungry(0), tmp_path, fit_micro_batch=True)
+
+    def test_what_cannot_be_tried_out_is_refused(self, tmp_path: Path) -> None:
+        class Lists(Classifier):
+            def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+                return [*super().get_train_dataloader(sampler, batch_size)]
+
+        with pytest.raises(ts.ConfigurationError, match=r"fit_micro_batch=True.*it is a list"):
+            train(Lists(), tmp_path, fit_micro_batch=True)
+        with pytest.raises(ts.ConfigurationError, match=r"fit_micro_batch=True.*the run is private"):
+            train(Classifier(), tmp_path, fit_micro_batch=True, backend="sp-dp")
+
+    @pytest.mark.distributed
+    def test_all_processes_take_what_fits_on_each(self) -> None:
+        from tests.helpers.processes import run_world
+        from tests.helpers.workers.micro_batch import hungry
+
+        ranks = run_world(2, hungry, directory="unused")
+        assert [rank["micro_batch"] for rank in ranks] == [1, 1]
+        assert ranks[0]["weights"] == ranks[1]["weights"]
+        assert ranks[0]["rates"] == ranks[1]["rates"]
+        assert ranks[0]["sizes"][:4] == [6, 3, 1, 1]

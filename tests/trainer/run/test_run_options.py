@@ -1,0 +1,324 @@
+"""Arguments that change how a run is carried out, each by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, Noisy, arguments, train, weights
+
+SAVING = ts.DefaultCheckpointerArguments()
+
+
+class Counting(Classifier):
+    """Remembers what its steps saw."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(**{"dropout": 0.3, "validate": True, **changes})
+        self.trained: list[Tensor] = []
+        self.validated: list[Tensor] = []
+        self.ended = 0
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        self.trained.append(batch[0])
+        return super().train_step(global_step, batch, device)
+
+    def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        self.validated.append(batch[0])
+        self.log("of_step", 1.0)
+        return super().val_step(global_step, batch, device)
+
+    def on_end_val_epoch(self, global_step: int, key: str = "default") -> None:
+        self.ended += 1
+
+
+def rows(batches: list[Tensor]) -> set[tuple[float, ...]]:
+    return {tuple(row) for batch in batches for row in batch.tolist()}
+
+
+class TestSanityCheck:
+    @pytest.mark.spec("FN-30", "FN-29")
+    def test_it_tries_out_some_batches_and_leaves_no_trace(self, tmp_path: Path) -> None:
+        results = []
+        for steps in (0, 2):
+            torch.manual_seed(1)
+            module = Counting(dataset=Noisy())
+            trainer = train(module, tmp_path, sanity_val_steps=steps, val_batch_size=5, epochs=2)
+            results.append((weights(module), trainer.history.to_dict(), module.ended, len(module.validated)))
+
+        plain, tried = results
+        assert torch.equal(plain[0], tried[0])
+        assert plain[1:3] == tried[1:3]
+        assert tried[3] == plain[3] + 2
+
+    def test_a_fault_in_the_validation_is_found_before_the_first_step(self, tmp_path: Path) -> None:
+        class Broken(Counting):
+            def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
+                raise AssertionError
+
+            def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
+                raise KeyError("labels")
+
+        with pytest.raises(KeyError) as raised:
+            train(Broken(), tmp_path, sanity_val_steps=1)
+        assert "sanity_val_steps tried out the validation" in " ".join(raised.value.__notes__)
+
+
+class TestOverfitting:
+    @pytest.mark.processes
+    @pytest.mark.spec("FN-21", "F415")
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_few_batches_are_trained_on_and_validated(self, workers: int, tmp_path: Path) -> None:
+        module = Counting(num_workers=workers)
+        trainer = train(module, tmp_path, overfit_batches=2, epochs=3)
+
+        assert trainer.plan.total_steps == 6
+        assert len(rows(module.trained)) == 16
+        assert rows(module.trained) == rows(module.validated)
+        assert rows(module.trained) != rows([module.dataset.tensors[0][:16]])
+        orders = [torch.cat(module.trained[i : i + 2]) for i in (0, 2)]
+        assert not torch.equal(orders[0], orders[1])
+
+    def test_all_batches_validate_what_is_trained_on_also_without_validation_data(self, tmp_path: Path) -> None:
+        module = Counting(validate=False)
+        assert train(module, tmp_path, overfit_batches=-1).plan.steps_per_epoch == 6
+        assert len(rows(module.trained)) == len(rows(module.validated)) == 41
+
+    def test_more_than_there_are_is_all(self, tmp_path: Path) -> None:
+        assert train(Counting(), tmp_path, overfit_batches=9).plan.steps_per_epoch == 6
+
+    def test_a_loader_with_an_order_of_its_own_is_refused(self, tmp_path: Path) -> None:
+        class Lists(Counting):
+            def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+                return [*super().get_train_dataloader(sampler, batch_size)]
+
+        with pytest.raises(ts.ConfigurationError, match=r"overfit_batches=1: which samples.*it is a list"):
+            train(Lists(), tmp_path, overfit_batches=1)
+
+
+class TestDevRun:
+    @pytest.mark.parametrize(("wanted", "steps"), [(True, 1), (3, 3)])
+    @pytest.mark.parametrize("backend", ["sp", "sp-dp"])
+    def test_it_trains_and_validates_a_little_and_writes_nothing(
+        self, wanted: bool | int, steps: int, backend: str, tmp_path: Path
+    ) -> None:
+        module = Counting()
+        changes: dict[str, Any] = {"epochs": 5, "writers": ["csv"], "checkpointer_args": SAVING, "backend": backend}
+        trainer = train(module, tmp_path, fast_dev_run=wanted, **changes)
+
+        assert trainer.global_steps_finished == steps
+        assert len(module.validated) == steps
+        assert module.ended == 1
+        left = [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith("privacy")]
+        assert left == []
+        assert (backend == "sp") == (not any(tmp_path.rglob("privacy*")))
+
+    @pytest.mark.parametrize(("wanted", "ends"), [(True, [1]), (3, [3]), (8, [6])])
+    @pytest.mark.parametrize("has_length", [True, False])
+    def test_it_ends_an_epoch_so_that_every_hook_is_called(
+        self, wanted: bool | int, ends: list[int], has_length: bool, tmp_path: Path
+    ) -> None:
+        class Hooked(Counting):
+            ended_epochs: tuple[int, ...] = ()
+
+            def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+                loader = super().get_train_dataloader(sampler, batch_size)
+                return loader if has_length else iter([*loader])
+
+            def get_optimizers_schedulers(self, *_: Any) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.1), ts.build_scheduler("warmup_cosine")
+
+            def on_end_train_epoch(self, global_step: int) -> None:
+                self.ended_epochs += (global_step,)
+
+        module = Hooked()
+        trainer = train(module, tmp_path, fast_dev_run=wanted, max_steps=100)
+
+        assert trainer.global_steps_finished == int(wanted)
+        assert list(module.ended_epochs) == ends
+        assert module.ended == 1 + (wanted == 8)
+        assert len(trainer.history.records("val/loss")) == module.ended
+
+    def test_a_hook_at_the_end_of_an_epoch_that_fails_is_found(self, tmp_path: Path) -> None:
+        class Fails(Counting):
+            def on_end_train_epoch(self, global_step: int) -> None:
+                raise KeyError("labels")
+
+        with pytest.raises(KeyError, match="labels"):
+            train(Fails(), tmp_path, fast_dev_run=True)
+
+    @pytest.mark.parametrize("longer", [{"epochs": 3}, {"max_steps": 15}], ids=str)
+    def test_it_stays_one_whatever_train_is_asked_for(self, longer: dict[str, int], tmp_path: Path) -> None:
+        trainer = ts.Trainer(Counting(), arguments(tmp_path, fast_dev_run=2))
+        for _ in range(2):
+            trainer.train(**longer)
+            assert trainer.global_steps_finished == 2
+
+    def test_it_neither_resumes_nor_saves_with_a_checkpointer_of_ones_own(self, tmp_path: Path) -> None:
+        train(Counting(), tmp_path, checkpointer_args=SAVING)
+        before = sorted(tmp_path.rglob("*"))
+        mine = ts.DefaultCheckpointer(ts.DefaultCheckpointerArguments(save_dir=str(tmp_path / "checkpoints")))
+        trainer = ts.Trainer(
+            Counting(), arguments(tmp_path, fast_dev_run=True, resume=True, validate_every=0), checkpointer=mine
+        )
+        trainer.train()
+        assert trainer.global_steps_finished == 1
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+class TestMonitor:
+    @pytest.mark.spec("FN-20", "F409")
+    def test_it_says_what_the_checkpointer_keeps_the_best_of(self, tmp_path: Path) -> None:
+        keeping = ts.DefaultCheckpointerArguments(keep_last=1, keep_best=1)
+        trainer = train(
+            Counting(), tmp_path, epochs=3, monitor="of_step", monitor_mode="max", checkpointer_args=keeping
+        )
+        assert trainer.checkpointer.args.monitor == "of_step"  # type: ignore[attr-defined]
+        assert trainer.checkpointer.args.mode == "max"  # type: ignore[attr-defined]
+
+    def test_a_name_that_nothing_is_called_by_is_answered_with_those_that_there_are(self, tmp_path: Path) -> None:
+        with pytest.raises(ts.ConfigurationError, match=r"no metric 'val/los'.*Did you mean 'val/loss'"):
+            train(Counting(), tmp_path, monitor="val/los", monitor_mode="min")
+        with pytest.raises(ts.ConfigurationError, match=r"monitor='thing'.*monitor_mode='min'"):
+            ts.TrainerArguments(monitor="thing")
+        with pytest.raises(ts.ConfigurationError, match="contradict each other"):
+            ts.TrainerArguments(monitor="val/acc", checkpointer_args=ts.DefaultCheckpointerArguments(monitor="val/f1"))
+
+
+class TestDeterminism:
+    @pytest.mark.spec("HZ-09")
+    @pytest.mark.parametrize("wanted", [True, "warn"])
+    def test_it_holds_while_the_trainer_works_and_no_longer(self, wanted: Any, tmp_path: Path) -> None:
+        seen = []
+
+        class Looks(Counting):
+            def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+                warns = torch.is_deterministic_algorithms_warn_only_enabled()
+                seen.append((torch.are_deterministic_algorithms_enabled(), warns))
+                return super().train_step(global_step, batch, device)
+
+        train(Looks(), tmp_path, deterministic=wanted, max_steps=1)
+        train(Looks(), tmp_path, max_steps=1)
+        assert seen == [(True, wanted == "warn"), (False, False)]
+        assert not torch.are_deterministic_algorithms_enabled()
+
+    def test_an_operation_without_a_deterministic_way_is_refused(self, tmp_path: Path) -> None:
+        class Random(Counting):
+            def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+                torch.zeros(3).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
+                return super().train_step(global_step, batch, device)
+
+        with pytest.raises(RuntimeError, match="deterministic"):
+            train(Random(), tmp_path, deterministic=True)
+
+
+class TestCompiling:
+    @pytest.mark.parametrize("backend", ["sp", "sp-amp"])
+    def test_weights_and_names_are_those_of_a_run_that_is_not_compiled(self, backend: str, tmp_path: Path) -> None:
+        plain = train(Counting(dropout=0.0), tmp_path / "plain", epochs=2, backend=backend)
+        module = Counting(dropout=0.0)
+        changes = {"compile": {"backend": "eager"}, "checkpointer_args": SAVING, "backend": backend, "epochs": 2}
+        compiled = train(module, tmp_path, **changes)
+
+        assert module.net._compiled_call_impl is not None
+        assert torch.allclose(weights(module), weights(plain.module))
+        assert list(module.get_state()) == list(plain.module.get_state())
+        resumed = train(Counting(dropout=0.0), tmp_path, epochs=3, resume=True, backend=backend)
+        assert resumed.global_steps_finished == compiled.global_steps_finished + 6
+
+    def test_models_that_a_user_has_compiled_are_saved_under_their_own_names(self) -> None:
+        plain, wrapped = Counting(seed=1), Counting(seed=2)
+        wrapped.net = torch.compile(wrapped.net, backend="eager")  # type: ignore[assignment]
+        assert any("_orig_mod." in name for name in wrapped.state_dict())
+        assert list(wrapped.get_state()) == list(plain.get_state())
+        wrapped.update_state(plain.get_state())
+        assert torch.equal(weights(wrapped), weights(plain))
+
+    def test_losses_are_kept_where_a_model_returns_the_same_memory_in_every_step(self, tmp_path: Path) -> None:
+        """As a model does that is replayed as a CUDA graph; here a compiler's backend of our own does it."""
+
+        def replaying(graph: Any, _: Any) -> Any:
+            memory: list[torch.Tensor] = []
+
+            def replay(*inputs: Any) -> Any:
+                (loss,) = graph(*inputs)
+                memory[:] = memory or [loss.detach().clone()]
+                memory[0].copy_(loss.detach())
+                loss.data = memory[0]
+                return (loss,)
+
+            return replay
+
+        class Whole(nn.Module):
+            def __init__(self, net: nn.Module) -> None:
+                super().__init__()
+                self.net = net
+
+            def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+                return nn.functional.cross_entropy(self.net(inputs), targets)
+
+        class WithLoss(Counting):
+            def __init__(self) -> None:
+                super().__init__(dropout=0.0)
+                self.net = Whole(self.net)  # type: ignore[assignment]
+
+            def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+                return self.net(*batch)
+
+            def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
+                return None
+
+        plain = train(WithLoss(), tmp_path / "plain")
+        compiled = train(WithLoss(), tmp_path, compile={"backend": replaying})
+        assert compiled.history.get_metric_values("train/loss_epoch") == pytest.approx(
+            plain.history.get_metric_values("train/loss_epoch")
+        )
+
+    def test_a_private_run_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ts.ConfigurationError, match="compile=True in a private run"):
+            train(Counting(), tmp_path, backend="sp-dp", compile=True)
+
+
+class Images(ts.SupervisedModule):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+        data = torch.utils.data.TensorDataset(torch.randn(16, 3, 4, 4), torch.arange(16) % 3)
+        super().__init__(net, nn.functional.cross_entropy, "adam", data, optimizer_kwargs={"lr": 0.1})
+
+
+def test_with_channels_last_convolutions_compute_so_and_the_run_is_the_same(tmp_path: Path) -> None:
+    plain, module = Images(), Images()
+    layouts = []
+    train(plain, tmp_path / "plain", epochs=3)
+    module.model[0].register_forward_hook(
+        lambda *call: layouts.append(call[-1].is_contiguous(memory_format=torch.channels_last))
+    )
+    train(module, tmp_path, epochs=2, channels_last=True, checkpointer_args=SAVING)
+    assert layouts == [True] * 4
+    resumed = Images()
+    train(resumed, tmp_path, epochs=3, channels_last=True, resume=True)
+    assert torch.allclose(weights(resumed), weights(plain), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sanity_val_steps": -1}, r"sanity_val_steps=-1: write a whole number, 0 or more"),
+        ({"overfit_batches": 1.5}, r"overfit_batches=1.5: write a whole number, -1 or more"),
+        ({"fast_dev_run": 0}, r"fast_dev_run=0: write a whole number, 1 or more"),
+        ({"deterministic": "yes"}, r"deterministic='yes': write one of True, False, 'warn'"),
+        ({"compile": "inductor"}, r"compile='inductor': write True, False or a dict"),
+        ({"channels_last": 1}, r"channels_last=1: write True or False"),
+        ({"monitor": ""}, r"monitor='': write the name of a metric"),
+    ],
+    ids=str,
+)
+def test_wrong_values_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ts.ConfigurationError, match=said):
+        ts.TrainerArguments(**changes)

@@ -1,0 +1,136 @@
+"""Run the batteries that are too long for `make test`, one after the other, and continue where the last run ended.
+
+    make test-long                       all that have not passed yet
+    make test-long ARGS="--restart"      all, from the beginning
+    make test-long ARGS="--list"         the batteries and their results
+    make test-long ARGS="contract-2"     those whose names begin like this
+
+Each battery is one command. Its result goes to build/test-long.json when it has ended, its output to
+build/test-long/NAME.log. Batteries that have passed on this commit are not run again. The exit status is 1 if one
+failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+STATE = "build/test-long.json"
+
+SEEDS = (1, 2, 3, 4, 5)
+EXAMPLES = 2000
+
+
+class Battery(NamedTuple):
+    """One command and its environment."""
+
+    name: str
+    arguments: Sequence[str]
+    environment: dict[str, str] = {}  # noqa: RUF012 - nobody changes it
+
+
+def batteries() -> list[Battery]:
+    """All of them, in the order in which they run."""
+    pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    found = []
+    for seed in SEEDS:
+        environment = {"TEST_SEED": str(seed)}
+        found.append(Battery(f"contract-{seed}", (*pytest, "tests/contract"), environment))
+        found.append(Battery(f"distributed-{seed}", (*pytest, "-m", "distributed", "tests"), environment))
+        found.append(Battery(f"kills-{seed}", ("-m", "tools.kills", "--seed", str(seed))))
+        found.append(
+            Battery(
+                f"examples-{seed}",
+                (*pytest, "-m", "hypothesis", f"--hypothesis-seed={seed}", "tests"),
+                {**environment, "TEST_EXAMPLES": str(EXAMPLES)},
+            )
+        )
+        found.append(Battery(f"all-{seed}", (*pytest, "--fast", "tests"), environment))
+    return found
+
+
+class Record:
+    """The results so far, in a file that is complete at every moment."""
+
+    def __init__(self, root: Path, commit: str) -> None:
+        self._path, self._commit = root / STATE, commit
+        self.results: dict[str, dict[str, Any]] = {}
+        if self._path.is_file():
+            kept = json.loads(self._path.read_text(encoding="utf-8"))
+            if kept["commit"] == commit:
+                self.results = kept["results"]
+
+    def passed(self, name: str) -> bool:
+        """Whether the battery need not run again."""
+        return self.results.get(name, {}).get("status") == 0
+
+    def add(self, name: str, status: int, seconds: float) -> None:
+        """Write the result of a battery."""
+        self.results[name] = {"status": status, "seconds": round(seconds)}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self._path.with_suffix(".tmp")
+        aside.write_text(json.dumps({"commit": self._commit, "results": self.results}, indent=1), encoding="utf-8")
+        aside.replace(self._path)
+
+    def line(self, name: str) -> str:
+        """The result of a battery in words."""
+        result = self.results.get(name)
+        if result is None:
+            return f"{name:<16} not run"
+        ended = "passed" if result["status"] == 0 else f"FAILED with exit status {result['status']}"
+        return f"{name:<16} {ended} in {result['seconds']} s"
+
+
+def run(battery: Battery, log: Path) -> int:
+    """Run one battery with its output in `log`; the exit status."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **battery.environment}
+    with log.open("w", encoding="utf-8") as output:
+        command = [sys.executable, *battery.arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
+
+
+def commit_of(root: Path) -> str:
+    """The commit that is checked out, and a mark for changes that are not committed."""
+    git = ("git", "-C", str(root))
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    changed = subprocess.run([*git, "diff", "HEAD", "--quiet"], check=False).returncode
+    return head + ("+changes" if changed else "")
+
+
+def main(argv: Sequence[str] | None = None, root: Path = ROOT, known: Sequence[Battery] | None = None) -> int:
+    """Run the batteries that are left; the exit status."""
+    parser = argparse.ArgumentParser(prog="tools.long_tests", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="beginnings of names; all batteries without one")
+    parser.add_argument("--restart", action="store_true", help="forget the results and begin again")
+    parser.add_argument("--list", action="store_true", help="print the batteries and their results, and run none")
+    given = parser.parse_args(argv)
+    chosen = [
+        battery
+        for battery in (batteries() if known is None else known)
+        if not given.names or battery.name.startswith(tuple(given.names))
+    ]
+    if not chosen:
+        parser.error(f"no battery has a name that begins with {' or '.join(given.names)}; --list prints the names")
+    if given.restart:
+        (root / STATE).unlink(missing_ok=True)
+    record = Record(root, commit_of(ROOT))
+    for battery in chosen:
+        if not given.list and not record.passed(battery.name):
+            began = time.monotonic()
+            status = run(battery, root / "build" / "test-long" / f"{battery.name}.log")
+            record.add(battery.name, status, time.monotonic() - began)
+        print(record.line(battery.name), flush=True)
+    return int(not given.list and not all(record.passed(battery.name) for battery in chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
