@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainstack as ts
-from tests.helpers.modules import Classifier, arguments, numbers, train, weights
-from tests.helpers.specs import stacks_that_run_here
+from tests.helpers.modules import Classifier, numbers, train
 from trainstack.trainer.writers import CsvWriter
 
 
@@ -271,63 +268,6 @@ def test_a_hook_that_raises_is_named(tmp_path: Path) -> None:
     assert "raised in Broken.on_end_train_step" in caught.value.__notes__
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.spec("F208")
-def test_a_loss_that_is_not_finite_names_its_place(value: float, tmp_path: Path) -> None:
-    def train_step(self: Any, global_step: int, batch: Any, device: Any) -> Any:
-        return Classifier.train_step(self, global_step, batch, device) * (value if global_step == 3 else 1.0)
-
-    saving = ts.DefaultCheckpointerArguments()
-    with pytest.raises(ts.NonFiniteError, match=r"global step 3 \(epoch 1, step 1 of the epoch\), micro-batch 0"):
-        train(broken(train_step=train_step), tmp_path, epochs=2, checkpointer_args=saving)
-
-    assert [info.global_step for info in ts.list_checkpoints(tmp_path / "checkpoints")] == [2]
-
-
-def test_a_gradient_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
-    """The loss is finite, its gradient is not, and nothing measures gradients: the last step of the epoch."""
-
-    def train_step(self: Any, global_step: int, batch: Any, device: Any) -> Any:
-        loss = Classifier.train_step(self, global_step, batch, device)
-        return loss + (self.net[0].weight * 0).abs().sqrt().sum() if global_step == 2 else loss
-
-    for clip in (True, False):
-        with pytest.raises(ts.NonFiniteError, match="global step 2"):
-            train(
-                broken(train_step=train_step),
-                tmp_path / str(clip),
-                clip_grads=clip,
-                checkpointer_args=ts.DefaultCheckpointerArguments(),
-            )
-        assert not (tmp_path / str(clip) / "checkpoints").exists()
-
-
-def test_steps_that_are_all_skipped_end_the_run(tmp_path: Path) -> None:
-    module = broken(**steps(lambda s, b: s.net(b[0]).sum() * float("nan")))
-
-    with pytest.raises(ts.NonFiniteError, match="50 global steps in a row"):
-        train(module, tmp_path, nonfinite="skip", epochs=40)
-
-
-@pytest.mark.parametrize("backend", stacks_that_run_here())
-def test_a_loss_that_is_nan_is_hidden_by_no_layer(backend: str, tmp_path: Path) -> None:
-    module = broken(**steps(lambda s, b: s.net(b[0]).sum() * float("nan")))
-
-    with pytest.raises((ts.NonFiniteError, ts.PrivacyError), match=r"the loss is nan (at global step 1|or inf)"):
-        train(module, tmp_path, backend=backend)
-
-
-@pytest.mark.parametrize("changes", [{}, {"clip_grads": False}, {"clip_grad_value": 1.0}])
-def test_a_gradient_that_is_inf_is_hidden_by_no_clipping(changes: dict[str, Any], tmp_path: Path) -> None:
-    def on_end_backward(self: Any, global_step: int, loss: Any) -> None:
-        if global_step == 2:
-            self.net[0].weight.grad[0, 0] = float("inf")
-
-    where = "at global step 2" if changes.get("clip_grads", True) else r"weight 'net\.0\.weight' is inf or nan after "
-    with pytest.raises(ts.NonFiniteError, match=where):
-        train(broken(on_end_backward=on_end_backward), tmp_path, **changes)
-
-
 @pytest.mark.spec("FN-42")
 def test_an_exception_in_a_step_says_where(tmp_path: Path) -> None:
     def train_step(self: Any, global_step: int, batch: Any, device: Any) -> Any:
@@ -377,97 +317,6 @@ def test_methods_of_ones_own_are_no_slips_where_nothing_is_missing(
     assert "is never called" not in caplog.text
 
 
-class Validated(Classifier):
-    """Without a `val_step`; counts what it is asked and how often it is trained."""
-
-    val_step = ts.ModuleInterface.val_step
-
-    def __init__(self, data: bool = True) -> None:
-        super().__init__(numbers(16), validate=data)
-        self.asked = self.trained = 0
-
-    def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
-        self.asked += 1
-        return super().get_val_dataloaders(sampler, batch_size)
-
-    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
-        self.trained += 1
-        return super().train_step(global_step, batch, device)
-
-
-def step_of_ones_own(module: Any, global_step: int, batch: Any, device: Any) -> Any:
-    return module.train_step(global_step, batch, device)
-
-
-class TestValidationDataWithoutAStep:
-    def test_it_is_refused_before_the_first_step(self, tmp_path: Path) -> None:
-        module = Validated()
-        with pytest.raises(ts.ModuleContractError, match="Validated has no val_step, but get_val_dataloaders returned"):
-            train(module, tmp_path)
-        assert module.trained == 0
-
-    def test_none_is_no_data(self, tmp_path: Path) -> None:
-        assert train(Validated(data=False), tmp_path).global_steps_finished == 2
-
-    def test_nothing_is_refused_or_asked_where_no_validation_comes(self, tmp_path: Path) -> None:
-        module = Validated()
-        assert train(module, tmp_path, validate_every=0).global_steps_finished == 2
-        assert module.asked == 0
-
-    def test_a_step_that_the_trainer_is_given_is_one(self, tmp_path: Path) -> None:
-        module = Validated()
-        trainer = ts.Trainer(module, arguments(tmp_path, epochs=2), val_step=step_of_ones_own)
-        trainer.train()
-        assert (trainer.global_steps_finished, module.asked) == (4, 2)
-
-    def test_a_forward_that_does_without_it_is_one(self, tmp_path: Path) -> None:
-        class Forwards(Validated):
-            def forward(self, stage: Any, global_step: int, batch: Any, device: Any) -> Any:
-                return self.train_step(global_step, batch, device)
-
-        module = Forwards()
-        assert train(module, tmp_path).global_steps_finished == 2
-        assert module.asked == 1
-
-
-@dataclasses.dataclass
-class Found:
-    loss: Any
-
-
-@pytest.mark.parametrize(
-    "returned",
-    [0.5, (0.5, torch.zeros(8)), {"loss": 1}, Found(numpy.float32(0.5))],
-    ids=["alone", "tuple", "dict", "data"],
-)
-def test_a_loss_of_validation_that_is_a_plain_number_is_said_once(
-    returned: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    module = broken(val_step=lambda self, **given: returned)
-    module.validates = True
-    trainer = train(module, tmp_path, epochs=2, sanity_val_steps=1)
-
-    assert "val/loss" not in trainer.history.get_metric_names()
-    said = [record.message for record in caplog.records if "where its loss is looked for" in record.message]
-    kind = "int" if isinstance(returned, dict) else "float"
-    assert len(said) == 1
-    assert said[0].startswith(f"val_step returned a {kind}")
-    assert said[0].endswith("no val/loss is recorded. Return the tensor itself, without .item() or float().")
-
-
-@pytest.mark.parametrize(
-    "returned", [None, {"preds": torch.zeros(8)}, (torch.zeros(8), 0.5), torch.tensor(0.5)], ids=str
-)
-def test_a_validation_without_a_loss_or_with_one_is_left_alone(
-    returned: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    module = broken(val_step=lambda self, **given: returned)
-    module.validates = True
-    train(module, tmp_path)
-
-    assert "where its loss is looked for" not in caplog.text
-
-
 def test_a_hook_may_leave_outputs_out(tmp_path: Path) -> None:
     seen = []
     module = broken(on_end_val_epoch=lambda self, global_step, key="default": seen.append((global_step, key)))
@@ -477,119 +326,6 @@ def test_a_hook_may_leave_outputs_out(tmp_path: Path) -> None:
     assert seen == [(2, "default")]
 
 
-def test_one_backend_object_serves_one_trainer(tmp_path: Path) -> None:
-    backend = ts.build_trainer_backend("sp-amp")
-    first = ts.Trainer(Classifier(), arguments(tmp_path), trainer_backend=backend)
-
-    with pytest.raises(ts.ConfigurationError, match=r"belongs to another Trainer already\. Build one for each"):
-        ts.Trainer(Classifier(), arguments(tmp_path), trainer_backend=backend)
-    assert first.trainer_backend is backend
-
-
-def test_two_trainers_log_at_their_own_levels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Partial(Classifier):
-        def get_optimizers_schedulers(self, *_: Any) -> Any:
-            return torch.optim.SGD(self.net[0].parameters(), lr=0.1)
-
-    loud, quiet = (ts.Trainer(Partial(), arguments(tmp_path, log_level=level)) for level in ("WARNING", "ERROR"))
-    quiet.train()
-    assert "in no optimizer" not in caplog.text
-    loud.train()
-    assert "2 trainable parameters are in no optimizer and will not change: net.3.weight, net.3.bias" in caplog.text
-
-
-def test_training_again_does_nothing_more(tmp_path: Path) -> None:
-    ended = []
-    module = broken(on_end_train=lambda self, global_step: ended.append(global_step))
-    trainer = train(module, tmp_path)
-    after = weights(module)
-    trainer.train()
-
-    assert ended == [2]
-    assert torch.equal(weights(module), after)
-
-
-def test_training_goes_on_after_an_interruption(tmp_path: Path) -> None:
-    def train_step(self: Any, global_step: int, batch: Any, device: Any) -> Any:
-        if global_step == 3 and not interrupted:
-            interrupted.append(True)
-            raise KeyboardInterrupt
-        return Classifier.train_step(self, global_step, batch, device)
-
-    interrupted: list[bool] = []
-    module, unbroken = broken(train_step=train_step), Classifier(numbers(16))
-    trainer = ts.Trainer(module, arguments(tmp_path, epochs=2))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer.train()
-    train(unbroken, tmp_path, epochs=2)
-
-    assert torch.equal(weights(module), weights(unbroken))
-
-
-def test_two_trainers_in_one_process_do_not_know_of_each_other(tmp_path: Path) -> None:
-    alone = train(Classifier(), tmp_path / "alone", epochs=2)
-    one = ts.Trainer(Classifier(), arguments(tmp_path / "one", epochs=2))
-    other = ts.Trainer(Classifier(numbers(30), seed=7), arguments(tmp_path / "other", epochs=1, backend="sp-amp"))
-    one.validate()
-    other.train()
-    one.train()
-
-    assert one.history.to_dict() == alone.history.to_dict()
-    assert other.global_steps_finished == 4
-
-
 def test_logging_without_a_trainer_is_refused() -> None:
     with pytest.raises(ts.ConfigurationError, match=r"log\('loss', \.\.\.\): this module is not being run"):
         Classifier().log("loss", 1.0)
-
-
-@pytest.mark.spec("PMT-04")
-class TestFromDictAndYaml:
-    def test_round_trip(self, tmp_path: Path) -> None:
-        args = ts.TrainerArguments(
-            epochs=3, max_grad_norm=0.5, checkpointer_args=ts.DefaultCheckpointerArguments(period=2), writers=["csv"]
-        )
-        path = tmp_path / "run.yaml"
-        path.write_text("epochs: 3\nmax_grad_norm: 5e-1\nwriters: [csv]\ncheckpointer_args:\n  period: 2\n")
-
-        assert ts.TrainerArguments.from_dict(args.to_dict()) == ts.TrainerArguments.from_yaml(path)
-        assert ts.TrainerArguments.from_yaml(path).checkpointer_args.period == 2
-
-    def test_an_unknown_key_is_answered_with_the_one_that_was_meant(self) -> None:
-        with pytest.raises(ts.ConfigurationError, match=r"no argument 'epoch'\. Write epochs\."):
-            ts.TrainerArguments.from_dict({"epoch": 1})
-        with pytest.raises(ts.ConfigurationError, match="checkpointer_args has no argument 'perod'"):
-            ts.TrainerArguments.from_dict({"checkpointer_args": {"perod": 1}})
-
-    @pytest.mark.parametrize(
-        ("name", "answer"),
-        [
-            ("epoch", "TrainerArguments has no argument 'epoch'. Write epochs."),
-            ("num_train_epochs", "Write epochs."),
-            ("lr", "in get_optimizers_schedulers."),
-            ("batch_size", "Write train_batch_size"),
-            ("zzz", "There are amp_backend_apex, "),
-        ],
-    )
-    def test_a_keyword_that_there_is_not_is_answered_likewise(self, name: str, answer: str) -> None:
-        with pytest.raises(ts.ConfigurationError, match=re.escape(answer)):
-            ts.TrainerArguments(**{name: 1})
-        with pytest.raises(ts.ConfigurationError, match=r"DefaultCheckpointerArguments .* Write keep_last\."):
-            ts.DefaultCheckpointerArguments(keep=1)  # type: ignore[call-arg]
-        assert "epochs" in inspect.signature(ts.TrainerArguments).parameters
-
-    def test_a_file_that_is_no_mapping(self, tmp_path: Path) -> None:
-        (tmp_path / "list.yaml").write_text("- 1\n")
-        with pytest.raises(ts.ConfigurationError, match="write a mapping"):
-            ts.TrainerArguments.from_yaml(tmp_path / "list.yaml")
-        with pytest.raises(ts.ConfigurationError, match="there is no file"):
-            ts.TrainerArguments.from_yaml(tmp_path / "absent.yaml")
-        (tmp_path / "bad.yaml").write_text("a: [1\n")
-        with pytest.raises(ts.ConfigurationError, match="not valid YAML"):
-            ts.TrainerArguments.from_yaml(tmp_path / "bad.yaml")
-
-    def test_two_arguments_share_nothing(self) -> None:
-        assert ts.TrainerArguments() == ts.TrainerArguments()
-        with pytest.raises(AttributeError):
-            ts.TrainerArguments().epochs = 3  # type: ignore[misc]

@@ -1,0 +1,98 @@
+"""Samplers and loaders with an order of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, arguments, numbers, train
+
+
+@pytest.mark.parametrize("kind", ["batch sampler", "subset", "range"])
+def test_a_sampler_that_leaves_samples_out_is_obeyed(kind: str, tmp_path: Path) -> None:
+    class Restricted(Classifier):
+        def loader(self, batch_size: int) -> Any:  # type: ignore[override]
+            if kind == "batch sampler":
+                return DataLoader(self.dataset, batch_sampler=BatchSampler(SubsetRandomSampler(range(10)), 5, False))
+            sampler: Any = SubsetRandomSampler(range(10)) if kind == "subset" else SequentialSampler(range(10))
+            return DataLoader(self.dataset, batch_size=batch_size, sampler=sampler)
+
+        def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+            return Restricted.loader(self, batch_size)
+
+        def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
+            return Restricted.loader(self, batch_size)
+
+    trainer = ts.Trainer(Restricted(numbers(40)), arguments(tmp_path, train_batch_size=5, val_batch_size=5))
+    trainer.train()
+
+    assert trainer.global_steps_finished == 2
+    assert trainer.validate()["default"][1].shape == (10,)
+
+
+def test_data_that_changes_between_epochs_is_seen(tmp_path: Path) -> None:
+    class Changing(Classifier):
+        def __init__(self) -> None:
+            super().__init__(numbers(16))
+            self.seen: list[float] = []
+
+        def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
+            self.dataset.tensors = (torch.full((16, 6), float(epoch)), self.dataset.tensors[1])
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            self.seen.append(batch[0][0, 0].item())
+            return super().train_step(global_step, batch, device)
+
+    module = Changing()
+    train(module, tmp_path, epochs=2)
+
+    assert module.seen == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_a_foreign_loader_is_not_resumed_at_a_guessed_place(tmp_path: Path) -> None:
+    class Listed(Classifier):
+        stop_at: int | None = None
+
+        def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+            return iter(list(DataLoader(self.dataset, batch_size=batch_size)))
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if global_step == self.stop_at:
+                raise KeyboardInterrupt
+            return super().train_step(global_step, batch, device)
+
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
+    module = Listed(numbers(40))
+    module.stop_at = 3
+    with pytest.raises(KeyboardInterrupt):
+        train(module, tmp_path, checkpointer_args=saving)
+
+    with pytest.raises(ts.CheckpointMismatchError, match="micro_batch was 8 and is now 2"):
+        train(Listed(numbers(40)), tmp_path, checkpointer_args=saving, resume=True, gpu_batch_size_limit=2)
+
+    checkpoint = ts.read_checkpoint(ts.list_checkpoints(tmp_path / "checkpoints")[-1].path)
+    assert checkpoint.plan is not None
+    checkpoint.plan |= {"world_size": 2, "global_batch": 16}
+    ts.write_checkpoint(checkpoint, tmp_path / "of two", "checkpoint-000000002")
+    with pytest.raises(ts.CheckpointMismatchError, match="world_size was 2 and is now 1"):
+        train(Listed(numbers(40)), tmp_path, resume=tmp_path / "of two" / "checkpoint-000000002")
+
+
+def test_predicting_uses_the_loaders_own_batches(tmp_path: Path) -> None:
+    class Sizes(Classifier):
+        def predict_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return torch.tensor(len(batch[0]))
+
+    predicted = ts.Trainer(Sizes(), arguments(tmp_path)).predict(DataLoader(numbers(10), batch_size=4))
+
+    assert predicted[0].tolist() == [4, 4, 2]

@@ -1,0 +1,62 @@
+"""`TrainerArguments` from dicts and YAML files."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import trainstack as ts
+
+
+@pytest.mark.spec("PMT-04")
+class TestFromDictAndYaml:
+    def test_round_trip(self, tmp_path: Path) -> None:
+        args = ts.TrainerArguments(
+            epochs=3, max_grad_norm=0.5, checkpointer_args=ts.DefaultCheckpointerArguments(period=2), writers=["csv"]
+        )
+        path = tmp_path / "run.yaml"
+        path.write_text("epochs: 3\nmax_grad_norm: 5e-1\nwriters: [csv]\ncheckpointer_args:\n  period: 2\n")
+
+        assert ts.TrainerArguments.from_dict(args.to_dict()) == ts.TrainerArguments.from_yaml(path)
+        assert ts.TrainerArguments.from_yaml(path).checkpointer_args.period == 2
+
+    def test_an_unknown_key_is_answered_with_the_one_that_was_meant(self) -> None:
+        with pytest.raises(ts.ConfigurationError, match=r"no argument 'epoch'\. Write epochs\."):
+            ts.TrainerArguments.from_dict({"epoch": 1})
+        with pytest.raises(ts.ConfigurationError, match="checkpointer_args has no argument 'perod'"):
+            ts.TrainerArguments.from_dict({"checkpointer_args": {"perod": 1}})
+
+    @pytest.mark.parametrize(
+        ("name", "answer"),
+        [
+            ("epoch", "TrainerArguments has no argument 'epoch'. Write epochs."),
+            ("num_train_epochs", "Write epochs."),
+            ("lr", "in get_optimizers_schedulers."),
+            ("batch_size", "Write train_batch_size"),
+            ("zzz", "There are amp_backend_apex, "),
+        ],
+    )
+    def test_a_keyword_that_there_is_not_is_answered_likewise(self, name: str, answer: str) -> None:
+        with pytest.raises(ts.ConfigurationError, match=re.escape(answer)):
+            ts.TrainerArguments(**{name: 1})
+        with pytest.raises(ts.ConfigurationError, match=r"DefaultCheckpointerArguments .* Write keep_last\."):
+            ts.DefaultCheckpointerArguments(keep=1)  # type: ignore[call-arg]
+        assert "epochs" in inspect.signature(ts.TrainerArguments).parameters
+
+    def test_a_file_that_is_no_mapping(self, tmp_path: Path) -> None:
+        (tmp_path / "list.yaml").write_text("- 1\n")
+        with pytest.raises(ts.ConfigurationError, match="write a mapping"):
+            ts.TrainerArguments.from_yaml(tmp_path / "list.yaml")
+        with pytest.raises(ts.ConfigurationError, match="there is no file"):
+            ts.TrainerArguments.from_yaml(tmp_path / "absent.yaml")
+        (tmp_path / "bad.yaml").write_text("a: [1\n")
+        with pytest.raises(ts.ConfigurationError, match="not valid YAML"):
+            ts.TrainerArguments.from_yaml(tmp_path / "bad.yaml")
+
+    def test_two_arguments_share_nothing(self) -> None:
+        assert ts.TrainerArguments() == ts.TrainerArguments()
+        with pytest.raises(AttributeError):
+            ts.TrainerArguments().epochs = 3  # type: ignore[misc]

@@ -1,0 +1,79 @@
+"""Several trainers in one process, and several calls of `train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, arguments, numbers, train, weights
+
+
+def broken(**methods: Any) -> Classifier:
+    """A classifier with some methods replaced."""
+    return type("Broken", (Classifier,), methods)(numbers(16))
+
+
+def test_one_backend_object_serves_one_trainer(tmp_path: Path) -> None:
+    backend = ts.build_trainer_backend("sp-amp")
+    first = ts.Trainer(Classifier(), arguments(tmp_path), trainer_backend=backend)
+
+    with pytest.raises(ts.ConfigurationError, match=r"belongs to another Trainer already\. Build one for each"):
+        ts.Trainer(Classifier(), arguments(tmp_path), trainer_backend=backend)
+    assert first.trainer_backend is backend
+
+
+def test_two_trainers_log_at_their_own_levels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Partial(Classifier):
+        def get_optimizers_schedulers(self, *_: Any) -> Any:
+            return torch.optim.SGD(self.net[0].parameters(), lr=0.1)
+
+    loud, quiet = (ts.Trainer(Partial(), arguments(tmp_path, log_level=level)) for level in ("WARNING", "ERROR"))
+    quiet.train()
+    assert "in no optimizer" not in caplog.text
+    loud.train()
+    assert "2 trainable parameters are in no optimizer and will not change: net.3.weight, net.3.bias" in caplog.text
+
+
+def test_training_again_does_nothing_more(tmp_path: Path) -> None:
+    ended = []
+    module = broken(on_end_train=lambda self, global_step: ended.append(global_step))
+    trainer = train(module, tmp_path)
+    after = weights(module)
+    trainer.train()
+
+    assert ended == [2]
+    assert torch.equal(weights(module), after)
+
+
+def test_training_goes_on_after_an_interruption(tmp_path: Path) -> None:
+    def train_step(self: Any, global_step: int, batch: Any, device: Any) -> Any:
+        if global_step == 3 and not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return Classifier.train_step(self, global_step, batch, device)
+
+    interrupted: list[bool] = []
+    module, unbroken = broken(train_step=train_step), Classifier(numbers(16))
+    trainer = ts.Trainer(module, arguments(tmp_path, epochs=2))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    train(unbroken, tmp_path, epochs=2)
+
+    assert torch.equal(weights(module), weights(unbroken))
+
+
+def test_two_trainers_in_one_process_do_not_know_of_each_other(tmp_path: Path) -> None:
+    alone = train(Classifier(), tmp_path / "alone", epochs=2)
+    one = ts.Trainer(Classifier(), arguments(tmp_path / "one", epochs=2))
+    other = ts.Trainer(Classifier(numbers(30), seed=7), arguments(tmp_path / "other", epochs=1, backend="sp-amp"))
+    one.validate()
+    other.train()
+    one.train()
+
+    assert one.history.to_dict() == alone.history.to_dict()
+    assert other.global_steps_finished == 4
