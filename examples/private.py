@@ -30,7 +30,7 @@ from trainstack import (
     TrainerArguments,
     seed_everything,
 )
-from trainstack.backends.dp.audit import audit, audit_module
+from trainstack.auditing import audit, audit_module
 
 # What each column is divided by, before anything else. The numbers follow from what the columns mean, such as the
 # logarithm of a percentage: public constants. Means and deviations of the rows would be a release of private data.

@@ -16,12 +16,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from trainstack.backends.dp import DifferentialPrivacyArguments, preparing
+from trainstack.backends.dp import DifferentialPrivacyArguments, setup
 from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.mechanism import Mechanism
-from trainstack.backends.dp.poisson import PoissonSampling
 from trainstack.backends.dp.randomness import SeededRandomness
-from trainstack.backends.sampling import Draw
+from trainstack.backends.dp.sampling import PoissonSampling
+from trainstack.backends.workload import Draw
 
 Patch = Callable[[], AbstractContextManager[Any]]
 
@@ -89,12 +89,12 @@ BROKEN: dict[str, tuple[Patch, set[str]]] = {
     ),
     "half the noise": (_scaled_noise(lambda _: 0.5), {"noise"}),
     "0.8 of the noise": (_scaled_noise(lambda _: 0.8), {"noise"}),
-    "the same noise again": (lambda: mock.patch.object(preparing, "SeededRandomness", _ReusedNoise), {"noise"}),
-    "clipped to 10 C": (lambda: mock.patch.object(preparing, "FlatClipper", _LooseClipper), {"sampling", "canaries"}),
+    "the same noise again": (lambda: mock.patch.object(setup, "SeededRandomness", _ReusedNoise), {"noise"}),
+    "clipped to 10 C": (lambda: mock.patch.object(setup, "FlatClipper", _LooseClipper), {"sampling", "canaries"}),
     "every record twice": (_drawn(lambda _, step, honest: honest.repeat(2)), {"sampling"}),
     "a fixed order": (_drawn(_in_order), {"sampling"}),
     "the same sample again": (_drawn(_the_first_again), {"sampling"}),
-    "doubled rate": (lambda: mock.patch.object(preparing, "SeededRandomness", _DoubledRate), {"sampling"}),
+    "doubled rate": (lambda: mock.patch.object(setup, "SeededRandomness", _DoubledRate), {"sampling"}),
 }
 """How to break it, and the probes that must see it, each on its own."""
 
@@ -108,7 +108,7 @@ def broken(how: str) -> Iterator[None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print which probes see what. Returns 1 if a broken variant escapes, or if training as it should be is blamed."""
-    from trainstack.backends.dp.audit import audit
+    from trainstack.auditing import audit
 
     parser = argparse.ArgumentParser(prog="python -m tools.broken_privacy", description=__doc__)
     parser.add_argument("--runs", type=int, default=20, help="audits of training that is as it should be")

@@ -17,7 +17,7 @@ PACKAGES = (
     "trainstack.trainer",
     "trainstack.trainer.callbacks",
     "trainstack.trainer.schedulers",
-    "trainstack.trainer.placeholders",
+    "trainstack.trainer.schedulers.placeholders",
     "trainstack.backends",
     "trainstack.checkpointing",
     "trainstack.verifying",

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainstack.lazily import lazily, nothing_collected
+from trainstack._lazy import lazily, nothing_collected
 
 with nothing_collected():
     from trainstack import backends, checkpointing, errors, trainer
@@ -33,7 +33,7 @@ with nothing_collected():
 
 if TYPE_CHECKING:
     from trainstack.backends.dp.statement import PrivacyStatement
-    from trainstack.launching import launch
+    from trainstack.launching.launch import launch
     from trainstack.trainer import *  # noqa: F403
     from trainstack.verifying import Kill, Parting, ResumeReport, verify_resume
 
@@ -43,7 +43,7 @@ __getattr__ = lazily(
         **dict.fromkeys(trainer.__all__, "trainstack.trainer"),
         **dict.fromkeys(("Kill", "Parting", "ResumeReport", "verify_resume"), "trainstack.verifying"),
         "PrivacyStatement": "trainstack.backends.dp.statement",
-        "launch": "trainstack.launching",
+        "launch": "trainstack.launching.launch",
         "verifying": "trainstack.verifying",
     },
 )

@@ -18,16 +18,20 @@ from tests.helpers.modules import Classifier, arguments, numbers
 from tests.helpers.processes import run_world
 from tests.helpers.workers.private import audited
 from tools.broken_privacy import BROKEN, broken
+from trainstack.auditing import AuditReport, Finding, audit, audit_module
+from trainstack.auditing.canaries import Subject
+from trainstack.auditing.canary_bounds import (
+    EPSILONS,
+    canary_audit,
+    epsilon_at_least,
+    guess_p_value,
+    judge_guesses,
+    privacy_profile,
+)
+from trainstack.auditing.mechanism_probes import judge_masks, judge_noise, noise_probe, sampling_probe
+from trainstack.auditing.report import IMPLAUSIBLE
 from trainstack.backends.dp import DifferentialPrivacyArguments, epsilon_of
-from trainstack.backends.dp.audit import AuditReport, Finding, audit, audit_module
-from trainstack.backends.dp.audit.coins import canary_audit, judge_guesses
-from trainstack.backends.dp.audit.findings import IMPLAUSIBLE
-from trainstack.backends.dp.audit.noise import judge_noise, noise_probe
-from trainstack.backends.dp.audit.one_run import epsilon_at_least, guess_p_value
-from trainstack.backends.dp.audit.profile import EPSILONS, privacy_profile
-from trainstack.backends.dp.audit.sampling import judge_masks, sampling_probe
-from trainstack.backends.dp.audit.subject import Subject
-from trainstack.backends.dp.gaussian import gaussian_delta
+from trainstack.backends.dp.epsilon import gaussian_delta
 from trainstack.errors import ConfigurationError
 
 RUNS = 5

@@ -17,7 +17,7 @@ import trainstack as ts
 from tests.helpers.apex_shim import ROOT, SHA256, get_wheel
 from tests.helpers.modules import Classifier, arguments
 from tests.helpers.patience import patience
-from trainstack.backends.apex_probe import probe
+from trainstack.backends.apex import probe
 
 NEVER_RUN = "raise RuntimeError('the probe ran code of a package that it had no reason to trust')"
 Install = Callable[[dict[str, str]], Path]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainstack as ts
-from trainstack.backends.registry import known_layers
+from trainstack.backends.spec import known_layers
 
 TOKENS = ["sp", "amp", "bf16", "amp-apex"]
 KNOWN = ", ".join(sorted(known_layers()))

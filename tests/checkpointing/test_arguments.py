@@ -77,7 +77,7 @@ def test_the_package_imports_nothing_of_trainstack_but_errors_and_how_arguments_
     root = Path(trainstack.checkpointing.__file__).parent
     for file in root.glob("*.py"):
         for module in re.findall(r"^\s*(?:from|import) (trainstack[\w.]*)", file.read_text(), re.MULTILINE):
-            assert module in ("trainstack.errors", "trainstack.keywords") or module.startswith(
+            assert module in ("trainstack.errors", "trainstack._keywords") or module.startswith(
                 "trainstack.checkpointing"
             ), file
 

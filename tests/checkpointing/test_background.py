@@ -21,7 +21,7 @@ from trainstack.checkpointing import (
     list_checkpoints,
     write_checkpoint,
 )
-from trainstack.checkpointing.buffers import HostBuffers
+from trainstack.checkpointing.async_writer import HostBuffers
 from trainstack.errors import CheckpointError
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpointing.support import same, through_json
-from trainstack.checkpointing.dtypes import AS_BYTES, NATIVE
 from trainstack.checkpointing.encoding import StateEncoder
+from trainstack.checkpointing.format import AS_BYTES, NATIVE
 from trainstack.errors import UnsupportedStateError
 
 numbers = st.integers() | st.floats() | st.complex_numbers()

@@ -289,12 +289,12 @@ def test_leftovers_of_dead_writers_are_cleared_and_those_of_the_living_are_not(t
 
 
 def test_two_trainers_in_one_process_do_not_clear_each_others_writes(tmp_path: Path) -> None:
-    from trainstack.checkpointing import leftovers
+    from trainstack.checkpointing import temp_dirs
 
-    mine = leftovers.claim(tmp_path, leftovers.TEMPORARY, "a")
+    mine = temp_dirs.claim(tmp_path, temp_dirs.TEMPORARY, "a")
     mine.mkdir()
     checkpointer(tmp_path).save(make_checkpoint(1), 1)
     assert mine.exists()
-    leftovers.release(mine)
+    temp_dirs.release(mine)
     checkpointer(tmp_path).save(make_checkpoint(1), 1)
     assert not mine.exists()

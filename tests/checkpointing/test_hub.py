@@ -82,6 +82,6 @@ def test_without_the_package_the_extra_is_named_before_anything_is_written(
         raise AssertionError("exported")
 
     trainer = ts.Trainer(Classifier(), arguments(tmp_path))
-    monkeypatch.setattr("trainstack.trainer.saving.export_model", refuse)
+    monkeypatch.setattr("trainstack.checkpointing.export_model", refuse)
     with pytest.raises(ts.MissingExtraError, match=r"pip install 'trainstack\[hub\]'"):
         trainer.push_to_hub("me/line")

@@ -14,7 +14,7 @@ import torch
 from tests.checkpointing.support import raw, same
 from trainstack.checkpointing import checksums, tensorfile
 from trainstack.checkpointing.checksums import FileRecord, HashingReader, HashingWriter, digest
-from trainstack.checkpointing.dtypes import NATIVE
+from trainstack.checkpointing.format import NATIVE
 from trainstack.checkpointing.tensorfile import map_tensors, read_tensors, write_tensors
 from trainstack.errors import CheckpointDamagedError
 

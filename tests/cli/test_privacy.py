@@ -13,7 +13,7 @@ from trainstack.backends.dp import calibrate_noise, epsilon_of, fixed_order_epsi
 from trainstack.cli import privacy
 from trainstack.cli.main import main
 from trainstack.errors import ConfigurationError
-from trainstack.trainer.plan import TrainingPlan
+from trainstack.trainer.core.plan import TrainingPlan
 
 RATE = ["--batch-size", "150", "--dataset-size", "60000", "--delta", "1e-5"]
 

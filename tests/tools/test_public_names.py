@@ -15,7 +15,7 @@ def test_every_public_class_and_function_has_a_docstring() -> None:
 
 def test_every_name_that_trainstack_exports_is_looked_at() -> None:
     assert set(public_names.names_of("trainstack")) == set(trainstack.__all__) - {"__version__"}
-    assert {"TOTAL_STEPS", "WORLD_SIZE"} <= set(public_names.names_of("trainstack.trainer.placeholders")) | {
+    assert {"TOTAL_STEPS", "WORLD_SIZE"} <= set(public_names.names_of("trainstack.trainer.schedulers.placeholders")) | {
         name for name in dir(trainstack.placeholders) if name.isupper()
     }
 

@@ -409,7 +409,7 @@ def test_norms_of_gradients_are_those_of_the_step_that_is_logged(tmp_path: Path)
 
 def test_throughput_counts_samples_tokens_and_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
-    monkeypatch.setattr("trainstack.trainer.callbacks.throughput.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("trainstack.trainer.callbacks.timing.perf_counter", lambda: float(next(clock)))
     monitor = cb.ThroughputMonitor(tokens=lambda batch: batch[0].numel(), flops_per_sample=10.0, peak_flops=1000.0)
     trainer = trained(tmp_path, Classifier(numbers(41)), monitor, log_every=2, epochs=2)
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, numbers, train
-from trainstack.trainer.writers import CsvWriter
+from trainstack.trainer.tracking.writers import CsvWriter
 
 
 def broken(**methods: Any) -> Classifier:

@@ -11,8 +11,8 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
+from trainstack.trainer.events.bus import Subscription
 from trainstack.trainer.events.loop_events import around, nobody, with_batch_events, with_fetch_events
-from trainstack.trainer.events.subscription import Subscription
 
 SAVING = ts.DefaultCheckpointerArguments()
 

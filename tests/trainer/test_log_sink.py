@@ -11,8 +11,8 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
-from trainstack.trainer.log_sink import LogSink
-from trainstack.trainer.run_state import RunState
+from trainstack.trainer.core.state import RunState
+from trainstack.trainer.tracking.log_sink import LogSink
 
 DOCUMENTED = {"plan", "_log_sink"}
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from tools.bench.report import versions
 from tools.bench.workloads import SEED
 from trainstack.backends.dp.clipping import FlatClipper
+from trainstack.backends.dp.epsilon import import_opacus
 from trainstack.backends.dp.modes.choose import MODES
-from trainstack.backends.dp.opacus_import import import_opacus
 
 Step = Callable[[], object]
 

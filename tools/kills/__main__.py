@@ -24,7 +24,7 @@ from typing import Any
 
 import trainstack as ts
 from tools.kills.training import STEPS_PER_EPOCH, call_in
-from trainstack.verifying.proving import Subject, prove
+from trainstack.verifying.verify import Subject, prove
 
 BACKENDS = ("sp", "sp-amp", "ddp")
 LATER = ("torch._dynamo", "torch.onnx", "torch.distributed.algorithms.join", "numpy.random")
@@ -37,7 +37,7 @@ def preloaded() -> Any:
     """Starts processes as forks of one that has imported everything."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported there
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tools.kills.training", "trainstack.verifying.child", *LATER])
+    context.set_forkserver_preload(["tools.kills.training", "trainstack.verifying.attempt", *LATER])
     return context
 
 

@@ -2,30 +2,31 @@
 
 from trainstack.backends.amp import Amp
 from trainstack.backends.apex import AmpApex
-from trainstack.backends.base import VERBS, Slot, TrainerBackend
+from trainstack.backends.base import (
+    VERBS,
+    AbstractTrainerBackendDecorator,
+    Slot,
+    TrainerBackend,
+    TrainerBackendArguments,
+)
 from trainstack.backends.bf16 import BFloat16
-from trainstack.backends.build import build_trainer_backend
-from trainstack.backends.communicator import Communicator
-from trainstack.backends.ddp import DDP
-from trainstack.backends.decorator import AbstractTrainerBackendDecorator
+from trainstack.backends.build import build_trainer_backend, explain
+from trainstack.backends.ddp import DDP, EMPTY
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.layer import DP
-from trainstack.backends.driving import TrainerBackendArguments
-from trainstack.backends.empty import EMPTY
-from trainstack.backends.environment import (
+from trainstack.backends.processes.communicator import Communicator
+from trainstack.backends.processes.environment import (
     DistributedTrainingArguments,
     Place,
     find_place,
     how_to_launch,
     place_of_group,
 )
-from trainstack.backends.explain import explain
-from trainstack.backends.grammar import legal_specs, parse_spec
-from trainstack.backends.meeting import open_store
-from trainstack.backends.registry import register_layer, register_trainer_backend, unregister
+from trainstack.backends.processes.rendezvous import open_store
+from trainstack.backends.processes.world import World
 from trainstack.backends.single_process import SingleProcess, move_to_device
+from trainstack.backends.spec import legal_specs, parse_spec, register_layer, register_trainer_backend, unregister
 from trainstack.backends.workload import Clipping, Workload
-from trainstack.backends.world import World
 
 __all__ = [
     "VERBS",

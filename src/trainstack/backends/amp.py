@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from trainstack.backends.base import Slot, TrainerBackend
-from trainstack.backends.decorator import AbstractTrainerBackendDecorator
-from trainstack.backends.registry import register_layer
+from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot, TrainerBackend
+from trainstack.backends.spec import register_layer
 from trainstack.backends.workload import Workload
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from trainstack.backends.base import Slot
-from trainstack.backends.decorator import AbstractTrainerBackendDecorator
-from trainstack.backends.registry import register_layer
+from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot
+from trainstack.backends.spec import register_layer
 from trainstack.backends.workload import Workload
 from trainstack.stage import Stage
 

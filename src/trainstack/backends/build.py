@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainstack.backends.base import TrainerBackend
-from trainstack.backends.decorator import AbstractTrainerBackendDecorator
-from trainstack.backends.grammar import parse_spec
-from trainstack.backends.registry import LayerRecord, registered_backend
+from trainstack.backends.base import AbstractTrainerBackendDecorator, TrainerBackend
 from trainstack.backends.single_process import SingleProcess
+from trainstack.backends.spec import LayerRecord, parse_spec, registered_backend
 from trainstack.errors import ConfigurationError
 
 
@@ -71,3 +69,12 @@ def _make(record: LayerRecord, options: Mapping[str, Mapping[str, Any]], *inner:
         raise ConfigurationError(
             f"layer {record.token!r} does not take the options {dict(chosen)!r}: {error}."
         ) from error
+
+
+def explain(spec: str) -> str:
+    """Describe the stack that `spec` builds, in plain text.
+
+    Raises:
+        BackendSpecError: `spec` is no legal stack.
+    """
+    return build_trainer_backend(spec).explain()

@@ -7,7 +7,7 @@ import difflib
 import inspect
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
@@ -16,26 +16,55 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from trainstack.backends.base import Slot, TrainerBackend
-from trainstack.backends.communicator import GroupCommunicator
-from trainstack.backends.decorator import AbstractTrainerBackendDecorator
-from trainstack.backends.empty import EMPTY, used_by, zero_loss
-from trainstack.backends.environment import (
+from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot, TrainerBackend
+from trainstack.backends.processes.communicator import GroupCommunicator
+from trainstack.backends.processes.environment import (
     DistributedTrainingArguments,
     Place,
     find_place,
     how_to_launch,
     place_of_group,
 )
-from trainstack.backends.gathering import gather_outputs
-from trainstack.backends.meeting import open_store
-from trainstack.backends.registry import register_layer
+from trainstack.backends.processes.gathering import gather_outputs
+from trainstack.backends.processes.rendezvous import open_store
+from trainstack.backends.processes.world import DeviceChoice, World, pick_device
+from trainstack.backends.spec import register_layer
 from trainstack.backends.workload import Workload
-from trainstack.backends.world import DeviceChoice, World, pick_device
 from trainstack.errors import ConfigurationError, annotate
 from trainstack.stage import Stage
+
+
+class Empty:
+    """A micro-batch of no samples. `EMPTY` is the only one."""
+
+    def __repr__(self) -> str:
+        return "EMPTY"
+
+
+EMPTY = Empty()
+"""What a process without samples of a step trains on."""
+
+
+def used_by(loss: Tensor, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those of `parameters` that `loss` was computed from."""
+    waiting, seen, found = [get_gradient_edge(loss).node], set[Any](), set[int]()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            found.add(id(getattr(node, "variable", None)))
+            waiting += [before for before, _ in node.next_functions if before is not None]
+    return [p for p in parameters if id(p) in found]
+
+
+def zero_loss(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """A loss of 0 whose gradient is 0 for every parameter that is trained."""
+    trained = [p for p in parameters if p.requires_grad]
+    return torch.stack([(p * 0).sum() for p in trained]).sum()
+
 
 _SET_HERE = {"module", "process_group", "device_ids", "output_device"}
 

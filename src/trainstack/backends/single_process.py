@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from trainstack.backends.base import Slot, TrainerBackend
 from trainstack.backends.clipping import clip_gradients
-from trainstack.backends.environment import launched_size
 from trainstack.backends.fast_paths import GradientSeeds, fast_backward, fast_call, fast_step
-from trainstack.backends.registry import register_layer
+from trainstack.backends.processes.environment import launched_size
+from trainstack.backends.processes.world import DeviceChoice, World, pick_device
+from trainstack.backends.spec import register_layer
 from trainstack.backends.workload import Workload
-from trainstack.backends.world import DeviceChoice, World, pick_device
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from trainstack.checkpointing.abstract import AbstractCheckpointer
+from trainstack.checkpointing.abstract import AbstractCheckpointer, Checkpoint
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
-from trainstack.checkpointing.checkpoint import Checkpoint
 from trainstack.checkpointing.default import DefaultCheckpointer
 from trainstack.checkpointing.directory import CheckpointInfo, list_checkpoints
-from trainstack.checkpointing.exporting import export_model
-from trainstack.checkpointing.foreign import read_foreign_weights
-from trainstack.checkpointing.hub import push_to_hub
+from trainstack.checkpointing.exporting import export_model, push_to_hub
 from trainstack.checkpointing.reading import read_checkpoint, read_model, verify_checkpoint
-from trainstack.checkpointing.warm_start import WarmStartReport, warm_start
+from trainstack.checkpointing.warm_start import WarmStartReport, read_foreign_weights, warm_start
 from trainstack.checkpointing.writing import write_checkpoint, write_model
 
 __all__ = [

@@ -6,12 +6,12 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from trainstack.checkpointing import smallfile
+from trainstack.checkpointing.filesystem import atomic_write
 
 
 def mark(directory: Path, prefix: str, sequence: int) -> None:
     """Remember that what has a sequence number up to `sequence` belongs to an earlier run."""
-    smallfile.replace(directory / _name(prefix), json.dumps({"after_sequence": sequence}).encode())
+    atomic_write(directory / _name(prefix), json.dumps({"after_sequence": sequence}).encode())
 
 
 def read(directory: Path, prefix: str, unreadable: int = -1) -> int:

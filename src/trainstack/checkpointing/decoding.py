@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainstack.checkpointing import tags
-from trainstack.checkpointing.dtypes import BY_BYTES_NAME
-from trainstack.checkpointing.tags import Json
+from trainstack.checkpointing import format
+from trainstack.checkpointing.format import BY_BYTES_NAME, Json
 from trainstack.errors import CheckpointDamagedError
 
 
@@ -27,28 +26,28 @@ class StateDecoder:
         self._tensors = tensors
         self._made: dict[tuple[str, str], Any] = {}
         self._handlers: dict[str, Callable[[dict[str, Json]], Any]] = {
-            tags.INT: lambda f: int(f["hex"], 16),
-            tags.FLOAT: lambda f: float(f["value"]),
-            tags.COMPLEX: lambda f: complex(*self._items(f["parts"])),
-            tags.BYTES: lambda f: base64.b64decode(f["base64"]),
-            tags.BYTEARRAY: lambda f: bytearray(base64.b64decode(f["base64"])),
-            tags.TUPLE: lambda f: tuple(self._items(f["items"])),
-            tags.SET: lambda f: set(self._items(f["items"])),
-            tags.FROZENSET: lambda f: frozenset(self._items(f["items"])),
-            tags.DEQUE: lambda f: deque(self._items(f["items"]), f["maxlen"]),
-            tags.DICT: lambda f: dict(self._pairs(f["items"])),
-            tags.DEFAULTDICT: lambda f: defaultdict(tags.FACTORIES[f["factory"]], self._pairs(f["items"])),
-            tags.COUNTER: lambda f: Counter(dict(self._pairs(f["items"]))),
-            tags.ORDERED_DICT: self._ordered_dict,
-            tags.SIZE: lambda f: torch.Size(f["items"]),
-            tags.DTYPE: _dtype,
-            tags.DEVICE: lambda f: torch.device(f["name"]),
-            tags.TENSOR: self._tensor,
-            tags.ARRAY: self._array,
-            tags.NUMPY_SCALAR: _numpy_scalar,
-            tags.NUMPY_TEXT: lambda f: np.str_(f["value"]),
-            tags.NUMPY_BYTES: lambda f: np.bytes_(base64.b64decode(f["base64"])),
-            tags.PATH: lambda f: Path(f["value"]),
+            format.INT: lambda f: int(f["hex"], 16),
+            format.FLOAT: lambda f: float(f["value"]),
+            format.COMPLEX: lambda f: complex(*self._items(f["parts"])),
+            format.BYTES: lambda f: base64.b64decode(f["base64"]),
+            format.BYTEARRAY: lambda f: bytearray(base64.b64decode(f["base64"])),
+            format.TUPLE: lambda f: tuple(self._items(f["items"])),
+            format.SET: lambda f: set(self._items(f["items"])),
+            format.FROZENSET: lambda f: frozenset(self._items(f["items"])),
+            format.DEQUE: lambda f: deque(self._items(f["items"]), f["maxlen"]),
+            format.DICT: lambda f: dict(self._pairs(f["items"])),
+            format.DEFAULTDICT: lambda f: defaultdict(format.FACTORIES[f["factory"]], self._pairs(f["items"])),
+            format.COUNTER: lambda f: Counter(dict(self._pairs(f["items"]))),
+            format.ORDERED_DICT: self._ordered_dict,
+            format.SIZE: lambda f: torch.Size(f["items"]),
+            format.DTYPE: _dtype,
+            format.DEVICE: lambda f: torch.device(f["name"]),
+            format.TENSOR: self._tensor,
+            format.ARRAY: self._array,
+            format.NUMPY_SCALAR: _numpy_scalar,
+            format.NUMPY_TEXT: lambda f: np.str_(f["value"]),
+            format.NUMPY_BYTES: lambda f: np.bytes_(base64.b64decode(f["base64"])),
+            format.PATH: lambda f: Path(f["value"]),
         }
 
     def decode(self, tree: Json) -> Any:
@@ -70,8 +69,8 @@ class StateDecoder:
             return self._items(tree)
         if type(tree) is not dict:
             return tree
-        if tags.KEY in tree:
-            return self._handlers[tree[tags.KEY]](tree)
+        if format.KEY in tree:
+            return self._handlers[tree[format.KEY]](tree)
         return {key: self._decode(value) for key, value in tree.items()}
 
     def _items(self, trees: list[Json]) -> list[Any]:
@@ -90,7 +89,7 @@ class StateDecoder:
         tensor = self._tensors[fields["name"]]
         if "dtype" not in fields:
             return tensor
-        key = (tags.TENSOR, fields["name"])
+        key = (format.TENSOR, fields["name"])
         if key not in self._made:
             dtype = BY_BYTES_NAME[fields["dtype"]]
             flat = tensor if tensor.dtype == dtype else tensor.reshape(-1).view(dtype)
@@ -99,7 +98,7 @@ class StateDecoder:
         return made
 
     def _array(self, fields: dict[str, Json]) -> np.ndarray[Any, Any]:
-        key = (tags.ARRAY, fields["name"])
+        key = (format.ARRAY, fields["name"])
         if key not in self._made:
             array = self._tensors[fields["name"]].numpy()
             dtype = _numpy_dtype(fields)

@@ -10,18 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainstack.checkpointing import began, leftovers, retention
-from trainstack.checkpointing.abstract import AbstractCheckpointer
-from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
-from trainstack.checkpointing.background import BackgroundWriter
-from trainstack.checkpointing.buffers import HostBuffers
-from trainstack.checkpointing.checkpoint import Checkpoint
-from trainstack.checkpointing.committing import Payload, commit
+from trainstack.checkpointing import began, retention, temp_dirs
+from trainstack.checkpointing.abstract import AbstractCheckpointer, Checkpoint
+from trainstack.checkpointing.arguments import DEFAULT_MONITOR, DefaultCheckpointerArguments
+from trainstack.checkpointing.async_writer import BackgroundWriter, HostBuffers
 from trainstack.checkpointing.directory import CheckpointInfo, has_prefix, name_of, scan
-from trainstack.checkpointing.finding import Finder, folder_at
-from trainstack.checkpointing.monitoring import DEFAULT_MONITOR
-from trainstack.checkpointing.newest import of_prefix, of_run
-from trainstack.checkpointing.writing import pack, write_checkpoint, write_model
+from trainstack.checkpointing.finding import Finder, folder_at, of_prefix, of_run
+from trainstack.checkpointing.writing import Payload, commit, pack, write_checkpoint, write_model
 
 _DEFAULT_DIRECTORY = "checkpoints"
 _logger = logging.getLogger("trainstack")
@@ -243,7 +238,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         for info in scan(self.save_dir).intact:
             ours = has_prefix(info.name, prefix) and has_prefix(name_of(info.path), prefix)
             if info.kind == "checkpoint" and ours and not info.path.is_symlink():
-                leftovers.discard(info.path)
+                temp_dirs.discard(info.path)
                 self._log(logging.INFO, f"deleted {info.path}")
 
     def _clear(self, directory: Path) -> bool:
@@ -251,7 +246,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         if directory in self._prepared:
             return False
         self._prepared.add(directory)
-        leftovers.clear(directory)
+        temp_dirs.clear(directory)
         return True
 
     def _settle(self, field: str, value: str | os.PathLike[str]) -> Path:

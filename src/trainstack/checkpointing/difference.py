@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainstack.checkpointing.leaves import array_as_tensor
-from trainstack.checkpointing.places import Index
-from trainstack.checkpointing.places import describe as place_of
+from trainstack.checkpointing.encoding import Index, array_as_tensor
+from trainstack.checkpointing.encoding import describe as place_of
 
 _ABSENT = "absent"
 _LONG_TEXT = 60

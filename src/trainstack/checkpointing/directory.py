@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainstack.checkpointing import began, leftovers, manifest
+from trainstack.checkpointing import began, manifest, temp_dirs
 from trainstack.checkpointing.decoding import StateDecoder
 from trainstack.checkpointing.manifest import Kind, Manifest
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
@@ -69,7 +69,7 @@ def scan(directory: Path) -> Contents:
     """Read every manifest in `directory`; an absent directory is an empty one."""
     contents = Contents(intact=[], broken={}, newer={})
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
-        if path.name.startswith(leftovers.TEMPORARY) or not is_checkpoint_directory(path):
+        if path.name.startswith(temp_dirs.TEMPORARY) or not is_checkpoint_directory(path):
             continue
         try:
             contents.intact.append(info_of(path, read_manifest(path)))
@@ -153,4 +153,4 @@ def has_prefix(name: str, prefix: str) -> bool:
 
 def name_of(path: Path) -> str:
     """Return the name that a directory was written under, as its path tells it."""
-    return leftovers.original_name(path) or path.name
+    return temp_dirs.original_name(path) or path.name

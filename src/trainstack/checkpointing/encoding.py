@@ -5,18 +5,101 @@ from __future__ import annotations
 import base64
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from trainstack.checkpointing import tags
-from trainstack.checkpointing.dtypes import AS_BYTES, NATIVE
-from trainstack.checkpointing.leaves import array_as_tensor, explain_refusal, tensor_identity, type_name
-from trainstack.checkpointing.places import Index, TensorNames, describe
-from trainstack.checkpointing.tags import Json
+from trainstack.checkpointing import format
+from trainstack.checkpointing.format import AS_BYTES, NATIVE, Json
 from trainstack.errors import UnsupportedStateError
+
+
+def type_name(value: Any) -> str:
+    """Return the type of `value` with its module, as a message names it."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def explain_refusal(where: str, value: Any) -> str:
+    """Return the sentence for a value that the format does not hold."""
+    if isinstance(value, Enum):
+        advice = "Store its .value or its .name in get_state()."
+    elif isinstance(value, torch.Generator):
+        advice = "Store generator.get_state() in get_state()."
+    elif isinstance(value, torch.Tensor):
+        advice = "Convert it in get_state() to a dense, plain torch.Tensor of a standard dtype."
+    elif type(value) is defaultdict:
+        known = ", ".join(name for name in format.FACTORIES if name is not None)
+        advice = f"Return dict(...) of it in get_state(), or take one of these factories: {known}."
+    else:
+        advice = "Convert it in get_state() to tensors, numbers, strings, lists or dicts."
+    return f"{where} holds a {_kind_of(value)}, which a checkpoint cannot store. {advice}"
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        layout = "quantized" if value.is_quantized else str(value.layout).removeprefix("torch.")
+        return f"{type_name(value)} (layout {layout}, {value.dtype}, device {value.device.type})"
+    if isinstance(value, (np.ndarray, np.generic)):
+        return f"{type_name(value)} of dtype {value.dtype}"
+    if type(value) is defaultdict:
+        return f"{type_name(value)} with a factory of its own"
+    return type_name(value)
+
+
+def tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a key that two tensors share if they are the same view of the same memory."""
+    if tensor.numel() == 0:
+        return ("empty", id(tensor))
+    view = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (tensor.device, tensor.untyped_storage().data_ptr(), *view, tensor.is_conj(), tensor.is_neg())
+
+
+def array_as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Return `array` as a tensor: shared memory where that is safe, raw bytes for dtypes torch lacks."""
+    if not (array.flags.c_contiguous and array.flags.writeable and array.flags.aligned):
+        array = np.array(array, order="C", copy=True)
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError):  # text, dates, foreign byte order: kept as bytes beside their dtype
+        return torch.from_numpy(array.reshape(-1).view(np.uint8))
+
+
+RESERVED = "__metadata__"
+
+
+class Index(int):
+    """A position in a sequence, as opposed to an integer key of a dict."""
+
+
+def describe(root: str, place: list[Any]) -> str:
+    """`("trainer_state", ["optimizers", Index(0), "state"])` -> `trainer_state.optimizers[0].state`."""
+    text = root
+    for part in place:
+        plain = isinstance(part, str) and part.isidentifier()
+        text += f".{part}" if plain else f"[{part!r}]"
+    return text.lstrip(".") or "the state itself"
+
+
+class TensorNames:
+    """Gives each stored tensor a readable name that no other tensor of the checkpoint has."""
+
+    def __init__(self) -> None:
+        self._taken = {RESERVED}
+
+    def claim(self, prefix: str, place: list[Any]) -> str:
+        parts = ([prefix] if prefix else []) + [str(part) for part in place]
+        readable = ".".join(parts).encode("utf-8", "replace").decode() or "tensor"
+        name, count = readable, 1
+        while name in self._taken:
+            count += 1
+            name = f"{readable}#{count}"
+        self._taken.add(name)
+        return name
+
 
 _SMALL = 2**63
 
@@ -63,28 +146,28 @@ class StateEncoder:
             type(None): same,
             bool: same,
             str: same,
-            int: lambda v: v if -_SMALL <= v < _SMALL else _tag(tags.INT, hex=hex(v)),
-            float: lambda v: v if v - v == 0.0 else _tag(tags.FLOAT, value=repr(v)),
-            complex: lambda v: _tag(tags.COMPLEX, parts=[self._encode(v.real), self._encode(v.imag)]),
-            bytes: lambda v: _tag(tags.BYTES, base64=_base64(v)),
-            bytearray: lambda v: _tag(tags.BYTEARRAY, base64=_base64(v)),
+            int: lambda v: v if -_SMALL <= v < _SMALL else _tag(format.INT, hex=hex(v)),
+            float: lambda v: v if v - v == 0.0 else _tag(format.FLOAT, value=repr(v)),
+            complex: lambda v: _tag(format.COMPLEX, parts=[self._encode(v.real), self._encode(v.imag)]),
+            bytes: lambda v: _tag(format.BYTES, base64=_base64(v)),
+            bytearray: lambda v: _tag(format.BYTEARRAY, base64=_base64(v)),
             list: self._items,
-            tuple: lambda v: _tag(tags.TUPLE, items=self._items(v)),
-            set: lambda v: _tag(tags.SET, items=self._items(v)),
-            frozenset: lambda v: _tag(tags.FROZENSET, items=self._items(v)),
-            deque: lambda v: _tag(tags.DEQUE, items=self._items(v), maxlen=v.maxlen),
+            tuple: lambda v: _tag(format.TUPLE, items=self._items(v)),
+            set: lambda v: _tag(format.SET, items=self._items(v)),
+            frozenset: lambda v: _tag(format.FROZENSET, items=self._items(v)),
+            deque: lambda v: _tag(format.DEQUE, items=self._items(v), maxlen=v.maxlen),
             dict: self._dict,
             defaultdict: self._defaultdict,
-            Counter: lambda v: _tag(tags.COUNTER, items=self._pairs(v)),
+            Counter: lambda v: _tag(format.COUNTER, items=self._pairs(v)),
             OrderedDict: self._ordered_dict,
-            torch.Size: lambda v: _tag(tags.SIZE, items=list(v)),
-            torch.dtype: lambda v: _tag(tags.DTYPE, name=str(v).removeprefix("torch.")),
-            torch.device: lambda v: _tag(tags.DEVICE, name=str(v)),
+            torch.Size: lambda v: _tag(format.SIZE, items=list(v)),
+            torch.dtype: lambda v: _tag(format.DTYPE, name=str(v).removeprefix("torch.")),
+            torch.device: lambda v: _tag(format.DEVICE, name=str(v)),
             torch.Tensor: self._tensor,
             torch.nn.Parameter: self._tensor,
             np.ndarray: self._array,
-            np.str_: lambda v: _tag(tags.NUMPY_TEXT, value="".join(v)),  # str(v) drops zeros at the end
-            np.bytes_: lambda v: _tag(tags.NUMPY_BYTES, base64=_base64(bytes(list(v)))),
+            np.str_: lambda v: _tag(format.NUMPY_TEXT, value="".join(v)),  # str(v) drops zeros at the end
+            np.bytes_: lambda v: _tag(format.NUMPY_BYTES, base64=_base64(bytes(list(v)))),
         }
 
     def _encode(self, value: Any) -> Json:
@@ -94,14 +177,14 @@ class StateEncoder:
         if isinstance(value, np.generic):
             return self._numpy_scalar(value)
         if isinstance(value, Path):
-            return _tag(tags.PATH, value=str(value))
+            return _tag(format.PATH, value=str(value))
         return self._refuse(value)
 
     def _at(self, part: Any, value: Any) -> Json:
-        if len(self._place) >= tags.MAX_DEPTH:
+        if len(self._place) >= format.MAX_DEPTH:
             where = describe(self._root, self._place[:4])
             raise UnsupportedStateError(
-                f"{where} is nested deeper than {tags.MAX_DEPTH} levels, or contains itself. "
+                f"{where} is nested deeper than {format.MAX_DEPTH} levels, or contains itself. "
                 "Return a flatter state from get_state()."
             )
         self._place.append(part)
@@ -116,18 +199,18 @@ class StateEncoder:
         return [[self._key(key), self._at(key, item)] for key, item in value.items()]
 
     def _dict(self, value: dict[Any, Any]) -> Json:
-        if tags.KEY in value or any(type(key) is not str for key in value):
-            return _tag(tags.DICT, items=self._pairs(value))
+        if format.KEY in value or any(type(key) is not str for key in value):
+            return _tag(format.DICT, items=self._pairs(value))
         return {key: self._at(key, item) for key, item in value.items()}
 
     def _defaultdict(self, value: defaultdict[Any, Any]) -> Json:
-        for name, factory in tags.FACTORIES.items():
+        for name, factory in format.FACTORIES.items():
             if factory is value.default_factory:
-                return _tag(tags.DEFAULTDICT, factory=name, items=self._pairs(value))
+                return _tag(format.DEFAULTDICT, factory=name, items=self._pairs(value))
         return self._refuse(value)
 
     def _ordered_dict(self, value: OrderedDict[Any, Any]) -> Json:
-        encoded = _tag(tags.ORDERED_DICT, items=self._pairs(value))
+        encoded = _tag(format.ORDERED_DICT, items=self._pairs(value))
         versions = getattr(value, "_metadata", None)
         if versions is not None:  # the module versions that Module.state_dict() attaches
             encoded["versions"] = self._at("_metadata", versions)
@@ -135,7 +218,7 @@ class StateEncoder:
 
     def _key(self, key: Any) -> Json:
         if type(key) is tuple:
-            return _tag(tags.TUPLE, items=[self._key(part) for part in key])
+            return _tag(format.TUPLE, items=[self._key(part) for part in key])
         if type(key) not in (str, int, float, bool, type(None)):
             raise UnsupportedStateError(
                 f"{describe(self._root, self._place)} has the key {key!r} of type {type_name(key)}. "
@@ -161,25 +244,25 @@ class StateEncoder:
             extra = {"dtype": AS_BYTES[value.dtype], "shape": list(value.shape)}
         else:
             self._refuse(value)
-        return _tag(tags.TENSOR, name=self._store(tensor_identity(value), value, value.detach()), **extra)
+        return _tag(format.TENSOR, name=self._store(tensor_identity(value), value, value.detach()), **extra)
 
     def _array(self, value: np.ndarray[Any, Any]) -> Json:
         if value.dtype.kind in "OV":
             self._refuse(value)
         name = self._store(("array", id(value)), value, array_as_tensor(value))
-        return _tag(tags.ARRAY, name=name, dtype=value.dtype.str, shape=list(value.shape))
+        return _tag(format.ARRAY, name=name, dtype=value.dtype.str, shape=list(value.shape))
 
     def _numpy_scalar(self, value: np.generic) -> Json:
         if value.dtype.kind in "OV":
             self._refuse(value)
-        return _tag(tags.NUMPY_SCALAR, dtype=value.dtype.str, base64=_base64(value.tobytes()))
+        return _tag(format.NUMPY_SCALAR, dtype=value.dtype.str, base64=_base64(value.tobytes()))
 
     def _refuse(self, value: Any) -> NoReturn:
         raise UnsupportedStateError(explain_refusal(describe(self._root, self._place), value))
 
 
 def _tag(kind: str, /, **fields: Json) -> dict[str, Json]:
-    return {tags.KEY: kind, **fields}
+    return {format.KEY: kind, **fields}
 
 
 def _base64(value: bytes | bytearray) -> str:

@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 from trainstack._files import make_directories as make_directories
 from trainstack._files import sync_directory as sync_directory
+from trainstack.checkpointing import filesystem
 
 _BUFFER_BYTES = 1 << 20
 
@@ -58,3 +59,15 @@ def free_bytes(path: Path) -> int | None:
     """Return what can still be written below `path`, or None if the file system does not say."""
     usage = shutil.disk_usage(path)
     return usage.free if usage.total else None
+
+
+def atomic_write(path: Path, data: bytes) -> None:
+    """Make `data` the content of the file `path`, durably. Only one process may do so at a time."""
+    aside = path.with_name(f".tmp-{path.name}")
+    if aside.exists():
+        filesystem.remove_file(aside)
+    with filesystem.open_new(aside) as handle:
+        filesystem.write(handle, data)
+        filesystem.sync_file(handle)
+    filesystem.replace(aside, path)
+    filesystem.sync_directory(path.parent)

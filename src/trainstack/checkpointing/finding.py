@@ -2,19 +2,189 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from trainstack.checkpointing import pointers
-from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
-from trainstack.checkpointing.checkpoint import Checkpoint
-from trainstack.checkpointing.directory import has_its_files, is_checkpoint_directory
-from trainstack.checkpointing.monitoring import Monitor
-from trainstack.checkpointing.newest import of_prefix, of_run, other_names, read_newest
+from trainstack.checkpointing import began, filesystem
+from trainstack.checkpointing.abstract import Checkpoint
+from trainstack.checkpointing.arguments import DefaultCheckpointerArguments, Monitor
+from trainstack.checkpointing.directory import (
+    CheckpointInfo,
+    has_its_files,
+    has_prefix,
+    is_checkpoint_directory,
+    name_of,
+    scan,
+)
+from trainstack.checkpointing.filesystem import atomic_write
 from trainstack.checkpointing.reading import read_checkpoint
 from trainstack.errors import CheckpointDamagedError, CheckpointNotFoundError, ConfigurationError
+
+
+def read_newest(
+    directory: Path,
+    prefix: str,
+    skipped: Callable[[CheckpointDamagedError], None],
+    monitor: Monitor | None = None,
+) -> tuple[Path, Checkpoint] | None:
+    """Return the run's intact checkpoint that was written last, whatever its step, or None if there is none.
+
+    Args:
+        directory: where to look; it may be absent.
+        prefix: only checkpoints that a checkpointer with this `file_prefix` names.
+        skipped: called with the error of each damaged checkpoint, before an older one is tried.
+        monitor: return the best by this instead; None also if none has a value of it.
+
+    Raises:
+        CheckpointDamagedError: there are checkpoints, and all are damaged.
+        CheckpointMismatchError: one was written by a newer trainstack, so it may be the newest.
+    """
+    contents = scan(directory)
+    for path, mismatch in contents.newer.items():
+        if has_prefix(name_of(path), prefix):
+            raise mismatch
+    broken = [error for path, error in contents.broken.items() if has_prefix(name_of(path), prefix)]
+    candidates = of_run(directory, prefix)
+    if monitor is not None:
+        candidates = monitor.rank(candidates)
+    for error in broken:
+        skipped(error)
+    if not candidates and (monitor is not None or not broken):
+        return None
+    for info in candidates:
+        try:
+            return info.path, read_checkpoint(info.path)
+        except CheckpointDamagedError as error:
+            skipped(error)
+            broken.append(error)
+    details = "\n".join(f"  - {error}" for error in broken)
+    raise CheckpointDamagedError(
+        f"every {'' if monitor is None else 'ranked '}checkpoint in {directory} is damaged:\n{details}\n"
+        "Restore one from a backup, or set another save_dir to start afresh."
+    )
+
+
+def of_prefix(directory: Path, prefix: str) -> list[CheckpointInfo]:
+    """Return the checkpoints in `directory` with this prefix whose manifest is intact, newest first."""
+    intact = scan(directory).intact
+    return [info for info in intact if info.kind == "checkpoint" and has_prefix(info.name, prefix)]
+
+
+def of_run(directory: Path, prefix: str, unreadable: int = -1) -> list[CheckpointInfo]:
+    """Return those of `of_prefix` that no earlier run has written; `unreadable` as for `began.read`."""
+    after = began.read(directory, prefix, unreadable)
+    return [info for info in of_prefix(directory, prefix) if info.sequence > after]
+
+
+def other_names(directory: Path, prefix: str) -> list[str]:
+    """Return the names of the checkpoints in `directory` that belong to other prefixes, newest first."""
+    intact = scan(directory).intact
+    return [info.name for info in intact if info.kind == "checkpoint" and not has_prefix(info.name, prefix)]
+
+
+# A pointer is never believed. What it gives is the rule (which prefix, which metric); the checkpoint is found anew
+# from the manifests, so that a pointer that is stale, torn or missing misleads nobody.
+LAST = "last"
+BEST = "best"
+_FORMAT = "trainstack-pointer"
+_LIMIT_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Which checkpoint is meant: the newest with this prefix, or the best if there is a monitor."""
+
+    file_prefix: str
+    monitor: Monitor | None
+
+
+def refresh_pointers(
+    directory: Path,
+    args: DefaultCheckpointerArguments,
+    last: CheckpointInfo | None,
+    best: CheckpointInfo | None,
+    say: Callable[[int, str], None],
+) -> None:
+    """Make both pointers name these checkpoints; one that would name none is removed. A failure is said."""
+    for kind, info in ((LAST, last), (BEST, best)):
+        path = directory / _name(kind, args.file_prefix)
+        try:
+            _set(path, None if info is None else _render(kind, info, args), say)
+        except OSError as error:
+            say(logging.WARNING, f"the pointer {path} could not be written: {error}")
+
+
+def rule_at(path: Path, args: DefaultCheckpointerArguments) -> Rule | None:
+    """The rule of the pointer at `path`; None if `path` is none. A torn or missing one has the rule of `args`."""
+    if path.is_dir():
+        return None
+    rule = rule_in(path)
+    kinds = {_name(LAST, args.file_prefix): None, _name(BEST, args.file_prefix): args.monitored}
+    if rule is None and path.name in kinds and path.parent.is_dir():
+        return Rule(file_prefix=args.file_prefix, monitor=kinds[path.name])
+    return rule
+
+
+def rule_in(path: Path) -> Rule | None:
+    """The rule that is written in the file `path`; None if it is no pointer, or cannot be read."""
+    try:
+        return _parse(_beginning(path))
+    except OSError:
+        return None
+
+
+def _name(kind: str, prefix: str) -> str:
+    """Plain for the usual prefix; other prefixes in the same directory have pointers of their own."""
+    return kind if prefix == DefaultCheckpointerArguments().file_prefix else f"{prefix}-{kind}"
+
+
+def _set(path: Path, data: bytes | None, say: Callable[[int, str], None]) -> None:
+    now = _beginning(path) if path.is_file() else None
+    if (now is None and os.path.lexists(path)) or (now and now.strip(b"\0") and _FORMAT.encode() not in now):
+        say(logging.DEBUG, f"{path} is not a pointer of trainstack, so it is left alone.")
+    elif data is not None and now != data:
+        atomic_write(path, data)
+    elif data is None and now is not None:
+        filesystem.remove_file(path)
+
+
+def _beginning(path: Path) -> bytes:
+    """The content of a pointer; of a file that is none, and may be large, only so much."""
+    with path.open("rb") as file:
+        return file.read(_LIMIT_BYTES)
+
+
+def _render(kind: str, info: CheckpointInfo, args: DefaultCheckpointerArguments) -> bytes:
+    body: dict[str, Any] = {
+        "format": _FORMAT,
+        "file_prefix": args.file_prefix,
+        "checkpoint": info.path.name,
+        "global_step": info.global_step,
+    }
+    if kind == BEST:
+        monitor = args.monitored
+        body |= {"monitor": monitor.name, "mode": monitor.mode, "value": monitor.value_of(info)}
+    return (json.dumps(body, indent=1) + "\n").encode()
+
+
+def _parse(data: bytes) -> Rule | None:
+    try:
+        body = json.loads(data)
+        if body["format"] != _FORMAT or not isinstance(body["file_prefix"], str):
+            return None
+        wanted = body.get("monitor")
+        if wanted is None:
+            return Rule(file_prefix=body["file_prefix"], monitor=None)
+        if not isinstance(wanted, str) or body["mode"] not in ("min", "max"):
+            return None
+        return Rule(file_prefix=body["file_prefix"], monitor=Monitor(name=wanted, mode=body["mode"]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 class Finder:
@@ -54,7 +224,7 @@ class Finder:
                 f"resume={resume!r}: write True, False, 'auto', 'last', 'best' or the path of a checkpoint."
             )
         path = Path(resume).absolute()
-        rule = pointers.rule_at(path, self.args)
+        rule = rule_at(path, self.args)
         if rule is not None:
             directory, prefix = path.parent, rule.file_prefix
             return (
@@ -153,7 +323,7 @@ def follow(path: Path) -> Path:
     Raises:
         CheckpointNotFoundError: it is, and there is no such checkpoint any more.
     """
-    rule = pointers.rule_in(path)
+    rule = rule_in(path)
     if rule is None:
         return path
     run = of_run(path.parent, rule.file_prefix)

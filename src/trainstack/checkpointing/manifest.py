@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from trainstack.checkpointing.checksums import FileRecord, digest
-from trainstack.checkpointing.tags import Json
+from trainstack.checkpointing.format import Json
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError
 
 FILE_NAME = "MANIFEST.json"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainstack.checkpointing import manifest
-from trainstack.checkpointing.checkpoint import Checkpoint
+from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.checksums import FileRecord, check_file, read_file
 from trainstack.checkpointing.decoding import StateDecoder
 from trainstack.checkpointing.directory import (
@@ -21,8 +21,8 @@ from trainstack.checkpointing.directory import (
     read_manifest,
     scan,
 )
+from trainstack.checkpointing.format import Json
 from trainstack.checkpointing.manifest import Manifest
-from trainstack.checkpointing.tags import Json
 from trainstack.checkpointing.tensorfile import map_tensors, read_placeholders, read_tensors
 from trainstack.checkpointing.writing import MODEL_STATE, STATES
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError

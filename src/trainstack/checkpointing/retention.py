@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 
-from trainstack.checkpointing import leftovers, pointers
+from trainstack.checkpointing import temp_dirs
+from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
-from trainstack.checkpointing.checkpoint import Checkpoint
 from trainstack.checkpointing.directory import CheckpointInfo, has_its_files, info_of, read_manifest
-from trainstack.checkpointing.newest import of_run
+from trainstack.checkpointing.finding import of_run, refresh_pointers
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError
 
 Say = Callable[[int, str], None]
@@ -36,13 +36,13 @@ def after_save(directory: Path, args: DefaultCheckpointerArguments, say: Say) ->
     try:
         doomed = superfluous(directory, args)
         kept = [info for info in of_run(directory, args.file_prefix) if info not in doomed]
-        pointers.refresh(directory, args, newest_of(kept), best_of(kept, args), say)
+        refresh_pointers(directory, args, newest_of(kept), best_of(kept, args), say)
     except OSError as error:
         say(logging.WARNING, f"{directory} could not be read, so no older checkpoint was deleted: {error}")
         return
     for info in doomed:
         try:
-            leftovers.discard(info.path)
+            temp_dirs.discard(info.path)
             say(logging.INFO, f"deleted {info.path}")
         except OSError as error:
             say(logging.WARNING, f"{info.path} is no longer needed and could not be deleted: {error}")

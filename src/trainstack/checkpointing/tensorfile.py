@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from trainstack.checkpointing.checksums import FileRecord, HashingReader, HashingWriter, open_recorded
-from trainstack.checkpointing.dtypes import BY_NATIVE_NAME, NATIVE
-from trainstack.checkpointing.places import RESERVED
+from trainstack.checkpointing.encoding import RESERVED
+from trainstack.checkpointing.format import BY_NATIVE_NAME, NATIVE
 from trainstack.errors import CheckpointDamagedError, CheckpointError
 
 _ALIGNMENT = 8

@@ -4,17 +4,231 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainstack.checkpointing.checkpoint import Checkpoint
-from trainstack.checkpointing.committing import Payload, commit
-from trainstack.checkpointing.encoding import StateEncoder
-from trainstack.checkpointing.manifest import library_versions
-from trainstack.checkpointing.readme import render_readme
-from trainstack.checkpointing.tags import Json
-from trainstack.errors import UnsupportedStateError
+import torch
+
+from trainstack.checkpointing import directory as listing
+from trainstack.checkpointing import filesystem, manifest, temp_dirs
+from trainstack.checkpointing.abstract import Checkpoint
+from trainstack.checkpointing.async_writer import HostBuffers
+from trainstack.checkpointing.checksums import FileRecord, HashingWriter
+from trainstack.checkpointing.encoding import StateEncoder, tensor_identity
+from trainstack.checkpointing.format import NATIVE, Json
+from trainstack.checkpointing.manifest import Kind, Manifest, library_versions
+from trainstack.checkpointing.tensorfile import tensor_bytes, write_tensors
+from trainstack.errors import CheckpointError, UnsupportedStateError
+
+README = "README.md"
+
+
+def render_readme(
+    model_state: Mapping[str, Any],
+    name: str,
+    *,
+    versions: Mapping[str, str],
+    plan: Mapping[str, Any] | None,
+    global_step: int | None,
+    metadata: Mapping[str, Any] | None,
+) -> bytes:
+    """Return the text of README.md for an export of `model_state`."""
+    facts = {"optimizer updates": global_step, **(metadata or {})}
+    tables = {
+        "Training": {
+            key: value for key, value in facts.items() if not isinstance(value, Mapping) and value is not None
+        },
+        **{key.capitalize(): value for key, value in facts.items() if isinstance(value, Mapping)},
+        "Plan": {key: value for key, value in (plan or {}).items() if value is not None},
+        "Versions": versions,
+    }
+    parts = [f"# {name}", "Weights of a PyTorch model, exported by trainstack.", *_how_to_load(model_state)]
+    for title, table in tables.items():
+        if table:
+            parts += [f"## {title}", _table(table)]
+    parts.append(
+        "`MANIFEST.json` holds the size and hash of each file but this one, which is yours to edit; "
+        "`trainstack checkpoints verify` compares them. No file here is a pickle."
+    )
+    return ("\n\n".join(parts) + "\n").encode("utf-8", "replace")
+
+
+def _how_to_load(model_state: Mapping[str, Any]) -> Iterable[str]:
+    yield "## Loading"
+    if all(isinstance(value, torch.Tensor) and value.dtype in NATIVE for value in model_state.values()):
+        lines = ["from safetensors.torch import load_file", "", 'weights = load_file("model.safetensors")']
+        lines += [f"weights[{tied!r}] = weights[{first!r}]  # one tensor" for tied, first in _tied(model_state)]
+        yield "In plain PyTorch (`pip install safetensors`); names are those of the module that was trained:"
+        yield _code([*lines, "model.load_state_dict(weights)"])
+    else:
+        yield (
+            "The tensors lie in `model.safetensors`. The state also holds what is no tensor of a safetensors file, so "
+            "it is read with trainstack:"
+        )
+    yield "With trainstack, which compares the hashes:"
+    yield _code(["from trainstack import read_model", "", 'state = read_model(".")  # the folder of this file'])
+
+
+def _tied(model_state: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """Names of tensors that are stored once, under the name that came first."""
+    first: dict[Any, str] = {}
+    for name, tensor in model_state.items():
+        before = first.setdefault(tensor_identity(tensor), name)
+        if before != name:
+            yield name, before
+
+
+def _code(lines: Iterable[str]) -> str:
+    return "\n".join(["```python", *lines, "```"])
+
+
+def _table(rows: Mapping[str, Any]) -> str:
+    cells = [f"| {_cell(key)} | {_cell(value)} |" for key, value in rows.items()]
+    return "\n".join(["| | |", "| --- | --- |", *cells])
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+_SLACK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """What a directory will hold: the tensors of its two files, the JSON tree, the manifest's fields, and perhaps a
+    README, which the manifest does not speak of."""
+
+    kind: Kind
+    model: dict[str, torch.Tensor]
+    rest: dict[str, torch.Tensor]
+    tree: bytes
+    global_step: int | None
+    plan: Json
+    metadata: Json
+    readme: bytes | None = None
+
+    @property
+    def size(self) -> int:
+        names = sum(len(name) + 128 for name in (*self.model, *self.rest))
+        return tensor_bytes(self.model) + tensor_bytes(self.rest) + len(self.tree) + names + _SLACK_BYTES
+
+    def copied_into(self, buffers: HostBuffers) -> Payload:
+        """The same with tensors that the training does not touch."""
+        copies = buffers.copy(self.model | self.rest)
+        return replace(
+            self,
+            model={name: copies[name] for name in self.model},
+            rest={name: copies[name] for name in self.rest},
+        )
+
+
+def commit(payload: Payload, directory: Path, name: str, abandoned: threading.Event | None = None) -> Path:
+    """Write `payload` as `directory/name` and return that path; raises CheckpointError.
+
+    The order is: files, manifest, temporary directory, each forced to the disk; then the old directory
+    of that name is renamed away, the new one renamed into its place, and the parent forced to the disk.
+    If `abandoned` is set on the way, the writing ends soon, with a CheckpointError and as if it had not begun.
+    """
+    if not name or name.startswith(".") or any(mark in name for mark in "/\\\0"):
+        raise CheckpointError(f"{name!r} cannot name a checkpoint: write a plain name such as 'checkpoint-7'.")
+    final = directory / name
+    if os.path.lexists(final) and not listing.is_checkpoint_directory(final):
+        raise CheckpointError(
+            f"{final} exists and is not a checkpoint, so it is not replaced. "
+            "Move it away, or give another path; that of a run's checkpoints follows from save_dir and file_prefix."
+        )
+    try:
+        filesystem.make_directories(directory)
+        _check_space(payload.size, directory)
+        temporary = temp_dirs.claim(directory, temp_dirs.TEMPORARY, name)
+        try:
+            _fill(temporary, payload, name, abandoned)
+            _swap(temporary, final)
+        except BaseException:
+            with suppress(OSError):
+                filesystem.remove_tree(temporary)
+            raise
+        finally:
+            temp_dirs.release(temporary)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {final} could not be written: {error}. Earlier checkpoints are intact. "
+            "Free space or mend the directory, or set save_dir to another one."
+        ) from error
+    return final
+
+
+def _check_space(needed: int, directory: Path) -> None:
+    free = filesystem.free_bytes(directory)
+    if free is not None and free < needed:
+        raise CheckpointError(
+            f"a checkpoint of about {needed:,} bytes does not fit into {directory}: {free:,} bytes are free. "
+            "Free space, or set save_dir to another disk."
+        )
+
+
+def _fill(temporary: Path, payload: Payload, name: str, abandoned: threading.Event | None) -> None:
+    sequence = listing.next_sequence(temporary.parent)
+    filesystem.make_directory(temporary)
+    files: dict[str, FileRecord] = {}
+    put = partial(_put, abandoned=abandoned)
+    for file, tensors in ((manifest.MODEL_FILE, payload.model), (manifest.STATE_FILE, payload.rest)):
+        if tensors:
+            files[file] = put(temporary / file, partial(write_tensors, tensors=tensors))
+    files[manifest.TREE_FILE] = put(temporary / manifest.TREE_FILE, lambda writer: writer.write(payload.tree))
+    if payload.readme is not None:
+        put(temporary / README, lambda writer: writer.write(payload.readme or b""))
+    content = Manifest(
+        kind=payload.kind,
+        name=name,
+        sequence=sequence,
+        global_step=payload.global_step,
+        created=manifest.now(),
+        versions=manifest.library_versions(),
+        plan=payload.plan,
+        metadata=payload.metadata,
+        files=files,
+    )
+    put(temporary / manifest.FILE_NAME, lambda writer: writer.write(manifest.render(content)))
+    filesystem.sync_directory(temporary)
+
+
+def _put(path: Path, fill: Callable[[HashingWriter], None], abandoned: threading.Event | None) -> FileRecord:
+    with filesystem.open_new(path) as handle:
+        writer = HashingWriter(handle, abandoned)
+        fill(writer)
+        filesystem.sync_file(handle)
+    return writer.record()
+
+
+def _swap(temporary: Path, final: Path) -> None:
+    replaced = None
+    if final.exists():
+        replaced = temp_dirs.claim(final.parent, temp_dirs.REPLACED, final.name)
+    try:
+        if replaced:
+            filesystem.rename(final, replaced)
+        filesystem.rename(temporary, final)
+        filesystem.sync_directory(final.parent)
+        if replaced:
+            with suppress(OSError):  # the new one is safe; the next run clears the old one away
+                temp_dirs.discard(replaced)
+    except BaseException:
+        if replaced and not final.exists():
+            with suppress(OSError):
+                filesystem.rename(replaced, final)
+        raise
+    finally:
+        if replaced:
+            temp_dirs.release(replaced)
+
 
 STATES = (
     "module_interface_state",

@@ -3,16 +3,153 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from trainstack.checkpointing import verify_checkpoint
 from trainstack.checkpointing.decoding import StateDecoder
+from trainstack.checkpointing.difference import Difference, children, describe, differences
 from trainstack.checkpointing.directory import CheckpointInfo, is_checkpoint_directory, read_manifest, scan
-from trainstack.cli import difference, outline
+from trainstack.checkpointing.manifest import Manifest
+from trainstack.checkpointing.reading import read_states
 from trainstack.cli.main import TROUBLE, complain
 from trainstack.cli.printing import print_json, print_line, print_table, readable_size
 from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
+
+
+def diff_checkpoints(args: argparse.Namespace) -> int:
+    """Compare two checkpoints; 0 if all bits agree, else 1."""
+    (one, states), (other, other_states) = read_states(args.one), read_states(args.other)
+    model_only = args.model or one.kind == "model" or other.kind == "model"
+    if model_only:
+        found = list(differences(_model_of(states), _model_of(other_states), "model"))
+    else:
+        found = list(differences({**states, **_facts(one)}, {**other_states, **_facts(other)}))
+    if args.json:
+        rows = [{name: getattr(row, name) for name in Difference.__dataclass_fields__} for row in found]
+        print_json({"same": not found, "compared": "model" if model_only else "all", "differences": rows})
+    else:
+        for row in found:
+            print_line(str(row))
+        what = "the weights" if model_only else "all states, plans and versions"
+        print_line(f"{len(found)} differences in {what}" if found else f"{what} agree in every bit")
+    return 1 if found else 0
+
+
+def _model_of(states: dict[str, Any]) -> Any:
+    return next(iter(states.values()))  # the module's state comes first in both kinds
+
+
+def _facts(content: Manifest) -> dict[str, Any]:
+    plain = StateDecoder({})
+    return {
+        "plan": plain.decode(content.plan),
+        "metadata": plain.decode(content.metadata),
+        "versions": content.versions,
+    }
+
+
+_LONG_LIST = 8
+
+
+def show_checkpoint(args: argparse.Namespace) -> int:
+    """Print the manifest and an outline of the states. Tensors are not read."""
+    content, states = read_states(args.path, tensors=False)
+    facts = _outline_facts(content)
+    if args.json:
+        print_json({**facts, "states": {name: _as_json(state) for name, state in states.items()}})
+        return 0
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            print_line(name)
+            for key, item in value.items():
+                print_line(f"  {key:<22} {_file(item) if name == 'files' else item}")
+        else:
+            print_line(f"{name:<24} {value}")
+    for name, state in states.items():
+        print_line()
+        print_line(f"{name}: {summary(state)}")
+        for line in lines(state, 1):
+            print_line(line)
+    return 0
+
+
+def _outline_facts(content: Manifest) -> dict[str, Any]:
+    plain = StateDecoder({})
+    plan, metadata = plain.decode(content.plan) or {}, plain.decode(content.metadata) or {}
+    processes = {"processes": plan["world_size"]} if "world_size" in plan else {}
+    return {
+        "name": content.name,
+        "kind": content.kind,
+        "created": content.created,
+        "global step": content.global_step,
+        **{key: value for key, value in metadata.items() if not isinstance(value, Mapping)},
+        **processes,
+        **{key: value for key, value in metadata.items() if isinstance(value, Mapping) and value},
+        "plan": plan,
+        "versions": content.versions,
+        "files": {name: asdict(record) for name, record in content.files.items()},
+    }
+
+
+def _file(record: Mapping[str, Any]) -> str:
+    return f"{readable_size(record['size']):>9}  xxh3-128 {record['xxh3_128']}"
+
+
+def summary(state: Any) -> str:
+    """How many tensors a state holds and what they take."""
+    if state is None:
+        return "nothing"
+    tensors = list(_tensors(state))
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return f"{len(tensors)} tensors, {sum(t.numel() for t in tensors):,} elements, {readable_size(size)}"
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    else:
+        for _, value in children(state) or ():
+            yield from _tensors(value)
+
+
+def lines(value: Any, depth: int) -> Iterator[str]:
+    """One line for each leaf of a state; lists of numbers and long lists are summed up."""
+    for key, item in children(value) or ():
+        name = f"{'  ' * depth}{key if isinstance(key, str) else f'[{key}]'}"
+        inner = children(item)
+        if inner is None or not inner or _is_plain_list(item):
+            yield f"{name:<40} {describe(item)}"
+            continue
+        yield name
+        shown = item if isinstance(item, Mapping) or len(inner) <= _LONG_LIST else [first for _, first in inner[:2]]
+        yield from lines(shown, depth + 1)
+        if len(shown) < len(inner):
+            yield f"{'  ' * (depth + 1)}... and {len(inner) - len(shown)} more"
+
+
+def _is_plain_list(value: Any) -> bool:
+    inner = children(value) or []
+    if isinstance(value, Mapping):
+        return False
+    return len(inner) > _LONG_LIST and not any(children(item) or isinstance(item, torch.Tensor) for _, item in inner)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    inner = children(value)
+    if inner is None:
+        return value
+    if isinstance(value, Mapping):
+        return {key: _as_json(item) for key, item in inner}
+    return [_as_json(item) for _, item in inner]
+
 
 _COLUMNS = ("name", "kind", "step", "epoch", "created", "size", "backend", "metrics", "intact")
 _MOST_METRICS = 3
@@ -31,10 +168,10 @@ def add(subparsers: Any) -> None:
     verify.add_argument(
         "paths", metavar="PATH", nargs="+", help="a checkpoint, an export, a folder of them, or a run's"
     )
-    show = _action(actions, "show", outline.show, "show what one checkpoint or export holds")
+    show = _action(actions, "show", show_checkpoint, "show what one checkpoint or export holds")
     show.add_argument("path", metavar="PATH")
     diff = _action(
-        actions, "diff", difference.diff, "compare two; exit code 0 if all bits agree, 1 if not, 2 on trouble"
+        actions, "diff", diff_checkpoints, "compare two; exit code 0 if all bits agree, 1 if not, 2 on trouble"
     )
     diff.add_argument("one", metavar="A")
     diff.add_argument("other", metavar="B")

@@ -18,7 +18,7 @@ from trainstack import __version__
 from trainstack.backends import DifferentialPrivacyArguments, legal_specs, parse_spec
 from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.cli.printing import print_json, print_line, print_table
-from trainstack.launching import launch
+from trainstack.launching.launch import launch
 from trainstack.trainer import SupervisedModule, Trainer, TrainerArguments
 
 _EXTRAS = {

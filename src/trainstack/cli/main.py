@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from trainstack import __version__
 from trainstack.cli import train
-from trainstack.cli.unknown_options import meant
+from trainstack.cli.printing import meant
 from trainstack.errors import TrainstackError
 
 COMMANDS = ("train", "explain", "plan", "doctor", "report", "checkpoints", "privacy")

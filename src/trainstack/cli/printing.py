@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -58,3 +60,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def meant(words: Iterable[str], parser: argparse.ArgumentParser) -> str:
+    """The options of `parser` that come close to those among `words`, as the end of a message; "" if none does.
+
+    Of a name with dots the last part will do: `--keep_last` means `--checkpointer_args.keep_last`.
+    """
+    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    names = {option.rpartition(".")[2].lstrip("-"): option for option in reversed(options)}
+    names |= {option.lstrip("-"): option for option in options}
+    close = [
+        names[match]
+        for word in words
+        if word.startswith("--")
+        for match in difflib.get_close_matches(word.partition("=")[0].lstrip("-"), names, n=1)
+    ]
+    return f". Did you mean {' and '.join(dict.fromkeys(close))}?" if close else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainstack.cli.printing import print_line
 from trainstack.errors import ConfigurationError
-from trainstack.trainer.report import REPORT_NAME, page_of, read_run, replace_file
+from trainstack.trainer.reporting.report import REPORT_NAME, page_of, read_run, replace_file
 
 _COMPARISON_NAME = "comparison.html"
 

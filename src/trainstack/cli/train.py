@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainstack.cli.options import arguments_of, build_parser, split_files
+from trainstack.cli.printing import meant
 from trainstack.cli.target import FORM, UsersError, load_target, users_code
-from trainstack.cli.unknown_options import meant
 from trainstack.errors import ConfigurationError
 from trainstack.trainer import ModuleInterface, Trainer, seed_everything
 

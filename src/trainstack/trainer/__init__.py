@@ -2,30 +2,28 @@
 
 from typing import TYPE_CHECKING
 
+from trainstack._lazy import lazily
 from trainstack.backends import TrainerBackend
-from trainstack.lazily import lazily
 from trainstack.stage import Stage
-from trainstack.trainer import placeholders, schedulers
+from trainstack.trainer import schedulers
 from trainstack.trainer.abstract_trainer import AbstractTrainer
+from trainstack.trainer.argument_checks import StatsArguments, WriterArguments
 from trainstack.trainer.arguments import TrainerArguments
-from trainstack.trainer.callback_interface import CallbackInterface
-from trainstack.trainer.collector import OutputCollector
-from trainstack.trainer.drive import LoopDriver
-from trainstack.trainer.evaluated import EvaluationOutputs
+from trainstack.trainer.core.intervals import Every
+from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.core.random_state import seed_everything
+from trainstack.trainer.core.state import UserState
+from trainstack.trainer.evaluation.collector import OutputCollector
+from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
+from trainstack.trainer.evaluation.metrics import Metric
 from trainstack.trainer.events import Callback, Event, Events, Filter, only
-from trainstack.trainer.history import Record, RunHistory
-from trainstack.trainer.lr_finder import FoundRates
-from trainstack.trainer.metrics import Metric
-from trainstack.trainer.module_interface import ModuleInterface
-from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
-from trainstack.trainer.plan import TrainingPlan
-from trainstack.trainer.progress import ProgressDisplay
-from trainstack.trainer.rhythm import Every
-from trainstack.trainer.schedulers import SchedulerConfig, build_scheduler
-from trainstack.trainer.seeding import seed_everything
-from trainstack.trainer.trainer import RunView, Trainer, find_lr
-from trainstack.trainer.user_state import UserState
-from trainstack.trainer.writers import (
+from trainstack.trainer.module_interface import CallbackInterface, ModuleInterface
+from trainstack.trainer.run.driver import LoopDriver
+from trainstack.trainer.run.lr_finder import FoundRates
+from trainstack.trainer.schedulers import SchedulerConfig, build_scheduler, placeholders
+from trainstack.trainer.tracking.history import Record, RunHistory
+from trainstack.trainer.tracking.progress import ProgressDisplay
+from trainstack.trainer.tracking.writers import (
     CsvWriter,
     JsonLinesWriter,
     MlflowWriter,
@@ -37,15 +35,12 @@ from trainstack.trainer.writers import (
     Writer,
     read_history,
 )
+from trainstack.trainer.trainer import RunView, Trainer, find_lr
 
 if TYPE_CHECKING:
     from trainstack.trainer import callbacks
-    from trainstack.trainer.supervised import (
-        SupervisedModule,
-        apply_mapping,
-        build_optimizer,
-        call_with_matching_args,
-    )
+    from trainstack.trainer.arg_matching import apply_mapping, call_with_matching_args
+    from trainstack.trainer.supervised import SupervisedModule, build_optimizer
 
 TrainerBackend.driver_class = LoopDriver
 
@@ -53,9 +48,9 @@ __getattr__ = lazily(
     __name__,
     {
         "SupervisedModule": "trainstack.trainer.supervised",
-        "apply_mapping": "trainstack.trainer.supervised",
+        "apply_mapping": "trainstack.trainer.arg_matching",
         "build_optimizer": "trainstack.trainer.supervised",
-        "call_with_matching_args": "trainstack.trainer.supervised",
+        "call_with_matching_args": "trainstack.trainer.arg_matching",
         "callbacks": "trainstack.trainer.callbacks",
     },
 )

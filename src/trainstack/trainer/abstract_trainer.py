@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from trainstack.backends import TrainerBackend, World
     from trainstack.trainer.arguments import TrainerArguments
-    from trainstack.trainer.history import RunHistory
+    from trainstack.trainer.core.plan import TrainingPlan
+    from trainstack.trainer.core.state import RunState
     from trainstack.trainer.module_interface import ModuleInterface
-    from trainstack.trainer.plan import TrainingPlan
-    from trainstack.trainer.run_state import RunState
+    from trainstack.trainer.tracking.history import RunHistory
 
 
 class AbstractTrainer(ABC):

@@ -4,24 +4,75 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 
+from trainstack._keywords import NamesFields, refuse_unknown
 from trainstack.backends import Clipping, DifferentialPrivacyArguments, DistributedTrainingArguments, parse_spec
-from trainstack.backends.registry import known_layers, registered_backend
-from trainstack.backends.world import DeviceChoice
+from trainstack.backends.processes.world import DeviceChoice
+from trainstack.backends.spec import known_layers, registered_backend
 from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.errors import ConfigurationError
-from trainstack.keywords import NamesFields, refuse_unknown
-from trainstack.trainer.argument_checks import check_arguments
-from trainstack.trainer.foreign_names import FOREIGN_NAMES
-from trainstack.trainer.nested_arguments import StatsArguments, WriterArguments
-from trainstack.trainer.progress import ProgressDisplay
-from trainstack.trainer.rhythm import Every, ValidateEvery
+from trainstack.trainer.argument_checks import StatsArguments, WriterArguments, check_arguments
+from trainstack.trainer.core.intervals import Every, ValidateEvery
+from trainstack.trainer.tracking.progress import ProgressDisplay
+
+
+def for_dev_run(args: TrainerArguments) -> TrainerArguments:
+    """`args` for as many steps, and validation batches a loader, as `fast_dev_run` says; unchanged without it.
+
+    They are an epoch, unless the data have fewer: then it takes more than one, and the last may be cut short.
+    Nothing is resumed, saved, exported or written, except that a private run keeps its ledger, in a folder of its own.
+    """
+    if not args.fast_dev_run:
+        return args
+    steps = int(args.fast_dev_run)
+    never = args.validate_every == 0 and type(args.validate_every) is int
+    return replace(
+        args,
+        epochs=1,
+        max_steps=steps,
+        max_train_steps_per_epoch=steps,  # so that the epoch ends, and what is called there is tried out
+        max_val_steps_per_epoch=steps,
+        validate_every=0 if never else None,
+        sanity_val_steps=0,
+        log_every=1,
+        stats_args=None,
+        writers=["stdout"] if "stdout" in args.writers else [],
+        report=False,
+        resume=False,
+        save_on_exception=False,
+        checkpointer_args=replace(args.checkpointer_args, checkpoint=False),
+        output_dir=Path(args.output_dir) / "fast_dev_run",
+    )
+
+
+FOREIGN_NAMES = {
+    "accelerator": 'device="cpu" or "cuda"',
+    "accumulate_grad_batches": "gpu_batch_size_limit, the samples of a micro-batch",
+    "batch_size": "train_batch_size, the samples of a global step, and val_batch_size",
+    "bf16": 'backend="sp-bf16"',
+    "devices": "device, and start one process each with torchrun",
+    "eval_batch_size": "val_batch_size",
+    "fp16": 'backend="sp-amp"',
+    "gradient_accumulation_steps": "gpu_batch_size_limit, the samples of a micro-batch",
+    "gradient_clip_val": "max_grad_norm, or clip_grads=False",
+    "learning_rate": "it where the module makes its optimizer, in get_optimizers_schedulers",
+    "logging_steps": "log_every",
+    "lr": "it where the module makes its optimizer, in get_optimizers_schedulers",
+    "max_epochs": "epochs",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "per_device_eval_batch_size": "val_batch_size",
+    "precision": 'backend="sp-bf16" or "sp-amp"',
+    "resume_from_checkpoint": "resume",
+    "strategy": 'backend="ddp"',
+    "val_check_interval": "validate_every",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,14 +10,13 @@ from typing import Any
 from trainstack.backends import TrainerBackend, World
 from trainstack.checkpointing import AbstractCheckpointer
 from trainstack.trainer.arguments import TrainerArguments
-from trainstack.trainer.determinism import deterministic
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.state import RunState, UserState
 from trainstack.trainer.events import Events
-from trainstack.trainer.history import RunHistory
-from trainstack.trainer.log_sink import LogSink
-from trainstack.trainer.logs import RunLogger
 from trainstack.trainer.module_interface import ModuleInterface
-from trainstack.trainer.run_state import RunState
-from trainstack.trainer.user_state import UserState
+from trainstack.trainer.torch_settings import deterministic
+from trainstack.trainer.tracking.history import RunHistory
+from trainstack.trainer.tracking.log_sink import LogSink
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

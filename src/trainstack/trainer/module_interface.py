@@ -9,18 +9,95 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.stage import Stage
-from trainstack.trainer.callback_interface import CallbackInterface
-from trainstack.trainer.loaders import make_dataloader
-from trainstack.trainer.sources import samples_in
+from trainstack.trainer.core.tensors import samples_in
 
 if TYPE_CHECKING:
-    from trainstack.trainer.log_sink import LogSink
-    from trainstack.trainer.plan import TrainingPlan
+    from trainstack.trainer.core.plan import TrainingPlan
+    from trainstack.trainer.tracking.log_sink import LogSink
+
+
+class CallbackInterface:
+    """Hooks around the loop.
+
+    Outputs reach a hook only if it asks for them: a hook without `*outputs` in its signature costs no memory.
+    Outputs are detached; those of a step lie on the training device, those of an epoch on the CPU.
+    """
+
+    def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
+        """Before the first batch of an epoch.
+
+        Args:
+            global_step: global steps finished so far.
+            epoch: counted from 0.
+        """
+
+    def on_end_backward(self, global_step: int, loss_tensor: Tensor) -> None:
+        """After the backward pass of each micro-batch.
+
+        Args:
+            global_step: number of the step under way, counted from 1.
+            loss_tensor: the micro-batch's loss, 0-dim, neither scaled nor detached; its graph is freed.
+        """
+
+    def on_end_train_step(self, global_step: int, *train_step_collated_outputs: Any) -> None:
+        """After each global step, when the weights have moved.
+
+        Args:
+            global_step: global steps finished, this one included.
+            *train_step_collated_outputs: what `train_step` returned for the micro-batches of this step on this
+                process, item by item, joined along dimension 0; a dict arrives as one dict.
+        """
+
+    def on_end_train_epoch(self, global_step: int, *train_step_collated_outputs: Any) -> None:
+        """After the last step of an epoch and before validation; outputs as above, over the whole epoch."""
+
+    def on_end_val_epoch(self, global_step: int, *val_step_collated_outputs: Any, key: str = "default") -> None:
+        """After each validation loader.
+
+        Args:
+            global_step: global steps finished so far.
+            *val_step_collated_outputs: what `val_step` returned, item by item, in data set order.
+            key: the loader's key in the dict that `get_val_dataloaders` returned; "default" for a single loader.
+        """
+
+    def on_end_train(self, global_step: int) -> None:
+        """Once, after the last epoch and its checkpoint."""
+
+
+def make_dataloader(
+    dataset: Any,
+    sampler: Callable[[Any], Any],
+    batch_size: int,
+    collate_fn: Callable[[Any], Any] | None,
+    options: Mapping[str, Any],
+) -> DataLoader[Any]:
+    """See `ModuleInterface.build_dataloader`; `collate_fn` is what applies where `options` has none."""
+    lacks = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    if lacks and not isinstance(dataset, IterableDataset):
+        raise ModuleContractError(
+            f"a {type(dataset).__name__} is no data set: it has no {' and no '.join(lacks)}. Give an object with "
+            "__len__ and __getitem__, or an IterableDataset."
+        )
+    chosen = {"batch_size": batch_size, **options}
+    if chosen.get("collate_fn") is None:
+        chosen["collate_fn"] = collate_fn or getattr(dataset, "data_collator", None)
+    shuffle = chosen.pop("shuffle", None)
+    if "batch_sampler" in chosen:
+        del chosen["batch_size"]
+    elif not isinstance(dataset, IterableDataset) and chosen.get("sampler") is None:
+        if shuffle is not None:
+            sampler = RandomSampler if shuffle else SequentialSampler
+        chosen["sampler"] = sampler(dataset)
+    try:
+        return DataLoader(dataset, **chosen)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"DataLoader does not take the options {chosen}: {error}") from error
+
 
 _val_step: ContextVar[tuple[nn.Module | None, Callable[..., Any] | None]] = ContextVar("val_step", default=(None, None))
 
@@ -129,7 +206,7 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
             parameters; or None to leave the batch out. By default predictions and targets as
             `default_metric_inputs` finds them.
         """
-        from trainstack.trainer.metric_inputs import default_metric_inputs  # which imports classes derived from this
+        from trainstack.trainer.arg_matching import default_metric_inputs  # which imports classes derived from this
 
         return default_metric_inputs(outputs, batch)
 

@@ -19,38 +19,34 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from trainstack.backends import TrainerBackend, World, build_trainer_backend
 from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport, push_to_hub
-from trainstack.checkpointing.hub import require_hub
+from trainstack.checkpointing.exporting import require_hub
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 from trainstack.trainer.abstract_trainer import AbstractTrainer
-from trainstack.trainer.admission import admit, what_is_done
-from trainstack.trainer.aftermath import save_after
-from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.arguments import TrainerArguments, for_dev_run
 from trainstack.trainer.context import RunContext
-from trainstack.trainer.dev_run import for_dev_run
-from trainstack.trainer.evaluated import EvaluationOutputs
-from trainstack.trainer.evaluation import named_loaders
+from trainstack.trainer.core.intervals import whole_steps
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.order import mix
+from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.core.random_state import isolated_rng
+from trainstack.trainer.core.state import RunState, UserState
+from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
+from trainstack.trainer.evaluation.loader_pass import named_loaders
 from trainstack.trainer.events import Callback, Event, Events, Filter
 from trainstack.trainer.events.bus import checked_event
-from trainstack.trainer.fitting import fit_micro_batch
-from trainstack.trainer.history import RunHistory
-from trainstack.trainer.logs import RunLogger
-from trainstack.trainer.lr_finder import FoundRates, try_rates
+from trainstack.trainer.module_checks import check_val_step
 from trainstack.trainer.module_interface import ModuleInterface
-from trainstack.trainer.order import mix
-from trainstack.trainer.plan import TrainingPlan
-from trainstack.trainer.reporting import Reporter
-from trainstack.trainer.resuming import start_from_weights, what_the_mode_keeps
-from trainstack.trainer.rhythm import whole_steps
-from trainstack.trainer.run import Run
-from trainstack.trainer.run_state import RunState
-from trainstack.trainer.saving import Saver
-from trainstack.trainer.seeding import isolated_rng
-from trainstack.trainer.signals import end_by_signal, signals_ask
-from trainstack.trainer.signatures import check_val_step
-from trainstack.trainer.snapshot import restore_module
-from trainstack.trainer.stopping import Stopped, Stopper
-from trainstack.trainer.user_state import UserState
+from trainstack.trainer.reporting.reporter import Reporter
+from trainstack.trainer.resume.resuming import start_from_weights, what_the_mode_keeps
+from trainstack.trainer.resume.run_checkpoint import restore_module
+from trainstack.trainer.resume.saving import Saver, save_after
+from trainstack.trainer.run.lifecycle import admit, what_is_done
+from trainstack.trainer.run.lr_finder import FoundRates, try_rates
+from trainstack.trainer.run.memory_fitting import fit_micro_batch
+from trainstack.trainer.run.run import Run
+from trainstack.trainer.run.stopping import Stopped, Stopper, end_by_signal, signals_ask
+from trainstack.trainer.tracking.history import RunHistory
 
 if TYPE_CHECKING:
     from trainstack.backends.dp.statement import PrivacyStatement
@@ -927,6 +923,6 @@ def _all_callbacks(args: TrainerArguments, given: Iterable[Any] | None) -> Itera
     """The callbacks `given`, with the default ones where the arguments ask for them."""
     if not args.default_callbacks:
         return given
-    from trainstack.trainer.callbacks.defaults import with_defaults  # the ready-made ones are loaded when used
+    from trainstack.trainer.callbacks import with_defaults  # the ready-made ones are loaded when used
 
     return with_defaults(given)

@@ -12,7 +12,7 @@ from scipy import stats
 
 from trainstack.backends.dp import accounting, calibrate_noise, delta_of, epsilon_of, steps_within
 from trainstack.backends.dp.accounting import merged
-from trainstack.backends.dp.gaussian import clt_epsilon
+from trainstack.backends.dp.epsilon import clt_epsilon
 from trainstack.errors import ConfigurationError
 
 SIGMAS = st.floats(0.4, 20)

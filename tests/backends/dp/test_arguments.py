@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.backends.dp.support import make_plan
 from trainstack.backends.dp import DifferentialPrivacyArguments, calibrate_noise, epsilon_of, plan_privacy
-from trainstack.backends.dp.plan import check_delta_for
+from trainstack.backends.dp.arguments import check_delta_for
 from trainstack.errors import ConfigurationError
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [

@@ -251,7 +251,7 @@ def test_a_step_that_cannot_be_recorded_is_not_spent(ledger: SpendLedger, monkey
         raise OSError(28, "No space left on device")
 
     run = make_accountant(ledger)
-    monkeypatch.setattr("trainstack.backends.dp.ledger_file.write", full)
+    monkeypatch.setattr("trainstack.backends.dp.ledger.write", full)
     with pytest.raises(PrivacyLedgerError, match=r"cannot be used: No space left on device\. No private step is taken"):
         run.charge()
     assert run.steps == 0

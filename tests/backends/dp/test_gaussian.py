@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import integrate, special, stats
 
 from trainstack.backends.dp import epsilon_of, fixed_order_epsilon, gaussian_epsilon, shuffled_epsilon_at_least
-from trainstack.backends.dp.gaussian import gaussian_delta, log_normal_cdf
+from trainstack.backends.dp.epsilon import gaussian_delta, log_normal_cdf
 
 
 @pytest.mark.parametrize("z", [-200.0, -37.5, -30.001, -30.0, -29.999, -8.0, -1.0, 0.0, 1.0, 8.0, 30.0])

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from tests.backends.dp.support import make_accountant
 from tests.helpers.patience import patience
 from trainstack import _files
-from trainstack.backends.dp import Accountant, SpendLedger, ledger_file
+from trainstack.backends.dp import Accountant, SpendLedger
+from trainstack.backends.dp import ledger as ledger_file
 from trainstack.errors import PrivacyLedgerError
 
 RUN, SIGMA, Q, BLOCK = "run-a", 1.0, 0.02, 4

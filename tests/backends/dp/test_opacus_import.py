@@ -9,7 +9,7 @@ from importlib import metadata
 import pytest
 
 from tests.helpers.patience import patience
-from trainstack.backends.dp import epsilon_of, gaussian_epsilon, opacus_import
+from trainstack.backends.dp import epsilon, epsilon_of, gaussian_epsilon
 from trainstack.errors import ConfigurationError, MissingExtraError
 
 QUIET = """
@@ -38,7 +38,7 @@ def test_a_missing_package_is_answered_with_the_extra(missing: str, monkeypatch:
     def fail(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
-    monkeypatch.setattr(opacus_import.importlib, "import_module", fail)
+    monkeypatch.setattr(epsilon.importlib, "import_module", fail)
     with pytest.raises(MissingExtraError, match=rf"needs the package '{missing}'.*trainstack\[dp\]"):
         epsilon_of([(1.25, 0.125, 3)], 1e-5)
     assert gaussian_epsilon(1.0, 1e-5) > 0  # closed forms need neither
@@ -46,11 +46,11 @@ def test_a_missing_package_is_answered_with_the_extra(missing: str, monkeypatch:
 
 def test_a_module_of_opacus_that_is_missing_is_not_mistaken_for_a_missing_opacus() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"opacus\.nothing"):
-        opacus_import.import_opacus("opacus.nothing")
+        epsilon.import_opacus("opacus.nothing")
 
 
 @pytest.mark.spec("O12")
 def test_an_opacus_that_reports_too_little_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "1.5.4")
     with pytest.raises(ConfigurationError, match=r"opacus 1\.5\.4 is installed, which is too old"):
-        opacus_import.import_opacus()
+        epsilon.import_opacus()

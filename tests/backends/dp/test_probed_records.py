@@ -17,8 +17,8 @@ from torch.utils.data import default_collate
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers
 from tests.helpers.private_runs import private, promise
-from trainstack.backends.dp.probed_records import probe_records
-from trainstack.backends.sampling import TrainingSet
+from trainstack.backends.dp.checks import probe_records
+from trainstack.backends.workload import TrainingSet
 
 
 def training_set(records: list[Any], collate: Any = default_collate) -> TrainingSet:
@@ -80,7 +80,7 @@ def test_a_small_data_set_is_taken_whole() -> None:
 def test_records_that_load_slowly_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[int] = []
     data = training_set(rows(200), collate=lambda samples: loaded.append(1) or default_collate(samples))
-    monkeypatch.setattr("trainstack.backends.dp.probed_records._SECONDS", 0.0)
+    monkeypatch.setattr("trainstack.backends.dp.checks._SECONDS", 0.0)
     assert len(probe_records(data)) == 6
     assert len(loaded) == 6
 

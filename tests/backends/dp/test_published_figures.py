@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from trainstack.backends.dp import calibrate_noise, delta_of, epsilon_of
-from trainstack.backends.dp.opacus_import import import_opacus
+from trainstack.backends.dp.epsilon import import_opacus
 
 
 class Figure(NamedTuple):

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from trainstack.backends.dp.modes.base import Unsupported
-from trainstack.backends.dp.modes.records import rows_of
+from trainstack.backends.dp.modes.base import Unsupported, rows_of
 
 Pair = namedtuple("Pair", "x y")
 

@@ -13,7 +13,7 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, train
-from trainstack.backends.world import pick_device
+from trainstack.backends.processes.world import pick_device
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import trainstack as ts
-from trainstack.backends.environment import DistributedTrainingArguments, Place, find_place, how_to_launch
-from trainstack.backends.slurm import expand_counts, expand_hosts
+from trainstack.backends.processes.environment import DistributedTrainingArguments, Place, find_place, how_to_launch
+from trainstack.backends.processes.slurm import expand_counts, expand_hosts
 
 TORCHRUN = {
     "RANK": "3",

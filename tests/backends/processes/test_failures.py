@@ -13,8 +13,8 @@ from tests.helpers.modules import Classifier, train, weights
 from tests.helpers.patience import patience
 from tests.helpers.processes import run_world
 from tests.helpers.workers import failures
-from trainstack.backends.environment import find_place
-from trainstack.backends.meeting import open_store
+from trainstack.backends.processes.environment import find_place
+from trainstack.backends.processes.rendezvous import open_store
 
 pytestmark = pytest.mark.distributed
 

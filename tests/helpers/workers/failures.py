@@ -15,7 +15,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, weights
 from tests.helpers.patience import patience
 from tests.helpers.workers import RANK
-from trainstack.backends import lookout
+from trainstack.backends.processes import watchdog
 
 
 def failure(directory: str, how: str, culprit: int = 1) -> Any:
@@ -49,7 +49,7 @@ def failure(directory: str, how: str, culprit: int = 1) -> Any:
 
 def caught() -> Any:
     """All processes raise the same and catch it; then they train for longer than a lookout waits."""
-    lookout.PAUSE_S = lookout.GRACE_S = 0.1
+    watchdog.PAUSE_S = watchdog.GRACE_S = 0.1
 
     class Slow(Classifier):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
@@ -67,7 +67,7 @@ def caught() -> Any:
 
 def failure_behind(culprit: int) -> Any:
     """One rank fails at the end of what all do together; the other is through with it, and waits in what comes next."""
-    lookout.PAUSE_S = lookout.GRACE_S = 0.1
+    watchdog.PAUSE_S = watchdog.GRACE_S = 0.1
     comm = ts.build_trainer_backend("ddp").open("cpu").comm
     try:
         with comm.together(lambda: "first"):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import trainstack as ts
 from tests.helpers.modules import Classifier, weights
 from tests.helpers.private_runs import BreaksOff, TwoOptimizers, private, promise
-from trainstack.backends.dp import ledger_file
+from trainstack.backends.dp import ledger as ledger_file
 
 
 def private_ranks(directory: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def closed_on_a_full_disk(directory: str) -> dict[str, Any]:
 
 def audited(**changes: Any) -> dict[str, Any]:
     """A privacy audit by all processes, of two small runs of each probe."""
-    from trainstack.backends.dp.audit import audit
+    from trainstack.auditing import audit
 
     private = ts.DifferentialPrivacyArguments(delta=1e-6, noise_multiplier=2.0, **changes)
     report = audit(private, "ddp-dp", train_batch_size=50, dataset_size=200, epochs=1)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
 from trainstack.trainer.callbacks import LimitBatches
-from trainstack.trainer.order import DataOrder
-from trainstack.trainer.sources import ForeignSource
+from trainstack.trainer.core.order import DataOrder
+from trainstack.trainer.data.step_batches import ForeignSource
 
 sizes = st.fixed_dictionaries(
     {

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, train
-from trainstack.trainer.order import DataOrder, mix
+from trainstack.trainer.core.order import DataOrder, mix
 
 
 def order(**changes: Any) -> DataOrder:
@@ -102,7 +102,7 @@ class Marked(torch.Tensor):
 @pytest.mark.parametrize("fast_paths", [True, False])
 @pytest.mark.parametrize("kind", ["rows", "channels last", "transposed", "subclass"])
 def test_the_fast_way_gives_the_bits_of_the_loader(kind: str, fast_paths: bool) -> None:
-    from trainstack.trainer.fetching import Fetcher
+    from trainstack.trainer.data.loading import Fetcher
 
     images = torch.randn(20, 3, 4, 5)
     datasets = {

@@ -11,7 +11,7 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, train, weights
-from trainstack.trainer.run import Run
+from trainstack.trainer.run.run import Run
 
 EVERY_STEP = ts.DefaultCheckpointerArguments(every_n_steps=1)
 

@@ -14,7 +14,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, train, weights
 from tests.helpers.patience import patience
 from trainstack.checkpointing import filesystem, retention
-from trainstack.trainer.rhythm import NEVER
+from trainstack.trainer.core.intervals import NEVER
 
 
 def saving(**changes: Any) -> ts.DefaultCheckpointerArguments:

@@ -11,7 +11,7 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, train, weights
-from trainstack.backends.registry import unregister
+from trainstack.backends.spec import unregister
 from trainstack.checkpointing import manifest
 
 SAVING = ts.DefaultCheckpointerArguments()

@@ -14,8 +14,8 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, train, weights
 from trainstack.checkpointing import list_checkpoints, read_checkpoint
 from trainstack.errors import ConfigurationError
-from trainstack.trainer.plan import TrainingPlan
-from trainstack.trainer.rhythm import whole_steps
+from trainstack.trainer.core.intervals import whole_steps
+from trainstack.trainer.core.plan import TrainingPlan
 
 
 class Scored(Classifier):

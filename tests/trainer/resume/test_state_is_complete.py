@@ -13,8 +13,8 @@ import torch
 import trainstack as ts
 from tests.helpers.modules import Classifier, train
 from trainstack.checkpointing.difference import children, differences
-from trainstack.trainer.loader_memory import LoaderMemory
-from trainstack.trainer.snapshot import make_checkpoint
+from trainstack.trainer.data.loader_state import LoaderMemory
+from trainstack.trainer.resume.run_checkpoint import make_checkpoint
 
 BACKENDS = ("sp", "sp-amp", "sp-bf16", "sp-dp")
 OURS = ("trainstack", "torch", "tests", "opacus")

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler as lrs
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, train, weights
-from trainstack.trainer.plan import TrainingPlan
+from trainstack.trainer.core.plan import TrainingPlan
 
 
 class Hooked(Classifier):

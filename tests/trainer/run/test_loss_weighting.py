@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, train, weights
-from trainstack.trainer.meter import ExactSum
+from trainstack.trainer.reporting.loss_meter import ExactSum
 
 
 class InOrder(Classifier):

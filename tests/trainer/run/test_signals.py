@@ -27,8 +27,8 @@ from tests.helpers.patience import patience
 from tests.helpers.processes import hears_ctrl_c
 from tests.helpers.resume_run import exact
 from trainstack.checkpointing import filesystem
-from trainstack.trainer.grace import Grace
-from trainstack.trainer.logs import RunLogger
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.resume.saving import Grace
 
 ROOT = Path(__file__).resolve().parents[3]
 SAVING = ts.DefaultCheckpointerArguments()

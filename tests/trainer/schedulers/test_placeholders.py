@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainstack as ts
-from trainstack.trainer import placeholders
-from trainstack.trainer.placeholders import (
+from trainstack.trainer.schedulers import placeholders
+from trainstack.trainer.schedulers.placeholders import (
     NUM_EPOCHS,
     NUM_UPDATE_STEPS_PER_EPOCH,
     STEPS_PER_EPOCH,

@@ -12,9 +12,9 @@ import pytest
 import trainstack as ts
 from tests.helpers.modules import Classifier, train
 from tests.helpers.patience import patience
-from trainstack.trainer.history import Record
-from trainstack.trainer.writers.background import BackgroundWriter
-from trainstack.trainer.writers.base import RunInfo, Writer
+from trainstack.trainer.tracking.history import Record
+from trainstack.trainer.tracking.writers.base import RunInfo, Writer
+from trainstack.trainer.tracking.writers.group import BackgroundWriter
 
 ONE = [Record("loss", 0.5, 1, 0)]
 

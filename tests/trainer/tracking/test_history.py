@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainstack.checkpointing.decoding import StateDecoder
 from trainstack.checkpointing.encoding import StateEncoder
 from trainstack.errors import CheckpointDamagedError, ConfigurationError, ModuleContractError
-from trainstack.trainer.history import Record, RunHistory
+from trainstack.trainer.tracking.history import Record, RunHistory
 
 
 class CountOps(TorchDispatchMode):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from trainstack.errors import ConfigurationError
-from trainstack.trainer.progress import (
+from trainstack.trainer.tracking.progress import (
     NEVER,
     NoProgress,
     PacedProgress,
@@ -20,8 +20,7 @@ from trainstack.trainer.progress import (
     build_progress,
     format_plan_table,
 )
-from trainstack.trainer.writers.pace import Pace
-from trainstack.trainer.writers.terminal import QuietStream
+from trainstack.trainer.tracking.writers.console import Pace, QuietStream
 
 KINDS = ("rich", "plain", "none")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import trainstack as ts
-from trainstack.trainer.history import Record
-from trainstack.trainer.writers import CsvWriter, JsonLinesWriter, RunInfo, Writer
+from trainstack.trainer.tracking.history import Record
+from trainstack.trainer.tracking.writers import CsvWriter, JsonLinesWriter, RunInfo, Writer
 
 RECORDS = [
     Record("train/loss", 0.1, 1, 0),

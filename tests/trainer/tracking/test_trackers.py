@@ -15,8 +15,8 @@ import pytest
 import trainstack as ts
 from tests.helpers.modules import Classifier, train
 from trainstack.checkpointing import filesystem
-from trainstack.trainer.history import Record
-from trainstack.trainer.writers import MlflowWriter, RunInfo, TrackioWriter, WandbWriter, Writer
+from trainstack.trainer.tracking.history import Record
+from trainstack.trainer.tracking.writers import MlflowWriter, RunInfo, TrackioWriter, WandbWriter, Writer
 
 CONFIG = {"backend": "sp", "arguments": {"epochs": 2, "writers": ["x"], "checkpointer_args": {"keep": 3}}, "plan": {}}
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainstack.errors import ConfigurationError, MissingExtraError
-from trainstack.trainer.history import Record
-from trainstack.trainer.writers import (
+from trainstack.trainer.tracking.history import Record
+from trainstack.trainer.tracking.writers import (
     CsvWriter,
     RunInfo,
     StdoutWriter,
@@ -80,8 +80,8 @@ def test_csv_survives_a_process_that_is_killed_and_continues_as_if_it_had_not_be
     path = tmp_path / "metrics.csv"
     code = (
         "import os\n"
-        "from trainstack.trainer.history import Record\n"
-        "from trainstack.trainer.writers import CsvWriter, RunInfo\n"
+        "from trainstack.trainer.tracking.history import Record\n"
+        "from trainstack.trainer.tracking.writers import CsvWriter, RunInfo\n"
         f"writer = CsvWriter({str(path)!r})\n"
         "writer.open(RunInfo(resume_step=None))\n"
         "for step in range(1, 8): writer.write([Record('loss', 1 / step, step, 0)])\n"
@@ -236,7 +236,7 @@ def test_tensorboard_missing_says_what_to_install(tmp_path: Path, monkeypatch: p
 @pytest.mark.processes
 def test_neither_tensorboard_nor_rich_is_imported_until_used() -> None:
     code = (
-        "import sys, trainstack.trainer.writers, trainstack.trainer.progress\n"
+        "import sys, trainstack.trainer.tracking.writers, trainstack.trainer.tracking.progress\n"
         "sys.exit(bool({'tensorboard', 'rich', 'torch.utils.tensorboard'} & set(sys.modules)))\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -15,15 +15,14 @@ Importing this package imports next to nothing, since most runs are not private;
 
 from typing import TYPE_CHECKING
 
-from trainstack.lazily import lazily
+from trainstack._lazy import lazily
 
 if TYPE_CHECKING:
     from trainstack.backends.dp.accounting import calibrate_noise, delta_of, epsilon_of, steps_within
-    from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
+    from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan, plan_privacy
     from trainstack.backends.dp.budget import Accountant
-    from trainstack.backends.dp.gaussian import fixed_order_epsilon, gaussian_epsilon, shuffled_epsilon_at_least
+    from trainstack.backends.dp.epsilon import fixed_order_epsilon, gaussian_epsilon, shuffled_epsilon_at_least
     from trainstack.backends.dp.ledger import SpendLedger
-    from trainstack.backends.dp.plan import PrivacyPlan, plan_privacy
     from trainstack.backends.dp.statement import PrivacyStatement, no_guarantee, private_statement
 
 __getattr__ = lazily(

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from trainstack.backends.dp.accountants import Entry, prv_epsilon, rdp_epsilon
-from trainstack.backends.dp.gaussian import NO_NOISE, clt_epsilon, gaussian_epsilon
+from trainstack.backends.dp.epsilon import NO_NOISE, Entry, clt_epsilon, gaussian_epsilon, prv_epsilon, rdp_epsilon
 from trainstack.errors import ConfigurationError
 
 ACCOUNTANTS = ("prv", "rdp")

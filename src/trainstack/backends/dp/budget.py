@@ -7,12 +7,11 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from trainstack.backends.dp.accountants import Entry
 from trainstack.backends.dp.accounting import epsilon_of, merged, steps_within
-from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
+from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan
+from trainstack.backends.dp.epsilon import Entry
 from trainstack.backends.dp.ledger import BLOCK, SpendLedger
-from trainstack.backends.dp.plan import PrivacyPlan
-from trainstack.backends.dp.statement_text import rounded_up
+from trainstack.backends.dp.statement import rounded_up
 from trainstack.errors import CheckpointMismatchError, PrivacyBudgetError, PrivacyLedgerError
 
 _log = logging.getLogger("trainstack")

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainstack.backends.base import Slot
-from trainstack.backends.decorator import AbstractTrainerBackendDecorator
+from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot
+from trainstack.backends.ddp import EMPTY
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
-from trainstack.backends.empty import EMPTY
-from trainstack.backends.registry import register_layer
-from trainstack.backends.sampling import Sampling
-from trainstack.backends.workload import Workload
+from trainstack.backends.spec import register_layer
+from trainstack.backends.workload import Sampling, Workload
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 
@@ -78,7 +76,7 @@ class DP(AbstractTrainerBackendDecorator):
         return replace(work, gradients_reduced_by=self.name)
 
     def _make_mechanism(self, work: Workload, args: DifferentialPrivacyArguments) -> Mechanism:
-        from trainstack.backends.dp.preparing import make_mechanism
+        from trainstack.backends.dp.setup import make_mechanism
 
         ledger = self._ledger or (work.folder and work.folder / "privacy-ledger.jsonl")
         return make_mechanism(work, args, ledger, lambda model, batch: self._run(work, model, batch, step=1))

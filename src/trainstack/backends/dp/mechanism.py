@@ -15,12 +15,11 @@ from trainstack.backends.dp.clipping import AdaptiveClipper
 from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.probing import Watch
 from trainstack.backends.dp.randomness import Randomness
-from trainstack.backends.dp.records import count_records
+from trainstack.backends.dp.sampling import count_records
 from trainstack.backends.dp.statement import PrivacyStatement, private_statement
-from trainstack.backends.sampling import Sampling
+from trainstack.backends.processes.world import World
 from trainstack.backends.single_process import move_to_device
-from trainstack.backends.workload import Workload
-from trainstack.backends.world import World
+from trainstack.backends.workload import Sampling, Workload
 from trainstack.errors import CheckpointMismatchError, PrivacyError
 
 

@@ -1,18 +1,37 @@
 """Ready-made callbacks."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
 from trainstack.trainer.callbacks.best_checkpoint import BestCheckpoint
-from trainstack.trainer.callbacks.defaults import default_callbacks
 from trainstack.trainer.callbacks.early_stopping import EarlyStopping
 from trainstack.trainer.callbacks.ema import EMA
 from trainstack.trainer.callbacks.extra_validation import ExtraValidation
 from trainstack.trainer.callbacks.freezer import Freezer
-from trainstack.trainer.callbacks.limit_batches import LimitBatches
-from trainstack.trainer.callbacks.monitors import GradNormMonitor, LRMonitor, MemoryMonitor
-from trainstack.trainer.callbacks.moving_average import MovingAverage
+from trainstack.trainer.callbacks.monitors import GradNormMonitor, LRMonitor, MemoryMonitor, MovingAverage
 from trainstack.trainer.callbacks.profiler import Profiler
-from trainstack.trainer.callbacks.step_timer import StepTimer
-from trainstack.trainer.callbacks.sync_batch_norm import SyncBatchNorm
-from trainstack.trainer.callbacks.throughput import ThroughputMonitor
+from trainstack.trainer.callbacks.small import LimitBatches, SyncBatchNorm
+from trainstack.trainer.callbacks.timing import StepTimer, ThroughputMonitor
+from trainstack.trainer.events import Callback
+
+
+def default_callbacks() -> list[Callback]:
+    """What is useful in most runs and costs a step nothing: throughput, memory, and a moving average of the loss.
+
+    Placing the module, refusing what is not finite, progress, logs and checkpoints are parts of every run, and have
+    arguments of their own.
+    """
+    return [ThroughputMonitor(), MemoryMonitor(), MovingAverage("train/loss")]
+
+
+def with_defaults(callbacks: Iterable[Any] | None) -> list[Any]:
+    """`callbacks` after the default ones, without those of which there is one of the same class."""
+    given = list(callbacks or ())
+    classes = {one if isinstance(one, type) else type(one) for one in given}
+    return [*(one for one in default_callbacks() if type(one) not in classes), *given]
+
 
 __all__ = [
     "EMA",

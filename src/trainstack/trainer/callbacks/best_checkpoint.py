@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from trainstack.trainer.abstract_trainer import AbstractTrainer
-from trainstack.trainer.callbacks.watch import Watch, Watched, Watching
+from trainstack.trainer.callbacks.monitored import Watch, Watched, Watching
 
 
 class BestCheckpoint(Watching):

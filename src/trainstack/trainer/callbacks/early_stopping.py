@@ -7,7 +7,7 @@ from typing import Any
 
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.abstract_trainer import AbstractTrainer
-from trainstack.trainer.callbacks.watch import Watch, Watched, Watching
+from trainstack.trainer.callbacks.monitored import Watch, Watched, Watching
 
 
 class EarlyStopping(Watching):

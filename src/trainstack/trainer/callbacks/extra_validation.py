@@ -7,8 +7,8 @@ from typing import Any
 
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.abstract_trainer import AbstractTrainer
-from trainstack.trainer.callbacks.watch import Watch, Watched
-from trainstack.trainer.evaluation import named_loaders
+from trainstack.trainer.callbacks.monitored import Watch, Watched
+from trainstack.trainer.evaluation.loader_pass import named_loaders
 from trainstack.trainer.events import Callback
 
 

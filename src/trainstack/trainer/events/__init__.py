@@ -1,8 +1,7 @@
 """Events: what one can act at in a run, and the ways to subscribe."""
 
 from trainstack.trainer.events.bus import Events
-from trainstack.trainer.events.callback import Callback
-from trainstack.trainer.events.event import Event
+from trainstack.trainer.events.event import Callback, Event
 from trainstack.trainer.events.filters import Filter, only
 
 __all__ = ["Callback", "Event", "Events", "Filter", "only"]

@@ -2,20 +2,118 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 from trainstack.errors import ConfigurationError, StopTraining, annotate
 from trainstack.trainer.abstract_trainer import AbstractTrainer
-from trainstack.trainer.events.arity import fitted, name_of
-from trainstack.trainer.events.aside import Aside
-from trainstack.trainer.events.callback import Callback
-from trainstack.trainer.events.event import SPANS, Event
-from trainstack.trainer.events.filters import Filter, filter_of
-from trainstack.trainer.events.naming import made, numbered, point_at_slips
-from trainstack.trainer.events.subscription import Subscription
-from trainstack.trainer.logs import RunLogger
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.events.event import SPANS, Callback, Event
+from trainstack.trainer.events.filters import Filter, filter_of, fitted, name_of
+from trainstack.trainer.events.weight_swap import Aside
+
+Value = TypeVar("Value")
+
+
+def made(callbacks: Iterable[Any] | None) -> list[Callback]:
+    """Callbacks as objects, each a different one.
+
+    Raises:
+        ConfigurationError: something is neither a `Callback` nor a class of them, or is given twice.
+    """
+    if isinstance(callbacks, Callback | type) or not isinstance(callbacks, Iterable | None):
+        raise ConfigurationError(f"callbacks={callbacks!r}: write a list, callbacks=[...].")
+    objects = [c() if isinstance(c, type) and issubclass(c, Callback) else c for c in callbacks or ()]
+    for position, callback in enumerate(objects):
+        if not isinstance(callback, Callback):
+            raise ConfigurationError(
+                f"callbacks[{position}] is a {type(callback).__name__}. Give an object of a class derived from "
+                "Callback; a function subscribes by trainer.on(Event.X)(function)."
+            )
+        if any(callback is other for other in objects[:position]):
+            raise ConfigurationError(f"callbacks[{position}] is in the list already. Make another one.")
+    return objects
+
+
+def numbered(pairs: Iterable[tuple[str, Value]], taken: Iterable[str | None] = ()) -> dict[str, Value]:
+    """`pairs` as a dict; the second of one name gets "-2" behind it, and so on."""
+    named: dict[str, Value] = {}
+    used = set(taken)
+    for name, value in pairs:
+        key, number = name, 1
+        while key in used:
+            number += 1
+            key = f"{name}-{number}"
+        used.add(key)
+        named[key] = value
+    return named
+
+
+def point_at_slips(callback: Callback, log: RunLogger) -> None:
+    """Warn of methods that are called like an event, but for a slip."""
+    known = [event.method for event in Event]
+    for name in dir(type(callback)):
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.7) if name.startswith("on_") else []
+        if close and name not in known:
+            log.warning(
+                f"{type(callback).__name__}.{name} is called like no event and never called by the trainer. "
+                f"Did you mean {close[0]!r}?"
+            )
+
+
+class Subscription:
+    """A function that is called when an event comes.
+
+    Args:
+        event: what it subscribes to.
+        function: takes the trainer, and what the event gives.
+        label: how to call it in messages.
+        counts: lets it run at some occurrences only.
+        priority: higher ones come first.
+        key: under which a checkpoint keeps the counters.
+
+    Attributes:
+        came: whether the event has come since it subscribed.
+        is_expected: whether it is worth a word if the event never comes.
+
+    Raises:
+        ConfigurationError: the function needs more than the event gives.
+    """
+
+    def __init__(
+        self,
+        event: Event,
+        function: Callable[..., Any],
+        label: str,
+        counts: Filter | None = None,
+        priority: int = 0,
+        key: str | None = None,
+    ) -> None:
+        self.event, self.label, self.filter, self.priority, self.key = event, label, counts, priority, key
+        self.came, self.is_expected = False, True
+        self._function = fitted(function, ("trainer", *event.gives), f"Event.{event.name}")
+
+    def call(self, trainer: AbstractTrainer, *given: Any) -> None:
+        """The event has come."""
+        self.came = True
+        try:
+            if self.filter is None or self.filter.passes(trainer):
+                self._function(trainer, *given)
+        except StopTraining as stop:
+            trainer.request_stop(stop.reason or f"{self.label} raised StopTraining")
+        except Exception as error:
+            annotate(error, f"raised in {self.label}, at Event.{self.event.name}")
+            raise
+
+    @property
+    def why_never(self) -> str | None:
+        """Why it has never run, if it has not."""
+        if self.filter is not None:
+            return self.filter.why_never() if not self.filter.num_executed else None
+        return None if self.came else "the event never came"
+
 
 Fire = Callable[..., None]
 OWN = "trainer"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from trainstack.backends import EMPTY
+from trainstack.trainer.data.step_batches import Window
 from trainstack.trainer.events.bus import Fire
 from trainstack.trainer.events.event import Event
-from trainstack.trainer.sources import Window
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 Bind = Callable[[Event], Fire | None]

@@ -2,16 +2,103 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from trainstack.backends.dp.clipping import Clipper
-from trainstack.backends.dp.modes.precision import full_float32
+from trainstack.backends.dp.torch_names import pytree
+from trainstack.backends.losses import with_loss
 from trainstack.errors import ConfigurationError
+
+# torch.utils._pytree takes an unregistered dataclass for one leaf, checked in torch 2.13.0.
+
+
+def flattened(outputs: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    """The leaves of `outputs`, and the structure from which `pytree.tree_unflatten` makes the same with other leaves.
+
+    In addition to the types that pytree knows, dataclasses and containers of any class are taken apart. Such a
+    container comes back as a plain dict, list or tuple, and a dataclass as it was.
+    """
+    leaves, structure = pytree.tree_flatten(_opened(outputs), is_leaf)
+    return leaves, structure
+
+
+def finished(outputs: Any, loss: Tensor) -> Any:
+    """`outputs` without their graphs, with `loss` as the loss: a 0-dim leaf that requires a gradient."""
+    return with_loss(detached(outputs), loss.detach().clone().requires_grad_())
+
+
+def detached(outputs: Any) -> Any:
+    """`outputs` with every tensor cut off its graph."""
+    leaves, structure = flattened(outputs)
+    return pytree.tree_unflatten([v.detach() if isinstance(v, Tensor) else v for v in leaves], structure)
+
+
+class _Fields:
+    """A node of a tree in the place of a dataclass; `tree_unflatten` makes the dataclass again."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _opened(outputs: Any) -> Any:
+    return pytree.tree_map(_open, outputs)
+
+
+def _open(leaf: Any) -> Any:
+    if isinstance(leaf, dict):  # of a class that pytree does not know, as below
+        return {key: _opened(value) for key, value in leaf.items()}
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        return _Fields(leaf)
+    if isinstance(leaf, list | tuple):
+        return [_opened(value) for value in leaf] if isinstance(leaf, list) else tuple(map(_opened, leaf))
+    return leaf
+
+
+def _flatten_fields(node: _Fields) -> tuple[list[Any], tuple[Any, tuple[str, ...]]]:
+    """The values of a dataclass: its fields, and other attributes, which `__post_init__` may have set."""
+    value = node.value
+    names = dict.fromkeys([*(field.name for field in fields(value)), *getattr(value, "__dict__", ())])
+    held = tuple(name for name in names if hasattr(value, name))
+    return [_opened(getattr(value, name)) for name in held], (type(value), held)
+
+
+def _rebuild_fields(values: Iterable[Any], context: tuple[Any, tuple[str, ...]]) -> Any:
+    kind, names = context
+    rebuilt = kind.__new__(kind)  # its constructor may take other arguments, or compute
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(rebuilt, name, value)  # a frozen dataclass refuses the assignment
+    return rebuilt
+
+
+pytree.register_pytree_node(_Fields, _flatten_fields, _rebuild_fields)
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """No autocast, and products and convolutions of float32 tensors without TF32 or bfloat16, whatever is allowed."""
+    cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
+    places: list[Any] = [cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul, mkldnn.conv, mkldnn.matmul]  # type: ignore[attr-defined]
+    before = [place.fp32_precision for place in places]
+    try:
+        for place in places:
+            place.fp32_precision = "ieee"
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
+    finally:
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
+
 
 Run = Callable[[nn.Module, Any], Any]
 """`run(model, batch)` calls `model(stage=..., global_step=..., batch=batch, device=...)` the way the layers inside do,
@@ -95,3 +182,72 @@ class GradientMode(ABC):
                     if factors.dropped is not None:
                         row = row.masked_fill(factors.dropped[:, None], 0.0)
                     total.view(-1).addmv_(row.t(), factor)
+
+
+def rows_of(batch: Any, records: int, rows: slice) -> Any:
+    """The part of `batch` that holds the records `rows`, as a batch of the same structure.
+
+    Tensors and arrays are cut along dimension 0; lists of strings, numbers or other plain objects by item; tuples,
+    lists and mappings of those are rebuilt; None stays.
+
+    Args:
+        batch: of `records` examples.
+        records: how many.
+        rows: which.
+
+    Raises:
+        Unsupported: part of the batch belongs to no record in particular.
+    """
+    return _cut(batch, records, rows, "batch")
+
+
+def _cut(value: Any, records: int, rows: slice, place: str) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, PackedSequence):
+        raise Unsupported(f"{place} is a PackedSequence, which mixes its records. Give padded tensors and lengths.")
+    if isinstance(value, Tensor | np.ndarray):
+        if value.ndim == 0 or value.shape[0] != records:
+            raise Unsupported(
+                f"{place} has shape {tuple(value.shape)} in a batch of {records} records: which part belongs to which "
+                "record? Put the records along dimension 0 of everything that collate_fn returns."
+            )
+        return value[rows]
+    if isinstance(value, Mapping):
+        cut = {key: _cut(item, records, rows, f"{place}[{key!r}]") for key, item in value.items()}
+        return cut if type(value) is dict else type(value)(cut)  # type: ignore[call-arg]
+    if isinstance(value, list | tuple):
+        if _is_one_a_record(value, records):
+            return value[rows]
+        parts = [_cut(item, records, rows, f"{place}[{i}]") for i, item in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    raise Unsupported(
+        f"{place} is a {type(value).__name__}, which belongs to no record in particular. Let collate_fn return "
+        "tensors with the records along dimension 0, lists of one item a record, and tuples, lists and dicts of those."
+    )
+
+
+def _is_one_a_record(value: list[Any] | tuple[Any, ...], records: int) -> bool:
+    """Whether the items are records; tensors and containers in a list are always columns of the batch.
+
+    To judge by lengths would mistake one for the other in the batches in which they agree.
+    """
+    atoms = not any(item is None or isinstance(item, Tensor | np.ndarray | Mapping | list | tuple) for item in value)
+    return atoms and len(value) == records and not hasattr(value, "_fields")
+
+
+@contextmanager
+def silenced(message: str) -> Iterator[None]:
+    """A block in which warnings that begin with `message`, a regular expression, are not shown.
+
+    `warnings.catch_warnings` would make Python forget which warnings it has shown, so that those of the user's code,
+    shown once, would come again in every step.
+    """
+    filters: list[object] = warnings.filters  # type: ignore[assignment]
+    mine = ("ignore", re.compile(message, re.IGNORECASE), Warning, None, 0)
+    filters.insert(0, mine)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the user's code has reset them
+            filters.remove(mine)

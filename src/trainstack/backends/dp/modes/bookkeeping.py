@@ -13,9 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
-from trainstack.backends.dp.modes.outputs import finished
-from trainstack.backends.dp.modes.precision import full_float32
+from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, finished, full_float32
 from trainstack.backends.dp.modes.sites import Site, squared_norms
 from trainstack.backends.dp.modes.taps import Taps
 from trainstack.backends.losses import find_loss

@@ -11,14 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from trainstack.backends.dp.clipping import Clipper
-from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
+from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, rows_of
 from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
-from trainstack.backends.dp.modes.ghost import GhostMode
-from trainstack.backends.dp.modes.hooks import HooksMode
 from trainstack.backends.dp.modes.loop import LoopMode
-from trainstack.backends.dp.modes.probing import Plain, attributes_of, changed_tensors, undisturbed, values_of
-from trainstack.backends.dp.modes.random_states import RandomStates
-from trainstack.backends.dp.modes.records import rows_of
+from trainstack.backends.dp.modes.opacus_modes import GhostMode, HooksMode
+from trainstack.backends.dp.modes.probing import (
+    Plain,
+    RandomStates,
+    attributes_of,
+    changed_tensors,
+    undisturbed,
+    values_of,
+)
 from trainstack.backends.dp.modes.vmap import VmapMode
 from trainstack.backends.dp.torch_names import BATCH_NORMS
 from trainstack.errors import ConfigurationError, MissingExtraError, ModuleContractError

@@ -7,9 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
-from trainstack.backends.dp.modes.outputs import finished, flattened
-from trainstack.backends.dp.modes.records import rows_of
+from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, finished, flattened, rows_of
 from trainstack.backends.dp.torch_names import pytree
 from trainstack.backends.losses import find_loss
 

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -124,3 +125,186 @@ def squared_norms(rows: Tensor) -> Tensor:
     """Of each row of a matrix."""
     squares: Tensor = torch.linalg.vector_norm(rows, dim=1).square()
     return squares
+
+
+_EXACT = 1e-4
+"""A squared norm that is a sum of products of either sign is trusted down to this share of what they could add up to.
+Below, rounding could make it too small, and the record would be clipped too little; the share is taken instead."""
+
+
+class ProductSite(Site):
+    """Linear maps: a record's gradient is the sum over its positions of `g a^T`, with `A` `(records, positions, in)`.
+
+    Where there are few positions for the size of the weight, the norm comes from the positions' inner products; else
+    the per-record gradients are computed, and used again for the sum.
+    """
+
+    def __init__(self, weight: int | None, bias: int | None) -> None:
+        super().__init__(weight, bias)
+        self._bias_rows: Tensor | None = None
+        self._weight_rows: Tensor | None = None
+        self._gradient: Tensor
+
+    def receive(self, gradient: Tensor, records: int) -> None:
+        self._gradient = gradient.reshape(records, -1, gradient.shape[-1])
+        if self.bias is not None:
+            g = self._gradient
+            self._bias_rows = g[:, 0] if g.shape[1] == 1 else g.sum(1)
+        if self.weight is not None:
+            self._input = self._input.reshape(records, -1, self._input.shape[-1]).float()
+
+    def squares(self) -> dict[int, Tensor]:
+        found = {}
+        if self.bias is not None and self._bias_rows is not None:
+            found[self.bias] = squared_norms(self._bias_rows)
+        if self.weight is not None:
+            a, g = self._input, self._gradient
+            positions = a.shape[1]
+            if positions == 1:
+                own = found.get(self.bias) if self.bias is not None else None
+                found[self.weight] = squared_norms(a[:, 0]) * (squared_norms(g[:, 0]) if own is None else own)
+            elif 2 * positions * positions <= a.shape[2] * g.shape[2]:
+                found[self.weight] = squared_norms_by_position(a, g)
+            else:
+                found[self.weight] = squared_norms(self._materialised())
+        return found
+
+    def _materialised(self) -> Tensor:
+        if self._weight_rows is None:
+            self._weight_rows = torch.bmm(self._gradient.mT, self._input).flatten(1)
+        return self._weight_rows
+
+    def per_record(self) -> dict[int, Tensor]:
+        found = {}
+        if self.bias is not None and self._bias_rows is not None:
+            found[self.bias] = self._bias_rows
+        if self.weight is not None:
+            found[self.weight] = self._materialised()
+        return found
+
+    def weighted(self, rows: Sequence[Tensor]) -> dict[int, Tensor]:
+        found = {}
+        if self.bias is not None and self._bias_rows is not None:
+            found[self.bias] = rows[self.bias] @ self._bias_rows
+        if self.weight is not None and self._weight_rows is not None:
+            found[self.weight] = rows[self.weight] @ self._weight_rows
+        elif self.weight is not None:
+            scaled = (self._gradient * rows[self.weight][:, None, None]).flatten(0, 1)
+            found[self.weight] = scaled.t() @ self._input.flatten(0, 1)
+        return found
+
+    def drop(self, dropped: Tensor) -> None:
+        self._gradient = self._gradient.masked_fill(dropped[:, None, None], 0.0)
+        if self.weight is not None:
+            self._input = self._input.masked_fill(dropped[:, None, None], 0.0)
+        if self._bias_rows is not None:
+            self._bias_rows = self._bias_rows.masked_fill(dropped[:, None], 0.0)
+        if self._weight_rows is not None:
+            self._weight_rows = self._weight_rows.masked_fill(dropped[:, None], 0.0)
+
+
+class ConvSite(DirectSite):
+    """Convolutions: the product of `G` with the patches that each output position saw, for each group.
+
+    Args:
+        stride, padding, dilation: one number for each dimension; `padding` as pairs (before, after).
+    """
+
+    def __init__(
+        self,
+        weight: int | None,
+        bias: int | None,
+        *,
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[tuple[int, int]],
+        dilation: Sequence[int],
+        groups: int,
+    ) -> None:
+        super().__init__(weight, bias)
+        self._kernel, self._stride, self._padding = tuple(kernel), tuple(stride), tuple(padding)
+        self._dilation, self._groups = tuple(dilation), groups
+
+    def receive(self, gradient: Tensor, records: int) -> None:
+        g = gradient.flatten(2)
+        if self.bias is not None:
+            self._rows[self.bias] = g.sum(2)
+        if self.weight is not None:
+            patches = self._patches(tuple(gradient.shape[2:])).flatten(0, 1)
+            by_group = g.reshape(records * self._groups, -1, g.shape[2])
+            self._rows[self.weight] = torch.bmm(by_group, patches).reshape(records, -1)
+        del self._input
+
+    def _patches(self, output: tuple[int, ...]) -> Tensor:
+        """`(records, groups, positions, channels of a group * kernel)`."""
+        x = self._input.float()
+        if any(before or after for before, after in self._padding):
+            x = F.pad(x, [side for pair in reversed(self._padding) for side in pair])
+        x = x.reshape(x.shape[0], self._groups, -1, *x.shape[2:])
+        steps = x.stride()
+        moves = [step * stride for step, stride in zip(steps[3:], self._stride, strict=True)]
+        inner = [step * dilation for step, dilation in zip(steps[3:], self._dilation, strict=True)]
+        size = (*x.shape[:2], *output, x.shape[2], *self._kernel)
+        windows = torch.as_strided(x, size, (*steps[:2], *moves, steps[2], *inner))
+        return windows.reshape(*x.shape[:2], torch.Size(output).numel(), -1)
+
+
+class EmbeddingSite(Site):
+    """Embedding: a record's gradient has in row `v` the sum of `G` over the positions that hold token `v`.
+
+    Args:
+        shape: of the table.
+        padding: the row that is not trained; None if all are.
+    """
+
+    def __init__(self, weight: int, shape: torch.Size, padding: int | None) -> None:
+        super().__init__(weight, None)
+        self._shape, self._padding = shape, padding
+        self._which: int = weight
+        self._gradient: Tensor
+
+    def receive(self, gradient: Tensor, records: int) -> None:
+        tokens = self._input.reshape(records, -1)
+        gradient = gradient.reshape(records, -1, self._shape[1])
+        if self._padding is not None:
+            gradient = gradient.masked_fill((tokens == self._padding % self._shape[0])[:, :, None], 0.0)
+        self._input, self._gradient = tokens, gradient
+
+    def squares(self) -> dict[int, Tensor]:
+        records, positions = self._input.shape
+        if positions == 1:
+            return {self._which: squared_norms(self._gradient[:, 0])}
+        owner = torch.arange(records, device=self._input.device).unsqueeze(1)
+        keys, place = torch.unique(self._input + owner * self._shape[0], return_inverse=True)
+        summed = self._gradient.new_zeros(len(keys), self._shape[1]).index_add_(
+            0, place.flatten(), self._gradient.flatten(0, 1)
+        )
+        squares = self._gradient.new_zeros(records).index_add_(0, keys // self._shape[0], squared_norms(summed))
+        return {self._which: squares}
+
+    def per_record(self) -> dict[int, Tensor]:
+        records = len(self._input)
+        index = self._input[:, :, None].expand_as(self._gradient)
+        return {
+            self._which: self._gradient.new_zeros(records, *self._shape)
+            .scatter_add_(1, index, self._gradient)
+            .flatten(1)
+        }
+
+    def weighted(self, rows: Sequence[Tensor]) -> dict[int, Tensor]:
+        scaled = self._gradient * rows[self._which][:, None, None]
+        total = scaled.new_zeros(self._shape).index_add_(0, self._input.flatten(), scaled.flatten(0, 1))
+        return {self._which: total}
+
+    def drop(self, dropped: Tensor) -> None:
+        self._gradient = self._gradient.masked_fill(dropped[:, None, None], 0.0)
+
+
+def squared_norms_by_position(a: Tensor, g: Tensor) -> Tensor:
+    """`||sum_t g_t a_t^T||^2` as the sum over all pairs of positions of `<g_t, g_s> <a_t, a_s>`."""
+    inputs, gradients = torch.bmm(a, a.mT), torch.bmm(g, g.mT)
+    longest = (
+        (inputs.diagonal(dim1=1, dim2=2) * gradients.diagonal(dim1=1, dim2=2)).clamp(min=0.0).sqrt().sum(1).square()
+    )
+    squares: Tensor = torch.linalg.vecdot(inputs.flatten(1), gradients.flatten(1))
+    return torch.maximum(squares, _EXACT * longest)

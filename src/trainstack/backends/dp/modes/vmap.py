@@ -15,11 +15,17 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported
+from trainstack.backends.dp.modes.base import (
+    GradientMode,
+    Run,
+    Unsupported,
+    detached,
+    finished,
+    flattened,
+    rows_of,
+    silenced,
+)
 from trainstack.backends.dp.modes.loop import one_loss
-from trainstack.backends.dp.modes.outputs import detached, finished, flattened
-from trainstack.backends.dp.modes.records import rows_of
-from trainstack.backends.dp.modes.silence import silenced
 from trainstack.backends.dp.torch_names import pytree
 
 _FLOATS_AT_ONCE = 1 << 25

@@ -1,0 +1,290 @@
+"""What private training refuses on sight: everything without which the stated epsilon would not be true.
+
+Each finding is a sentence that names what was found and says what to write instead; all are told together.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+
+from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, check_delta_for, sampling_rate
+from trainstack.backends.dp.clipping import FlatClipper
+from trainstack.backends.dp.modes.base import GradientMode, Run, rows_of
+from trainstack.backends.dp.modes.probing import Plain, undisturbed
+from trainstack.backends.dp.sampling import check_records
+from trainstack.backends.dp.torch_names import BATCH_NORMS, INSTANCE_NORMS, pytree
+from trainstack.backends.single_process import move_to_device
+from trainstack.backends.workload import TrainingSet, Workload
+from trainstack.errors import ConfigurationError
+
+
+def impossible(work: Workload, args: DifferentialPrivacyArguments) -> list[str]:
+    """Why a private run cannot even be begun; empty if it can."""
+    return [*_about_data(work.data, args), *_about_parameters(work)]
+
+
+def unsafe(work: Workload) -> list[str]:
+    """What can be seen to break the guarantee without running the module; empty if nothing is."""
+    return [*_about_modules(work.module), *_about_clipping(work)]
+
+
+def _about_data(data: TrainingSet | None, args: DifferentialPrivacyArguments) -> Iterator[str]:
+    if data is None:
+        yield "the stack is driven without a Trainer, but private training draws the records itself. Use a Trainer."
+        return
+    if data.length is None:
+        yield (
+            f"the training data cannot be sampled record by record, since {data.problem}. Return "
+            "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset)) over a data set with indices."
+        )
+        return
+    if data.length < 2:
+        yield f"the data set holds {data.length} record: it cannot be told from others. Train on 2 or more."
+    if args.dataset_size is not None and data.length > args.dataset_size:
+        yield (
+            f"dataset_size={args.dataset_size}, but the data set holds {data.length} records: each would be drawn more "
+            "often than accounted for. Write the larger number."
+        )
+    if data.total_steps is None:
+        yield "the number of global steps is not known beforehand. Write max_train_steps_per_epoch."
+    records = max(1, data.length if args.dataset_size is None else args.dataset_size)
+    for look in (
+        lambda: sampling_rate(data.global_batch, records, args.sample_rate),
+        lambda: check_delta_for(args.delta, records),
+    ):
+        try:
+            look()
+        except ConfigurationError as error:
+            yield str(error)
+
+
+def _about_parameters(work: Workload) -> Iterator[str]:
+    names = {id(p): name for name, p in work.module.named_parameters()}
+    holders: dict[int, int] = {}
+    for optimizer in work.optimizers:
+        for key in {id(p) for group in optimizer.param_groups for p in group["params"]}:
+            holders[key] = holders.get(key, 0) + 1
+    twice = [names.get(key, "?") for key, count in holders.items() if count > 1]
+    if twice:
+        yield f"{_listed(twice)}: in more than one optimizer, so released twice. Give each parameter to one optimizer."
+    loose = [names[id(p)] for p in work.parameters if p.requires_grad and id(p) not in holders]
+    if loose:
+        yield (
+            f"{_listed(loose)}: trainable, but in no optimizer. Give them to an optimizer, or freeze them: "
+            "requires_grad_(False)."
+        )
+    foreign = sum(id(p) not in names for p in work.trained)
+    if foreign:
+        yield (
+            f"{foreign} parameters of the optimizers are not parameters of the module. Make the optimizer from "
+            "self.parameters()."
+        )
+    yield from _about_shapes_and_dtypes(work, names)
+
+
+def _about_shapes_and_dtypes(work: Workload, names: Mapping[int, str]) -> Iterator[str]:
+    for p in work.trained:
+        name = names.get(id(p), "?")
+        if isinstance(p, UninitializedParameter):
+            yield f"{name}: has no shape yet. Run the module once on a batch before training."
+    coarse = [p for p in work.trained if p.dtype not in (torch.float32, torch.float64)]
+    if coarse:
+        which, dtypes = _listed(names.get(id(p), "?") for p in coarse), _listed({str(p.dtype) for p in coarse})
+        yield (
+            f"{which}: {dtypes} is too coarse for clipping and noise. Keep parameters in float32; half precision is "
+            "what backend='sp-dp-bf16' is for."
+        )
+
+
+def _about_modules(module: nn.Module) -> Iterator[str]:
+    training = _training_flags(module)
+    for name, part in module.named_modules():
+        kind = f"{name or 'the module'} ({type(part).__name__})"
+        batch_statistics = training[part] or not getattr(part, "track_running_stats", True)
+        if isinstance(part, BATCH_NORMS) and batch_statistics:
+            yield (
+                f"{kind}: normalises a record with its batch peers, so that no gradient belongs to one record alone. "
+                "Replace it with nn.GroupNorm, or keep it in eval mode by overriding train()."
+            )
+        elif isinstance(part, INSTANCE_NORMS) and part.track_running_stats and training[part]:
+            yield f"{kind}: keeps statistics of the records without noise. Write track_running_stats=False."
+        elif isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            yield f"{kind}: max_norm changes the weights that a record uses, without noise. Leave it out."
+        elif isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            yield f"{kind}: sparse gradients show which rows were used. Write sparse=False."
+        elif isinstance(part, DistributedDataParallel | DataParallel):
+            yield f"{kind}: sums gradients before they are clipped. Take it off and write backend='ddp-dp'."
+
+
+def _training_flags(module: nn.Module) -> dict[nn.Module, bool]:
+    """Which modules are in training mode once training begins; modes are put back."""
+    before = {part: part.training for part in module.modules()}
+    module.train()
+    flags = {part: part.training for part in module.modules()}
+    for part, was in before.items():
+        part.training = was
+    return flags
+
+
+def _about_clipping(work: Workload) -> Iterator[str]:
+    if work.clipping.kind == "value":
+        yield (
+            f"clip_grad_value={work.clipping.limit}: gradients are clipped once, record by record. Leave it out and "
+            "set per_sample_max_grad_norm in DifferentialPrivacyArguments."
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+_RECORDS, _EXTREMES = 6, 4
+_LOOKED_AT, _SECONDS = 300, 1.0
+"""How many records are loaded to choose among, and how long that may take."""
+
+
+def probe_records(data: TrainingSet, count: int = _RECORDS) -> Tensor:
+    """Some records: indices, int64.
+
+    Some hundreds, drawn by the operating system, are loaded one by one. The longest of them is taken, the shortest, and
+    two that differ most from those in size, in what is not zero and in value: what couples records shows only where
+    they differ, and one record in a thousand may be longer than all others. The rest is taken as drawn.
+    """
+    assert data.length is not None
+    drawn = secrets.SystemRandom().sample(range(data.length), min(_LOOKED_AT, data.length))
+    traits = _traits_of(data, drawn, min(count, data.length))
+    chosen = _extremes(traits)[:count]
+    others = [place for place in range(len(drawn)) if place not in chosen]
+    return torch.tensor(sorted(drawn[place] for place in [*chosen, *others][:count]))
+
+
+def _traits_of(data: TrainingSet, drawn: list[int], at_least: int) -> list[list[float]]:
+    """What tells records apart, for as many of `drawn` as time allows; the first number of each is its size."""
+    until = time.monotonic() + _SECONDS
+    traits: list[list[float]] = []
+    for index in drawn:
+        if len(traits) >= at_least and time.monotonic() > until:
+            break
+        leaves = [list(_of_leaf(leaf)) for leaf in pytree.tree_leaves(data.fetch(torch.tensor([index])))]
+        traits.append([sum(leaf[0] for leaf in leaves), *(trait for leaf in leaves for trait in leaf)])
+    return traits
+
+
+def _of_leaf(leaf: Any) -> Iterator[float]:
+    """Its size, how much of it is not zero, and its mean."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+        leaf = torch.from_numpy(leaf)
+    if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_complex():
+        values = leaf.detach().double()
+        yield from (leaf.numel(), int(values.count_nonzero()), float(values.mean()) if leaf.numel() else 0.0)
+    elif isinstance(leaf, int | float):
+        yield from (1, leaf != 0, float(leaf))
+    else:
+        size = len(leaf) if hasattr(leaf, "__len__") else 0
+        yield from (size, size, 0.0)
+
+
+def _extremes(traits: list[list[float]]) -> list[int]:
+    """The places of the largest, of the smallest, and then of what is farthest from all those before."""
+    width = max(map(len, traits))
+    table = torch.tensor([[*row, *[0.0] * (width - len(row))] for row in traits], dtype=torch.float64).nan_to_num()
+    span = table.amax(0) - table.amin(0)
+    table = (table - table.amin(0)) / torch.where(span > 0, span, 1.0)
+    chosen = list(dict.fromkeys([int(table[:, 0].argmax()), int(table[:, 0].argmin())]))
+    while len(chosen) < _EXTREMES:
+        apart = torch.cdist(table, table[chosen]).amin(1)
+        if float(apart.max()) == 0.0:
+            break
+        chosen.append(int(apart.argmax()))
+    return chosen
+
+
+# The neighbour probe compares the clipped sum over a batch with that over the same batch without one record, as the
+# loader would have collated it. Their difference must be no longer than the clipping norm, whatever the record. It is
+# made with a norm so small that every gradient is clipped: then the smallest coupling between records shows, but for
+# one that only changes how long gradients are. That shows without clipping: the sum over records must be that of each
+# alone. The idea is that of record-level testing in Re:cord-play (arXiv 2602.17454).
+TOLERANCE = 1e-3
+"""By how much more than the clipping norm a record may move the sum, and by what part of their size gradients may
+differ together from alone: rounding, and nothing else."""
+
+_INSTEAD = (
+    "Let the loss be a mean over records that depend on themselves alone: no statistics over the batch, no division by "
+    "what the batch holds or by the length to which it was padded. Random numbers that collate_fn draws, or a data set "
+    "from generators of its own, look like that too: draw them in train_step, or in the data set from the global ones."
+)
+_NO_LIMIT = float(torch.finfo(torch.float32).max) ** 0.5
+
+
+def neighbour_problems(mode: GradientMode, run: Run, data: TrainingSet, index: Tensor) -> Iterator[str]:
+    """What the neighbour probe finds on the records `index`, in sentences; nothing if each has a bounded influence."""
+    clipper = mode.clipper
+    try:
+        in_full = _Summing(mode, lambda model, batch: run(Plain(model), batch), data)
+        yield from _problems(_Summing(mode, run, data), in_full, index)
+    finally:
+        mode.take()
+        mode.clipper = clipper
+
+
+def _problems(sum_of: _Summing, in_full: _Summing, index: Tensor) -> Iterator[str]:
+    alone = torch.stack([in_full(index[i : i + 1], _NO_LIMIT) for i in range(len(index))])
+    limit = _limit_that_clips(alone)
+    if limit == 0.0:
+        yield (
+            "no record has a gradient by itself: the loss is nan or inf, or it only compares records with each other. "
+            "Write a loss that is a mean over the records, each of which counts by itself."
+        )
+        return
+    whole = sum_of(index, limit)
+    for left_out in range(len(index)):
+        others = torch.cat([index[:left_out], index[left_out + 1 :]])
+        moved = float((whole - sum_of(others, limit)).norm()) / limit
+        if moved > 1 + TOLERANCE:
+            yield (
+                f"the gradients of other records change when one is left out (its influence is {moved:.3f} times the "
+                f"clipping norm), so clipping does not bound it. {_INSTEAD}"
+            )
+            return
+    apart = float((in_full(index, _NO_LIMIT) - alone.sum(0)).norm() / alone.norm())
+    if apart > TOLERANCE:
+        yield (
+            f"records have other gradients together than each by itself (their sum differs by {apart:.3f} times its "
+            f"size), so clipping does not bound what one changes. {_INSTEAD}"
+        )
+
+
+def _limit_that_clips(gradients: Tensor) -> float:
+    """A hundredth of the shortest gradient among the records that have one."""
+    norms = gradients.norm(dim=1)
+    return min((float(norm) for norm in norms if norm > 0), default=0.0) / 100
+
+
+class _Summing:
+    """The sum of clipped gradients of some records, as training would have it."""
+
+    def __init__(self, mode: GradientMode, run: Run, data: TrainingSet) -> None:
+        self._mode, self._run, self._data = mode, run, data
+
+    def __call__(self, index: Tensor, limit: float) -> Tensor:
+        self._mode.clipper = FlatClipper(limit)
+        batch = move_to_device(self._data.fetch(index), self._mode.trained[0].device)
+        check_records(batch, len(index))
+        with undisturbed(self._mode.module) as states:
+            if self._mode.one_by_one:
+                for i in range(len(index)):
+                    states.restore()  # with the same random numbers, however many records come before it
+                    self._mode.add(self._run, rows_of(batch, len(index), slice(i, i + 1)), 1)
+            else:
+                self._mode.add(self._run, batch, len(index))
+        return torch.cat([part.flatten() for part in self._mode.take()])

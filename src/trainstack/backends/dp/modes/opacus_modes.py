@@ -1,0 +1,172 @@
+"""`hooks`: per-record gradients from opacus' hooks on the layers, all of them in memory at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from trainstack.backends.dp.clipping import AdaptiveClipper, Clipper, PerLayerClipper
+from trainstack.backends.dp.epsilon import import_opacus
+from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, finished, rows_of, silenced
+from trainstack.backends.losses import find_loss
+
+
+class HooksMode(GradientMode):
+    """`opacus.grad_sample.GradSampleHooks`, attached to the module without wrapping it.
+
+    Exact under the same condition as `bookkeeping`, and like that compared with the loop before it is used.
+    """
+
+    name: ClassVar[str] = "hooks"
+
+    def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter], clipper: Clipper) -> None:
+        super().__init__(module, trained, clipper)
+        self._hooks = attached("GradSampleHooks", "grad_mode='hooks'", module)
+
+    def add(self, run: Run, batch: Any, records: int) -> Any:
+        try:
+            outputs = run(self.module, batch)
+            loss = find_loss(outputs, records).mean()
+            with described(self.name, self.module):
+                loss.backward()  # type: ignore[no-untyped-call]
+            self._add_rows([self._rows(i, records) for i in range(len(self.trained))], records)
+        finally:
+            forget(self.module)
+        return finished(outputs, loss)
+
+    def _rows(self, i: int, records: int) -> Tensor | None:
+        parameter = self.trained[i]
+        rows = getattr(parameter, "grad_sample", None)
+        if rows is None and parameter.grad is None:
+            return None
+        if not isinstance(rows, Tensor) or rows.shape[0] != records:
+            raise Unsupported(
+                f"{self.names[i]} is used outside of its module's forward, or on an input that has no dimension of "
+                f"{records} records in front: opacus' hooks do not see it. Write grad_mode='vmap'."
+            )
+        return rows
+
+    def close(self) -> None:
+        self._hooks.cleanup()
+
+
+def attached(kind: str, feature: str, module: nn.Module, **options: Any) -> Any:
+    """Opacus' hooks of this kind on `module`.
+
+    Raises:
+        MissingExtraError: opacus is not installed.
+        Unsupported: opacus refuses the module.
+    """
+    make = getattr(import_opacus("opacus.grad_sample", feature), kind)
+    try:
+        return make(module, loss_reduction="mean", **options)
+    except (NotImplementedError, ValueError) as error:
+        raise Unsupported(f"opacus refuses the module: {error}. Write grad_mode='auto'.") from error
+
+
+@contextmanager
+def described(mode: str, module: nn.Module) -> Iterator[None]:
+    """Says in one sentence on which layers opacus' hooks fail, and silences a warning that comes with every step."""
+    try:
+        with silenced("Full backward hook is firing"):
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        where = [
+            f"{name or 'the module itself'} ({type(layer).__name__}), which has parameters of its own "
+            f"({', '.join(parameter for parameter, _ in layer.named_parameters(recurse=False))})"
+            for name, layer in module.named_modules()
+            if any(not inputs for inputs in layer.__dict__.get("activations", ()))
+        ]
+        if not where:
+            raise
+        raise Unsupported(
+            f"grad_mode={mode!r} needs layers that are called with positional tensors; {' and '.join(where)} is called "
+            "without any. Write grad_mode='vmap'."
+        ) from error
+
+
+def forget(module: nn.Module) -> None:
+    """Drop what a backward pass under opacus' hooks left behind, also one that failed half-way."""
+    for parameter in module.parameters():
+        parameter.grad = None
+        for name in ("_current_grad_sample", "_norm_sample"):
+            if hasattr(parameter, name):
+                delattr(parameter, name)
+        if hasattr(parameter, "grad_sample"):
+            parameter.grad_sample = None
+            parameter._forward_counter = 0  # type: ignore[attr-defined]
+    for layer in module.modules():
+        for name in ("activations", "max_batch_len"):
+            if name in layer.__dict__:
+                delattr(layer, name)
+
+
+class GhostMode(GradientMode):
+    """`opacus.grad_sample.GradSampleHooksFastGradientClipping` for losses of shape `(records,)`, all in float32."""
+
+    name: ClassVar[str] = "ghost"
+
+    def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter], clipper: Clipper) -> None:
+        super().__init__(module, trained, clipper)
+        if isinstance(clipper, PerLayerClipper | AdaptiveClipper):
+            raise Unsupported(
+                "grad_mode='ghost' clips all parameters together, with a limit that does not change. Write "
+                "clipping='flat' or 'automatic', or another grad_mode."
+            )
+        self._hooks = attached("GradSampleHooksFastGradientClipping", "grad_mode='ghost'", module)
+
+    def add(self, run: Run, batch: Any, records: int) -> Any:
+        try:
+            outputs = run(self.module, batch)
+            losses = find_loss(outputs, records)
+            if losses.dim() == 0:
+                raise Unsupported(
+                    "grad_mode='ghost' needs one loss per example: return F.cross_entropy(..., reduction='none')."
+                )
+            dropped = self._add_losses(losses, records)
+        finally:
+            forget(self.module)
+        if dropped is not None:
+            for i in range(records):
+                if not dropped[i]:  # rare, so the simple way: each of the others for itself
+                    self.add(run, rows_of(batch, records, slice(i, i + 1)), 1)
+        return finished(outputs, losses.mean())
+
+    def _add_losses(self, losses: Tensor, records: int) -> Tensor | None:
+        """Add the clipped sum, unless there are records to be left out; returns which."""
+        with described(self.name, self.module):
+            losses.mean().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        factors = self.clipper.factors(torch.stack([self._squares(i, records) for i in range(len(self.trained))]))
+        if factors.dropped is not None and bool(factors.dropped.any()):
+            return factors.dropped
+        self._hooks.disable_hooks()
+        try:
+            with described(self.name, self.module):
+                sums = torch.autograd.grad(losses, self.trained, factors.rows[0].to(losses), allow_unused=True)
+        finally:
+            self._hooks.enable_hooks()
+        for total, found in zip(self.sums, sums, strict=True):
+            if found is not None:
+                total += found
+        return None
+
+    def _squares(self, i: int, records: int) -> Tensor:
+        parameter = self.trained[i]
+        norms: Tensor | None = getattr(parameter, "_norm_sample", None)
+        if norms is None and parameter.grad is None:
+            return self.sums[0].new_zeros(records)
+        if norms is None or norms.shape != (records,):
+            raise Unsupported(
+                f"{self.names[i]} is used outside of its module's forward: ghost clipping does not see it. Write "
+                "grad_mode='vmap'."
+            )
+        return norms.detach().float().square()
+
+    def close(self) -> None:
+        self._hooks.cleanup()

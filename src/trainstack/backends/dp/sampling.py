@@ -1,0 +1,104 @@
+"""Poisson sampling: each record is in a step with the same probability, whatever the others and the other steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trainstack.backends.dp.modes.base import Unsupported, rows_of
+from trainstack.backends.dp.randomness import Randomness
+from trainstack.backends.dp.torch_names import pytree
+from trainstack.backends.processes.world import World
+from trainstack.backends.workload import Draw, Sampling
+from trainstack.errors import PrivacyError
+
+
+def count_records(batch: Any) -> int:
+    """How many records a collated batch holds: the length of what comes first in it.
+
+    Whether everything else in it agrees is for the gradient mode to see.
+    """
+    leaves = pytree.tree_leaves(batch, is_leaf=lambda value: isinstance(value, list) and not _has_tensors(value))
+    for leaf in leaves:
+        shape = getattr(leaf, "shape", None)
+        if shape:
+            return int(shape[0])
+        if isinstance(leaf, list):
+            return len(leaf)
+    raise PrivacyError(
+        f"cannot tell how many records a batch of type {type(batch).__name__} holds. Let collate_fn return tensors "
+        "with the records along dimension 0."
+    )
+
+
+def check_records(batch: Any, records: int) -> None:
+    """Refuse a batch in which a record is missing, or stands more than once: each would add more than is accounted for.
+
+    Raises:
+        PrivacyError: saying what to let `collate_fn` return.
+    """
+    found = count_records(batch)
+    if found != records:
+        raise PrivacyError(
+            f"collate_fn made a batch of {found} records of {records}: each record has to be one row of the batch, so "
+            "that its gradient is clipped once. Do several views of a record inside of train_step, and leave none out."
+        )
+    try:
+        rows_of(batch, records, slice(0, 1))
+    except Unsupported as error:
+        raise PrivacyError(str(error)) from error
+
+
+def _has_tensors(values: list[Any]) -> bool:
+    return any(hasattr(leaf, "shape") for leaf in pytree.tree_leaves(values))
+
+
+class PoissonSampling(Sampling):
+    """One Poisson sample over the whole data set a global step, however many processes share it.
+
+    Args:
+        records: in the data set.
+        rate: the probability of each.
+        world: process `rank` takes every `size`-th of the sample.
+        randomness: where the sample comes from. Where processes draw alike, they cut one sample; else each draws
+            among the records that are its own, which is the same law.
+        steps_allowed: how many of so many next steps the budget allows, as the main process knows it.
+        why_over: why it allows no more.
+        discard: forgets what a step that was broken off has added up.
+    """
+
+    def __init__(
+        self,
+        *,
+        records: int,
+        rate: float,
+        world: World,
+        randomness: Randomness,
+        steps_allowed: Callable[[int], int],
+        why_over: Callable[[], str],
+        discard: Callable[[], None],
+    ) -> None:
+        self._records, self._rate, self._randomness = records, rate, randomness
+        self._rank, self._size, self._comm = world.rank, world.size, world.comm
+        self._steps_allowed, self._why_over, self._discard = steps_allowed, why_over, discard
+
+    def begin(self) -> None:
+        self._randomness.begin()
+        self._discard()
+
+    def draw(self, step: int) -> Draw:
+        if self._randomness.everywhere_alike or self._size == 1:
+            chosen = self._randomness.mask(step, self._records, self._rate)
+            return Draw(mine=chosen[self._rank :: self._size], total=float(len(chosen)))
+        own = len(range(self._rank, self._records, self._size))
+        mine = self._randomness.mask(step, own, self._rate) * self._size + self._rank
+        return Draw(mine=mine, total=self._records * self._rate)
+
+    def check(self, batch: Any, records: int) -> None:
+        check_records(batch, records)
+
+    def steps_allowed(self, steps: int) -> int:
+        return int(self._comm.share(self._steps_allowed(steps)))
+
+    def why_over(self) -> str:
+        return self._why_over()

@@ -1,0 +1,162 @@
+"""Making a private run ready: refuse what is unsafe, plan, choose how gradients are taken, and try it out."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from os import PathLike
+
+from torch import nn
+
+from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan, plan_privacy
+from trainstack.backends.dp.budget import Accountant
+from trainstack.backends.dp.checks import impossible, neighbour_problems, probe_records, unsafe
+from trainstack.backends.dp.clipping import (
+    AdaptiveClipper,
+    AutomaticClipper,
+    Clipper,
+    FlatClipper,
+    per_layer_clipper,
+)
+from trainstack.backends.dp.ledger import SpendLedger
+from trainstack.backends.dp.mechanism import Mechanism
+from trainstack.backends.dp.modes.base import GradientMode, Run
+from trainstack.backends.dp.modes.choose import choose_mode
+from trainstack.backends.dp.randomness import DebugRandomness, Randomness, SeededRandomness, SystemRandomness
+from trainstack.backends.dp.sampling import PoissonSampling, check_records
+from trainstack.backends.dp.statement import SEEDED
+from trainstack.backends.processes.communicator import Communicator
+from trainstack.backends.single_process import move_to_device
+from trainstack.backends.workload import TrainingSet, Workload
+from trainstack.errors import ConfigurationError, PrivacyError
+
+
+def make_mechanism(
+    work: Workload, args: DifferentialPrivacyArguments, ledger: str | PathLike[str] | None, run: Run
+) -> Mechanism:
+    """Everything for the private steps of a run, the same on all its processes.
+
+    Args:
+        work: placed on its device, not wrapped.
+        args: what is promised.
+        ledger: where steps are recorded; on the main process only.
+        run: runs the module on a batch as the layers inside do.
+
+    Raises:
+        PrivacyError: all reasons for which the promise could not be kept, each with what to write instead.
+    """
+    faults, seen = impossible(work, args), unsafe(work)
+    if faults or (seen and args.on_unsafe == "error"):
+        raise PrivacyError(_told([*faults, *seen]))
+    assert work.data is not None
+    comm = work.world.comm
+    plan = _plan(work.data, args)
+    _agree_on(comm, work, plan, args)
+    _share_weights(comm, work.module)
+    mode, found = _mode(work, work.data, args, run)
+    if found and args.on_unsafe == "error":
+        mode.close()
+        raise PrivacyError(_told(found))
+    book = SpendLedger(ledger) if ledger is not None and work.world.is_main else None
+    accountant = Accountant(plan, args, book)
+    accountant.overrides = (*seen, *found, *((SEEDED,) if args.debug_seed is not None else ()))
+    randomness = _randomness(args, comm)
+    sampling = PoissonSampling(
+        records=work.data.length or 0,
+        rate=plan.sample_rate,
+        world=work.world,
+        randomness=randomness,
+        steps_allowed=accountant.steps_allowed,
+        why_over=accountant.why_over,
+        discard=lambda: mechanism.discard(),
+    )
+    mechanism = Mechanism(
+        args=args, accountant=accountant, mode=mode, randomness=randomness, sampling=sampling, world=work.world
+    )
+    return mechanism
+
+
+def _plan(data: TrainingSet, args: DifferentialPrivacyArguments) -> PrivacyPlan:
+    assert data.length is not None
+    assert data.total_steps is not None  # both were looked at
+    try:
+        plan = plan_privacy(
+            args, expected_batch_size=data.global_batch, dataset_size=data.length, steps=data.total_steps
+        )
+    except ConfigurationError as error:
+        raise PrivacyError(_told([str(error)])) from error
+    counted = args.count_noise_multiplier
+    if counted is not None and plan.noise_multiplier >= 2 * counted:
+        raise PrivacyError(
+            _told(
+                [
+                    f"count_noise_multiplier={counted}: the count of unclipped records would spend more than the whole "
+                    f"step, whose noise multiplier is {plan.noise_multiplier:.4g}. Write more than "
+                    f"{plan.noise_multiplier / 2:.4g}, or leave it out."
+                ]
+            )
+        )
+    return plan
+
+
+def _mode(
+    work: Workload, data: TrainingSet, args: DifferentialPrivacyArguments, run: Run
+) -> tuple[GradientMode, list[str]]:
+    """How gradients are taken, and what the neighbour probe has against it."""
+    trained = tuple(p for p in work.trained if p.requires_grad)
+    names = {id(p): name for name, p in work.module.named_parameters()}
+    was_training = {part: part.training for part in work.module.modules()}
+    work.module.train()
+    try:
+        clipper = _clipper(args, [names[id(p)] for p in trained])
+        index = work.world.comm.share(probe_records(data) if work.world.is_main else None)
+        batch = move_to_device(data.fetch(index), work.world.device)
+        check_records(batch, len(index))
+        mode = choose_mode(args.grad_mode, work.module, trained, clipper, run, batch, len(index))
+        return mode, list(neighbour_problems(mode, run, data, index))
+    except ConfigurationError as error:
+        raise PrivacyError(_told([str(error)])) from error
+    finally:
+        for part, training in was_training.items():
+            part.training = training
+
+
+def _clipper(args: DifferentialPrivacyArguments, names: list[str]) -> Clipper:
+    norm = args.per_sample_max_grad_norm
+    if args.clipping == "per_layer":
+        return per_layer_clipper(names, norm)
+    assert isinstance(norm, int | float)
+    kinds = {"flat": FlatClipper, "automatic": AutomaticClipper, "adaptive": AdaptiveClipper}
+    return kinds[args.clipping](float(norm))
+
+
+def _randomness(args: DifferentialPrivacyArguments, comm: Communicator) -> Randomness:
+    if args.debug_seed is not None:
+        return DebugRandomness(args.debug_seed)
+    if args.secure:
+        return SystemRandomness()
+    return SeededRandomness(comm.share(secrets.randbits(128)))
+
+
+def _agree_on(comm: Communicator, work: Workload, plan: PrivacyPlan, args: DifferentialPrivacyArguments) -> None:
+    """One mechanism on all processes, or none."""
+    shapes = [(name, tuple(p.shape), p.requires_grad) for name, p in work.module.named_parameters()]
+    facts = {"model": shapes, "plan": plan, "data set": work.data and work.data.length, "arguments": args}
+    marks = comm.gather({what: hashlib.sha256(repr(fact).encode()).hexdigest() for what, fact in facts.items()})
+    for what in facts:
+        if len({mark[what] for mark in marks}) > 1:
+            raise PrivacyError(
+                f"the {what} is not the same on all processes, so they would not carry out one mechanism. Build "
+                "everything alike on every process."
+            )
+
+
+def _share_weights(comm: Communicator, module: nn.Module) -> None:
+    if comm.size > 1:
+        for tensor in (*module.parameters(), *module.buffers()):
+            comm.take_from_main(tensor.data)
+
+
+def _told(reasons: list[str]) -> str:
+    head = "private training is refused, for what it promises would not hold:"
+    return "\n".join([head, *(f"- {reason}" for reason in reasons)])

@@ -1,0 +1,1 @@
+"""Processes that train together: environment, rendezvous, collectives, watchdog."""

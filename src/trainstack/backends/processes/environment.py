@@ -1,0 +1,291 @@
+"""Where a launcher has put this process: rank, world and meeting point, read off its environment variables."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+
+from trainstack.backends.processes import slurm
+from trainstack.backends.processes.variables import Variables
+from trainstack.errors import ConfigurationError
+from trainstack.ranks import exchange, here
+
+Launcher = Literal["torchrun", "slurm", "openmpi", "explicit", "group"]
+LOOPBACK = "127.0.0.1"
+_DEFAULT_PORT = 29500  # torchrun's, too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """This process among all processes of the run.
+
+    Args:
+        rank: among all, from 0.
+        size: how many there are.
+        local_rank: among those on this machine.
+        local_size: how many are on this machine; None where only explicit arguments could tell and do not.
+        node_rank: which machine this is; None like `local_size`. Open MPI does not tell: there it is an estimate
+            that holds when ranks are placed machine by machine.
+        master_addr: the host where rank 0 opens the store; "" for a group that exists already.
+        master_port: its port; 0 for a group that exists already.
+        launcher: who said so.
+        restarts: how often the launcher has started this run again.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int | None
+    node_rank: int | None
+    master_addr: str
+    master_port: int
+    launcher: Launcher
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistributedTrainingArguments:
+    """The place of this process, said by hand; it goes before what a launcher's variables say.
+
+    Args:
+        local_rank: among the processes of this machine, from 0.
+        global_rank: among all processes, from 0.
+        world_size: processes in all.
+        gather_frequency: samples gathered at a time during evaluation; None gathers everything at once.
+        master_addr: the host of rank 0; None takes MASTER_ADDR, or the loopback device in a world of one.
+        master_port: a free port there; None takes MASTER_PORT, or torchrun's default in a world of one.
+        backend: `"gloo"`, `"nccl"` or another of torch's; None follows the device.
+        timeout_s: seconds after which a collective gives up on a process that does not come.
+        local_world_size: processes on this machine; None takes LOCAL_WORLD_SIZE.
+    """
+
+    local_rank: int
+    global_rank: int
+    world_size: int
+    gather_frequency: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    backend: str | None = None
+    timeout_s: float = 1800.0
+    local_world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.world_size >= 1, f"world_size={self.world_size}: there is at least one process.")
+        _check_rank("global_rank", self.global_rank, "world_size", self.world_size)
+        limit = "world_size" if self.local_world_size is None else "local_world_size"
+        _check_rank("local_rank", self.local_rank, limit, self.local_world_size or self.world_size)
+        _check(
+            self.local_world_size is None or 1 <= self.local_world_size <= self.world_size,
+            f"local_world_size={self.local_world_size}: write a number from 1 to world_size={self.world_size}.",
+        )
+        _check(
+            self.gather_frequency is None or self.gather_frequency >= 1,
+            f"gather_frequency={self.gather_frequency}: write a number of samples, or None for all at once.",
+        )
+        _check(
+            self.master_port is None or 1 <= self.master_port <= 65535,
+            f"master_port={self.master_port}: a port is a number from 1 to 65535.",
+        )
+        _check(self.master_addr != "", "master_addr='': write the host of rank 0, or None to take MASTER_ADDR.")
+        _check(self.timeout_s > 0, f"timeout_s={self.timeout_s}: write a number of seconds above 0.")
+
+
+def find_place(
+    environ: Mapping[str, str] | None = None, explicit: DistributedTrainingArguments | None = None
+) -> Place | None:
+    """The place that a launcher has given this process, or None where no launcher has.
+
+    Explicit arguments first, then torchrun's variables, then those of Open MPI, then SLURM's. (Open MPI goes before
+    SLURM because `mpirun` within a SLURM job leaves both, and then SLURM counts mpirun's daemons.)
+    A SLURM allocation whose tasks were not started by `srun` is no world.
+
+    Args:
+        environ: the variables; the process environment by default.
+        explicit: arguments that say it.
+
+    Raises:
+        ConfigurationError: variables are missing, are no numbers, or contradict each other.
+    """
+    found = os.environ if environ is None else environ
+    if explicit is not None:
+        return _explicit_place(explicit, Variables(found, "the arguments given"))
+    if found.get("RANK"):
+        return _torchrun_place(Variables(found, "torchrun"))
+    if found.get("OMPI_COMM_WORLD_RANK"):
+        return _openmpi_place(Variables(found, "Open MPI"))
+    if slurm.started_by_srun(found):
+        return _slurm_place(Variables(found, "srun"))
+    for name, alone in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        if (found.get(name) or alone) != alone:
+            raise ConfigurationError(
+                f"{name}={found[name]!r} is set and RANK is not: this looks like a launcher of which only a part is "
+                f"here. Export RANK too, or unset {name} to run one process."
+            )
+    return None
+
+
+def launched_size(environ: Mapping[str, str]) -> int:
+    """How many processes the launcher of this one has started; 1 where none has. `find_place` wants to know more.
+
+    Raises:
+        ConfigurationError: the variable that says it is missing or no number.
+    """
+    if not environ.get("RANK") and environ.get("OMPI_COMM_WORLD_RANK"):
+        return Variables(environ, "Open MPI").number("OMPI_COMM_WORLD_SIZE")
+    if not environ.get("RANK") and slurm.started_by_srun(environ):
+        variables = Variables(environ, "srun")
+        return variables.number(_slurm_size_name(variables))
+    return Variables(environ, "torchrun").number("WORLD_SIZE", default=1)
+
+
+def place_of_group() -> Place:
+    """The place in a process group that already exists, whoever made it.
+
+    Every process of the group has to call this: they tell each other through the group's store where they run.
+    LOCAL_RANK is believed where every process of this machine has one of its own.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    said = [text.rpartition("|") for text in exchange("place", f"{here()}|{os.environ.get('LOCAL_RANK', '')}")]
+    machines = [machine for machine, _, _ in said]
+    mates = [other for other in range(size) if machines[other] == machines[rank]]
+    numbers = [said[mate][2] for mate in mates]
+    trusted = sorted(numbers) == sorted(map(str, range(len(mates))))
+    return Place(
+        rank=rank,
+        size=size,
+        local_rank=int(said[rank][2]) if trusted else mates.index(rank),
+        local_size=len(mates),
+        node_rank=list(dict.fromkeys(machines)).index(machines[rank]),
+        master_addr="",
+        master_port=0,
+        launcher="group",
+        restarts=Variables(os.environ, "torchrun").number("TORCHELASTIC_RESTART_COUNT", default=0),
+    )
+
+
+def how_to_launch(backend: str) -> str:
+    """The answer to a backend of several processes that nobody has launched."""
+    return (
+        f"backend {backend!r} joins several processes, and no launcher has started this one: neither torchrun's "
+        "variables (RANK, WORLD_SIZE, ...) nor those of srun or mpirun are set. Start it in one of these ways:\n"
+        "  torchrun --nproc-per-node=4 train.py                 on this machine\n"
+        "  trainstack.launch(train, nproc=4)                    from a script or a notebook\n"
+        "  srun --ntasks-per-node=4 python train.py             in a SLURM job\n"
+        "  mpirun -np 4 python train.py                         with Open MPI\n"
+        f"Or train in this one process with backend {'-'.join(['sp', *backend.split('-')[1:]])!r}."
+    )
+
+
+def _explicit_place(said: DistributedTrainingArguments, variables: Variables) -> Place:
+    for name, value in (("RANK", said.global_rank), ("WORLD_SIZE", said.world_size), ("LOCAL_RANK", said.local_rank)):
+        if variables.number(name, default=value) != value:
+            raise ConfigurationError(
+                f"the arguments say {value} where the launcher's {name}={variables.text(name)}. "
+                "Leave DistributedTrainingArguments out under a launcher, or unset its variables."
+            )
+    alone = said.world_size == 1
+    told = said.local_world_size or variables.number("LOCAL_WORLD_SIZE", default=0)
+    local_size = 1 if alone else told or None
+    # Ranks are placed machine by machine; without the number on each machine only the first can be told.
+    node_rank = said.global_rank // local_size if local_size else None
+    return Place(
+        rank=said.global_rank,
+        size=said.world_size,
+        local_rank=said.local_rank,
+        local_size=local_size,
+        node_rank=0 if node_rank is None and said.global_rank == said.local_rank else node_rank,
+        master_addr=said.master_addr or variables.text("MASTER_ADDR", default=LOOPBACK if alone else None),
+        master_port=said.master_port or variables.port("MASTER_PORT", default=_DEFAULT_PORT if alone else None),
+        launcher="explicit",
+        restarts=variables.number("TORCHELASTIC_RESTART_COUNT", default=0),
+    )
+
+
+def _torchrun_place(variables: Variables) -> Place:
+    """torchrun, `launch`, Ray, Kubeflow and scripts that export torch's `env://` variables."""
+    rank, size = variables.rank("RANK", "WORLD_SIZE")
+    alone = size == 1
+    local_rank = variables.number("LOCAL_RANK", default=0 if alone else None)
+    local_size = variables.number("LOCAL_WORLD_SIZE", default=0)
+    if not local_size:  # exported by hand: one process a machine, or all on one
+        local_size = size if local_rank == rank and variables.is_loopback("MASTER_ADDR") else 1
+        local_size = max(local_size, local_rank + 1)
+    variables.check_rank("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
+    variables.check_rank("LOCAL_WORLD_SIZE", local_size - 1, "WORLD_SIZE", size)
+    return Place(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=variables.number("GROUP_RANK", default=rank // local_size),
+        master_addr=variables.text("MASTER_ADDR", default=LOOPBACK if alone else None),
+        master_port=variables.port("MASTER_PORT", default=_DEFAULT_PORT if alone else None),
+        launcher="torchrun",
+        restarts=variables.number("TORCHELASTIC_RESTART_COUNT", default=0),
+    )
+
+
+def _openmpi_place(variables: Variables) -> Place:
+    rank, size = variables.rank("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    local_rank, local_size = variables.rank("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    variables.check_same("WORLD_SIZE", size, "OMPI_COMM_WORLD_SIZE")
+    alone = LOOPBACK if local_size == size else None
+    azure, _, _ = variables.text("AZ_BATCH_MASTER_NODE", default="").partition(":")  # "10.0.0.4:6000"
+    # All processes of one mpirun share its name: two runs on one machine meet at two ports.
+    name = variables.text("PMIX_NAMESPACE", default=variables.text("OMPI_MCA_ess_base_jobid", default=""))
+    port = slurm.port_of(zlib.crc32(name.encode())) if name else _DEFAULT_PORT
+    return Place(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=rank // local_size,
+        master_addr=variables.text(
+            "MASTER_ADDR",
+            default=azure or alone,
+            remedy="Say where rank 0 runs: mpirun -x MASTER_ADDR=$(hostname) when rank 0 is on this machine.",
+        ),
+        master_port=variables.port("MASTER_PORT", default=port),
+        launcher="openmpi",
+    )
+
+
+def _slurm_place(variables: Variables) -> Place:
+    size_name = _slurm_size_name(variables)
+    rank, size = variables.rank("SLURM_PROCID", size_name)
+    variables.check_same("WORLD_SIZE", size, size_name)
+    node_rank = variables.number("SLURM_NODEID")
+    local_rank = variables.number("SLURM_LOCALID")
+    tasks = slurm.tasks_of_nodes(variables, size, size_name)
+    variables.check_rank("SLURM_NODEID", node_rank, "the number of machines", len(tasks))
+    variables.check_rank("SLURM_LOCALID", local_rank, "the tasks of this machine", tasks[node_rank])
+    job, step = variables.number("SLURM_JOB_ID", default=0), variables.number("SLURM_STEP_ID", default=0)
+    return Place(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=tasks[node_rank],
+        node_rank=node_rank,
+        master_addr=variables.text("MASTER_ADDR", default=LOOPBACK if len(tasks) == 1 else slurm.first_host(variables)),
+        master_port=variables.port("MASTER_PORT", default=slurm.port_of(job + 7919 * step)),
+        launcher="slurm",
+        restarts=variables.number("SLURM_RESTART_COUNT", default=0),
+    )
+
+
+def _slurm_size_name(variables: Variables) -> str:
+    return "SLURM_STEP_NUM_TASKS" if variables.has("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+
+
+def _check(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ConfigurationError(otherwise)
+
+
+def _check_rank(name: str, rank: int, limit: str, size: int) -> None:
+    _check(0 <= rank < size, f"{name}={rank}: write a number from 0 to {limit} - 1 = {size - 1}.")

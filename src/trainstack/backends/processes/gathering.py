@@ -1,0 +1,123 @@
+"""Bringing what each process has collected together: uneven, empty, nested, in the order of the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainstack.backends.processes.communicator import Communicator
+from trainstack.errors import ModuleContractError
+
+
+def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None) -> Any:
+    """Join `outputs` of all processes along dimension 0, on every process.
+
+    Tensors are joined by rows (0-dim tensors become one row) and come back on the device they were on; lists of other
+    things are put one after the other; dicts, tuples and lists of these are joined item by item. A process that has
+    nothing (`[]`) has no structure either and gets that of the others.
+
+    Args:
+        comm: how to talk.
+        outputs: this process's.
+        chunk: send at most so many rows at once.
+
+    Raises:
+        ModuleContractError: the processes' outputs do not fit together; on all of them.
+    """
+    if comm.size == 1:
+        return outputs
+    leaves: list[Any] = []
+    plan = _flatten(outputs, leaves)
+    told = comm.gather((plan, [_describe(leaf) for leaf in leaves]))
+    filled = [(theirs, facts) for theirs, facts in told if facts]
+    if not filled:
+        return outputs
+    plan, facts = filled[0]
+    _check_alike(told)
+    everyone = [theirs if theirs else [None] * len(facts) for _, theirs in told]
+    mine = leaves or [None] * len(facts)
+    joined = [
+        _join(comm, leaf, [row[position] for row in everyone], facts[position], chunk)
+        for position, leaf in enumerate(mine)
+    ]
+    return _rebuild(plan, iter(joined))
+
+
+def _flatten(value: Any, leaves: list[Any]) -> Any:
+    """The structure of `value`, its leaves appended to `leaves`."""
+    if isinstance(value, dict):
+        return {key: _flatten(item, leaves) for key, item in value.items()}
+    if _is_structure(value):
+        return _like(value, [_flatten(item, leaves) for item in value])
+    if isinstance(value, list) and not value and not isinstance(value, Column):
+        return value
+    leaves.append(value)
+    return _Leaf()
+
+
+def _is_structure(value: Any) -> bool:
+    """Whether `value` holds things to be joined one by one; a list of plain objects is one thing, to be lengthened."""
+    if isinstance(value, Column) or not isinstance(value, list | tuple):
+        return False
+    return any(isinstance(item, Tensor | dict | Column) or _is_structure(item) for item in value)
+
+
+class Column(list[Any]):
+    """A list that has one item a step, whatever the items are: processes' columns are put one below the other."""
+
+
+class _Leaf:
+    """Marks the place of a leaf in a structure."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+def _check_alike(told: list[Any]) -> None:
+    """Every process sees the same and decides the same."""
+    by_look: dict[str, list[int]] = {}
+    for rank, (plan, facts) in enumerate(told):
+        if facts:
+            kinds = [f"rows of shape {fact[2]}, {fact[3]}" if fact[0] == "tensor" else "objects" for fact in facts]
+            by_look.setdefault(f"{plan!r} with {'; '.join(kinds)}", []).append(rank)
+    if len(by_look) > 1:
+        looks = ", ".join(f"{look} on ranks {ranks}" for look, ranks in by_look.items())
+        raise ModuleContractError(
+            f"the processes' outputs cannot be joined: {looks}. Give the same structure, dtypes and shapes on every "
+            "process, all but the first dimension; pad to one length."
+        )
+
+
+def _describe(leaf: Any) -> Any:
+    """For a tensor its rows, the shape of a row and the dtype; anything else travels as it is."""
+    if isinstance(leaf, Tensor):
+        leaf = leaf.reshape(1) if leaf.dim() == 0 else leaf
+        return ("tensor", leaf.shape[0], tuple(leaf.shape[1:]), leaf.dtype, str(leaf.device))
+    return ("objects", leaf if isinstance(leaf, list) else [leaf])
+
+
+def _join(comm: Communicator, leaf: Any, told: list[Any], like: Any, chunk: int | None) -> Any:
+    if like[0] == "objects":
+        return Column(item for facts in told if facts is not None for item in facts[1])
+    _, _, row, dtype, device = like
+    counts = [0 if facts is None else facts[1] for facts in told]
+    if leaf is None:
+        rows = torch.empty((0, *row), dtype=dtype)
+    else:
+        rows = (leaf.reshape(1) if leaf.dim() == 0 else leaf).detach().to("cpu").contiguous()
+        device = str(leaf.device)
+    return comm.share_rows(rows, counts, chunk).to(device)
+
+
+def _rebuild(plan: Any, leaves: Any) -> Any:
+    if isinstance(plan, _Leaf):
+        return next(leaves)
+    if isinstance(plan, dict):
+        return {key: _rebuild(item, leaves) for key, item in plan.items()}
+    return _like(plan, [_rebuild(item, leaves) for item in plan])
+
+
+def _like(kind: Any, items: list[Any]) -> Any:
+    return kind._make(items) if hasattr(kind, "_make") else type(kind)(items)

@@ -1,0 +1,208 @@
+"""The table of layers: which tokens a backend string may use, and in which slot each stands."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from trainstack.backends.base import VERBS, Slot, TrainerBackend
+from trainstack.backends.processes.environment import find_place
+from trainstack.errors import BackendSpecError, ConfigurationError
+
+Layer = TypeVar("Layer", bound=type[TrainerBackend])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRecord:
+    """One row of the table."""
+
+    token: str
+    slot: Slot
+    layer: type[TrainerBackend]
+
+
+_LAYERS: dict[str, LayerRecord] = {}
+_BACKENDS: dict[str, Callable[..., TrainerBackend]] = {}
+
+
+def register_layer(token: str, *, slot: Slot = Slot.USER) -> Callable[[Layer], Layer]:
+    """Class decorator that makes a layer available under `token` in backend strings.
+
+    Raises:
+        ConfigurationError: the token is not made of lower-case letters, digits and inner hyphens, or is taken; or
+            the layer declares an end of something that is no verb.
+    """
+    if not all(part.isalnum() and part == part.lower() for part in token.split("-")):
+        raise ConfigurationError(
+            f"register_layer({token!r}): a token is made of lower-case letters and digits, e.g. 'ema' or 'amp-apex'."
+        )
+    if token in _LAYERS or token in _BACKENDS:
+        raise ConfigurationError(f"register_layer({token!r}): this token is taken. Choose another one.")
+
+    def add(layer: Layer) -> Layer:
+        unknown = sorted(set(layer.ends) - set(VERBS))
+        if unknown:
+            raise ConfigurationError(
+                f"register_layer({token!r}): {layer.__name__}.ends names {', '.join(map(repr, unknown))}, and no verb "
+                f"is called so. The verbs are {', '.join(VERBS)}."
+            )
+        layer.name, layer.slot = token, slot
+        _LAYERS[token] = LayerRecord(token=token, slot=slot, layer=layer)
+        return layer
+
+    return add
+
+
+def register_trainer_backend(name: str, factory: Callable[..., TrainerBackend]) -> None:
+    """Make a whole backend of your own available under `name`, outside the grammar of layers.
+
+    Raises:
+        ConfigurationError: the name is taken.
+    """
+    if name in _LAYERS or name in _BACKENDS:
+        raise ConfigurationError(f"register_trainer_backend({name!r}): this name is taken. Choose another one.")
+    _BACKENDS[name] = factory
+
+
+def unregister(name: str) -> None:
+    """Take a layer or backend of your own out of the table again; unknown names are ignored."""
+    _LAYERS.pop(name, None)
+    _BACKENDS.pop(name, None)
+
+
+def known_layers() -> dict[str, LayerRecord]:
+    """A copy of the table of layers, by token."""
+    return dict(_LAYERS)
+
+
+def registered_backend(name: str) -> Callable[..., Any] | None:
+    """The factory registered under `name`, or None."""
+    return _BACKENDS.get(name)
+
+
+def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
+    """The layers that `spec` names, outermost first.
+
+    Raises:
+        BackendSpecError: `spec` is no legal stack; the message gives the reason and the string to write instead.
+    """
+    if not isinstance(spec, str) or not spec:
+        raise BackendSpecError(
+            f"backend {spec!r}: a backend is named by a string such as 'sp-bf16'. "
+            f"Write one of {', '.join(legal_specs())}."
+        )
+    records = _tokenize(written_out(spec))
+    _refuse_repeats(spec, records)
+    in_order = sorted(records, key=lambda record: record.slot)
+    _refuse_excluded(spec, in_order)
+    if in_order[0].slot is not Slot.PROCESS:
+        raise BackendSpecError(
+            f"backend {spec!r}: a stack starts with a process layer. Write {_write('sp', in_order)!r}."
+        )
+    if in_order != records:
+        inner, outer = next((a, b) for a, b in pairwise(records) if a.slot > b.slot)
+        raise BackendSpecError(
+            f"backend {spec!r}: {outer.token!r} goes outside {inner.token!r}. Write {_join(in_order)!r}."
+        )
+    return tuple(records)
+
+
+def written_out(spec: str) -> str:
+    """`spec`, with `ddp` or `sp` for a first word `auto`: as a launcher has started this process or not."""
+    first, *rest = spec.split("-")
+    if first != "auto":
+        return spec
+    joined = dist.is_available() and dist.is_initialized()
+    return "-".join(["ddp" if joined or find_place() is not None else "sp", *rest])
+
+
+def legal_specs() -> tuple[str, ...]:
+    """Every backend string that the registered layers allow, shortest stacks first."""
+    table = known_layers().values()
+    choices = [[r for r in table if r.slot is slot] for slot in Slot]
+    stacks = product(choices[0], *([None, *choice] for choice in choices[1:]))
+    legal = [[r for r in stack if r is not None] for stack in stacks]
+    return tuple(_join(stack) for stack in sorted(legal, key=len) if _excluded(stack) is None)
+
+
+def _tokenize(spec: str) -> list[LayerRecord]:
+    """Longest token first, so that `amp-apex` is one layer and not two."""
+    table, words, records = known_layers(), spec.split("-"), []
+    meant = "-".join(re.split(r"[\s_+,/-]+", spec.strip().lower()))
+    if meant != spec and all(word in table for word in meant.split("-")):
+        raise BackendSpecError(f"backend {spec!r}: layers are joined by '-'. Write {meant!r}.")
+    while words:
+        for count in range(len(words), 0, -1):
+            token = "-".join(words[:count])
+            if token in table:
+                records.append(table[token])
+                words = words[count:]
+                break
+        else:
+            raise BackendSpecError(f"backend {spec!r}: no layer is called {words[0]!r}. {_suggest(words[0])}")
+    return records
+
+
+_OTHER_NAMES = {"fp16": "amp", "float16": "amp", "half": "amp", "mixed": "amp", "bfloat16": "bf16", "cpu": "sp"}
+
+
+def _suggest(word: str) -> str:
+    known = sorted(known_layers())
+    alias = _OTHER_NAMES.get(word.lower(), word.lower())
+    if alias in known:
+        return f"Did you mean {alias!r}?"
+    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5) or [
+        token for token in known if word and sorted(token) == sorted(word.lower())
+    ]
+    return f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}."
+
+
+def _refuse_repeats(spec: str, records: list[LayerRecord]) -> None:
+    for position, record in enumerate(records):
+        for earlier in records[:position]:
+            if earlier.token == record.token:
+                once = [r for i, r in enumerate(records) if r.token != record.token or i == position]
+                fixed = _write("sp", sorted(once, key=lambda r: r.slot))
+                raise BackendSpecError(f"backend {spec!r}: {record.token!r} stands twice. Write {fixed!r}.")
+            if earlier.slot == record.slot:
+                first, second = (
+                    _write("sp", sorted((r for r in records if r is not drop), key=lambda r: r.slot))
+                    for drop in (record, earlier)
+                )
+                raise BackendSpecError(
+                    f"backend {spec!r}: {earlier.token!r} and {record.token!r} fill the same slot "
+                    f"({record.slot.name.lower()}). Write {first!r} or {second!r}."
+                )
+
+
+def _excluded(records: list[LayerRecord]) -> tuple[LayerRecord, LayerRecord, str] | None:
+    for one in records:
+        for other in records:
+            if other.token in one.layer.excludes:
+                return one, other, one.layer.excludes[other.token]
+    return None
+
+
+def _refuse_excluded(spec: str, records: list[LayerRecord]) -> None:
+    clash = _excluded(records)
+    if clash is not None:
+        one, other, reason = clash
+        fixed = _write("sp", [r for r in records if r is not other])
+        raise BackendSpecError(
+            f"backend {spec!r}: {one.token!r} does not work with {other.token!r}: {reason} Write {fixed!r}."
+        )
+
+
+def _join(records: list[LayerRecord]) -> str:
+    return "-".join(record.token for record in records)
+
+
+def _write(process: str, records: list[LayerRecord]) -> str:
+    has_process = any(record.slot is Slot.PROCESS for record in records)
+    return _join(records) if has_process else f"{process}-{_join(records)}"

@@ -1,0 +1,118 @@
+"""Host memory that tensors are copied into, kept from one snapshot to the next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from trainstack.errors import CheckpointError, TrainstackError
+
+
+class HostBuffers:
+    """One copy of a state on the host.
+
+    Fresh memory costs more than copying does, since the system hands it out page by page on first use. So each
+    tensor's buffer is kept under its name and used again while dtype and shape stay the same.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return contiguous copies on the host, under the same names; the next call overwrites them.
+
+        What lies on a CUDA device is copied into pinned memory, all of it at once, and waited for.
+        """
+        self._kept = {name: self._fitting(name, tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            self._kept[name].copy_(tensor, non_blocking=tensor.is_cuda)
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return dict(self._kept)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._kept = {}
+
+    def _fitting(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        kept = self._kept.get(name)
+        if (
+            kept is not None
+            and (kept.dtype, kept.shape) == (tensor.dtype, tensor.shape)
+            and (not tensor.is_cuda or kept.is_pinned())
+        ):
+            return kept
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+class BackgroundWriter:
+    """Runs a job in a thread of its own, at most one at a time.
+
+    The thread ends with its job, so none is left idle. It is not a daemon: an interpreter that exits waits for it.
+
+    Attributes:
+        wake: called from the thread when a job has ended and was not abandoned, so that somebody comes to `poll`.
+    """
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self._thread: threading.Thread | None = None
+        self._failure: tuple[str, BaseException] | None = None
+        self._abandoned = threading.Event()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, what: str, job: Callable[[threading.Event], None]) -> None:
+        """Begin `job` once the one before is through.
+
+        Args:
+            what: names the job in messages.
+            job: is given an event; when that is set, it is to clear up and end.
+
+        Raises:
+            CheckpointError: the job before failed.
+        """
+        self.wait()
+        self._abandoned = abandoned = threading.Event()
+
+        def run() -> None:
+            try:
+                job(abandoned)
+            except BaseException as error:
+                if not abandoned.is_set():
+                    self._failure = what, error
+            if not abandoned.is_set():
+                self.wake()
+
+        self._thread = threading.Thread(target=run, name=f"trainstack: {what}")
+        self._thread.start()
+
+    def poll(self) -> None:
+        """Raise what a job has failed with, once; never waits.
+
+        Raises:
+            CheckpointError: the job failed; one that is not an error of ours is its cause.
+        """
+        failure, self._failure = self._failure, None
+        if failure is None:
+            return
+        what, error = failure
+        if isinstance(error, TrainstackError):
+            raise error
+        raise CheckpointError(f"{what} failed in the background: {type(error).__name__}: {error}") from error
+
+    def wait(self) -> None:
+        """Wait for the job under way and raise as `poll`; a KeyboardInterrupt ends the waiting, not the job."""
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
+        self._thread = None
+        self.poll()
+
+    def abandon(self) -> None:
+        """Tell the job under way to clear up and end; nothing is raised for it."""
+        self._abandoned.set()

@@ -1,0 +1,1 @@
+"""Start the processes of a training from a script or a notebook."""

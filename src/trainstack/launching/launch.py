@@ -1,0 +1,203 @@
+"""`launch(fn, nproc=2)`: run a function in several processes of this machine, from a script or a notebook.
+
+torch's own elastic agent starts, watches and restarts them; torchrun runs on the same one. What is added here: results
+and failures that do not depend on how a process exits, times that are kept, and nothing left behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainstack.errors import LaunchError
+from trainstack.launching.options import Order, checked_order, pickle_call, refuse_nesting
+from trainstack.launching.watchdog import Watch, launch_error
+from trainstack.launching.worker import MONITOR_S, finished, work
+
+T = TypeVar("T")
+
+_READ_S = 60  # torch's own: a host that does not come is waited for so long, up to twice
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # what torch's agent handles, and never gives back
+_LOGS_OF_FAILURE = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+
+
+def launch(
+    fn: Callable[..., T],
+    *args: Any,
+    nproc: int | None = None,
+    nnodes: str | int = "1",
+    node_rank: int | None = None,
+    rdzv_endpoint: str | None = None,
+    max_restarts: int = 0,
+    rank_output: str | os.PathLike[str] = "only_error",
+    timeout_s: float | None = None,
+    grace_s: float = 10.0,
+    env: Mapping[str, str] | None = None,
+) -> list[T]:
+    """Call `fn(*args)` in `nproc` new processes that find each other as under torchrun, and wait for them.
+
+    `fn`, `args` and what `fn` returns are pickled. So `fn` is a function of a module or of the script itself, and a
+    script that calls `launch` does so below `if __name__ == "__main__":`. From a notebook, import `fn` from a file.
+
+    Args:
+        fn: what to run in each process.
+        args: its arguments, the same for every process.
+        nproc: processes on this machine; by default one for each accelerator.
+        nnodes: machines: `"2"`, or `"1:4"` to go on with any number from 1 to 4. Call `launch` on each of them.
+        node_rank: 0 on the machine that `rdzv_endpoint` names, another number elsewhere; by default found out.
+            Who gets which rank, the machines settle among themselves.
+        rdzv_endpoint: `"host:port"` where several machines meet; on one machine a free port is found.
+        max_restarts: how often all processes are started again after one has failed.
+        rank_output: what is seen of the processes other than the first of this machine: `"only_error"` (stderr),
+            `"all"` or `"ignore"`. A folder gets `{rank}_std.log` and `{rank}_err.log` of every process instead.
+        timeout_s: seconds after which all processes are ended, if they are still running.
+        grace_s: seconds that processes have to save and end, after one has failed or a signal has come, until they are
+            killed.
+        env: variables to set in the processes.
+
+    Returns:
+        What `fn` returned, one item a process of this machine, by rank.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or `fn` cannot be pickled.
+        LaunchError: a process failed; it names the rank and holds the traceback.
+    """
+    refuse_nesting("launch()")
+    order = checked_order(nproc, nnodes, node_rank, rdzv_endpoint, max_restarts, rank_output, timeout_s, grace_s, env)
+    call, name = pickle_call(fn, args, "launch"), getattr(fn, "__qualname__", repr(fn))
+    with _surroundings(order) as run:
+        stopped = _run(call, name, order, run)
+        boxes = finished(run, order.nproc) if stopped is None else None
+        results = [box.result() for box in boxes or ()]
+    if stopped is not None:  # the caller's own handlers are back: let them decide
+        signal.raise_signal(stopped)
+        raise LaunchError(f"launch({name}) was stopped by {signal.Signals(stopped).name}; its processes are ended.")
+    return results
+
+
+def _run(call: bytes, name: str, order: Order, run: Path) -> int | None:
+    """Run the agent until all is done; the number of a signal that stopped it."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    others = set(multiprocessing.active_children())
+    watch = Watch(name, run, order.grace_s, order.timeout_s)
+    watch.start()
+    failed: Exception | None = None
+    try:
+        elastic_launch(_config(order, run), work)(call, order.output)
+    except ChildFailedError as error:
+        failed = error
+    except SignalException as stop:
+        _end(others, watch)
+        return int(stop.sigval)
+    except BaseException as error:
+        _end(others, watch)
+        if not isinstance(error, Exception):
+            raise
+        failed = error
+    finally:
+        watch.stop()
+    if finished(run, order.nproc) is None:
+        raise launch_error(name, run, failed, order.timeout_s if watch.expired else None) from None
+    return None
+
+
+def _config(order: Order, run: Path) -> Any:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    meeting: dict[str, Any] = {} if order.is_host is None else {"is_host": order.is_host}
+    if order.timeout_s is not None:
+        meeting["join_timeout"] = math.ceil(order.timeout_s)
+        meeting["read_timeout"] = min(_READ_S, meeting["join_timeout"])
+    newer: dict[str, Any] = {}
+    if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:  # newer than torch 2.10
+        newer["shutdown_timeout"] = math.ceil(order.grace_s)
+    return LaunchConfig(
+        min_nodes=order.min_nodes,
+        max_nodes=order.max_nodes,
+        nproc_per_node=order.nproc,
+        logs_specs=DefaultLogsSpecs(log_dir=str(run)),
+        run_id=uuid.uuid4().hex if order.max_nodes == 1 else "trainstack",
+        rdzv_backend="c10d",
+        rdzv_endpoint=order.endpoint,
+        rdzv_configs=meeting,
+        max_restarts=order.max_restarts,
+        monitor_interval=MONITOR_S,
+        start_method="spawn",
+        local_addr=order.local_addr,
+        **newer,
+    )
+
+
+@contextmanager
+def _surroundings(order: Order) -> Iterator[Path]:
+    """A folder for the run and the variables of its processes; afterwards everything is as it was.
+
+    The variables are set here because a new process reads OMP_NUM_THREADS when it imports torch, before it is told
+    anything else. The agent draws from `random`, replaces signal handlers and sets a variable of its own.
+    """
+    made = dict(order.env)
+    if "OMP_NUM_THREADS" not in os.environ:
+        made.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // order.nproc)))
+    made.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(order.grace_s)))  # so that a trainer knows
+    if order.may_restart:  # the agent's store would keep the addresses of dead processes, and the new ones would hang
+        made.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    before = {name: os.environ.get(name) for name in (*made, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
+    handlers, drawn = _handlers(), random.getstate()
+    run = Path(tempfile.mkdtemp(prefix="trainstack-launch-"))
+    quiet = [logging.getLogger(name) for name in _LOGS_OF_FAILURE]
+    for logger in quiet:  # LaunchError says it all; and torch's formatter imports its compiler first, for seconds
+        logger.addFilter(_nothing)
+    try:
+        os.environ.update(made)
+        yield run
+    finally:
+        for logger in quiet:
+            logger.removeFilter(_nothing)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        random.setstate(drawn)
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+def _handlers() -> dict[int, Any]:
+    """The handlers of this process that Python knows; only the main thread can change them."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    return {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
+
+
+def _end(others: set[Any], watch: Watch) -> None:
+    """End what the agent, interrupted at the wrong moment, has left running."""
+    watch.kill()
+    for process in set(multiprocessing.active_children()) - others:
+        process.kill()
+        process.join(5)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,195 @@
+"""What a `launch` was asked for, checked before anything is started."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainstack.errors import ConfigurationError
+
+_LOOPBACK = "127.0.0.1"
+_OUTPUTS = ("only_error", "all", "ignore")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The arguments of one launch, checked; see `launch` for what they mean."""
+
+    nproc: int
+    min_nodes: int
+    max_nodes: int
+    endpoint: str
+    local_addr: str
+    is_host: bool | None
+    max_restarts: int
+    output: str
+    timeout_s: float | None
+    grace_s: float
+    env: Mapping[str, str]
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether workers may be started a second time."""
+        return self.max_restarts > 0 or self.min_nodes != self.max_nodes
+
+
+def checked_order(
+    nproc: int | None,
+    nnodes: str | int,
+    node_rank: int | None,
+    endpoint: str | None,
+    max_restarts: int,
+    output: str | os.PathLike[str],
+    timeout_s: float | None,
+    grace_s: float,
+    env: Mapping[str, str] | None,
+) -> Order:
+    """Check the arguments of `launch`, which documents them, and fill in what one machine needs.
+
+    Raises:
+        ConfigurationError: one of them is wrong.
+    """
+    least, most = _machines(nnodes, node_rank)
+    several = most > 1
+    if several and (endpoint is None or not endpoint.rpartition(":")[2].isdecimal()):
+        raise ConfigurationError(
+            f"nnodes={nnodes!r}, rdzv_endpoint={endpoint!r}: several machines need a place to meet, the same on all of "
+            "them. Write rdzv_endpoint='host:port' with the host of one machine and a port free there."
+        )
+    for name, value, least_value in (("max_restarts", max_restarts, 0), ("grace_s", grace_s, 0)):
+        if value < least_value:
+            raise ConfigurationError(f"{name}={value}: write a number from {least_value} up.")
+    if timeout_s is not None and timeout_s <= 0:
+        raise ConfigurationError(f"timeout_s={timeout_s}: write seconds above 0, or None to wait for ever.")
+    return Order(
+        nproc=_count(nproc),
+        min_nodes=least,
+        max_nodes=most,
+        endpoint=endpoint if several and endpoint else f"{_LOOPBACK}:0",
+        local_addr=_address_towards(endpoint) if several and endpoint else _LOOPBACK,
+        is_host=None if several and node_rank is None else not node_rank,
+        max_restarts=max_restarts,
+        output=_output(output),
+        timeout_s=timeout_s,
+        grace_s=grace_s,
+        env=_variables(env or {}),
+    )
+
+
+def _machines(nnodes: str | int, node_rank: int | None) -> tuple[int, int]:
+    """The least and the most."""
+    first, _, last = str(nnodes).partition(":")
+    if not (first.isdecimal() and (last or first).isdecimal() and 1 <= int(first) <= int(last or first)):
+        raise ConfigurationError(f"nnodes={nnodes!r}: write a number of machines, '2', or a range, '1:4'.")
+    least, most = int(first), int(last or first)
+    if node_rank is not None and not 0 <= node_rank < most:
+        raise ConfigurationError(
+            f"node_rank={node_rank}, nnodes={nnodes!r}: machines are counted from 0, where rdzv_endpoint is. "
+            f"Write a number from 0 to {most - 1}, or leave it out to have it found out."
+        )
+    return least, most
+
+
+def _count(nproc: int | None) -> int:
+    if nproc is None:
+        nproc = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+        if nproc == 0:
+            raise ConfigurationError(
+                "launch(): torch finds no accelerator on this machine, so the number of processes is yours to say. "
+                "Write launch(fn, nproc=2)."
+            )
+    if nproc < 1:
+        raise ConfigurationError(f"nproc={nproc}: write a number of processes from 1 up.")
+    return nproc
+
+
+def _variables(env: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(env, Mapping):
+        raise ConfigurationError(f"env={env!r}: write variables with their values, env={{'NAME': 'value'}}.")
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ConfigurationError(
+                f"env={{{name!r}: {value!r}}}: names and values of variables are text. "
+                f"Write env={{{str(name)!r}: {str(value)!r}}}."
+            )
+    return dict(env)
+
+
+def _output(output: str | os.PathLike[str]) -> str:
+    if output in _OUTPUTS:
+        return str(output)
+    folder = Path(output).absolute()
+    if isinstance(output, str) and os.sep not in output and not folder.is_dir():
+        raise ConfigurationError(
+            f"rank_output={output!r}: write one of {', '.join(map(repr, _OUTPUTS))}, or a folder: './{output}'."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)
+
+
+def _address_towards(endpoint: str) -> str:
+    """The address of this machine on the way to the meeting point: unlike the host's name, it can be reached.
+
+    No packet is sent. A host that its own name leads back to itself is called by the name the others use.
+    """
+    host, _, port = endpoint.rpartition(":")
+    host = host.strip("[]")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            found = str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigurationError(f"rdzv_endpoint={endpoint!r}: this machine finds no way there ({error}).") from error
+    return host if found.startswith("127.") or found == "::1" else found
+
+
+def refuse_nesting(caller: str) -> None:
+    """Refuse `caller`, such as "launch()", in a process that is itself one of those it would start.
+
+    Raises:
+        ConfigurationError: saying where to put the call.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigurationError(
+            f"{caller} was called while a new process imported the script that calls it. Put the call below\n\n"
+            "    if __name__ == '__main__':\n\nso that only the script itself makes it."
+        )
+    if os.environ.get("TORCHELASTIC_RUN_ID"):
+        raise ConfigurationError(
+            f"{caller} was called in a process that torchrun or launch() has started: each of them would start more. "
+            "Call the function itself here, or start the script with python alone."
+        )
+
+
+def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], caller: str) -> bytes:
+    """`fn` and its arguments, as a new process can take them.
+
+    Raises:
+        ConfigurationError: it could not; the message says what to give `caller` instead.
+    """
+    name = getattr(fn, "__qualname__", repr(fn))
+    main = sys.modules["__main__"]
+    from_main = getattr(fn, "__module__", None) == "__main__"
+    if from_main and not hasattr(main, "__file__") and getattr(main, "__spec__", None) is None:
+        raise ConfigurationError(
+            f"{caller}({name}): new processes cannot import a function from a notebook or an interactive session. "
+            "Write it to a file (in a notebook: %%writefile training.py) and import it from there."
+        )
+    try:
+        return pickle.dumps((fn, args))
+    except Exception as error:
+        raise ConfigurationError(
+            f"{caller}({name}): the function and its arguments go to new processes by pickle, which refuses: {error}. "
+            "Give a function defined at the top of a module, no lambda, no inner function, no method of a "
+            "trainer, and arguments that are plain data; build models and loaders inside it."
+        ) from error

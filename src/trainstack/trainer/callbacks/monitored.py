@@ -1,0 +1,135 @@
+"""A monitored value: is it the best so far? The same answer on all processes, at most one for each global step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainstack.checkpointing.arguments import Monitor
+from trainstack.errors import ConfigurationError
+from trainstack.trainer.abstract_trainer import AbstractTrainer
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.events import Callback
+
+Watched = str | Callable[[Mapping[str, float]], float | None]
+
+
+class Watch:
+    """Remembers the best value of a metric.
+
+    Args:
+        monitor: a metric by its exact name, or a function of all that was measured; None for the monitor of
+            `args.checkpointer_args`.
+        mode: "min", "max", or "auto" for what the metric's name tells.
+        min_delta: by how much a value must be better to count; not negative.
+
+    Attributes:
+        best: the best value so far; None before the first.
+        best_step: the global step it belongs to.
+        judged_at: the last global step that had a value.
+
+    Raises:
+        ConfigurationError: the mode cannot be told, or `min_delta` is negative.
+    """
+
+    def __init__(self, monitor: Watched | None = None, mode: str = "auto", min_delta: float = 0.0) -> None:
+        if not min_delta >= 0:
+            raise ConfigurationError(f"min_delta={min_delta!r}: write a number from 0 on.")
+        if callable(monitor) and mode not in ("min", "max"):
+            raise ConfigurationError("monitor is a function, which does not tell its mode. Write mode='min' or 'max'.")
+        self._function = monitor if callable(monitor) else None
+        self._mode, self._min_delta = mode, min_delta
+        self._monitor = None if monitor is None else Monitor.of(str(getattr(monitor, "__name__", monitor)), mode)
+        self.best: float | None = None
+        self.best_step = self.judged_at = -1
+
+    def of(self, trainer: AbstractTrainer) -> Monitor:
+        """What is watched."""
+        if self._monitor is None:
+            default = trainer.args.checkpointer_args.monitored
+            self._monitor = default if self._mode == "auto" else Monitor.of(default.name, self._mode)
+        return self._monitor
+
+    def improved(self, trainer: AbstractTrainer, results: Mapping[str, float]) -> bool | None:
+        """Whether `results` hold a new best value; None if they hold none, or one that was judged at this step already.
+
+        What the main process has measured decides. A value that is inf or nan is never the best.
+        """
+        step, monitor = trainer.state.global_step, self.of(trainer)
+        value = results.get(monitor.name) if self._function is None else self._function(results)
+        value = trainer.world.comm.share(value)
+        if value is None or step == self.judged_at:
+            return None
+        self.judged_at, value = step, float(value)
+        sign = 1 if monitor.mode == "min" else -1
+        better = self.best is None or sign * value < sign * self.best - self._min_delta
+        if not (better and math.isfinite(value)):
+            return False
+        self.best, self.best_step = value, step
+        return True
+
+    def get_state(self) -> dict[str, Any]:
+        """What it remembers."""
+        return {"best": self.best, "best_step": self.best_step, "judged_at": self.judged_at}
+
+    def update_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `get_state` returned."""
+        self.best = None if state["best"] is None else float(state["best"])
+        self.best_step, self.judged_at = int(state["best_step"]), int(state["judged_at"])
+
+
+class Watching(Callback):
+    """A callback that acts on a monitored value, after validations or, if there are none, at the end of epochs.
+
+    Attributes:
+        watch: remembers the best value.
+    """
+
+    expects_all_events = False  # what matters is that the value comes
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self._validated = False
+
+    def judge(self, trainer: AbstractTrainer, improved: bool) -> None:
+        """A value has come; `improved` says whether it is the best so far."""
+        raise NotImplementedError
+
+    def on_validation_end(self, trainer: AbstractTrainer, results: Mapping[str, float]) -> None:
+        """Judge what was measured, if the validation is part of a training."""
+        if trainer.is_training:
+            self._validated = True
+            self._look(trainer, results)
+
+    def on_epoch_end(self, trainer: AbstractTrainer) -> None:
+        """Judge what was measured without a validation.
+
+        Raises:
+            ConfigurationError: a validation did not bring the metric, nor has anything else.
+        """
+        self._look(trainer, trainer.history.values_at(trainer.state.global_step))
+        if self._validated and self.watch.judged_at < 0:
+            raise ConfigurationError(f"{self._in_vain(trainer)} Write one of these as monitor.")
+
+    def on_train_end(self, trainer: AbstractTrainer, status: str) -> None:
+        """Say if no value has ever come."""
+        if status == "finished" and self.watch.judged_at < 0 and trainer.is_main_process:
+            RunLogger(trainer.args.log_level).warning(self._in_vain(trainer))
+
+    def _look(self, trainer: AbstractTrainer, results: Mapping[str, float]) -> None:
+        improved = self.watch.improved(trainer, results)
+        if improved is not None:
+            self.judge(trainer, improved)
+
+    def _in_vain(self, trainer: AbstractTrainer) -> str:
+        recorded = ", ".join(sorted(trainer.history.get_metric_names())) or "nothing"
+        return f"{type(self).__name__} watches {self.watch.of(trainer).name!r}, which never came. Recorded: {recorded}."
+
+    def get_state(self) -> dict[str, Any]:
+        """The best value and when it came."""
+        return self.watch.get_state()
+
+    def update_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `get_state` returned."""
+        self.watch.update_state(state)

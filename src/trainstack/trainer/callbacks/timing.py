@@ -1,0 +1,178 @@
+"""`StepTimer`: where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from trainstack.errors import ConfigurationError
+from trainstack.trainer.abstract_trainer import AbstractTrainer
+from trainstack.trainer.callbacks.monitors import record
+from trainstack.trainer.events import Callback
+
+
+class Clock:
+    """Adds up durations by name: on CUDA between two marks in the stream, elsewhere by the host's clock.
+
+    Args:
+        device: that does the work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type == "cuda"
+        self._seconds: dict[str, float] = {}
+        self._pending: list[tuple[str, Any, Any]] = []
+
+    def mark(self) -> Any:
+        """The moment at which all that was asked for so far is done."""
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def add(self, name: str, since: Any) -> Any:
+        """The time from `since` to now belongs to `name`; returns the mark of now."""
+        now = self.mark()
+        if self._on_device:
+            self._pending.append((name, since, now))
+        else:
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - since
+        return now
+
+    def take(self) -> dict[str, float]:
+        """Seconds by name since the last call. Waits for the device."""
+        for name, since, until in self._pending:
+            until.synchronize()
+            self._seconds[name] = self._seconds.get(name, 0.0) + since.elapsed_time(until) / 1000
+        taken, self._seconds, self._pending = self._seconds, {}, []
+        return taken
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was asked for."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+class StepTimer(Callback):
+    """Records seconds a global step at log points, means since the last one.
+
+    `time/fetch` is spent on getting data, `time/forward`, `time/backward` and `time/update` on the device (on CUDA
+    measured there, by events in the stream); `time/validation` is that of a whole validation, on the host.
+    """
+
+    expects_all_events = False  # there may be no validation
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._since: dict[str, Any] = {}
+
+    def on_ready(self, trainer: AbstractTrainer) -> None:
+        """Choose the clock."""
+        self._device, self._host = Clock(trainer.device), Clock(torch.device("cpu"))
+
+    def on_fetch_data_begin(self) -> None:
+        """Data is asked for."""
+        self._since["fetch"] = self._host.mark()
+
+    def on_fetch_data_end(self) -> None:
+        """It is here."""
+        self._host.add("fetch", self._since["fetch"])
+
+    def on_train_batch_begin(self) -> None:
+        """The forward pass begins."""
+        self._since["step"] = self._device.mark()
+
+    def on_before_backward(self) -> None:
+        """The backward pass begins."""
+        self._since["step"] = self._device.add("forward", self._since["step"])
+
+    def on_after_backward(self) -> None:
+        """The backward pass is over."""
+        self._device.add("backward", self._since["step"])
+
+    def on_before_optimizer_step(self) -> None:
+        """The update begins."""
+        self._since["update"] = self._device.mark()
+
+    def on_after_optimizer_step(self) -> None:
+        """The update is over."""
+        self._device.add("update", self._since["update"])
+        self._steps += 1
+
+    def on_validation_begin(self) -> None:
+        """A validation begins."""
+        self._since["validation"] = self._host.mark()
+
+    def on_validation_end(self, trainer: AbstractTrainer) -> None:
+        """A validation is over; its values have been read, so the device is done."""
+        record(trainer, "time/validation", self._host.mark() - self._since["validation"])
+
+    def on_log(self, trainer: AbstractTrainer) -> None:
+        """Record."""
+        for name, seconds in {**self._host.take(), **self._device.take()}.items():
+            record(trainer, f"time/{name}", seconds / max(1, self._steps))
+        self._steps = 0
+
+
+class ThroughputMonitor(Callback):
+    """Records `throughput/samples_per_s` at log points, over all processes, since the last one of the same epoch.
+
+    Validation and saving between epochs are not counted.
+
+    Args:
+        tokens: how many tokens a micro-batch has, a number of the host, such as
+            `lambda batch: batch["input_ids"].numel()`; records `throughput/tokens_per_s`.
+        flops_per_sample: floating-point operations of forward and backward for a sample (of a dense transformer about
+            6 x parameters x tokens a sample); with `peak_flops` records `throughput/mfu`, the model FLOPs utilisation
+            (Chowdhery et al. 2022, PaLM, appendix B).
+        peak_flops: of one device a second, in the dtype that is used, as its data sheet says.
+
+    Raises:
+        ConfigurationError: one of the FLOPs is missing or cannot be.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokens: Callable[[Any], int] | None = None,
+        flops_per_sample: float | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        if (flops_per_sample is None) != (peak_flops is None):
+            raise ConfigurationError("give flops_per_sample and peak_flops, or neither.")
+        for name, number in (("flops_per_sample", flops_per_sample), ("peak_flops", peak_flops)):
+            if number is not None and not number > 0:
+                raise ConfigurationError(f"{name}={number!r}: write a number above 0.")
+        self._flops, self._peak, self._count_tokens = flops_per_sample, peak_flops, tokens
+        self._since, self._samples, self._tokens = 0.0, 0, 0
+        if tokens is not None:
+            self.on_train_batch_begin = self._add_tokens
+
+    def on_train_epoch_begin(self, trainer: AbstractTrainer) -> None:
+        """Start the clock."""
+        self._restart(trainer)
+
+    def _add_tokens(self, trainer: AbstractTrainer, batch: Any) -> None:
+        if self._count_tokens is not None:
+            self._tokens += self._count_tokens(batch)
+
+    def on_log(self, trainer: AbstractTrainer) -> None:
+        """Record; the device is waited for, as for all that is read at a log point."""
+        wait_for(trainer.device)
+        seconds = max(perf_counter() - self._since, 1e-9)
+        rate = (trainer.state.samples_in_epoch - self._samples) / seconds
+        record(trainer, "throughput/samples_per_s", rate)
+        if self._count_tokens is not None:
+            record(trainer, "throughput/tokens_per_s", sum(trainer.world.comm.gather(self._tokens)) / seconds)
+        if self._flops is not None and self._peak is not None:
+            record(trainer, "throughput/mfu", rate * self._flops / (self._peak * trainer.world.size))
+        self._restart(trainer)
+
+    def _restart(self, trainer: AbstractTrainer) -> None:
+        self._since, self._samples, self._tokens = perf_counter(), trainer.state.samples_in_epoch, 0

@@ -1,0 +1,1 @@
+"""Values of a run: plan, order, counters, random state."""

@@ -1,0 +1,151 @@
+"""How often: every n steps, every n epochs, at fractions of a run, or when asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from trainstack.backends import Communicator
+from trainstack.errors import ConfigurationError, annotate
+from trainstack.trainer.core.plan import TrainingPlan
+
+NEVER = 1 << 62
+"""A step that no run reaches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Every:
+    """Every so many global steps, or every so many epochs; one of the two.
+
+    Args:
+        steps: global steps; a float in (0, 1] is a fraction of all global steps of the run.
+        epochs: epochs.
+
+    Raises:
+        ConfigurationError: both or neither are given, or one is no such number.
+    """
+
+    steps: int | float | None = None
+    epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise ConfigurationError(f"{self}: write one of the two, Every(steps=...) or Every(epochs=...).")
+        if self.steps is not None and not is_number_of_steps(self.steps):
+            raise ConfigurationError(
+                f"Every(steps={self.steps!r}): write a whole number, 1 or more, or a float above 0 and up to 1.0 for a "
+                "fraction of the run."
+            )
+        if self.epochs is not None and (type(self.epochs) is not int or self.epochs < 1):
+            raise ConfigurationError(f"Every(epochs={self.epochs!r}): write a whole number, 1 or more.")
+
+
+ValidateEvery = int | float | Every | Callable[[Any], bool]
+
+
+def is_number_of_steps(value: Any) -> bool:
+    """Whether `value` is a whole number above 0, or a float in (0, 1]."""
+    return 0.0 < value <= 1.0 if isinstance(value, float) else type(value) is int and value >= 1
+
+
+def check_validate_every(value: Any) -> None:
+    """Refuse what does not say how often to validate.
+
+    Raises:
+        ConfigurationError: saying what to write instead.
+    """
+    good = value is None or isinstance(value, Every) or type(value) is int or is_number_of_steps(value)
+    if not good and not (callable(value) and not isinstance(value, type)):
+        raise ConfigurationError(
+            f"validate_every={value!r}: write a number of global steps (500), a fraction of the run (0.25), a negative "
+            "number of epochs (-2), Every(steps=...), Every(epochs=...), a function of the trainer that returns True "
+            "or False, 0 for no validation, or None for one after each epoch."
+        )
+
+
+def steps_of(name: str, every: int | float, plan: TrainingPlan) -> Fraction:
+    """`every` in global steps; a float is a fraction of all global steps of the run, taken as written.
+
+    Raises:
+        ConfigurationError: a fraction of a number that is not known; `name` is what the user set.
+    """
+    if not isinstance(every, float):
+        return Fraction(every)
+    if plan.total_steps is None:
+        raise ConfigurationError(
+            f"{name}={every} is a fraction of all global steps of the run, and how many those are is unknown: "
+            "the training loader has no length. Write a whole number of steps, or give the loader a length."
+        )
+    return Fraction(str(every)) * plan.total_steps  # as written: 0.07 of 100 is 7
+
+
+def whole_steps(name: str, every: int | float, plan: TrainingPlan) -> int:
+    """`steps_of`, rounded up to a whole number, at least 1."""
+    return max(1, math.ceil(steps_of(name, every, plan)))
+
+
+class ValidationSchedule:
+    """When to validate in training.
+
+    Fractions are rounded up each by itself, so that 0.25 ends on the run's last step, whatever the number of steps.
+    An epoch that `max_steps` cuts short counts as one here: the run ends with a validation.
+
+    Args:
+        every: `TrainerArguments.validate_every`.
+        plan: of the run.
+
+    Attributes:
+        trainer: what a function is asked with.
+    """
+
+    def __init__(self, every: ValidateEvery | None, plan: TrainingPlan) -> None:
+        self.trainer: Any = None
+        self._ask = every if callable(every) else None
+        self._epochs, self._steps = 0, Fraction(0)
+        if every is None:
+            self._epochs = 1
+        elif isinstance(every, Every):
+            self._epochs = every.epochs or 0
+            self._steps = steps_of("validate_every", every.steps or 0, plan)
+        elif isinstance(every, int | float):
+            self._epochs = max(0, -int(every))
+            self._steps = steps_of("validate_every", max(0, every), plan)
+        self._plan = plan
+        self._cut = plan.max_steps or 0 if self._epochs else 0
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether an epoch may end before the first validation."""
+        return self._epochs > 1 or self._steps > 0 or self._ask is not None
+
+    def after_epoch(self, epoch: int) -> bool:
+        """Whether to validate after `epoch`, counted from 0."""
+        return self._epochs > 0 and (epoch + 1) % self._epochs == 0
+
+    def next_step(self, step: int) -> int:
+        """The global step after `step` at which to ask `is_due`."""
+        if self._ask is not None:
+            return step + 1
+        due = math.ceil((step // self._steps + 1) * self._steps) if self._steps else NEVER
+        return min(due, self._cut) if self._cut > step else due
+
+    def is_due(self, step: int, steps_in_epoch: int, comm: Communicator) -> bool:
+        """Whether to validate after global step `step`, before the epoch ends; all processes call it together.
+
+        A function is asked on the main process; its failure is every process's.
+        """
+        if self._ask is None:
+            cut = step == self._cut and self._plan.ends_within_epoch(step, steps_in_epoch)
+            return cut or (self._steps > 0 and step // self._steps * self._steps > step - 1)
+        answer, failure = False, None
+        if comm.rank == 0:
+            try:
+                answer = bool(self._ask(self.trainer))
+            except Exception as error:
+                annotate(error, "raised in the function given as validate_every")
+                failure = error
+        comm.agree(failure, "asking validate_every")
+        return bool(comm.share(answer))

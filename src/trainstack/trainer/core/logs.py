@@ -1,0 +1,57 @@
+"""A run's messages: logged under "trainstack", each run with a threshold of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+_logger = logging.getLogger("trainstack")
+
+
+class _LastResort(logging.NullHandler):
+    """Does nothing, unless the application has configured no handler: then warnings go to stderr.
+
+    Python does the same for a logger without handlers; a plain `NullHandler` would hide the warnings.
+    """
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        last = logging.lastResort
+        if _logger.handlers == [self] and not logging.getLogger().handlers and last is not None:
+            return record.levelno >= last.level and bool(last.handle(record))
+        return True
+
+
+_logger.addHandler(_LastResort())
+
+
+class RunLogger:
+    """Logs what reaches `level`, so that two runs in one process can differ.
+
+    A level that the application has set on the logger "trainstack" holds beside it.
+
+    Args:
+        level: `"DEBUG"`, `"INFO"`, `"WARNING"` or `"ERROR"`.
+    """
+
+    def __init__(self, level: str = "INFO") -> None:
+        self._level: int = getattr(logging, level)
+        if _logger.level == logging.NOTSET:  # else the level of the root logger would hide what each run lets through
+            _logger.setLevel(logging.DEBUG)
+
+    def info(self, message: str) -> None:
+        """Say something that is good to know."""
+        self._log(logging.INFO, message)
+
+    def warning(self, message: str) -> None:
+        """Say something that may be a mistake."""
+        self._log(logging.WARNING, message)
+
+    def _log(self, level: int, message: str) -> None:
+        if level >= self._level:
+            _logger.log(level, message)
+
+
+def as_json(values: dict[str, Any]) -> Any:
+    """`values` as JSON has them; what it has no word for, such as a writer, by the name of its type."""
+    return json.loads(json.dumps(values, default=lambda value: type(value).__name__))

@@ -1,0 +1,125 @@
+"""Where a run stands. The loop advances it, checkpoints keep it, hooks and bars read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from trainstack.errors import CheckpointMismatchError
+
+
+@dataclass(slots=True)
+class RunState:
+    """Counters of one run.
+
+    Attributes:
+        seed: of data order and samples' random numbers; a resumed run keeps the one it began with.
+        epoch: the epoch under way, or to begin next.
+        last_epoch: the last epoch that is wholly finished; -1 before.
+        global_step: global steps finished since the run began, those included that moved nothing.
+        batches: micro-batches finished on this process since the run began.
+        skipped_steps: global steps that moved nothing.
+        steps_in_epoch: global steps finished in `epoch`.
+        samples_in_epoch: samples consumed in `epoch` over all processes: the cursor of the data order.
+        batches_in_epoch: micro-batches consumed in `epoch` on this process.
+        validated: loaders finished of the validation after `epoch`; -1 while it trains, until its hooks have run.
+        validating: loaders finished of a validation within `epoch`; -1 while none is under way.
+        current_step: the step under way, or the last finished; where logged values belong.
+        order: how the samples of `epoch` come, in words; empty before its first, or where that is not known.
+    """
+
+    seed: int = 0
+    epoch: int = 0
+    last_epoch: int = -1
+    global_step: int = 0
+    batches: int = 0
+    skipped_steps: int = 0
+    steps_in_epoch: int = 0
+    samples_in_epoch: int = 0
+    batches_in_epoch: int = 0
+    validated: int = -1
+    validating: int = -1
+    current_step: int = 0
+    order: str = ""
+
+    def finish_epoch(self) -> None:
+        """The epoch under way is over; the next begins at its first sample."""
+        self.last_epoch = self.epoch
+        self.epoch += 1
+        self.steps_in_epoch = self.samples_in_epoch = self.batches_in_epoch = 0
+        self.validated, self.order = -1, ""
+
+    @property
+    def loaders_done(self) -> int:
+        """Loaders finished of the validation under way, within or after the epoch."""
+        return max(0, self.validating if self.validated < 0 else self.validated)
+
+    def finish_loader(self) -> None:
+        """One more loader of the validation under way is finished."""
+        if self.validated < 0:
+            self.validating = self.loaders_done + 1
+        else:
+            self.validated += 1
+
+    def get_state(self) -> dict[str, int | str]:
+        """All of it."""
+        return asdict(self)
+
+    def update_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `get_state` returned; other keys are ignored."""
+        for field in fields(self):
+            if field.name in state:
+                kind: Any = type(getattr(self, field.name))
+                setattr(self, field.name, kind(state[field.name]))
+
+
+class UserState(dict[str, Any]):
+    """A dict whose items are attributes too: `trainer.user_state.best_word = "yes"`.
+
+    It is saved with checkpoints and comes back on resume. An item with `state_dict` and `load_state_dict` is saved by
+    what the one returns, and given that back by the other; it has to be there, made anew, before `train` resumes. Other
+    items are values, of what a checkpoint can hold: numbers, strings, tensors, arrays, and lists, tuples, sets and
+    dicts of those. With several processes the main one's state is kept, and all get it back.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"user_state has no {name!r}; it has {sorted(self) or 'nothing yet'}.") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(type(self), name):
+            raise AttributeError(f"user_state.{name} is a method of it; write user_state[{name!r}] = ... instead.")
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        self.__getattr__(name)
+        del self[name]
+
+    def get_state(self) -> dict[str, Any]:
+        """The values, and the states of the objects, by name."""
+        objects = {name: item.state_dict() for name, item in self.items() if _has_state(item)}
+        return {"values": {name: item for name, item in self.items() if name not in objects}, "objects": objects}
+
+    def update_state(self, state: Mapping[str, Any]) -> None:
+        """Take on what `get_state` returned; an item that it does not name stays as it is.
+
+        Raises:
+            CheckpointMismatchError: an object is missing here whose state it has.
+        """
+        objects = state["objects"]
+        missing = sorted(name for name in objects if not _has_state(self.get(name)))
+        if missing:
+            raise CheckpointMismatchError(
+                f"the checkpoint has the state of {', '.join(f'user_state.{name}' for name in missing)}, and there is "
+                f"no such object with load_state_dict. Write trainer.user_state.{missing[0]} = ... before train()."
+            )
+        self.update(state["values"])
+        for name, saved in objects.items():
+            self[name].load_state_dict(saved)
+
+
+def _has_state(item: Any) -> bool:
+    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))

@@ -1,0 +1,1 @@
+"""Training data: which sample comes when, and how it is loaded."""

@@ -1,0 +1,130 @@
+"""A loader that keeps a state of its own, such as torchdata's `StatefulDataLoader`: saved, and given back on resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import RandomSampler
+
+from trainstack.backends import World
+from trainstack.backends.fast_paths import fast_batches
+from trainstack.errors import CheckpointMismatchError
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.random_state import host_rng_kept
+
+
+def keeps_state(loader: Any) -> bool:
+    """Whether `loader` can say where it stands, and go on from there."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+class LoaderMemory:
+    """The state of the training loader over a restart.
+
+    The loop takes no batch before the step that trains on it, so what the loader says at a step boundary is where
+    training stands.
+
+    Args:
+        log: is told what cannot be exact.
+        fast_paths: whether torch's loaders may be read by `fast_batches`.
+    """
+
+    def __init__(self, log: RunLogger, *, fast_paths: bool = True) -> None:
+        self._log, self._fast_paths = log, fast_paths
+        self._loader: Any = None
+        self._iterated = self._lasting = self._exhausted = False
+        self._pending: dict[str, Any] | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a checkpoint's state waits for its loader."""
+        return self._pending is not None
+
+    def meet(self, loader: Any) -> None:
+        """See a loader that is not iterated over yet."""
+        self._lasting = loader is self._loader
+        self._loader, self._iterated = loader, False
+
+    def begin(self, loader: Any, *, within: bool) -> tuple[Iterator[Any], bool]:
+        """The batches of an epoch, and whether they go on from where a checkpoint stood.
+
+        Raises:
+            CheckpointMismatchError: the loader does not take the checkpoint's state.
+        """
+        self.meet(loader)
+        pending, self._pending = self._pending, None
+        self._iterated, self._exhausted = True, False
+        if not keeps_state(loader):
+            return fast_batches(loader, enabled=self._fast_paths), False
+        if pending is None:
+            return self._watched(iter(loader)), False
+        try:
+            state = pending["loader"] if within else _after_an_epoch(loader, pending)
+            loader.load_state_dict(state)
+            return self._watched(iter(loader)), within
+        except Exception as error:  # torchdata asserts; others raise what they like
+            workers = getattr(loader, "num_workers", None)
+            asked = "" if workers is None else f" (num_workers={workers} now)"
+            raise CheckpointMismatchError(
+                f"the training loader, a {type(loader).__name__}, does not take back the state it had when the "
+                f"checkpoint was written: {type(error).__name__}: {error}. Make it as it was then, with the same "
+                f"number of workers{asked}. A loader made anew in each epoch lets a "
+                "run go on from a checkpoint at an epoch's end with any number of them."
+            ) from error
+
+    def get_state(self, *, within: bool) -> dict[str, Any] | None:
+        """What `restore` takes back; None where the next epoch needs nothing of this one's loader.
+
+        A loader that `get_train_dataloader` makes anew in each epoch matters only within its epoch.
+        """
+        if self._pending is not None:
+            return self._pending
+        if not self._iterated or not keeps_state(self._loader) or not (within or self._lasting):
+            return None
+        state = self._loader.state_dict()
+        return None if state is None else {"loader": state, "exhausted": self._exhausted}
+
+    def restore(self, states: Sequence[dict[str, Any] | None] | None, world: World) -> None:
+        """Take the states of all processes' loaders; each takes its own, or the first if there are other processes."""
+        if not states:
+            return
+        same = len(states) == world.size
+        self._pending = states[world.rank] if same else states[0]
+        if not same and self._pending is not None:
+            self._log.warning(
+                f"the checkpoint has the loaders' states of {len(states)} processes; each of the {world.size} goes on "
+                "with that of the first."
+            )
+
+    def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        yield from batches
+        self._exhausted = True
+
+
+def _after_an_epoch(loader: Any, pending: dict[str, Any]) -> Any:
+    """The state of `loader` at the beginning of the epoch that follows the one of `pending`.
+
+    An iterator draws from the global generators when it is made. One made of the beginning's state draws what one of
+    an unbroken run does; those made on the way there draw in vain.
+    """
+    with host_rng_kept():
+        loader.load_state_dict(pending["loader"])
+        iter(loader)
+        if not pending["exhausted"]:  # that was the rest of an epoch that was cut short
+            iter(loader)
+        return loader.state_dict()
+
+
+def what_its_state_lacks(loader: Any) -> str:
+    """In words, what the state of `loader` does not hold."""
+    said = ""
+    sampler = getattr(loader, "sampler", None)
+    if type(sampler) is RandomSampler and sampler.generator is not None:
+        said += (
+            " Its RandomSampler draws from a generator of yours, which the state does not hold: after the first epoch "
+            "another order would follow. Use torchdata.stateful_dataloader.sampler.RandomSampler."
+        )
+    if getattr(loader, "num_workers", 0):
+        said += " Random numbers that its workers draw are not part of it."
+    return said

@@ -1,0 +1,224 @@
+"""Loading samples by index, each with its own random seed, in this process or in a loader's workers."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+
+from trainstack.errors import annotate
+from trainstack.trainer.core.order import mix
+from trainstack.trainer.core.random_state import host_rng_kept, seed_sample
+
+
+class Sheltered:
+    """A `worker_init_fn` for loaders: a worker lives until the training process has stopped.
+
+    Terminals, torchrun and schedulers send signals to whole groups of processes. A worker that died of one would make
+    its loader raise in the middle of the step after which the run was to stop. So the first SIGTERM is let pass; the
+    second, with which a loader ends a worker that does not hear, is obeyed.
+
+    Args:
+        then: the loader's own `worker_init_fn`.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        for name in ("SIGINT", "SIGUSR1"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, _let_one_pass)
+        if self._then is not None:
+            self._then(worker)
+
+
+def _let_one_pass(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+
+
+_endings: weakref.WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def end_with(owner: object, iterator: Any) -> weakref.finalize[Any, Any]:
+    """Let the workers behind a loader's iterator end with `owner`, and at the latest with Python.
+
+    torch tells them to when the iterator is deleted. Where it is deleted as part of a reference cycle, though, the
+    queue through which they are told is closed before: then each is waited for in vain for 10 s. And when Python ends
+    they get a single SIGTERM, which they let pass (see `Sheltered`), and are waited for for ever.
+
+    Returns:
+        ends them when called; once, however often it is called.
+    """
+    if iterator not in _endings:
+        # torch 2.13.0. In a torch without this method the workers end when torch ends them, with the delays above.
+        shut_down = getattr(iterator, "_shutdown_workers", None)
+        ending = weakref.finalize(owner, shut_down or _nothing)
+        ending.atexit = False  # would come too late: what is registered here comes before torch's own
+        _endings[iterator] = ending
+    return _endings[iterator]
+
+
+def _nothing() -> None:
+    """In place of a method that torch lacks."""
+
+
+@atexit.register
+def _end_all() -> None:
+    for ending in list(_endings.values()):
+        ending()
+
+
+class SeededDataset(Dataset[Any]):
+    """A data set whose samples draw from generators seeded by (seed, epoch, index) and by nothing else."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.fetches_batches = _fetches_batches(dataset)
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
+        """The samples of one micro-batch; a key is (epoch, index)."""
+        if self.fetches_batches:
+            seed_sample(self.seed, *keys[0])
+            return self.dataset.__getitems__([index for _, index in keys])
+        samples = []
+        for epoch, index in keys:
+            seed_sample(self.seed, epoch, index)
+            try:
+                samples.append(self.dataset[index])
+            except Exception as error:
+                annotate(error, f"raised by the data set for sample {index}")
+                raise
+        return samples
+
+
+def _fetches_batches(dataset: Any) -> bool:
+    """Whether the data set itself, not only torch's `Subset` around it, loads many samples at once."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+class Fetcher:
+    """Turns index tensors into collated batches, as the user's loader would have.
+
+    Args:
+        loader: a map-style `DataLoader`; its data set, `collate_fn`, workers and pinning are used, its sampler and
+            batch size are not.
+        seed: of the samples' own generators.
+        fast_paths: whether rows of a `TensorDataset` may be indexed at once instead of collated.
+    """
+
+    def __init__(self, loader: DataLoader[Any], seed: int, *, fast_paths: bool = True) -> None:
+        self.loader = loader
+        self.seed = seed
+        self._fast_paths = fast_paths
+        self._seeded = SeededDataset(loader.dataset, seed)
+        self._keys = _KeyBatches()
+        self._workers: DataLoader[Any] | None = None
+
+    def serves(self, loader: DataLoader[Any]) -> bool:
+        """Whether `loader` describes the same data, so that this fetcher and its workers can be kept."""
+        mine = self.loader
+        return mine is loader or (
+            not mine.persistent_workers  # the workers hold the data set as it was
+            and mine.dataset is loader.dataset
+            and mine.collate_fn is loader.collate_fn
+            and mine.num_workers == loader.num_workers
+            and mine.pin_memory == loader.pin_memory
+        )
+
+    def batches(self, epoch: int, indices: Iterable[Tensor]) -> Iterator[Any]:
+        """One collated batch for each index tensor, in order. The process's own generators are left alone."""
+        plain = _plain_tensors(self.loader) if self._fast_paths else None
+        if plain is not None:
+            tensors, chosen = plain
+            rows = indices if chosen is None else (chosen[index] for index in indices)
+            return ([tensor[row] for tensor in tensors] for row in rows)
+        if self.loader.num_workers > 0 or (self.loader.pin_memory and torch.accelerator.is_available()):
+            return self._from_workers(epoch, indices)
+        return (self.load(epoch, index) for index in indices)
+
+    def load(self, epoch: int, index: Tensor) -> Any:
+        """One collated batch, loaded in this process."""
+        with host_rng_kept():
+            samples = self._seeded.__getitems__([(epoch, i) for i in index.tolist()])
+            return self.loader.collate_fn(samples)
+
+    def _from_workers(self, epoch: int, indices: Iterable[Tensor]) -> Iterator[Any]:
+        self._keys.now = ([(epoch, i) for i in index.tolist()] for index in indices)
+        if self._workers is None:
+            self._workers = self._make_workers()
+        iterator = iter(self._workers)
+        if self.loader.num_workers > 0:
+            ending = end_with(self, iterator)
+            try:
+                yield from iterator
+            finally:
+                if not self.loader.persistent_workers:
+                    ending()
+            return
+        while True:
+            with host_rng_kept():
+                batch = next(iterator, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _make_workers(self) -> DataLoader[Any]:
+        mine = self.loader
+        options: dict[str, Any] = {"prefetch_factor": mine.prefetch_factor} if mine.num_workers > 0 else {}
+        return DataLoader(
+            self._seeded,
+            batch_sampler=self._keys,
+            num_workers=mine.num_workers,
+            collate_fn=mine.collate_fn,
+            pin_memory=mine.pin_memory,
+            timeout=mine.timeout,
+            worker_init_fn=Sheltered(mine.worker_init_fn),
+            multiprocessing_context=mine.multiprocessing_context,
+            generator=torch.Generator().manual_seed(mix(self.seed) >> 1),
+            persistent_workers=mine.persistent_workers,
+            **options,
+        )
+
+
+class _KeyBatches:
+    """A batch sampler whose batches are set from outside before each pass."""
+
+    def __init__(self) -> None:
+        self.now: Iterator[list[tuple[int, int]]] = iter(())
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return self.now
+
+
+def _plain_tensors(loader: DataLoader[Any]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+    """Tensors and chosen rows of a `TensorDataset` or a `Subset` of one that is collated as usual, else None.
+
+    Indexing the tensors gives the same bits and strides as collating rows, without a Python call a row. A batch of rows
+    of a tensor in another memory format than the contiguous one would have that format; collated, it is contiguous.
+    """
+    dataset: Any = loader.dataset
+    chosen: Tensor | None = None
+    while type(dataset) is Subset:
+        rows = torch.as_tensor(dataset.indices)
+        chosen = rows if chosen is None else rows[chosen]
+        dataset = dataset.dataset
+    usual = loader.collate_fn is default_collate and loader.num_workers == 0 and not loader.pin_memory
+    if not usual or type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
+        return None
+    return dataset.tensors, chosen
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_contiguous()

@@ -1,0 +1,249 @@
+"""Where global steps get their micro-batches from: a data set in the library's order, or a loader with its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, tee
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from trainstack.backends import EMPTY, Communicator
+from trainstack.backends.workload import Draw, Sampling, TrainingSet
+from trainstack.errors import ModuleContractError
+from trainstack.trainer.core.order import DataOrder
+from trainstack.trainer.data.loading import Fetcher
+
+
+class Window(NamedTuple):
+    """What one global step trains on, on this process.
+
+    Attributes:
+        batches: the micro-batches.
+        weights: the share of each in the step; over all processes they sum to one (to zero if nothing counts).
+        items: what the step's loss is a mean over, on all processes together: samples, tokens, ...
+        samples: samples on all processes together; 0 where unknown.
+        counted: how many micro-batches counters are told of, where that is not how many there are.
+    """
+
+    batches: Sequence[Any]
+    weights: Sequence[float]
+    items: float
+    samples: int
+    counted: int | None = None
+
+
+Weigher = Callable[[Any], float]
+ORDERED = (RandomSampler, SequentialSampler)
+
+
+def why_foreign(loader: Any) -> str | None:
+    """Why the library cannot order the data behind `loader` itself; None if it can."""
+    if not isinstance(loader, DataLoader):
+        return f"it is a {type(loader).__name__}, not a DataLoader"
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return f"{type(loader).__name__} iterates in its own way"
+    if isinstance(loader.dataset, IterableDataset):
+        return "its data set is iterable and has no indices"
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        return "it has its own batch sampler, or no automatic batching"
+    sampler: Any = loader.sampler
+    if type(sampler) not in ORDERED:
+        return f"its sampler is a {type(sampler).__name__}"
+    dataset: Any = loader.dataset
+    if len(sampler) != len(dataset) or getattr(sampler, "replacement", False):
+        return "its sampler does not draw every sample once"
+    return None
+
+
+def refuse_shared_out(loader: Any, world_size: int) -> None:
+    """The library shares data out among processes; of a part that a sampler has left, it would use but a part.
+
+    Raises:
+        ModuleContractError: the sampler or batch sampler of `loader` is for several processes, and there are several.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+        parts = getattr(sampler, "num_replicas", None)
+        if world_size > 1 and isinstance(parts, int) and parts > 1:
+            raise ModuleContractError(
+                f"a {type(sampler).__name__} shares the data out among {parts} processes, and so does the library. "
+                "Give it all of the data: DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset)), with "
+                "the sampler that the method is handed."
+            )
+
+
+def order_in_words(loader: Any) -> str:
+    """How the samples behind `loader` come in training."""
+    if why_foreign(loader) is not None:
+        return "in the loader's own order"
+    return "in data set order" if isinstance(loader.sampler, SequentialSampler) else "shuffled"
+
+
+@dataclass(slots=True)
+class OrderedSource:
+    """A map-style data set in the library's own order: every sample once, whatever the number of processes.
+
+    Args:
+        fetcher: loads samples by index.
+        order: which samples, when.
+        weigh: the user's `batch_weight`, or None where a batch counts as its samples.
+        comm: tells what the other processes' batches weigh, where `weigh` has to be asked.
+    """
+
+    fetcher: Fetcher
+    order: DataOrder
+    weigh: Weigher | None = None
+    comm: Communicator = field(default_factory=Communicator)
+
+    def windows(self, epoch: int, samples_done: int, batches_done: int) -> Iterator[Window]:
+        """The windows of `epoch` that follow the first `samples_done` samples."""
+        shares, ahead = tee(self.order.shares(epoch, samples_done))
+        batches = self.fetcher.batches(epoch, (index for share in ahead for index in share.micro_batches))
+        for share in shares:
+            own = list(islice(batches, len(share.micro_batches)))
+            if self.weigh is None:
+                counts = [len(index) for index in share.micro_batches]
+                total = float(share.samples)
+            else:
+                counts = [float(self.weigh(batch)) for batch in own]  # type: ignore[misc]
+                total = self.comm.sum([math.fsum(counts)])[0]
+            yield _window(own, counts, total, share.samples)
+
+
+@dataclass(slots=True)
+class ForeignSource:
+    """Any iterable of ready-made batches, taken in the order in which it gives them.
+
+    Every process reads all of them and trains on each `world_size`-th.
+    """
+
+    batches: Iterable[Any]
+    accumulation: int
+    weigh: Weigher
+    rank: int = 0
+    world_size: int = 1
+
+    def windows(self, epoch: int, samples_done: int, batches_done: int) -> Iterator[Window]:
+        """The windows that follow the first `batches_done` batches; those are read, now, and put aside."""
+        stream = iter(self.batches)
+        for _ in islice(stream, batches_done * self.world_size):
+            pass
+        return map(self._whole, stream) if self.accumulation == self.world_size == 1 else self._cut(stream)
+
+    def _cut(self, stream: Iterator[Any]) -> Iterator[Window]:
+        while window := list(islice(stream, self.accumulation * self.world_size)):
+            counts = [float(self.weigh(batch)) for batch in window]
+            mine = slice(self.rank, None, self.world_size)
+            yield _window(window[mine], counts[mine], math.fsum(counts), 0)
+
+    def _whole(self, batch: Any) -> Window:
+        """The window of a step that has one micro-batch."""
+        count = float(self.weigh(batch))
+        return Window((batch,), _WHOLE, count, 0) if 0 < count < math.inf else _window([batch], [count], count, 0)
+
+
+@dataclass(slots=True)
+class OwnSource:
+    """Ready-made batches of each process's own, taken in the order in which they come.
+
+    A step is over the next batches of all processes together. One whose batches have ended joins in without any until
+    those of all have.
+    """
+
+    batches: Iterable[Any]
+    accumulation: int
+    weigh: Weigher
+    comm: Communicator
+
+    def windows(self) -> Iterator[Window]:
+        """The windows of one pass, as many on every process."""
+        stream = iter(self.batches)
+        while True:
+            own = list(islice(stream, self.accumulation))
+            counts = [float(self.weigh(batch)) for batch in own]
+            total, going_on = self.comm.sum([math.fsum(counts), float(bool(own))])
+            if not going_on:
+                return
+            yield _window(own, counts, total, 0)
+
+
+Source = OrderedSource | ForeignSource
+
+
+def _window(batches: list[Any], counts: Sequence[float], total: float, samples: int) -> Window:
+    """What one process does in a step of `total` items; micro-batches that count nothing come first, so that the last
+    one, which sums gradients over the processes, has something to add."""
+    shares = _shares_of(counts, total)
+    if not batches:
+        return Window([EMPTY], [0.0], total, samples)
+    if not shares[-1]:
+        order = sorted(range(len(batches)), key=lambda position: shares[position] > 0)
+        batches, shares = [batches[i] for i in order], [shares[i] for i in order]
+    return Window(batches, shares, total, samples)
+
+
+def _shares_of(counts: Sequence[float], total: float) -> Sequence[float]:
+    if len(counts) == 1 and counts[0] == total and total > 0:
+        return _WHOLE
+    if not 0 <= total < float("inf") or min(counts, default=0) < 0:
+        raise ModuleContractError(
+            f"batch_weight returned {list(counts)}: return how many items the loss of the batch is a mean over, "
+            "a finite number >= 0."
+        )
+    return [count / total if total else 0.0 for count in counts]
+
+
+_WHOLE = (1.0,)
+
+
+def own_weigher(module: Any) -> Weigher | None:
+    """The module's `batch_weight` if it has one of its own; None where a batch counts as its samples."""
+    weigh = getattr(module, "batch_weight", None)
+    return None if getattr(weigh, "counts_samples", False) else weigh
+
+
+@dataclass(slots=True)
+class SampledSource:
+    """A map-style data set, sampled anew in each global step.
+
+    What counters and logs are told is what was planned: how many records were really drawn is not for them to know.
+
+    Args:
+        fetcher: loads records by index.
+        sampling: draws them.
+        data: its plan.
+        accumulation: micro-batches a global step in the plan.
+    """
+
+    fetcher: Fetcher
+    sampling: Sampling
+    data: TrainingSet
+    accumulation: int
+
+    def windows(self, epoch: int, first_step: int, steps: int) -> Iterator[Window]:
+        """At most `steps` windows, the first of them for global step `first_step`; fewer if sampling is over."""
+        last = first_step + self.sampling.steps_allowed(steps)
+        self.sampling.begin()
+        draws, ahead = tee(self.sampling.draw(step) for step in range(first_step, last))
+        batches = self.fetcher.batches(epoch, (part for draw in ahead for part in self._cut(draw)))
+        for draw in draws:
+            counts = [len(part) for part in self._cut(draw)]
+            own = list(islice(batches, len(counts)))
+            for batch, count in zip(own, counts, strict=True):
+                self.sampling.check(batch, count)
+            yield self._window(own, counts, draw.total)
+
+    def _cut(self, draw: Draw) -> tuple[Tensor, ...]:
+        """Parts of nearly equal size, none larger than fits."""
+        pieces = -(-len(draw.mine) // self.data.most_at_once)
+        return torch.tensor_split(draw.mine, pieces) if pieces else ()
+
+    def _window(self, batches: list[Any], counts: Sequence[int], total: float) -> Window:
+        planned = self.data.global_batch
+        shares = [count / total for count in counts] if batches else [0.0]
+        return Window(batches or [EMPTY], shares, float(planned), planned, self.accumulation)

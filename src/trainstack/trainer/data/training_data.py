@@ -1,0 +1,333 @@
+"""Asking the module for its training data: what it describes, and in which order it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
+
+from trainstack.backends import World
+from trainstack.backends.fast_paths import fast_paths_enabled
+from trainstack.backends.workload import Sampling, TrainingSet
+from trainstack.errors import CheckpointMismatchError, ConfigurationError, ModuleContractError, annotate
+from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.order import DataOrder
+from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.core.state import RunState
+from trainstack.trainer.data.loader_state import LoaderMemory, keeps_state, what_its_state_lacks
+from trainstack.trainer.data.loading import Fetcher
+from trainstack.trainer.data.step_batches import (
+    ForeignSource,
+    OrderedSource,
+    SampledSource,
+    Window,
+    order_in_words,
+    own_weigher,
+    refuse_shared_out,
+    why_foreign,
+)
+from trainstack.trainer.module_interface import ModuleInterface
+
+
+class FewBatches:
+    """Cuts loaders down to the samples of the first `number` global batches of the first epoch.
+
+    Samples are loaded anew each time, with their augmentation. Every process and every resumed run picks the same ones.
+
+    Args:
+        number: of global batches; -1 for all of them.
+        global_batch: samples in each.
+        seed: of the data order.
+    """
+
+    def __init__(self, number: int, global_batch: int, seed: int) -> None:
+        self._number, self._global_batch, self._seed = number, global_batch, seed
+        self._subset: Subset[Any] | None = None
+
+    def of(self, loader: Any) -> DataLoader[Any]:
+        """A loader like `loader` over those samples.
+
+        Raises:
+            ConfigurationError: the library does not know the samples behind it.
+        """
+        reason = why_foreign(loader)
+        if reason is not None:
+            raise ConfigurationError(
+                f"overfit_batches={self._number}: which samples the training loader gives is not known, since "
+                f"{reason}. Use a DataLoader over a map-style data set, or overfit_batches=0."
+            )
+        if self._subset is None or self._subset.dataset is not loader.dataset:
+            shuffled = not isinstance(loader.sampler, SequentialSampler)
+            length = len(loader.dataset)
+            order = DataOrder(
+                length=length, global_batch=self._global_batch, micro_batch=1, seed=self._seed, shuffle=shuffled
+            )
+            wanted = length if self._number < 0 else self._number * self._global_batch
+            self._subset = Subset(loader.dataset, order.permutation(0)[:wanted].tolist())
+        return like(loader, self._subset, loader.batch_size)
+
+
+def like(loader: DataLoader[Any], dataset: Any, batch_size: int | None) -> DataLoader[Any]:
+    """A loader over `dataset` that loads and collates as `loader` does."""
+    sampler = SequentialSampler if isinstance(loader.sampler, SequentialSampler) else RandomSampler
+    options: dict[str, Any] = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers > 0 else {}
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler(dataset),
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        **options,
+    )
+
+
+_EMPTY = "get_train_dataloader gives a loader over an empty data set; there is nothing to train on."
+
+
+class TrainingData:
+    """The training data of one run.
+
+    Args:
+        module: is asked for a loader once for the plan, and again at the start of each epoch.
+        args: batch sizes and caps.
+        world: how many processes share the data.
+        seed: of the order.
+        log: is told what cannot be promised.
+        stated_records: how long the plan takes a data set to be, where the true length is not to be told.
+
+    Attributes:
+        plan: the run's step arithmetic.
+        loader: what the module returned last.
+        loader_memory: the state of a loader that keeps one.
+        training_set: what the layers of the stack may know of the data.
+    """
+
+    def __init__(
+        self,
+        module: ModuleInterface,
+        args: TrainerArguments,
+        world: World,
+        seed: int,
+        log: RunLogger,
+        stated_records: int | None = None,
+    ) -> None:
+        self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
+        self._stated_records = stated_records
+        self._fetcher: Fetcher | None = None
+        self._fast_paths = fast_paths_enabled(args.fast_paths)
+        self._order: DataOrder | None = None
+        self._said = False
+        self.loader: Any = None
+        self._few = FewBatches(args.overfit_batches, args.global_batch_size(world.size), seed)
+        self.loader_memory = LoaderMemory(log, fast_paths=self._fast_paths)
+        self.plan = self._make_plan(None)
+        loader = self._ask()
+        self.loader_memory.meet(loader)
+        self.plan = self._make_plan(loader)
+        self.training_set = self._training_set(loader)
+        if loader is not None and self.plan.steps_per_epoch is None:
+            log.warning(
+                "the training loader has no length, so the steps of an epoch are unknown: get_optimizers_schedulers "
+                f"gets {self.plan.estimated_global_steps_per_epoch}. Set max_steps or max_train_steps_per_epoch to "
+                "plan with a number."
+            )
+
+    def windows(self, state: RunState, sampling: Sampling | None = None) -> Iterator[Window]:
+        """The global steps of `state.epoch` that are still to be made, their samples drawn by `sampling` if given.
+
+        Raises:
+            CheckpointMismatchError: the epoch has begun with its data in another order.
+            ModuleContractError: the module has no usable training data.
+        """
+        loader = self._ask()
+        if loader is None:
+            raise ModuleContractError(
+                f"{type(self._module).__name__}.get_train_dataloader returned None. Return a DataLoader: "
+                "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))."
+            )
+        reason, self._order = why_foreign(loader), None
+        if sampling is not None:
+            return self._sampled(loader, sampling, state)
+        _keep_order(state, order_in_words(loader))
+        if reason is None:
+            return self._ordered(loader).windows(state.epoch, state.samples_in_epoch, state.batches_in_epoch)
+        self._say_foreign(reason, loader, state)
+        batches, positioned = self.loader_memory.begin(loader, within=state.batches_in_epoch > 0)
+        source = ForeignSource(
+            batches, self.plan.accumulation, self._module.batch_weight, self._world.rank, self._world.size
+        )
+        return source.windows(state.epoch, state.samples_in_epoch, 0 if positioned else state.batches_in_epoch)
+
+    def close(self) -> None:
+        """End the loader's workers; another pass starts new ones."""
+        self._fetcher = None
+
+    def set_plan(self, plan: TrainingPlan) -> None:
+        """Replace the plan by another one of the same data, for the module as well."""
+        self.plan = self._module.plan = plan
+
+    def indices_under_way(self, state: RunState, position: int) -> list[int] | None:
+        """The samples of a micro-batch of the step after those that `state` counts; None where that is not known."""
+        if self._order is None or self._args.overfit_batches:
+            return None
+        share = next(self._order.shares(state.epoch, state.samples_in_epoch), None)
+        if share is None or position >= len(share.micro_batches):
+            return None
+        known = len(share.micro_batches) == 1 or own_weigher(self._module) is None  # else they may have changed places
+        rows = share.micro_batches[position : position + 1] if known else share.micro_batches
+        return [index for row in rows for index in row.tolist()]
+
+    def _training_set(self, loader: Any) -> TrainingSet:
+        problem = "get_train_dataloader returned None" if loader is None else why_foreign(loader)
+        return TrainingSet(
+            length=None if problem else len(loader.dataset),
+            fetch=lambda index: self._fetcher_of(loader).load(0, index),
+            global_batch=self.plan.global_batch,
+            most_at_once=self._args.gpu_batch_size_limit,
+            total_steps=self.plan.total_steps,
+            problem=problem,
+        )
+
+    def _sampled(self, loader: Any, sampling: Sampling, state: RunState) -> Iterator[Window]:
+        plan = self.plan
+        assert plan.steps_per_epoch is not None
+        problem = why_foreign(loader)
+        if problem is not None or len(loader.dataset) != self.training_set.length:
+            raise ModuleContractError(
+                f"get_train_dataloader returned a loader over {problem or f'{len(loader.dataset)} samples'}; the run "
+                f"was planned for a sample of {self.training_set.length} with indices. Return the same data in every "
+                "epoch."
+            )
+        source = SampledSource(self._fetcher_of(loader), sampling, self.training_set, plan.accumulation)
+        return source.windows(state.epoch, state.global_step + 1, plan.steps_per_epoch - state.steps_in_epoch)
+
+    def _fetcher_of(self, loader: Any) -> Fetcher:
+        if self._fetcher is None or not self._fetcher.serves(loader):
+            self._fetcher = Fetcher(loader, self._seed, fast_paths=self._fast_paths)
+        return self._fetcher
+
+    def _ask(self) -> Any:
+        try:
+            loader = self._module.get_train_dataloader(sampler=RandomSampler, batch_size=self.plan.micro_batch)
+        except Exception as error:
+            if isinstance(error, ValueError) and "num_samples=0" in str(error):  # torch's sampler
+                raise ModuleContractError(_EMPTY) from error
+            annotate(error, f"raised in {type(self._module).__name__}.get_train_dataloader")
+            raise
+        if isinstance(getattr(loader, "sampler", None), type):
+            raise ModuleContractError(
+                "get_train_dataloader gave the DataLoader the sampler class itself. Call it with the data set: "
+                "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))."
+            )
+        if loader is not None and not hasattr(loader, "__iter__"):
+            raise ModuleContractError(
+                f"get_train_dataloader returned a {type(loader).__name__}, which cannot be iterated over. "
+                "Return a DataLoader."
+            )
+        refuse_shared_out(loader, self._world.size)
+        asked, has = self.plan.micro_batch, getattr(loader, "batch_size", None)
+        if loader is not None and why_foreign(loader) is None and has != asked:
+            raise ModuleContractError(
+                f"get_train_dataloader was called with batch_size={asked} and returned a loader with "
+                f"batch_size={has}. Pass batch_size on to the DataLoader, and set train_batch_size and "
+                "gpu_batch_size_limit in TrainerArguments."
+            )
+        self.loader = loader
+        return self._few.of(loader) if loader is not None and self._args.overfit_batches else loader
+
+    def few_to_validate(self, batch_size: int) -> Any:
+        """With `overfit_batches`, a loader over what is trained on, in fixed order; else None."""
+        loader = self._ask() if self._args.overfit_batches else None
+        return None if loader is None else like(loader, loader.dataset, batch_size)
+
+    def _make_plan(self, loader: Any) -> TrainingPlan:
+        args, lengths = self._args, {}
+        if loader is not None and why_foreign(loader) is None:
+            records = self._stated_records or len(loader.dataset)
+            lengths = {"dataset_length": records, "drop_last": loader.drop_last}
+            if not len(loader.dataset):
+                raise ModuleContractError(_EMPTY)
+        elif loader is not None:
+            length = _length_of(loader)
+            lengths = {} if length is None else {"loader_length": length}
+        return TrainingPlan.make(
+            train_batch_size=args.global_batch_size(self._world.size),
+            gpu_batch_size_limit=args.gpu_batch_size_limit,
+            world_size=self._world.size,
+            epochs=args.epochs,
+            max_steps_per_epoch=args.max_train_steps_per_epoch,
+            max_steps=None if loader is None and isinstance(args.max_steps, float) else args.max_steps,
+            **lengths,
+        )
+
+    def _ordered(self, loader: Any) -> OrderedSource:
+        plan, world = self.plan, self._world
+        if len(loader.dataset) != self._planned_length(loader):
+            raise ModuleContractError(
+                f"get_train_dataloader returned a data set of {len(loader.dataset)} samples; the run was planned for "
+                f"{plan.samples_per_epoch}. Return data of the same length in every epoch."
+            )
+        if plan.global_batch > len(loader.dataset) and loader.drop_last:
+            raise ConfigurationError(
+                f"train_batch_size={plan.global_batch} with drop_last=True and {len(loader.dataset)} samples leaves no "
+                "global step at all. Lower train_batch_size or write drop_last=False."
+            )
+        order = self._order = DataOrder(
+            length=len(loader.dataset),
+            global_batch=plan.global_batch,
+            micro_batch=plan.micro_batch,
+            world_size=world.size,
+            rank=world.rank,
+            seed=self._seed,
+            shuffle=not isinstance(loader.sampler, SequentialSampler),
+            drop_last=loader.drop_last,
+        )
+        return OrderedSource(self._fetcher_of(loader), order, own_weigher(self._module), world.comm)
+
+    def _planned_length(self, loader: Any) -> int:
+        length, planned = len(loader.dataset), self.plan.samples_per_epoch
+        kept = length - length % self.plan.global_batch if loader.drop_last else length
+        return length if kept == planned else -1
+
+    def _say_foreign(self, reason: str, loader: Any, state: RunState) -> None:
+        if self._said:
+            return
+        self._said = True
+        done = state.batches_in_epoch
+        resume = (
+            f"The first {done} batches of this epoch are read and put aside; whether the rest is what an unbroken run "
+            "would have seen depends on the loader."
+            if done
+            else "A resume within an epoch reads and puts aside the batches seen before."
+        )
+        if keeps_state(loader) and (not done or self.loader_memory.is_pending):
+            resume = "Its state is saved with each checkpoint, and given back on resume." + what_its_state_lacks(loader)
+        self._log.warning(
+            f"the training data comes in the loader's own order, since {reason}. Its batches are used as they come: a "
+            f"global step takes {self.plan.accumulation} of them, and the library cannot promise that each sample is "
+            f"seen once. {resume}"
+        )
+
+
+def _keep_order(state: RunState, order: str) -> None:
+    """Remember how the samples of the epoch under way come, which may not change within it."""
+    if state.steps_in_epoch and state.order not in ("", order):
+        raise CheckpointMismatchError(
+            f"the samples of epoch {state.epoch} came {state.order} until global step {state.global_step}, and would "
+            f"now come {order}: which of them are left to be trained on cannot be told. Return the loader that the "
+            "epoch began with from get_train_dataloader, or resume from a checkpoint at an epoch's end."
+        )
+    state.order = order
+
+
+def _length_of(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None

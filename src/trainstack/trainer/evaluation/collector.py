@@ -1,0 +1,195 @@
+"""`OutputCollector`: keeps what steps return, in linear time and memory, and joins it once at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainstack.backends.processes.gathering import Column
+from trainstack.errors import ModuleContractError
+
+
+class OutputCollector:
+    """Collects step outputs of the same structure and concatenates them along dimension 0.
+
+    Tensors of shape `(batch, ...)` become one of shape `(total, ...)`; 0-dim tensors become shape `(steps,)`;
+    tuples, lists and dicts are collected item by item; anything else becomes a list. Dtypes are kept. Tensors are
+    detached and, unless `device` says otherwise, moved to the CPU.
+
+    Args:
+        device: where to keep collected tensors; None keeps each where it is.
+    """
+
+    def __init__(self, device: str | torch.device | None = "cpu") -> None:
+        self._device = None if device is None else torch.device(device)
+        self._root: _Node | None = None
+        self._joined: Any = None
+
+    def reset(self) -> None:
+        """Forget everything collected."""
+        self._root = self._joined = None
+
+    def collect(self, outputs: Any) -> None:
+        """Keep the outputs of one step.
+
+        Tensors on the target device are not copied: what a step returned must not be changed in place afterwards.
+
+        Raises:
+            ModuleContractError: the structure differs from that of the steps before.
+        """
+        if self._root is None:
+            by_position = isinstance(outputs, list)
+            self._root = _Items("outputs", outputs) if by_position else _make_node(outputs, "outputs")
+        self._root.add(outputs, self._device)
+        self._joined = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was collected since the last reset."""
+        return self._root is None
+
+    @property
+    def all_outputs(self) -> Any:
+        """Everything collected, joined: a list for tensor, tuple or list outputs, a dict for dicts.
+
+        Raises:
+            ModuleContractError: shapes do not fit together, or a tensor was changed in place after collecting it.
+        """
+        if self._root is None:
+            return []
+        if self._joined is None:
+            joined = self._root.join()
+            self._joined = joined if isinstance(self._root, _Items) else [joined]
+        return self._joined
+
+    @property
+    def as_arguments(self) -> tuple[Any, ...]:
+        """`all_outputs` as positional arguments of a hook: one an output, a dict as a single one."""
+        return as_arguments(self.all_outputs)
+
+
+def as_arguments(outputs: Any) -> tuple[Any, ...]:
+    """Collected outputs as positional arguments of a hook: one an output, a dict as a single one."""
+    return (outputs,) if isinstance(outputs, dict) else tuple(outputs)
+
+
+class _Node:
+    """One place in the structure of the outputs."""
+
+    __slots__ = ("path",)
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def add(self, value: Any, device: torch.device | None) -> None:
+        raise AssertionError("abstract")
+
+    def join(self) -> Any:
+        raise AssertionError("abstract")
+
+    def _refuse(self, value: Any, expected: str) -> ModuleContractError:
+        return ModuleContractError(
+            f"{self.path}: earlier steps returned {expected} here, this one returned {type(value).__name__}. "
+            "Return the same structure from every step."
+        )
+
+
+class _Tensors(_Node):
+    __slots__ = ("kept", "versions")
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.kept: list[Tensor] = []
+        self.versions: list[int] = []
+
+    def add(self, value: Any, device: torch.device | None) -> None:
+        if not isinstance(value, Tensor):
+            raise self._refuse(value, "a tensor")
+        if value.requires_grad:
+            value = value.detach()
+        if value.untyped_storage().nbytes() > value.nbytes:
+            value = value.clone()  # a small view would keep all of a large tensor alive
+        if device is not None and value.device != device:
+            value = value.to(device, non_blocking=False)
+        self.kept.append(value)
+        # torch 2.13.0: `_version` counts writes in place, and has no public counterpart.
+        self.versions.append(-1 if value.is_inference() else value._version)
+
+    def join(self) -> Tensor:
+        for step, (tensor, version) in enumerate(zip(self.kept, self.versions, strict=True)):
+            if version != -1 and version != tensor._version:
+                raise ModuleContractError(
+                    f"{self.path}: the tensor that step {step} returned was changed in place afterwards. "
+                    "Return a copy: tensor.clone()."
+                )
+        parts = [t.reshape(1) if t.dim() == 0 else t for t in self.kept]
+        try:
+            return torch.cat(parts)
+        except RuntimeError as error:
+            shapes = sorted({tuple(part.shape[1:]) for part in parts})
+            raise ModuleContractError(
+                f"{self.path}: tensors of different shapes {shapes[:4]} (first dimension left out) cannot be joined. "
+                "Pad them to one shape."
+            ) from error
+
+
+class _Objects(_Node):
+    __slots__ = ("kept",)
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.kept: list[Any] = []
+
+    def add(self, value: Any, device: torch.device | None) -> None:
+        holds_tensors = isinstance(value, list) and any(isinstance(item, Tensor | dict | tuple) for item in value)
+        if holds_tensors or isinstance(value, Tensor | dict | tuple):
+            raise self._refuse(value, f"a {type(self.kept[0]).__name__}" if self.kept else "a plain object")
+        self.kept.append(value.copy() if isinstance(value, np.ndarray) else value)
+
+    def join(self) -> Column:
+        return Column(self.kept)
+
+
+class _Items(_Node):
+    """A dict, tuple or list of further places."""
+
+    __slots__ = ("children", "kind")
+
+    def __init__(self, path: str, outputs: Any) -> None:
+        super().__init__(path)
+        self.kind = dict if isinstance(outputs, dict) else list
+        self.children = {key: _make_node(value, f"{path}[{key!r}]") for key, value in _pairs(outputs)}
+
+    def add(self, value: Any, device: torch.device | None) -> None:
+        same_kind = isinstance(value, dict) if self.kind is dict else isinstance(value, list | tuple)
+        if not same_kind:
+            raise self._refuse(value, f"a {self.kind.__name__}")
+        pairs = _pairs(value)
+        if len(pairs) != len(self.children) or any(key not in self.children for key, _ in pairs):
+            raise ModuleContractError(
+                f"{self.path}: earlier steps returned the items {list(self.children)}, this one "
+                f"{[key for key, _ in pairs]}. Return the same structure from every step."
+            )
+        for key, item in pairs:
+            self.children[key].add(item, device)
+
+    def join(self) -> Any:
+        joined = {key: child.join() for key, child in self.children.items()}
+        return joined if self.kind is dict else list(joined.values())
+
+
+def _pairs(outputs: Any) -> list[tuple[Any, Any]]:
+    return list(outputs.items() if isinstance(outputs, dict) else enumerate(outputs))
+
+
+def _make_node(value: Any, path: str) -> _Node:
+    if isinstance(value, Tensor):
+        return _Tensors(path)
+    if isinstance(value, dict | tuple) or (
+        isinstance(value, list) and any(isinstance(item, Tensor | dict | tuple) for item in value)
+    ):
+        return _Items(path, value)
+    return _Objects(path)

@@ -1,0 +1,277 @@
+"""Evaluating a run's module: every sample of every loader once, whoever asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
+from typing import Any, Protocol
+
+from torch.utils.data import SequentialSampler
+
+from trainstack.backends import Communicator, Workload
+from trainstack.errors import ModuleContractError, annotate
+from trainstack.stage import Stage
+from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.order import mix
+from trainstack.trainer.core.random_state import isolated_rng
+from trainstack.trainer.data.training_data import TrainingData
+from trainstack.trainer.evaluation.collector import as_arguments
+from trainstack.trainer.evaluation.loader_pass import (
+    Evaluation,
+    eval_mode,
+    evaluation_batches,
+    evaluation_pass,
+    miscounted,
+    named_loaders,
+)
+from trainstack.trainer.evaluation.metrics import Metrics, numbers_in
+from trainstack.trainer.events import Event
+from trainstack.trainer.events.hooks import Hooks
+from trainstack.trainer.module_interface import ModuleInterface, calls_val_step
+from trainstack.trainer.reporting.reporter import Reporter
+from trainstack.trainer.tracking.history import RunHistory
+from trainstack.trainer.tracking.progress import NoProgress
+
+
+class EvaluationOutputs(dict[str, Any]):
+    """Outputs of the steps by loader, joined in data set order.
+
+    Attributes:
+        metrics: losses and metrics of the evaluation by name, as the history has them when they are recorded, such as
+            "val/loss"; also what is not one number, as the metric gave it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: dict[str, Any] = {}
+
+
+class StopRequests(Protocol):
+    """What a validation within training asks of the `Stopper`, which belongs to the folder above."""
+
+    def interrupts(self) -> bool:
+        """Whether the validation is to be broken off."""
+
+    def settle(self) -> None:
+        """Stop on all processes, if any has been asked to."""
+
+
+class Evaluator:
+    """Runs the steps of validation, test and prediction, between training steps or by themselves.
+
+    Args:
+        context: of the run.
+        metrics: fed in validation and test.
+        data: has the plan, and the samples of `overfit_batches`.
+        hooks: of the module.
+        stopper: asked in validations that are a part of training.
+        work: gives the workload as it is now.
+
+    Attributes:
+        metrics: of the run.
+        has_validated: whether a validation that belongs to training has been finished.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        *,
+        metrics: Metrics,
+        data: TrainingData,
+        hooks: Hooks,
+        stopper: StopRequests,
+        work: Callable[[], Workload],
+    ) -> None:
+        self.metrics = metrics
+        self._context, self._data, self._hooks, self._stopper, self._work = context, data, hooks, stopper, work
+        self._said = set[str]()
+        self.has_validated = False
+
+    def loaders_of(self, stage: Stage) -> dict[str, Any]:
+        """The module's loaders for `stage` by name; empty if it has none."""
+        module, where = self._context.module, "get_val_dataloaders" if stage is Stage.VAL else "get_test_dataloaders"
+        size = self._context.args.val_batch_size or self._data.plan.micro_batch
+        few = self._data.few_to_validate(size) if stage is Stage.VAL else None
+        validates = self._context.val_step or type(module).val_step is not ModuleInterface.val_step
+        if few is not None and validates:
+            return {"default": few}
+        return named_loaders(getattr(module, where)(sampler=SequentialSampler, batch_size=size), where)
+
+    def validate(self, reporter: Reporter) -> None:
+        """A validation within or after an epoch of training; nothing if the module has no data for it."""
+        with self._isolated_rng():
+            loaders = self.loaders_of(Stage.VAL)
+        if loaders:
+            self.evaluate(Stage.VAL, loaders, keep=self._hooks.val_outputs, reporter=reporter)
+        self.has_validated = True
+
+    def try_out(self, batches: int) -> None:
+        """Run `val_step` and the metrics over the first `batches` of each loader, and forget about it."""
+        with self._isolated_rng():
+            loaders = self.loaders_of(Stage.VAL)
+        try:
+            with self._context.sink.redirected(RunHistory(), self._context.state) as history:
+                self.evaluate(Stage.VAL, loaders, keep=False, history=history, only=batches)
+        except Exception as error:
+            annotate(error, "while sanity_val_steps tried out the validation before training")
+            raise
+
+    def by_itself(
+        self, stage: Stage, dataloaders: Any, log: bool | None, keep_outputs: bool = True
+    ) -> EvaluationOutputs:
+        """Evaluate the module's loaders for `stage`, or others.
+
+        Args:
+            stage: VAL or TEST.
+            dataloaders: one loader, a dict of them by name, or None for the module's.
+            log: whether metrics go to the history; None for: only within training.
+            keep_outputs: whether to collect outputs where no hook takes them.
+        """
+        context = self._context
+        recorded = context.history if log or (log is None and context.busy) else RunHistory()
+        with context.sink.redirected(recorded, context.state) as history:
+            given = named_loaders(dataloaders, "the caller") if dataloaders is not None else self.loaders_of(stage)
+            if not given and stage is Stage.TEST:
+                raise ModuleContractError(
+                    f"{type(context.module).__name__} has no test data. Define get_test_dataloaders(sampler, "
+                    "batch_size)."
+                )
+            keep = keep_outputs or self._hooks.val_outputs
+            outputs = self.evaluate(stage, given, keep=keep, history=history)
+            if history is not context.history:
+                logged = {name: history.get_latest_metric(name) for name in sorted(history.get_metric_names())}
+                outputs.metrics = logged | outputs.metrics
+            return outputs
+
+    def evaluate(
+        self,
+        stage: Stage,
+        loaders: Mapping[str, Any],
+        *,
+        keep: bool,
+        reporter: Reporter | None = None,
+        history: RunHistory | None = None,
+        only: int | None = None,
+    ) -> EvaluationOutputs:
+        """Run the step of `stage` over each loader; returns metrics, and outputs by loader where `keep` asks for them.
+
+        Modes and random state are afterwards what they were before. With a `reporter` the pass is a part of training:
+        it may be broken off, and loaders of an interrupted validation that are done already are left out. Metrics are
+        recorded in `history`, the run's if None. With `only` so many batches a process, no hook is called.
+
+        Raises:
+            Stopped: it was broken off.
+        """
+        context, hooks = self._context, self._hooks
+        state, world = context.state, context.world
+        announced = stage is Stage.VAL and only is None
+        hook = hooks.end_val_epoch if announced else None
+        step, collected, was_busy = state.global_step, EvaluationOutputs(), context.busy
+        seed = mix(state.seed, stage.value, step, world.rank)
+        with self._evaluating(seed, announced):
+            self.metrics.check_loaders(list(loaders))
+            context.busy = True
+            done = 0 if reporter is None else state.loaders_done
+            try:
+                with evaluation_pass(context.stack, self._work()):
+                    for key, loader in islice(loaders.items(), done, None):
+                        val_step = calls_val_step(context.module, context.val_step)
+                        with isolated_rng(seed, world.device), eval_mode(context.module), val_step:
+                            outputs, values = self._evaluate(stage, key, loader, keep, reporter, only)
+                            collected.metrics |= self._record(stage, key, values, history or context.history)
+                            if keep:
+                                collected[key] = outputs
+                            if hook is not None:
+                                hook(step, *(as_arguments(outputs) if keep and hooks.val_outputs else ()), key=key)
+                        if reporter is not None:
+                            state.finish_loader()
+            finally:
+                context.busy = was_busy
+        return collected
+
+    @contextmanager
+    def _evaluating(self, seed: int, announced: bool) -> Iterator[None]:
+        """A block inside callbacks' contexts, and between the events of a validation if it is `announced`.
+
+        Subscribers get random numbers of their own, like all of an evaluation. One that is broken off does not end, and
+        one that only tries out a few batches is not announced.
+        """
+        context = self._context
+        events = context.events
+        with isolated_rng(seed, context.world.device):
+            if announced:
+                events.fire(Event.VALIDATION_BEGIN)
+            with events.evaluation_contexts():
+                yield
+            if announced:
+                history = context.sink.history  # not the run's, where the validation is no part of it
+                measured = history.values_at(context.state.global_step) if events.has(Event.VALIDATION_END) else {}
+                events.fire(Event.VALIDATION_END, measured)
+
+    def _isolated_rng(self) -> AbstractContextManager[None]:
+        return isolated_rng(mix(self._context.state.seed), self._context.world.device)
+
+    def _evaluate(
+        self, stage: Stage, key: str, loader: Any, keep: bool, reporter: Reporter | None, only: int | None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Evaluate one loader on all processes; what they collected, joined, if it is to be kept, and the metrics."""
+        context, stack, state = self._context, self._context.stack, self._context.state
+        world, work = context.world, self._work()
+        evaluation = Evaluation(stack, work, stage, state.global_step, keep_outputs=keep)
+        limit = only or (context.args.max_val_steps_per_epoch if stage is Stage.VAL else None)
+        batches, in_parts = evaluation_batches(
+            loader, seed=state.seed, world=world, limit=limit, fast_paths=work.fast_paths
+        )
+        measured = None if stage is Stage.PREDICT else self.metrics.over(key, world, in_parts=in_parts)
+        progress = NoProgress() if reporter is None else reporter.progress
+        progress.start_validation(key, None)
+        evaluation.run(
+            batches,
+            progress,
+            interrupted=None if reporter is None else self._stopper.interrupts,
+            also=None if measured is None else measured.add,
+        )
+        progress.end_validation()
+        if evaluation.slip is not None:
+            self._say_once(evaluation.slip)
+        comm = world.comm if in_parts else Communicator()
+        told = world.comm.gather((evaluation.batches, evaluation.samples, evaluation.broken_off))
+        if any(broken_off for *_, broken_off in told):
+            self._stopper.settle()
+        if not sum(batches for batches, *_ in told):
+            context.log.warning(f"the {stage.name.lower()} loader {key!r} gave no batch at all.")
+        elif limit is None:
+            counts = [samples for _, samples, _ in told] if in_parts else [evaluation.samples]
+            which, what = f"{stage.name.lower()} loader {key!r}", miscounted(loader, counts)
+            if what is not None:
+                self._say_once(f"{which}: {what}")
+        values = {"loss": evaluation.mean_loss(comm), **({} if measured is None else measured.results(comm))}
+        if evaluation.outputs is None:
+            return None, values
+        outputs = evaluation.outputs.all_outputs
+        return (stack.gather(outputs) if in_parts else outputs), values
+
+    def _say_once(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            self._context.log.warning(what)
+
+    def _record(self, stage: Stage, key: str, values: Mapping[str, Any], history: RunHistory) -> dict[str, Any]:
+        """Record what is a number under its full name; returns everything under such names."""
+        state, named = self._context.state, dict[str, Any]()
+        place = stage.name.lower() if key == "default" else f"{stage.name.lower()}/{key}"
+        for name, value in values.items():
+            if name == "loss" and value is None:
+                continue
+            for inner, number in numbers_in(name, value):
+                full = f"{place}/{inner}"
+                if number is None:
+                    named[full] = value
+                    self._say_once(
+                        f"{full} is not one number, so it is returned by validate and test, and not recorded."
+                    )
+                else:
+                    named[full] = float(number)
+                    history.update_metric(full, named[full], step=state.global_step, epoch=state.epoch)
+        return named

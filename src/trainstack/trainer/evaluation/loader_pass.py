@@ -1,0 +1,268 @@
+"""Running a module over data without training it: every sample once, modes and random state left as found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainstack.backends import Communicator, TrainerBackend, Workload, World
+from trainstack.backends.fast_paths import fast_batches
+from trainstack.backends.losses import RETURN_THE_TENSOR, is_number, loss_item
+from trainstack.errors import ModuleContractError, annotate
+from trainstack.stage import Stage
+from trainstack.trainer.core.tensors import samples_in
+from trainstack.trainer.data.loading import Fetcher
+from trainstack.trainer.data.step_batches import own_weigher, refuse_shared_out, why_foreign
+from trainstack.trainer.evaluation.collector import OutputCollector
+from trainstack.trainer.tracking.progress import ProgressDisplay
+
+
+def what_is_no_loss(outputs: Any, stage: Stage) -> str | None:
+    """The warning for a plain number in the place of the loss; None where there is none, and for predictions."""
+    loss = loss_item(outputs)
+    if stage is Stage.PREDICT or not is_number(loss):
+        return None
+    name = stage.name.lower()
+    return (
+        f"{name}_step returned a {type(loss).__name__} where its loss is looked for, and only a tensor is taken: no "
+        f"{name}/loss is recorded. {RETURN_THE_TENSOR}"
+    )
+
+
+EVALUATION_EPOCH = (1 << 32) - 1
+"""Stands for the epoch in the seeds of evaluated samples: their augmentation is the same every time."""
+
+
+def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
+    """What `get_val_dataloaders` returned, as a dict; empty for None.
+
+    Raises:
+        ModuleContractError: it is not a loader, a dict of loaders by name, or None.
+    """
+    if loaders is None:
+        return {}
+    if isinstance(loaders, Tensor) or (
+        isinstance(loaders, list | tuple) and any(isinstance(loader, DataLoader) for loader in loaders)
+    ):
+        raise ModuleContractError(
+            f"{where} gave a {type(loaders).__name__}. Several DataLoaders go into a dict by name, and a tensor into a "
+            "DataLoader: DataLoader(TensorDataset(tensor), batch_size=...)."
+        )
+    named = loaders if isinstance(loaders, dict) else {"default": loaders}
+    for key, loader in named.items():
+        if not isinstance(key, str) or loader is None or not hasattr(loader, "__iter__"):
+            raise ModuleContractError(
+                f"{where} returned {type(loader).__name__} under {key!r}. Return a DataLoader, a dict of DataLoaders "
+                "by name, or None."
+            )
+    return named
+
+
+class Batches(NamedTuple):
+    """What one process evaluates.
+
+    Attributes:
+        pairs: each batch with its number of samples, None where that is not known.
+        in_parts: whether the other processes evaluate the rest; else each evaluates everything.
+    """
+
+    pairs: Iterator[tuple[Any, int | None]]
+    in_parts: bool
+
+
+def evaluation_batches(
+    loader: Any, *, seed: int, world: World, limit: int | None = None, fast_paths: bool = True
+) -> Batches:
+    """The batches of `loader` that this process evaluates.
+
+    A map-style data set is cut into batches in data set order, whatever the sampler, and these into one run of
+    neighbours a process. So the batches are the same on any number of processes, and outputs joined in the order of the
+    ranks are in data set order. A loader with an order of its own is read and
+    evaluated as it comes, and wholly on each process.
+
+    Args:
+        loader: what the module returned.
+        seed: of the samples' own random numbers.
+        world: this process's place.
+        limit: batches on each process, at most.
+        fast_paths: whether torch's loaders may be read by the short ways of `fast_paths.py` and `fetching.py`.
+
+    Raises:
+        ModuleContractError: a sampler has shared the data out already.
+    """
+    refuse_shared_out(loader, world.size)
+    if why_foreign(loader) is not None:
+        own = islice(fast_batches(loader, enabled=fast_paths), limit)
+        return Batches(((batch, None) for batch in own), False)
+    size = loader.batch_size
+    number = -(-len(loader.dataset) // size)
+    if limit is not None:
+        number = min(number, limit * world.size)
+    low, extra = divmod(number, world.size)
+    begin = world.rank * low + min(world.rank, extra)
+    end = min(len(loader.dataset), (begin + low + (world.rank < extra)) * size)
+    mine = torch.arange(min(begin * size, end), end)  # a process may get nothing
+    indices = torch.split(mine, size) if len(mine) else ()
+    batches = Fetcher(loader, seed, fast_paths=fast_paths).batches(EVALUATION_EPOCH, indices)
+    return Batches(zip(batches, map(len, indices), strict=True), True)
+
+
+def miscounted(loader: Any, counts: Sequence[int | None]) -> str | None:
+    """What to say where the samples evaluated are not those of the data set, each once; None where they are.
+
+    Args:
+        loader: what was evaluated, to its end.
+        counts: samples evaluated, by process, where each had a part; None where they could not be counted.
+    """
+    dataset = getattr(loader, "dataset", None)
+    known = [count for count in counts if count is not None]
+    if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset) or len(known) < len(counts):
+        return None
+    length, evaluated = len(dataset), sum(known)  # type: ignore[arg-type]
+    if evaluated == length:
+        return None
+    return (
+        f"{evaluated} samples were evaluated and the data set has {length}: metrics are over other samples than its "
+        f"own, each once. The loader keeps its own order, since {why_foreign(loader) or 'its batches differ'}. Give it "
+        "sampler=sampler(dataset) with the sampler that the method is handed, which also shares the data among "
+        "processes; for a part of the data give it a torch.utils.data.Subset."
+    )
+
+
+@contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """All submodules in eval mode inside; each in the mode it had before, after."""
+    mode, modes = module.training, [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(mode)  # a module may do more in train() than set a flag
+        for part, training in modes:
+            if part.training is not training:
+                part.training = training
+
+
+@contextmanager
+def evaluation_pass(stack: TrainerBackend, work: Workload) -> Iterator[None]:
+    """A pass without training: the stack prepares for it, and undoes that also where the pass raises or stops early."""
+    stack.begin_evaluation(work)
+    try:
+        yield
+    finally:
+        stack.end_evaluation(work)
+
+
+class Evaluation:
+    """One pass over one loader.
+
+    Args:
+        stack: the outermost layer.
+        work: what `stack.prepare` returned.
+        stage: which step method runs.
+        step: handed to it as `global_step`.
+        keep_outputs: collect what the step returns.
+
+    Attributes:
+        outputs: what was collected; None where nothing was to be.
+        batches: how many were evaluated.
+        samples: how many they held; None where that could not be counted.
+        broken_off: whether `run` ended before the last.
+        slip: what to say of what the first step returned in place of its loss; None for nothing.
+    """
+
+    def __init__(
+        self, stack: TrainerBackend, work: Workload, stage: Stage, step: int, *, keep_outputs: bool = True
+    ) -> None:
+        self.stack, self.work, self.stage, self.step = stack, work, stage, step
+        self.outputs = OutputCollector() if keep_outputs else None
+        self.batches = 0
+        self.samples: int | None = 0
+        self.broken_off = False
+        self.slip: str | None = None
+        self._losses: list[Tensor] = []
+        self._weights: list[float] = []
+
+    def run(
+        self,
+        pairs: Iterable[tuple[Any, int | None]],
+        progress: ProgressDisplay,
+        interrupted: Callable[[], bool] | None = None,
+        also: Callable[[Any, Any], None] | None = None,
+    ) -> None:
+        """Evaluate batches, each with its number of samples if that is known, and let `progress` look.
+
+        It is broken off after a batch at which `interrupted` says so. `also` is given what each step returned, and
+        its batch.
+        """
+        forward, work, stage, step = self.stack.forward, self.work, self.stage, self.step
+        collect = None if self.outputs is None else self.outputs.collect
+        counted: float = 0
+        try:
+            with torch.no_grad():
+                for batch, samples in pairs:
+                    outputs = forward(work, stage, batch, step)
+                    if collect is not None:
+                        collect(outputs)
+                    if also is not None:
+                        also(outputs, batch)
+                    if type(outputs) is not Tensor or not outputs.dim():
+                        self._keep_loss(outputs, batch, samples)
+                    counted += _count(batch) if samples is None else samples
+                    self.batches += 1
+                    if self.batches >= progress.next_look:
+                        progress.look(self.batches, lambda: None)
+                    if interrupted is not None and interrupted():
+                        self.broken_off = True
+                        break
+        except Exception as error:
+            annotate(error, f"in batch {self.batches} of {stage.name.lower()} at global step {step}")
+            raise
+        self.samples = None if math.isnan(counted) else int(counted)
+
+    def _keep_loss(self, outputs: Any, batch: Any, samples: int | None) -> None:
+        loss = _loss_in(outputs)
+        if loss is not None:
+            self._losses.append(loss)
+            self._weights.append(self._weigh(batch, samples))
+        elif not self.batches:
+            self.slip = what_is_no_loss(outputs, self.stage)
+
+    def _weigh(self, batch: Any, samples: int | None) -> float:
+        weigh = own_weigher(self.work.module)
+        if weigh is not None:
+            return float(weigh(batch))
+        return float(samples_in(batch) if samples is None else samples)
+
+    def mean_loss(self, comm: Communicator) -> float | None:
+        """The mean of the losses that the step returned, weighted by `batch_weight`; None if it returned none.
+
+        Over what all processes of `comm` have evaluated, as one sum and one weight.
+        """
+        values = self.stack.read(self._losses)
+        mine = [v * w for v, w in zip(values, self._weights, strict=True) if w]
+        everyone = comm.gather((mine, self._weights))
+        total = math.fsum(weight for _, weights in everyone for weight in weights)
+        return math.fsum(value for parts, _ in everyone for value in parts) / total if total else None
+
+
+def _count(batch: Any) -> float:
+    try:
+        return samples_in(batch)
+    except ModuleContractError:
+        return math.nan
+
+
+def _loss_in(outputs: Any) -> Tensor | None:
+    """The loss of an evaluation, if it is a 0-dim floating tensor; other outputs are predictions."""
+    loss = loss_item(outputs)
+    if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
+        return loss.detach()
+    return None

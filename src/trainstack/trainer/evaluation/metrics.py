@@ -1,0 +1,227 @@
+"""Metrics: anything with `update`, `compute` and `reset`, fed with the batches of an evaluation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Real
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from trainstack.backends import Communicator, World, move_to_device
+from trainstack.errors import ConfigurationError, ModuleContractError, annotate
+from trainstack.trainer.arg_matching import feeder
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """What is gathered over an evaluation; metrics of torchmetrics are such."""
+
+    @property
+    def update(self) -> Callable[..., Any]:
+        """Take in one batch."""
+
+    @property
+    def compute(self) -> Callable[[], Any]:
+        """The value over all batches since `reset`: a number, a tensor, or a dict of these."""
+
+    @property
+    def reset(self) -> Callable[[], Any]:
+        """Forget everything."""
+
+
+class Metrics:
+    """The metrics of a run.
+
+    Args:
+        given: to the trainer; None for those of the module, its attribute or method `metrics`. A metric, or metrics by
+            name; under the name of a loader, a dict of those that are for this loader alone.
+        module: whose `metric_inputs` says what they are fed with.
+
+    Raises:
+        ConfigurationError: something given is no metric.
+    """
+
+    def __init__(self, given: Any, module: nn.Module) -> None:
+        self._module = module
+        if given is None:
+            given = getattr(module, "metrics", None)
+            given = given() if inspect.ismethod(given) else given
+        self._for_all: dict[str, Metric] = {}
+        self._for_one: dict[str, dict[str, Metric]] = {}
+        for name, item in _items(given):
+            if _is_metric(item):
+                self._for_all[_checked(name)] = item
+            else:
+                metrics = _items(item, name)
+                self._for_one[name] = {_checked(inner): _of_protocol(inner, metric) for inner, metric in metrics}
+
+    def check_loaders(self, keys: list[str]) -> None:
+        """Refuse metrics for a loader that there is not.
+
+        Raises:
+            ConfigurationError: naming those that there are.
+        """
+        for name in self._for_one:
+            if name not in keys:
+                raise ConfigurationError(
+                    f"metrics[{name!r}] is a dict, so it holds the metrics of the loader {name!r}, and the loaders are "
+                    f"{', '.join(map(repr, keys))}. Write metrics of all loaders directly: metrics={{'name': metric}}."
+                )
+
+    def over(self, key: str, world: World, *, in_parts: bool) -> MetricPass | None:
+        """Begin a pass over the loader `key`; None if it has no metrics.
+
+        Args:
+            key: of the loader.
+            world: this process's place.
+            in_parts: whether each process evaluates a part.
+        """
+        metrics = self._for_all | self._for_one.get(key, {})
+        return MetricPass(metrics, self._module, world, in_parts=in_parts) if metrics else None
+
+
+class MetricPass:
+    """Metrics over one loader, once.
+
+    In one process, metrics are updated batch by batch. Of many processes, each keeps its batches' inputs in the host's
+    memory; in the end all update their metrics with everybody's, in data set order. The batches are the same whatever
+    the number of processes, and so are the values, bit for bit. A metric never talks to other processes by itself.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], module: nn.Module, world: World, *, in_parts: bool) -> None:
+        self._metrics, self._module, self._world = metrics, module, world
+        self._kept: list[Any] | None = [] if in_parts and world.size > 1 else None
+        self._updates = 0
+        self._feed = {name: feeder(metric.update) for name, metric in metrics.items()}
+        for name, metric in metrics.items():
+            if isinstance(metric, nn.Module):
+                metric.to(world.device)
+            with _said(name, metric, "reset"):
+                metric.reset()
+
+    def add(self, outputs: Any, batch: Any) -> None:
+        """Take in what a step returned for `batch`."""
+        try:
+            inputs = cast(Any, self._module).metric_inputs(outputs, batch)
+        except Exception as error:
+            annotate(error, f"raised in {type(self._module).__name__}.metric_inputs")
+            raise
+        if inputs is None:
+            return
+        if not isinstance(inputs, tuple | dict):
+            raise ModuleContractError(
+                f"metric_inputs returned a {type(inputs).__name__}. Return a tuple, which is given to each metric's "
+                "update by position, a dict, whose items are matched with its parameters by name, or None for nothing."
+            )
+        if self._kept is None:
+            self._update(move_to_device(inputs, self._world.device))
+        else:
+            self._kept.append(move_to_device(_compact(inputs), torch.device("cpu")))
+
+    def results(self, comm: Communicator) -> dict[str, Any]:
+        """The values by name, nested as the metrics gave them; all processes call it together. Metrics are reset."""
+        if self._kept is not None:
+            for inputs in (inputs for kept in comm.gather(self._kept) for inputs in kept):
+                self._update(move_to_device(inputs, self._world.device))
+        values = {}
+        for name, metric in self._metrics.items():
+            with _said(name, metric, "compute"), _by_itself(metric):
+                if self._updates:
+                    values[name] = metric.compute()
+                metric.reset()
+        return values
+
+    def _update(self, inputs: tuple[Any, ...] | dict[str, Any]) -> None:
+        self._updates += 1
+        for name, metric in self._metrics.items():
+            with _said(name, metric, "update"), _by_itself(metric), torch.no_grad():
+                self._feed[name](inputs)
+
+
+def numbers_in(name: str, value: Any) -> Iterator[tuple[str, float | Tensor | None]]:
+    """The numbers in what a metric computed, each with its name; None for what is not one number."""
+    if isinstance(value, Mapping):
+        for inner, item in value.items():
+            yield from numbers_in(f"{name}/{inner}" if name else str(inner), item)
+    elif isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        yield name, value
+    else:
+        yield name, float(value) if isinstance(value, Real) else None
+
+
+def _items(given: Any, where: str = "") -> list[tuple[str, Any]]:
+    if given is None:
+        return []
+    if _is_metric(given):
+        return [("" if callable(getattr(given, "items", None)) else type(given).__name__, given)]
+    if isinstance(given, Mapping | nn.ModuleDict):
+        return list(given.items())
+    raise ConfigurationError(
+        f"metrics{f'[{where!r}]' if where else ''} is a {type(given).__name__}. Write a dict of metrics by name; a "
+        "metric has the methods update, compute and reset."
+    )
+
+
+def _is_metric(value: Any) -> bool:
+    return not isinstance(value, type) and all(
+        callable(getattr(value, method, None)) for method in ("update", "compute", "reset")
+    )
+
+
+def _of_protocol(name: str, metric: Any) -> Metric:
+    if not _is_metric(metric):
+        what = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
+        raise ConfigurationError(
+            f"metrics[{name!r}] is {what}. Give an object with the methods update, compute and reset."
+        )
+    return cast(Metric, metric)
+
+
+def _checked(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ConfigurationError(f"a metric is called {name!r}. Name it by a string.")
+    if name == "loss":
+        raise ConfigurationError("a metric is called 'loss'. That is the name of the step's loss; choose another.")
+    return name
+
+
+@contextmanager
+def _said(name: str, metric: Metric, method: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        annotate(error, f"raised in {method} of the metric {name or type(metric).__name__!r}")
+        raise
+
+
+def _alone() -> bool:
+    return False
+
+
+@contextmanager
+def _by_itself(metric: Metric) -> Iterator[None]:
+    """A block in which metrics of torchmetrics do not look for other processes: they have everybody's batches."""
+    parts: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else [metric]
+    synced = [(part, part.distributed_available_fn) for part in parts if hasattr(part, "distributed_available_fn")]
+    try:
+        for part, _ in synced:
+            part.distributed_available_fn = _alone
+        yield
+    finally:
+        for part, before in synced:
+            part.distributed_available_fn = before
+
+
+def _compact(inputs: Any) -> Any:
+    """A small view would be sent with all of the tensor that it is a view of."""
+    if isinstance(inputs, dict):
+        return {name: _compact(value) for name, value in inputs.items()}
+    if type(inputs) in (tuple, list):
+        return type(inputs)(_compact(value) for value in inputs)
+    if isinstance(inputs, Tensor) and inputs.untyped_storage().nbytes() > inputs.nbytes:
+        return inputs.clone()
+    return inputs

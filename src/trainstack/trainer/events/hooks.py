@@ -1,0 +1,82 @@
+"""Which hooks a subscriber really has: looked up once, so that the loop pays nothing for the others."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from trainstack.errors import StopTraining, annotate
+from trainstack.trainer.module_interface import CallbackInterface
+
+Hook = Callable[..., Any]
+Stop = Callable[[str], None]
+
+
+def overridden(subscriber: Any, name: str, stop: Stop | None = None) -> Hook | None:
+    """The hook `name` of `subscriber`, if it does anything; an exception in it carries its name.
+
+    `stop` is told the reason where the hook raises `StopTraining`.
+    """
+    method = getattr(subscriber, name, None)
+    default = getattr(CallbackInterface, name)
+    if method is None or getattr(method, "__func__", None) is default:
+        return None
+    label = f"{type(subscriber).__name__}.{name}"
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, StopTraining) and stop is not None:
+                return stop(error.reason or f"{label} raised StopTraining")
+            annotate(error, f"raised in {label}")
+            raise
+
+    hook.__wrapped__ = method  # type: ignore[attr-defined]
+    return hook
+
+
+def wants_outputs(hook: Hook | None) -> bool:
+    """Whether `hook` takes more positional arguments than the global step; `key` is none of them."""
+    if hook is None:
+        return False
+    try:
+        parameters = inspect.signature(hook).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [p for p in named if p.name != "key"]
+    return any(p.kind is p.VAR_POSITIONAL for p in parameters) or len(positional) > 1
+
+
+def needs_outputs(hook: Hook) -> bool:
+    """Whether `hook` cannot be called with the global step alone."""
+    try:
+        inspect.signature(hook).bind(0)
+    except (TypeError, ValueError):
+        return True
+    return False
+
+
+class Hooks:
+    """The hooks of one subscriber; None where it has none.
+
+    Args:
+        subscriber: a module, or what `train_dl` is given.
+        stop: told the reason where a hook raises `StopTraining`.
+
+    Attributes:
+        step_outputs, epoch_outputs, val_outputs: whether somebody reads these outputs.
+    """
+
+    def __init__(self, subscriber: Any, stop: Stop | None = None) -> None:
+        self.begin_train_epoch = overridden(subscriber, "on_begin_train_epoch", stop)
+        self.end_backward = overridden(subscriber, "on_end_backward", stop)
+        self.end_train_step = overridden(subscriber, "on_end_train_step", stop)
+        self.end_train_epoch = overridden(subscriber, "on_end_train_epoch", stop)
+        self.end_val_epoch = overridden(subscriber, "on_end_val_epoch", stop)
+        self.end_train = overridden(subscriber, "on_end_train", stop)
+        self.step_outputs = wants_outputs(self.end_train_step)
+        self.epoch_outputs = wants_outputs(self.end_train_epoch)
+        self.val_outputs = wants_outputs(self.end_val_epoch)

@@ -1,0 +1,215 @@
+"""Do the module's methods take what they will be called with? Asked once, before anything runs."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.events.event import Event
+from trainstack.trainer.module_interface import CallbackInterface, ModuleInterface
+from trainstack.trainer.schedulers.building import is_scheduler, is_scheduler_factory
+from trainstack.trainer.schedulers.stepping import SchedulerConfig
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_STEP = ((), ("global_step", "batch", "device"))
+_LOADER = ((), ("sampler", "batch_size"))
+_CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "forward": ((), ("stage", "global_step", "batch", "device")),
+    "train_step": _STEP,
+    "val_step": _STEP,
+    "test_step": _STEP,
+    "predict_step": _STEP,
+    "get_train_dataloader": _LOADER,
+    "get_val_dataloaders": _LOADER,
+    "get_test_dataloaders": _LOADER,
+    "get_optimizers_schedulers": (("estimated_global_steps_per_epoch", "epochs"), ()),
+    "batch_weight": (("batch",), ()),
+    "on_begin_train_epoch": (("global_step", "epoch"), ()),
+    "on_end_backward": (("global_step", "loss_tensor"), ()),
+    "on_end_train_step": (("global_step",), ()),
+    "on_end_train_epoch": (("global_step",), ()),
+    "on_end_val_epoch": (("global_step",), ("key",)),
+    "on_end_train": (("global_step",), ()),
+}
+"""By method: what it is given by position, and what by name. Outputs of steps come on top."""
+_TAKE_OUTPUTS = ("on_end_train_step", "on_end_train_epoch", "on_end_val_epoch")
+_SLIPS = {"get_val_dataloaders": ("val", "load"), "val_step": ("val", "step")}
+"""Methods that may be left out, so that a slip in their name would go unnoticed, and the words it probably has."""
+
+
+def check_val_step(function: Any) -> None:
+    """Refuse a function that cannot stand in for `val_step`; None is none.
+
+    Raises:
+        ConfigurationError: saying how it will be called.
+    """
+    try:
+        if function is not None:
+            inspect.signature(function).bind(None, **dict.fromkeys(_STEP[1]))
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"Trainer(val_step={function!r}): it cannot be called as a val_step is ({error}). Write "
+            "def val_step(module, global_step, batch, device)."
+        ) from None
+
+
+def lacks(module: Any, name: str, val_step: Any = None) -> bool:
+    """Whether nothing stands in for the method `name` that `ModuleInterface` leaves to its subclasses.
+
+    `val_step` is the function that the trainer was given in the place of that method, or None.
+    """
+    if name == "val_step" and (val_step is not None or not lacks(module, "forward")):
+        return False
+    return getattr(getattr(module, name), "__func__", None) is getattr(ModuleInterface, name)
+
+
+def check_signatures(module: Any, log: RunLogger, val_step: Any = None) -> None:
+    """Refuse methods that cannot be called as they will be, and point at hooks whose name is a slip.
+
+    `val_step` is as in `lacks`.
+
+    Raises:
+        ModuleContractError: naming the method and the signature it needs.
+    """
+    for name, (positional, named) in _CALLS.items():
+        method = getattr(module, name)
+        try:
+            signature = inspect.signature(method)
+        except (TypeError, ValueError):
+            continue
+        # A hook may ask for outputs, as many as its step returns: offer as many as it has room for.
+        room = [p for p in signature.parameters.values() if p.kind in _BY_POSITION and p.name not in named]
+        offered = max(len(positional), len(room)) if name in _TAKE_OUTPUTS else len(positional)
+        try:
+            signature.bind(*range(offered), **dict.fromkeys(named))
+        except TypeError as error:
+            wanted = ", ".join(["self", *positional, *(["*outputs"] if name in _TAKE_OUTPUTS else []), *named])
+            hint = (
+                " It is what the backend calls; keep your network in an attribute such as self.model."
+                if name == "forward"
+                else ""
+            )
+            raise ModuleContractError(
+                f"{type(module).__name__}.{name}{signature} cannot be called as it will be ({error}). "
+                f"Write def {name}({wanted}).{hint}"
+            ) from error
+    _point_at_slips(module, log, val_step)
+
+
+def _point_at_slips(module: Any, log: RunLogger, val_step: Any) -> None:
+    known = [name for name in dir(CallbackInterface) if name.startswith("on_")] + [e.method for e in Event]
+    for name in dir(type(module)):
+        if name.startswith("on_") and name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+            if close:
+                log.warning(
+                    f"{type(module).__name__}.{name} is no hook and is never called by the trainer. "
+                    f"Did you mean {close[0]!r}?"
+                )
+        elif not name.startswith(("on_", "_")) and not hasattr(ModuleInterface, name):
+            _point_at_missing(module, name, log, val_step)
+
+
+def _point_at_missing(module: Any, name: str, log: RunLogger, val_step: Any) -> None:
+    for meant, words in _SLIPS.items():
+        alike = all(word in name for word in words) or difflib.get_close_matches(name, [meant], cutoff=0.85)
+        if alike and lacks(module, meant, val_step) and inspect.isroutine(getattr(type(module), name)):
+            log.warning(
+                f"{type(module).__name__}.{name} is never called by the trainer, and there is no {meant}: did you mean "
+                "that? Without it, training does not validate."
+            )
+
+
+_HOW = "Return ([optimizer], [scheduler]), or ([optimizer], []) without a scheduler."
+
+
+def checked_optimizers_schedulers(
+    returned: Any, module: nn.Module, log: RunLogger
+) -> tuple[tuple[Optimizer, ...], tuple[Any, ...]]:
+    """Optimizers and schedulers, or factories of schedulers, as tuples, checked against `module`.
+
+    Raises:
+        ModuleContractError: something in it is none, or belongs to other parameters or another optimizer.
+    """
+    if isinstance(returned, Optimizer):
+        returned = (returned, ())
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        what = "nothing" if returned is None else f"a {type(returned).__name__}"
+        what += f" of {len(returned)} items" if isinstance(returned, tuple | list) else ""
+        raise ModuleContractError(f"get_optimizers_schedulers returned {what}. {_HOW}")
+    optimizers, schedulers = _as_tuple(returned[0]), _as_tuple(returned[1])
+    if not optimizers:
+        raise ModuleContractError(f"get_optimizers_schedulers returned no optimizer. {_HOW}")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ModuleContractError(
+                f"get_optimizers_schedulers returned a {type(optimizer).__name__} among the optimizers. {_HOW}"
+            )
+        if _needs_closure(optimizer):
+            raise ModuleContractError(
+                f"{type(optimizer).__name__} evaluates a closure several times a step, which the loop does not offer. "
+                "Use a first-order optimizer such as torch.optim.AdamW."
+            )
+    _check_parameters(optimizers, module, log)
+    for scheduler in schedulers:
+        _check_scheduler(scheduler, optimizers)
+    return optimizers, schedulers
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module, log: RunLogger) -> None:
+    mine = {id(p) for p in module.parameters()}
+    held: set[int] = set()
+    for position, optimizer in enumerate(optimizers):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        foreign = [tuple(p.shape) for p in parameters if id(p) not in mine]
+        if foreign:
+            raise ModuleContractError(
+                f"optimizer {position} ({type(optimizer).__name__}) holds {len(foreign)} parameters that are not "
+                f"{type(module).__name__}'s, the first of shape {foreign[0]}. Make it over self.parameters(), and "
+                "make the model an attribute of the module before that."
+            )
+        twice = sum(id(p) in held for p in parameters)
+        if twice:
+            raise ModuleContractError(
+                f"optimizer {position} ({type(optimizer).__name__}) holds {twice} parameters that an optimizer before "
+                "it holds as well, so they would move twice a step. Give each parameter to one optimizer."
+            )
+        held |= {id(p) for p in parameters}
+    left_out = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+    if left_out:
+        names = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
+        log.warning(f"{len(left_out)} trainable parameters are in no optimizer and will not change: {names}")
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _check_scheduler(scheduler: Any, optimizers: Sequence[Optimizer]) -> None:
+    if isinstance(scheduler, SchedulerConfig):
+        scheduler = scheduler.scheduler
+    kind = type(scheduler).__name__
+    if is_scheduler_factory(scheduler):
+        return
+    if not is_scheduler(scheduler):
+        raise ModuleContractError(f"get_optimizers_schedulers returned a {kind} among the schedulers. {_HOW}")
+    owner = getattr(scheduler, "optimizer", None)
+    if owner is not None and all(owner is not optimizer for optimizer in optimizers):
+        raise ModuleContractError(
+            f"a {kind} belongs to an optimizer that get_optimizers_schedulers did not return. Make it over one of "
+            "the optimizers you return."
+        )

@@ -1,0 +1,1 @@
+"""Reports of a run at log points and at its end."""

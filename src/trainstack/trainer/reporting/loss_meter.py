@@ -1,0 +1,293 @@
+"""Losses and gradient norms of the steps under way: kept on the device, read in bulk at log points."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from trainstack.backends import Communicator
+from trainstack.backends.fast_paths import fast_largest
+from trainstack.errors import NonFiniteError
+from trainstack.trainer.core.state import RunState
+from trainstack.trainer.data.step_batches import Window
+
+MAX_SKIPPED_IN_A_ROW = 50
+"""So many steps may be skipped one after the other before the run is stopped."""
+
+
+class StepEntry(NamedTuple):
+    """What is remembered of one global step until the next read.
+
+    Attributes:
+        step, epoch, step_in_epoch: its place in the run; steps are counted from 1.
+        losses: of its micro-batches; 0-dim, detached, on the device.
+        weights: the share of each of them.
+        items: what its loss is a mean over.
+        moved: whether it moved the weights.
+        norm: joint L2 norm of the gradients before clipping, if one was computed.
+    """
+
+    step: int
+    epoch: int
+    step_in_epoch: int
+    losses: Sequence[Tensor]
+    weights: Sequence[float]
+    items: float
+    moved: bool
+    norm: Tensor | None
+
+
+class LossMeter:
+    """Means over the steps since the last log point, and over the epoch.
+
+    Means are weighted by items and leave out steps that moved nothing; those are counted by `RunState`. Sums are exact,
+    so that they depend neither on when the device is read nor on how many processes there are.
+
+    Args:
+        read: the verb of the stack that brings values to the host.
+        tolerant: a non-finite loss is no error where its step moved nothing.
+        bounded: a non-finite loss is no error at all, for it had no influence; it counts as 0.
+        secret: losses are not to be told.
+        comm: how the processes of the run talk.
+        weights: what is trained, by name, to be looked at where not every step's gradients are measured.
+        fast_paths: whether the weights may be looked at in one call.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[Sequence[Tensor]], list[float]],
+        *,
+        tolerant: bool = False,
+        bounded: bool = False,
+        secret: bool = False,
+        comm: Communicator | None = None,
+        weights: Callable[[], Mapping[str, Tensor]] | None = None,
+        fast_paths: bool = True,
+    ) -> None:
+        self._read_values = read
+        self._tolerant, self._bounded, self._secret = tolerant, bounded, secret
+        self._comm = comm or Communicator()
+        self._weights = weights
+        self._fast_paths = fast_paths
+        self.entries: list[StepEntry] = []
+        self.interval = WeightedMean()
+        self.epoch = WeightedMean()
+        self.last_norm: float | None = None
+        self.skipped_in_a_row = 0
+
+    def add_step(
+        self, state: RunState, window: Window, losses: Sequence[Tensor], moved: bool, norm: Tensor | None
+    ) -> None:
+        """Remember a global step that `state` counts already; nothing is read."""
+        place = (state.global_step, state.epoch, state.steps_in_epoch)
+        self.entries.append(StepEntry(*place, losses, window.weights, window.items, moved, norm))
+
+    def drain(self) -> None:
+        """Read what is pending from the device, and settle the means over all processes; all call it at the same step.
+
+        Raises:
+            NonFiniteError: a loss is inf or nan, or the gradients of a step that moved the weights are, or too many
+                steps in a row moved nothing, or the losses add up to more than a float holds; on every process,
+                whichever saw it.
+        """
+        error: NonFiniteError | None = None
+        try:
+            self._read()
+        except NonFiniteError as raised:
+            error = raised
+        told = self._comm.gather((str(error) if error else None, self.interval.mine.parts, self.epoch.mine.parts))
+        if error is not None:
+            raise error
+        for message, _, _ in told:
+            if message is not None:
+                raise NonFiniteError(message)
+        self.interval.settle([interval for _, interval, _ in told])
+        self.epoch.settle([epoch for _, _, epoch in told])
+
+    def _read(self) -> None:
+        largest, last = self._largest_weights(), self.entries[-1] if self.entries else None
+        losses = self._read_values([loss for entry in self.entries for loss in entry.losses])
+        norms = self._read_values([entry.norm for entry in self.entries if entry.norm is not None])
+        entries, self.entries = self.entries, []
+        if all(map(math.isfinite, [*losses, *norms])) and all(entry.moved for entry in entries):
+            self._count_all(entries, losses, norms)
+        else:
+            self._count_each(entries, losses, norms)
+        for name, value in largest.items():
+            if last is not None and not math.isfinite(value):
+                raise NonFiniteError(
+                    f"the weight {name!r} is inf or nan after {_place(last)}: in that step or in one before it, its "
+                    f"gradient was. {_ADVICE}"
+                )
+
+    def _largest_weights(self) -> dict[str, float]:
+        weights = {} if self._weights is None else self._weights()
+        norms = fast_largest([weight.detach() for weight in weights.values()], enabled=self._fast_paths)
+        return dict(zip(weights, self._read_values(norms), strict=True))
+
+    def _count_each(self, entries: Sequence[StepEntry], losses: Sequence[float], norms: Sequence[float]) -> None:
+        left, norms_left = iter(losses), iter(norms)
+        for entry in entries:
+            values = list(islice(left, len(entry.losses)))
+            norm = next(norms_left) if entry.norm is not None else None
+            self._count(entry, values, norm)
+
+    def get_state(self) -> dict[str, Any]:
+        """What was settled by the last `drain` since the last log point and over the epoch."""
+        return {
+            "interval": self.interval.get_state(),
+            "epoch": self.epoch.get_state(),
+            "last_norm": self.last_norm,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    def update_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `get_state` returned."""
+        self.entries = []
+        self.interval, self.epoch = WeightedMean(*state["interval"]), WeightedMean(*state["epoch"])
+        self.last_norm = state["last_norm"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+
+    def _count(self, entry: StepEntry, values: list[float], norm: float | None) -> None:
+        if self._bounded:
+            values = [value if math.isfinite(value) else 0.0 for value in values]
+        if entry.moved or not self._tolerant:
+            self._refuse_nonfinite_loss(entry, values)
+        if not entry.moved:
+            self.skipped_in_a_row += entry.items > 0
+            if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                raise NonFiniteError(
+                    f"{self.skipped_in_a_row} global steps in a row, the last of them {_place(entry)}, had gradients "
+                    "that are inf or nan and were skipped. Lower the learning rate, check the loss for division by "
+                    "zero or log(0), or train in bfloat16: backend='sp-bf16'."
+                )
+            return
+        self.skipped_in_a_row = 0
+        self.last_norm = norm
+        if norm is not None and not math.isfinite(norm):
+            raise NonFiniteError(f"the norm of the gradients is {norm} at {_place(entry)}. {_ADVICE}")
+        if self._secret:
+            return
+        part = _mean(entry, values) * entry.items
+        self.interval.add_all([part], entry.items)
+        self.epoch.add_all([part], entry.items)
+
+    def _count_all(self, entries: Sequence[StepEntry], losses: Sequence[float], norms: Sequence[float]) -> None:
+        """What `_count` does, for many steps with which nothing is wrong."""
+        if not entries:
+            return
+        self.skipped_in_a_row = 0
+        self.last_norm = norms[-1] if entries[-1].norm is not None else None
+        if self._secret:
+            return
+        left = iter(losses)
+        parts = [_mean(entry, islice(left, len(entry.losses))) * entry.items for entry in entries]
+        items = sum(entry.items for entry in entries)
+        self.interval.add_all(parts, items)
+        self.epoch.add_all(parts, items)
+
+    def _refuse_nonfinite_loss(self, entry: StepEntry, values: list[float]) -> None:
+        for position, (value, weight) in enumerate(zip(values, entry.weights, strict=True)):
+            if weight and not math.isfinite(value):
+                raise NonFiniteError(f"the loss is {value} at {_place(entry)}, micro-batch {position}. {_ADVICE}")
+
+
+_ADVICE = (
+    "No checkpoint was written after it. Write nonfinite='skip' to leave such steps out and count them, or "
+    "log_every=1 to stop before the next step."
+)
+
+
+def _place(entry: StepEntry) -> str:
+    return f"global step {entry.step} (epoch {entry.epoch}, step {entry.step_in_epoch} of the epoch)"
+
+
+def _mean(entry: StepEntry, values: Iterable[float]) -> float:
+    """The step's loss."""
+    return sum(value * weight for value, weight in zip(values, entry.weights, strict=True) if weight)
+
+
+class ExactSum:
+    """A sum of floats without rounding, so that neither the order of adding nor the number of processes matters.
+
+    Shewchuk: Adaptive Precision Floating-Point Arithmetic (1997), as in `math.fsum`, but open to more.
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[float] = ()) -> None:
+        self.parts = list(parts)
+
+    def add_all(self, values: Sequence[float]) -> None:
+        """Add many values."""
+        self.parts = _parts_of([*self.parts, *values])
+
+    def canonical(self) -> list[float]:
+        """Parts that depend on the sum alone, not on how it came about: each is what is left of it, rounded."""
+        return _parts_of(self.parts)
+
+    def value(self) -> float:
+        """The sum, rounded once."""
+        return math.fsum(self.parts)
+
+
+def _parts_of(values: Sequence[float]) -> list[float]:
+    """What `values` add up to: the sum rounded to a float, the rounded rest, and so on until nothing is left.
+
+    Raises:
+        NonFiniteError: one of them is inf or nan, or they are too large together.
+    """
+    left, parts = list(values), []
+    try:
+        while rest := math.fsum(left):
+            if math.isnan(rest):  # of which something would be left for ever
+                raise ValueError
+            parts.append(rest)
+            left.append(-rest)
+    except (OverflowError, ValueError):
+        largest = max(values, key=lambda value: math.inf if math.isnan(value) else abs(value))
+        raise NonFiniteError(
+            f"losses, each times the items it is a mean over, add up to more than a float holds: one is {largest}. Let "
+            "train_step return a loss that is smaller."
+        ) from None
+    return parts
+
+
+class WeightedMean:
+    """A mean of values over all processes: what they add up to, each with its share, and the items it is a mean over.
+
+    Attributes:
+        settled: what all processes have added, up to the last `settle`.
+        mine: what this process has added since.
+        items: on all processes together, every item once; the same number everywhere.
+    """
+
+    __slots__ = ("items", "mine", "settled")
+
+    def __init__(self, settled: Sequence[float] = (), items: float = 0.0) -> None:
+        self.settled, self.mine, self.items = ExactSum(settled), ExactSum(), items
+
+    def add_all(self, parts: Sequence[float], items: float) -> None:
+        """Add this process's parts of a mean over `items` items more."""
+        self.mine.add_all(parts)
+        self.items += items
+
+    def settle(self, everyone: Sequence[Sequence[float]]) -> None:
+        """Add up what all processes had in `mine`."""
+        for parts in everyone:
+            self.settled.add_all(parts)
+        self.mine = ExactSum()
+
+    def take(self) -> float | None:
+        """The mean of what is settled, and start anew; None if nothing was added."""
+        mean = self.settled.value() / self.items if self.items else None
+        self.settled, self.items = ExactSum(), 0.0
+        return mean
+
+    def get_state(self) -> list[Any]:
+        """What is settled."""
+        return [self.settled.canonical(), self.items]

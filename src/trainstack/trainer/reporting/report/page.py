@@ -1,0 +1,333 @@
+"""A report as one HTML page that needs nothing else: no file, no font, no request to the outside."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from trainstack.checkpointing import CheckpointInfo
+from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.reporting.report.chart import COLOURS, chart, number
+from trainstack.trainer.reporting.report.facts import Session
+from trainstack.trainer.reporting.report.markup import Markup, joined, table, tag
+from trainstack.trainer.reporting.report.panels import panels_of
+from trainstack.trainer.reporting.report.runs import ReportedRun
+
+_NOT_SET = "-"
+
+
+def flat(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested arguments as ("outer.inner", value in words)."""
+    for name, value in arguments.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", in_words(value)
+
+
+def in_words(value: Any) -> str:
+    """A value as one would write it in Python, long lists included."""
+    return repr(list(value)) if isinstance(value, list | tuple) else repr(value)
+
+
+def differing_rows(runs: Sequence[ReportedRun]) -> list[tuple[str | Markup, ...]]:
+    """One row for each argument, and line of the plan and environment, that is not the same in all `runs`.
+
+    `output_dir` is always another.
+    """
+    described = [_described(run) for run in runs]
+    names = [name for name in dict.fromkeys(name for one in described for name in one) if name != "output_dir"]
+    rows = [(name, *(one.get(name, _NOT_SET) for one in described)) for name in names]
+    return [(tag("code", name), *values) for name, *values in rows if len(set(values)) > 1]
+
+
+def _described(run: ReportedRun) -> dict[str, str]:
+    facts = run.facts
+    extra = {f"{part}: {what}": value for part in ("plan", "environment") for what, value in getattr(facts, part)}
+    parameters = {"module: parameters": f"{facts.model[0][2]:,}"} if facts.model else {}
+    return {"module": facts.name, **parameters, **dict(flat(facts.arguments)), "backend": facts.backend, **extra}
+
+
+_MOST_METRICS = 3
+_MOST_CHECKPOINTS = 10
+
+
+def status_of(run: ReportedRun) -> Markup | None:
+    """How the newest session ended, as a badge; None if that is not known."""
+    if not run.facts.sessions:
+        return None
+    status = run.facts.sessions[-1].status
+    words = "running, or killed" if status == "running" else status
+    return tag("span", words, class_=f"status {status}")
+
+
+def duration(run: ReportedRun) -> str | None:
+    """How long all sessions took together, as far as they have ended; None for none."""
+    known = [session.seconds for session in run.facts.sessions if session.seconds is not None]
+    return _time(sum(known)) if known else None
+
+
+def tiles_of(run: ReportedRun) -> Markup:
+    """The few numbers that one looks for first."""
+    sessions, curves = run.facts.sessions, run.shown_curves
+    tiles = []
+    if sessions and sessions[-1].last_step is not None:
+        tiles.append(("global steps", number(sessions[-1].last_step)))
+    if (time := duration(run)) is not None:
+        tiles.append(("time", time))
+    seconds = sum(session.seconds or 0.0 for session in sessions)
+    steps = sum(session.last_step - session.first_step for session in sessions if session.last_step is not None)
+    if seconds and steps:
+        tiles.append(("steps a second, all in all", number(steps / seconds)))
+    shown = dict.fromkeys([run.facts.monitor, "val/loss", "train/loss_epoch"])
+    tiles += [(f"{name}, at the end", number(float(curves[name][1][-1]))) for name in shown if name in curves][:2]
+    if run.facts.model:
+        tiles.append(("parameters", number(run.facts.model[0][2])))
+    return tag("div", *(tag("div", tag("b", value), tag("span", what)) for what, value in tiles), class_="tiles")
+
+
+def details_of(run: ReportedRun) -> Markup:
+    """Plan, stack, checkpoints, privacy, arguments, model, environment and sessions, as far as they are known."""
+    facts = run.facts
+    return joined(
+        tag(
+            "div",
+            tag(
+                "div",
+                _section("Plan", table(("", ""), facts.plan)) if facts.plan else None,
+                _section("Environment", table(("", ""), facts.environment)) if facts.environment else None,
+            ),
+            tag("div", _section("Stack", tag("div", tag("pre", facts.stack), class_="card")) if facts.stack else None),
+            class_="two",
+        ),
+        _section("Checkpoints", _checkpoints(run)) if facts.sessions or run.checkpoints else None,
+        _section("Privacy", tag("div", tag("pre", facts.privacy), class_="card")) if facts.privacy else None,
+        _section("Arguments", _arguments(run)) if facts.arguments else None,
+        _section("Model", _model(run)) if facts.model else None,
+        _section("Sessions", _sessions(facts.sessions)) if facts.sessions else None,
+    )
+
+
+def _section(title: str, *content: Markup) -> Markup:
+    return tag("section", tag("h2", title), *content)
+
+
+def _checkpoints(run: ReportedRun) -> Markup:
+    if not run.checkpoints:
+        return tag("p", "None.", class_="soft")
+    columns = ("name", "step", "measured there", "size", "written (UTC)")
+    newest, older = run.checkpoints[-_MOST_CHECKPOINTS:], run.checkpoints[:-_MOST_CHECKPOINTS]
+    rest = tag("summary", f"{len(older)} older"), table(columns, [_checkpoint(run, info) for info in older])
+    return joined(table(columns, [_checkpoint(run, info) for info in newest]), tag("details", *rest) if older else None)
+
+
+def _checkpoint(run: ReportedRun, info: CheckpointInfo) -> tuple[str, ...]:
+    told = [name for name in info.metrics if not run.is_secret(name)]
+    ordered = sorted(told, key=lambda name: (name != run.facts.monitor, not name.startswith("val/")))
+    return (
+        info.name + (" (kept for good)" if info.pinned else ""),
+        "-" if info.global_step is None else number(info.global_step),
+        ", ".join(f"{name} {info.metrics[name]:.4g}" for name in ordered[:_MOST_METRICS]) or "-",
+        f"{info.size / 1e6:.1f} MB",
+        info.created.replace("T", " ")[:19],
+    )
+
+
+def _arguments(run: ReportedRun) -> Markup:
+    given, default = dict(flat(run.facts.arguments)), dict(flat(TrainerArguments().to_dict()))
+    chosen = [(tag("code", name), value) for name, value in given.items() if default.get(name) != value]
+    others = [(tag("code", name), value) for name, value in given.items() if default.get(name) == value]
+    return joined(
+        table(("argument", "value"), chosen) if chosen else None,
+        tag("details", tag("summary", f"{len(others)} as they are by default"), table(("", ""), others)),
+    )
+
+
+def _model(run: ReportedRun) -> Markup:
+    rows = [(tag("code", name), kind, number(size), number(trained)) for name, kind, size, trained in run.facts.model]
+    whole = table(("part", "class", "parameters", "trained"), rows[:1])
+    if len(rows) == 1:
+        return whole
+    columns = ("part", "class", "parameters", "trained")
+    return joined(whole, tag("details", tag("summary", f"{len(rows) - 1} parts"), table(columns, rows[1:])))
+
+
+def _sessions(sessions: tuple[Session, ...]) -> Markup:
+    rows = [
+        (
+            f"{datetime.fromtimestamp(session.began):%Y-%m-%d %H:%M:%S}",
+            number(session.first_step),
+            "-" if session.last_step is None else number(session.last_step),
+            "-" if session.seconds is None else _time(session.seconds),
+            session.status + (f": {session.reason}" if session.reason else ""),
+        )
+        for session in sessions
+    ]
+    return table(("began", "after step", "to step", "time", "ended"), rows)
+
+
+def _time(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole // 60 % 60} min"
+
+
+STYLE = """
+:root { color-scheme: light dark; --bg: #f6f7f9; --card: #fff; --text: #1c2330; --soft: #5d6778; --line: #e2e6ec;
+  --good: #157a3d; --bad: #b3261e; --mild: #8a5a00; --c0: #2563eb; --c1: #d9480f; --c2: #0b8a4b; --c3: #8b2fd6;
+  --c4: #c2185b; --c5: #00788a; --c6: #7d6300; --c7: #59616e; }
+@media (prefers-color-scheme: dark) {
+  :root { --bg: #11151c; --card: #1a2029; --text: #e4e8ef; --soft: #98a3b5; --line: #2c3542;
+    --good: #5fd38d; --bad: #ff8a80; --mild: #f0bd5a; --c0: #7aa9ff; --c1: #ff9d66; --c2: #5ed39b; --c3: #c89bff;
+    --c4: #ff8db8; --c5: #55d0de; --c6: #dfc14e; --c7: #aab3c0; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--bg); color: var(--text); overflow-wrap: anywhere;
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 40px; }
+h1 { font-size: 26px; line-height: 1.25; margin: 0; }
+h2 { font-size: 17px; margin: 34px 0 10px; }
+h3 { font-size: 14px; margin: 18px 0 6px; color: var(--soft); font-weight: 600; }
+p { margin: 4px 0; } .soft, small { color: var(--soft); font-weight: 400; }
+.head { display: flex; flex-wrap: wrap; gap: 6px 14px; align-items: center; }
+.status { border: 1px solid; border-radius: 99px; padding: 1px 12px; font-size: 13px; font-weight: 600; }
+.finished { color: var(--good); } .failed { color: var(--bad); }
+.stopped, .interrupted, .running { color: var(--mild); }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin-top: 20px; }
+.tiles div, figure, .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+.tiles div { padding: 10px 14px; } .tiles b { display: block; font-size: 19px; line-height: 1.3; }
+.tiles span { color: var(--soft); font-size: 13px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 14px; }
+figure { margin: 0; padding: 12px 14px 10px; min-width: 0; }
+figcaption { font-weight: 600; margin-bottom: 4px; }
+svg { display: block; width: 100%; height: auto; touch-action: pan-y; }
+svg text { fill: var(--soft); font-size: 11px; font-variant-numeric: tabular-nums; }
+text.y { text-anchor: end; } text.x { text-anchor: middle; }
+.grid { stroke: var(--line); } .axis { stroke: var(--soft); }
+.epoch { stroke: var(--soft); stroke-dasharray: 1 4; opacity: .7; }
+.cursor { stroke: var(--soft); visibility: hidden; }
+.curve path { fill: none; stroke: currentColor; stroke-width: 1.7; stroke-linejoin: round; }
+.curve circle { fill: currentColor; } .dashed path { stroke-dasharray: 5 3; }
+.legend { display: flex; flex-wrap: wrap; gap: 2px 18px; font-size: 13px; padding-top: 6px; min-height: 28px; }
+i { display: inline-block; width: 14px; height: 3px; border-radius: 2px; background: currentColor;
+  margin-right: 7px; vertical-align: middle; }
+.legend b { font-variant-numeric: tabular-nums; } .legend em { color: var(--bad); font-style: normal; }
+.c0 { color: var(--c0); } .c1 { color: var(--c1); } .c2 { color: var(--c2); } .c3 { color: var(--c3); }
+.c4 { color: var(--c4); } .c5 { color: var(--c5); } .c6 { color: var(--c6); } .c7 { color: var(--c7); }
+.two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 0 14px; }
+.two > div { min-width: 0; } .card, .scroll { padding: 10px 14px; overflow-x: auto; }
+.scroll { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
+th { text-align: left; white-space: nowrap; color: var(--soft); font-weight: 600; font-size: 13px; }
+th, td { padding: 4px 16px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+tr:last-child td { border-bottom: 0; } th:last-child, td:last-child { padding-right: 0; }
+td { min-width: 70px; } td:first-child { min-width: 150px; }
+pre { margin: 0; font: 12.5px/1.5 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; white-space: pre-wrap; }
+details { margin-top: 10px; } summary { cursor: pointer; color: var(--soft); margin-bottom: 8px; }
+footer { margin-top: 34px; color: var(--soft); font-size: 13px; }
+@media (min-width: 700px) { td:first-child { white-space: nowrap; } }
+@media print { body { background: #fff; } figure, section { break-inside: avoid; } }
+"""
+
+SCRIPT = """
+for (const figure of document.querySelectorAll('figure')) {
+  const svg = figure.querySelector('svg'), cursor = svg.querySelector('.cursor');
+  const [low, high, start, end] = JSON.parse(svg.dataset.scale);
+  const title = figure.querySelector('figcaption').appendChild(document.createElement('small'));
+  const shown = [...figure.querySelectorAll('.legend b')];
+  const curves = [...svg.querySelectorAll('.curve')].map(g => [g.dataset.steps, g.dataset.values].map(JSON.parse));
+  const format = v => v === null || v === undefined ? '-' : Number(v.toPrecision(4)).toString();
+  const leave = () => {
+    cursor.style.visibility = 'hidden'; title.textContent = '';
+    shown.forEach(b => { b.textContent = b.dataset.last; });
+  };
+  svg.addEventListener('pointerleave', leave);
+  svg.addEventListener('pointermove', event => {
+    const box = svg.getBoundingClientRect();
+    const at = (event.clientX - box.left) / box.width * svg.viewBox.baseVal.width;
+    const step = low + (at - start) / (end - start) * (high - low);
+    const off = s => Math.abs(s - step);
+    const nearest = steps => steps.reduce((best, s, i) => off(s) < off(steps[best]) ? i : best, 0);
+    const found = curves.map(([steps]) => nearest(steps));
+    const steps = curves.map(([steps], i) => steps[found[i]]).filter(s => s !== undefined);
+    if (!steps.length || at < start - 8) return leave();
+    const chosen = steps[nearest(steps)], x = start + (chosen - low) / (high - low) * (end - start);
+    cursor.setAttribute('x1', x); cursor.setAttribute('x2', x); cursor.style.visibility = 'visible';
+    title.textContent = ', at step ' + chosen;
+    curves.forEach(([, values], i) => { shown[i].textContent = format(values[found[i]]); });
+  });
+}
+"""
+
+
+def page_of(runs: Sequence[ReportedRun]) -> str:
+    """The page of one run, or the comparison of several."""
+    title = f"{runs[0].facts.name}: run report" if len(runs) == 1 else f"{len(runs)} runs compared"
+    body = _one(runs[0]) if len(runs) == 1 else _several(runs)
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_policy()),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", title),
+        tag("style", Markup(STYLE)),
+    )
+    made = f"Made by trainstack on {datetime.now():%Y-%m-%d at %H:%M}. Nothing is loaded from anywhere."
+    main = tag("main", body, tag("footer", made))
+    return "<!doctype html>\n" + tag("html", head, tag("body", main, tag("script", Markup(SCRIPT))), lang="en") + "\n"
+
+
+def _policy() -> str:
+    """Browsers load nothing, and run no script but ours."""
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+def _one(run: ReportedRun) -> Markup:
+    facts = run.facts
+    place = f"{facts.backend} on {facts.device}" if facts.backend else "known by its metrics alone"
+    return joined(
+        tag("div", tag("h1", facts.name), status_of(run), class_="head"),
+        tag("p", place, class_="soft"),
+        tiles_of(run),
+        _charts([run]),
+        details_of(run),
+    )
+
+
+def _several(runs: Sequence[ReportedRun]) -> Markup:
+    rows = [
+        (
+            joined(tag("i", class_=f"c{number % COLOURS}"), run.label),
+            run.facts.name,
+            f"{run.facts.backend} on {run.facts.device}" if run.facts.backend else "-",
+            status_of(run) or "-",
+            duration(run) or "-",
+        )
+        for number, run in enumerate(runs)
+    ]
+    differing = differing_rows(runs)
+    return joined(
+        tag("h1", f"{len(runs)} runs compared"),
+        tag("h2", "Runs"),
+        table(("run", "module", "backend", "status", "time"), rows),
+        tag("h2", "Arguments that differ"),
+        table(("argument", *(run.label for run in runs)), differing) if differing else tag("p", "None.", class_="soft"),
+        _charts(runs),
+    )
+
+
+def _charts(runs: Sequence[ReportedRun]) -> Markup:
+    panels = panels_of(runs)
+    left_out = any(run.facts.private for run in runs)
+    note = "The training loss of a private run is not protected by noise and is left out." if left_out else None
+    return joined(
+        tag("h2", "Curves", tag("small", " over global steps; dotted lines end epochs") if len(runs) == 1 else None),
+        tag("p", note, class_="soft") if note else None,
+        tag("div", *map(chart, panels), class_="charts") if panels else tag("p", "No metrics.", class_="soft"),
+    )

@@ -1,0 +1,195 @@
+"""What one sees of a run: history, writers and progress, told at log points and never in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
+
+from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.logs import as_json
+from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.core.state import RunState
+from trainstack.trainer.reporting.loss_meter import LossMeter
+from trainstack.trainer.tracking.history import as_of_now
+from trainstack.trainer.tracking.progress import NoProgress, ProgressDisplay, build_progress, format_plan_table
+from trainstack.trainer.tracking.writers import RunInfo, WriterGroup, build_writers
+
+if TYPE_CHECKING:
+    from trainstack.trainer.reporting.report.recorder import RunRecorder
+
+
+class Reporter:
+    """Feeds the writers and the progress display of one run from its `RunHistory`.
+
+    Args:
+        context: of the run; only the main process writes anything.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context, args, self._is_main = context, context.args, context.world.is_main
+        self.history, self._log, self._log_dir = context.history, context.log, args.log_dir
+        writers = build_writers(args.writers, args.log_dir) if self._is_main else []
+        self._writers = WriterGroup(writers, self._log.warning)
+        self._kind = "none" if args.disable_tqdm or not self._is_main else args.progress
+        self.progress: ProgressDisplay = NoProgress()
+        self._last_loss: float | None = None
+        self._epoch_began = 0.0
+        self._recorder: RunRecorder | None = None
+
+    def open(self, plan: TrainingPlan, optimizers: Iterable[Optimizer], resume_step: int | None) -> None:
+        """Open the writers, begin the report, and show the plan and the stack.
+
+        Args:
+            plan: of the run.
+            optimizers: of the run, for the report.
+            resume_step: the global step after which the run is resumed; None for a fresh one.
+        """
+        context, stack = self._context, self._context.stack
+        arguments = context.args.to_dict()
+        self.progress = build_progress(self._kind)
+        self._writers.open(
+            RunInfo(
+                resume_step=resume_step,
+                recorded_there=None if resume_step is None else self.history.flushed_at(resume_step),
+                log_dir=self._log_dir,
+                config=as_json({"backend": stack.spec, "arguments": arguments, "plan": plan.to_dict()}),
+            )
+        )
+        self._recorder = self._begin_report(plan, optimizers, resume_step)
+        layers = "\n".join(f"{layer.name}: {layer.summary}" for layer in stack.layers())
+        rows = [("backend", f"{stack.spec} on {context.world.device}"), ("stack", layers), *plan.rows()]
+        if resume_step is not None:
+            rows.append(("resumed", f"after global step {resume_step}"))
+        self._writers.text(format_plan_table(rows))
+
+    def _begin_report(
+        self, plan: TrainingPlan, optimizers: Iterable[Optimizer], resume_step: int | None
+    ) -> RunRecorder | None:
+        if not self._is_main or not self._context.args.wants_report:
+            return None
+        from trainstack.trainer.reporting.report.recorder import begin_recording  # not needed by runs without a report
+
+        try:
+            return begin_recording(self._context, plan, optimizers, resume_step)
+        except Exception as error:  # training is what counts
+            self._log.warning(f"there will be no run report: {type(error).__name__}: {error}")
+            return None
+
+    def start_epoch(self, state: RunState, plan: TrainingPlan) -> None:
+        """An epoch begins, or goes on after a resume."""
+        self._epoch_began = time.perf_counter()
+        self.history.current_epoch = state.epoch
+        self.progress.start_epoch(state.epoch + 1, plan.epochs, plan.steps_per_epoch, state.steps_in_epoch)
+
+    def look(self, state: RunState) -> None:
+        """Let the display paint; it shows the loss of the last log point and reads nothing."""
+        self.progress.look(state.steps_in_epoch, lambda: self._last_loss)
+
+    def measure(self, state: RunState, meter: LossMeter, optimizers: Iterable[Optimizer]) -> None:
+        """Read what has been measured since the last log point, and record it."""
+        meter.drain()
+        self.history.current_step = state.global_step
+        loss = meter.interval.take()
+        if loss is not None:
+            self._last_loss = loss
+            self.history.update_metric("train/loss", loss)
+        if meter.last_norm is not None:
+            self.history.update_metric("train/grad_norm", meter.last_norm)
+        rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
+        for position, rate in enumerate(rates):
+            self.history.update_metric("lr" if len(rates) == 1 else f"lr/{position}", as_of_now(rate))
+        self._record_skips(state)
+        if self._recorder is not None:
+            self._recorder.sample(state.global_step)
+
+    def end_training_epoch(self, state: RunState, meter: LossMeter) -> None:
+        """The training part of an epoch is over."""
+        meter.drain()
+        self.history.current_step = state.global_step
+        loss = meter.epoch.take()
+        if loss is not None:
+            self.history.update_metric("train/loss_epoch", loss)
+        self._record_skips(state)
+
+    def _record_skips(self, state: RunState) -> None:
+        if state.skipped_steps:
+            self.history.update_metric("train/skipped_steps", state.skipped_steps)
+
+    def end_epoch(self, state: RunState, plan: TrainingPlan) -> None:
+        """Write what is new, and one line about the epoch that `state` has just finished."""
+        epoch = state.last_epoch
+        self.progress.end_epoch()
+        self.write()
+        latest = (self.history.latest_record(name) for name in sorted(self.history.get_metric_names()))
+        shown = [
+            f"{record.name.removesuffix('_epoch')} {record.value:.4g}"
+            for record in latest
+            if record.epoch == epoch and record.name not in _LEFT_OUT
+        ]
+        seconds = f"{time.perf_counter() - self._epoch_began:.1f} s"
+        head = f"epoch {epoch + 1}/{plan.epochs}  step {state.global_step}"
+        self._writers.text("  ".join([head, *shown, seconds]))
+
+    def end_validation(self, state: RunState) -> None:
+        """A validation within an epoch is over: write what is new, and one line about it."""
+        self.write()
+        measured = self.history.values_at(state.global_step).items()
+        shown = [f"{name} {value:.4g}" for name, value in measured if name.startswith("val/")]
+        if shown:
+            self._writers.text("  ".join([f"step {state.global_step}", *shown]))
+
+    def write(self) -> None:
+        """Hand the writers what is new in the history."""
+        self._writers.write(self.history.flush())
+
+    def text(self, line: str) -> None:
+        """Write one line."""
+        self._writers.text(line)
+
+    def end_private_run(self, why_over: str | None) -> None:
+        """Say what a private run guarantees, and keep it beside the logs; nothing for other runs."""
+        stack = self._context.stack
+        if not stack.is_private:
+            return
+        statement = stack.privacy_statement()
+        if why_over is not None:
+            self.text(why_over)
+        self.text(statement.text)
+        if self._is_main:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            (self._log_dir / "privacy_statement.txt").write_text(statement.text + "\n", encoding="utf-8")
+            (self._log_dir / "privacy_statement.json").write_text(statement.to_json() + "\n", encoding="utf-8")
+
+    def end(self, status: str, reason: str | None = None) -> None:
+        """Write the report of a run that has ended, and where it lies; a report that fails is said, and no more.
+
+        Args:
+            status: "finished", "stopped", "interrupted" or "failed".
+            reason: why it has not finished.
+        """
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        try:
+            privacy = self._context.stack.privacy_statement().text
+            path = recorder.end(self.history, self._context.state.global_step, status, reason, privacy)
+            self.text(f"report: {path}")
+        except Exception as error:  # training is what counts
+            self._log.warning(f"the run report could not be written: {type(error).__name__}: {error}")
+
+    def fail(self, error: BaseException) -> None:
+        """The run ends by `error`; of a private run only its kind is told, for the message may hold values."""
+        message = "" if self._context.stack.is_private else " ".join(str(error).split())
+        reason = f"{type(error).__name__}: {message}" if message else type(error).__name__
+        self.end("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", reason)
+
+    def close(self) -> None:
+        """Leave the terminal and the files in order."""
+        self.progress.close()
+        self._writers.close()
+
+
+_LEFT_OUT = ("train/loss", "train/grad_norm", "lr")

@@ -1,0 +1,172 @@
+"""What a run takes from a checkpoint: all of it, or parts; and weights from elsewhere when there is none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+from torch.optim.lr_scheduler import OneCycleLR
+
+from trainstack.backends import TrainerBackend
+from trainstack.backends.spec import known_layers
+from trainstack.checkpointing import Checkpoint, WarmStartReport, warm_start
+from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
+from trainstack.checkpointing.finding import follow
+from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
+from trainstack.errors import CheckpointMismatchError
+from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.core.state import RunState
+from trainstack.trainer.resume.run_checkpoint import check_plan, say_if_inexact
+from trainstack.trainer.schedulers.building import counts_at_end
+from trainstack.trainer.schedulers.stepping import Schedules
+
+_OF_OPTIMIZERS = ("optimizers", "schedulers", "scheduler_counts", "kinds")
+
+
+def what_the_mode_keeps(checkpoint: Checkpoint, args: TrainerArguments, stack: TrainerBackend) -> Checkpoint:
+    """The parts of `checkpoint` that `args.resume_mode` asks for.
+
+    Raises:
+        CheckpointMismatchError: a layer's state that must never be lost would be.
+    """
+    if checkpoint.is_empty or args.resume_mode == "full":
+        return checkpoint
+    kept = Checkpoint(module_interface_state=checkpoint.module_interface_state)
+    log, what = RunLogger(args.log_level), "the weights"
+    if args.resume_mode == "weights_and_optimizer":
+        what = "weights, optimizers, schedulers and layers"
+        state = checkpoint.trainer_state or {}
+        kept.trainer_state = {name: state[name] for name in _OF_OPTIMIZERS if name in state}
+        kept.trainer_backend_state = checkpoint.trainer_backend_state
+    else:
+        lost = [name for name in checkpoint.trainer_backend_state or {} if name in _must_survive(stack)]
+        if lost:
+            raise CheckpointMismatchError(
+                f"resume_mode='weights' would lose the state of {lost}, which accounts for all that was done so far "
+                "and may not be lost. Write resume_mode='full', or 'weights_and_optimizer', which keeps it."
+            )
+    log.info(
+        f"resume_mode={args.resume_mode!r}: took {what} of the checkpoint at global step {checkpoint.global_step}; "
+        "counters, order of the data, random numbers and history start anew."
+    )
+    return kept
+
+
+def _must_survive(stack: TrainerBackend) -> set[str]:
+    layers: list[TrainerBackend | type[TrainerBackend]] = [record.layer for record in known_layers().values()]
+    layers += stack.layers()
+    return {layer.name for layer in layers if layer.state_must_survive}
+
+
+def start_from_weights(
+    context: RunContext, read_weights: Callable[[Path], dict[str, Tensor]], *, resumed: bool
+) -> WarmStartReport | None:
+    """Load `init_weights_from` into the module, if that is asked for and nothing was resumed.
+
+    Args:
+        context: of the trainer.
+        read_weights: gives all processes the tensors of a file or folder.
+        resumed: whether a checkpoint has given the module its weights.
+
+    Raises:
+        CheckpointMismatchError: nothing in it fits, or not everything while `init_weights_strict`.
+        CheckpointNotFoundError, CheckpointDamagedError: it cannot be read.
+    """
+    args, log = context.args, RunLogger(context.args.log_level)
+    source = args.init_weights_from
+    if source is None:
+        return None
+    if resumed:
+        log.info(f"init_weights_from={os.fspath(source)!r} is not used: the run goes on from a checkpoint.")
+        return None
+    source = follow(Path(source))
+    _refuse_private(source, context.stack)
+    weights = read_weights(source)
+    report = warm_start(context.module, weights, strict=args.init_weights_strict, name=os.fspath(source))
+    log.info(str(report)) if report.is_complete else log.warning(str(report))
+    return report
+
+
+def _refuse_private(source: Path, stack: TrainerBackend) -> None:
+    """A checkpoint of a private run may only be gone on from with its accountant; an export is a release."""
+    folder = _checkpoint_of(source)
+    if folder is None:
+        return
+    content = read_manifest(folder)
+    spec = (content.metadata or {}).get("backend", "")
+    private = [token for token in _must_survive(stack) if token and f"-{token}-" in f"-{spec}-"]
+    if content.kind == "checkpoint" and private:
+        part = "" if folder == source else "a file of "
+        raise CheckpointMismatchError(
+            f"init_weights_from={str(source)!r} is {part}a checkpoint of backend {spec!r}, and would be taken without "
+            f"the state of {private}, which accounts for all that was done so far. Write resume={str(folder)!r}, or, "
+            "if these weights are released as they are, name an export of them."
+        )
+
+
+def _checkpoint_of(source: Path) -> Path | None:
+    """The checkpoint or export that `source` is, or is a file of, also by a link to that file; None if of neither."""
+    if source.is_dir():
+        return source if is_checkpoint_directory(source) else None
+    folders = (source.parent, source.resolve().parent)
+    own = (folder for folder in folders if (folder / MANIFEST).exists() and is_checkpoint_directory(folder))
+    return next(own, None)
+
+
+def check_resumable(checkpoint: Checkpoint, context: RunContext, plan: TrainingPlan) -> None:
+    """Refuse a checkpoint of other data, and warn of other differences.
+
+    Raises:
+        CheckpointMismatchError: it is of another data set, or of a loader that has to be split as it was.
+    """
+    state, log = context.state, context.log
+    say_if_inexact(checkpoint, log)
+    check_plan(checkpoint, plan, state, log)
+    if state.seed != context.args.seed:
+        log.warning(f"the run began with seed={state.seed} and goes on with it; seed={context.args.seed} is not used.")
+
+
+def check_schedules(schedules: Schedules, plan: TrainingPlan, state: RunState) -> None:
+    """Refuse a schedule that torch would refuse to step in the middle of the run.
+
+    Raises:
+        CheckpointMismatchError: it is shorter than the run.
+    """
+    counts = counts_at_end(schedules, plan, state)
+    for position, (scheduler, count) in enumerate(zip(schedules.schedulers, counts, strict=True)):
+        if isinstance(scheduler, OneCycleLR) and count is not None and count > scheduler.total_steps:
+            done = scheduler.last_epoch
+            raise CheckpointMismatchError(
+                f"scheduler {position} (OneCycleLR) of the checkpoint was made for {scheduler.total_steps} steps, of "
+                f"which {done} are done; epochs={plan.epochs} has {count - done} more. Write "
+                "reset_optimizers_schedulers=True for a new cycle over the epochs that are left, or the epochs that "
+                "the run began with."
+            )
+
+
+def say_what_differs(checkpoint: Checkpoint, context: RunContext) -> None:
+    """Warn if the checkpoint was written under another backend or number of processes."""
+    _say_other_backend(checkpoint, context.stack.spec, context.log)
+    _say_other_processes(checkpoint, context.world.size, context.log)
+
+
+def _say_other_backend(checkpoint: Checkpoint, spec: str, log: RunLogger) -> None:
+    """Layers without a state, such as 'bf16', leave no trace by which a change could be refused."""
+    before = (checkpoint.metadata or {}).get("backend", spec)
+    if before.partition("-")[2] != spec.partition("-")[2]:
+        log.warning(f"the checkpoint was written under backend {before!r}; the run goes on under {spec!r}.")
+
+
+def _say_other_processes(checkpoint: Checkpoint, now: int, log: RunLogger) -> None:
+    before = len((checkpoint.rng_state or {}).get("ranks", ())) or now
+    if before != now:
+        log.warning(
+            f"the checkpoint was written by {before} process{'es' if before > 1 else ''}; the run goes on in {now}. "
+            "Each step has the same samples; random numbers in the model (dropout) are others, and sums are rounded in "
+            f"another order. For the same bits, resume on {before}."
+        )

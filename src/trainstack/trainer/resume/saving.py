@@ -1,0 +1,286 @@
+"""Between trainer and checkpointer: only the main process touches files, and all processes learn what came of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
+
+from torch import Tensor
+
+from trainstack.checkpointing import Checkpoint, export_model, read_model, write_checkpoint
+from trainstack.checkpointing.warm_start import read_weights
+from trainstack.errors import CheckpointError, annotate
+from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.events import Event
+from trainstack.trainer.resume.run_checkpoint import facts_of
+
+_USUAL_GRACE_S = 30.0  # torchrun, Kubernetes, and SLURM's KillWait
+
+
+class Grace:
+    """Warns, once, of saves that take so long that a run may be killed in the middle of its last one.
+
+    Args:
+        seconds: from the signal to the kill; None for what the launcher says, or 30.
+        environ: where to look for what the launcher says.
+
+    Attributes:
+        seconds: from the signal to the kill.
+    """
+
+    def __init__(self, seconds: float | None, environ: Mapping[str, str] | None = None) -> None:
+        environ = os.environ if environ is None else environ
+        self.seconds = seconds or _seconds_in(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")) or _USUAL_GRACE_S
+        self._warned = False
+
+    def saved_in(self, seconds: float, log: RunLogger) -> None:
+        """A save took `seconds`."""
+        if seconds <= self.seconds / 2 or self._warned:
+            return
+        self._warned = True
+        log.warning(
+            f"saving a checkpoint took {seconds:.1f} s. A run that has to stop is killed after {self.seconds:g} s, "
+            "and has to finish its step before it saves. Ask for more time (torchrun --shutdown-timeout, "
+            "launch(grace_s=...), SLURM --signal=USR1@<seconds>, terminationGracePeriodSeconds), and write it as "
+            "TrainerArguments(stop_grace_s=...)."
+        )
+
+
+def _seconds_in(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+Result = TypeVar("Result")
+
+
+class TakeCheckpoint(Protocol):
+    """Makes a checkpoint of the run; `Run.take_checkpoint` with what the trainer adds to it."""
+
+    def __call__(self, *, pinned: bool = False, after: BaseException | None = None) -> Checkpoint:
+        """See `Run.take_checkpoint`."""
+
+
+class Saver:
+    """Saves and loads for one trainer; methods are called by all processes together, unless they say otherwise.
+
+    Args:
+        context: of the trainer.
+        take: makes the checkpoints that are written.
+
+    Attributes:
+        save_asked: whether a checkpoint waits for the next step boundary.
+        pin_asked: whether the next checkpoint is to be kept for good.
+        paths_asked: where else it is to go, and whether once for the world or for each node.
+        saved_at: global step and epoch of the newest checkpoint, loaded, written or under way; None once one failed.
+        grace: holds the time that saving takes against the time there is.
+        saved_as: where the newest that was written lies, if the checkpointer said so.
+    """
+
+    def __init__(self, context: RunContext, take: TakeCheckpoint) -> None:
+        self._context, self._take_checkpoint = context, take
+        self.save_asked = self.pin_asked = False
+        self.paths_asked: list[tuple[str | os.PathLike[str], str]] = []
+        self.saved_at: tuple[int, int] | None = None
+        self._training = False
+        self.saved_as: str | None = None
+        self.grace = Grace(context.args.stop_grace_s)
+
+    def save(self, force: bool, *, unless_saved: bool = False) -> None:
+        """Write a checkpoint of the run, which is at a step boundary, if it is due.
+
+        Args:
+            force: write it out of turn as well.
+            unless_saved: not if this very place was saved already.
+        """
+        context, state = self._context, self._context.state
+        self.save_where_asked()
+        place = (state.global_step, state.epoch)
+        if (unless_saved and place == self.saved_at) or not context.checkpointer.is_due(state.last_epoch, force):
+            return
+        began = time.monotonic()
+        with context.events.aside.put_back_for_now():
+            checkpoint = self._take()
+            self.saved_as = self.on_main(
+                lambda: context.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint"
+            )
+        self.saved_at = place
+        if not self._training:
+            self.finish()
+        self._hold_against_grace(time.monotonic() - began)
+
+    def _take(self) -> Checkpoint:
+        pinned, self.pin_asked = self.pin_asked, False
+        checkpoint = self._take_checkpoint(pinned=pinned)
+        self._context.events.fire(Event.SAVE_CHECKPOINT, checkpoint)
+        return checkpoint
+
+    def save_where_asked(self) -> None:
+        """Write checkpoints as the folders that were asked for, apart from the checkpointer."""
+        asked, self.paths_asked = self.paths_asked, []
+        for path, once in asked:
+            self._save_as(path, once)
+
+    def _save_as(self, path: str | os.PathLike[str], once: str) -> None:
+        world = self._context.world
+        with self._context.events.aside.put_back_for_now():
+            checkpoint, failure = self._take(), None
+        if world.is_main if once == "world" else world.local_rank == 0:
+            target = Path(path).absolute()
+            try:
+                write_checkpoint(checkpoint, target.parent, target.name)
+            except Exception as error:
+                failure = error
+        world.comm.agree(failure, "saving a checkpoint")
+
+    def drop_requests(self) -> None:
+        """Drop the requests that no step boundary serves any more; paths wait for the next checkpoint."""
+        self.save_asked = self.pin_asked = False
+
+    def last_words(self) -> str:
+        """After which step the run was stopped, where that is saved, and how to go on."""
+        state = self._context.state
+        stood = f"after global step {state.global_step}"
+        if self.saved_at != (state.global_step, state.epoch):
+            return f"{stood}. Nothing was saved, because the checkpointer saves nothing"
+        where = "Saved" if self.saved_as is None else f"Saved {self.saved_as}"
+        return f"{stood}. {where}; to go on, run it again with resume='auto'"
+
+    def save_model(self, plan: TrainingPlan, path: str | os.PathLike[str] | None = None) -> None:
+        """Export the module's state and `plan`, to `path` or where the checkpointer puts exports."""
+        context, state = self._context, self._context.state
+        about: dict[str, Any] = {
+            "plan": plan.to_dict(),
+            "global_step": state.global_step,
+            "metadata": {**facts_of(context), "module": type(context.module).__name__},
+        }
+        module_state = dict(context.module.get_state())
+        context.events.fire(Event.SAVE_MODEL, module_state)
+
+        def write() -> None:
+            if path is None:
+                context.checkpointer.save_model(module_state, state.last_epoch, **about)
+            else:
+                export_model(module_state, path, **about)
+
+        self.on_main(write, "exporting the model")
+
+    def load(self) -> Checkpoint:
+        """What the checkpointer finds, as `args.resume` says; an empty checkpoint if nothing."""
+        context = self._context
+        asked = () if context.args.resume is False else (context.args.resume,)
+        return self.on_main(lambda: context.checkpointer.load(*asked), "loading a checkpoint")
+
+    def read_weights(self, path: str | os.PathLike[str]) -> dict[str, Tensor]:
+        """The tensors at `path`, by name."""
+        return self.on_main(lambda: read_weights(path), "reading the weights to begin with")
+
+    def read_export(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """The module's state in the export at `path`."""
+        return self.on_main(lambda: read_model(path), "reading an export of the model")
+
+    def begin_run(self, wake: Callable[[], None], *, resumed: bool) -> None:
+        """Tell the checkpointer that training begins; from now on saves may go on in the background.
+
+        Args:
+            wake: makes the loop call `poll` after the step under way; any thread may call it.
+            resumed: whether the run goes on from a checkpoint.
+        """
+        self._training = True
+        if self._context.world.is_main:
+            self._context.checkpointer.watch(wake)
+        self.on_main(lambda: self._context.checkpointer.begin_run(resumed=resumed), "beginning the run")
+
+    def finish(self) -> None:
+        """Wait until all checkpoints are safe, and raise what has failed."""
+        self.on_main(self._context.checkpointer.finish, "finishing the checkpoints")
+        self._training = False
+        self._hold_against_grace()
+
+    def finish_after(self, error: BaseException) -> None:
+        """Wait for what the main process still writes when training ends by `error`; each process by itself.
+
+        A failure is noted at `error`. An interrupt while it waits gives up what is being written.
+        """
+        self._training = False
+        if not self._context.world.is_main:
+            return
+        try:
+            self._context.checkpointer.finish()
+        except BaseException as failure:
+            self.saved_at = None
+            if not isinstance(failure, Exception):
+                self._context.checkpointer.abandon()
+                raise
+            annotate(error, f"also, a checkpoint is missing: {failure}")
+
+    def poll(self) -> None:
+        """Raise what has failed in the background; the main process alone, at no step that others know of."""
+        if not self._context.world.is_main:
+            return
+        try:
+            self._context.checkpointer.poll()
+        except Exception:
+            self.saved_at = None
+            raise
+        self._hold_against_grace()
+
+    def _hold_against_grace(self, seconds: float = 0.0) -> None:
+        """Warn if saving takes too long: `seconds` in the loop, or what the last save took until it was safe."""
+        context = self._context
+        self.grace.saved_in(max(seconds, context.checkpointer.last_save_s or 0.0), context.log)
+
+    def on_main(self, do: Callable[[], Result], what: str) -> Result:
+        """Let the main process do something; the others get its result, or learn of its failure."""
+        world = self._context.world
+        result, failure = None, None
+        if world.is_main:
+            try:
+                result = do()
+            except Exception as error:
+                failure = error
+        try:
+            world.comm.agree(failure, what)
+        except Exception:
+            self.saved_at = None  # the failure may be that of an earlier save in the background
+            raise
+        return cast(Result, world.comm.share(result))
+
+
+def save_after(error: BaseException, context: RunContext, take: TakeCheckpoint, within_s: float) -> None:
+    """Write what the main process has under a name of its own; says what came of it and raises nothing.
+
+    The weights are mostly those of the last finished step, but nothing is certain after an exception. The other
+    processes may be gone, so none is asked; and the device may wait for them for ever, so no more than `within_s`
+    seconds are spent on it.
+    """
+    log = context.log
+    if not context.world.is_main or not isinstance(error, Exception) or isinstance(error, CheckpointError):
+        return  # what could not be written cannot be written now
+
+    def save() -> None:
+        try:
+            checkpoint = take(after=error)
+            step = context.state.global_step
+            path = context.checkpointer.save_aside(checkpoint, f"exception-{step:09d}")
+        except Exception as failure:
+            log.warning(f"could not save after the exception: {type(failure).__name__}: {failure}")
+        else:
+            if path is not None:
+                log.warning(
+                    f"saved {path} after the exception, for a look at it; it is resumed from only if it is named."
+                )
+
+    thread = threading.Thread(target=save, name="trainstack-after-exception", daemon=True)
+    thread.start()
+    thread.join(within_s)
+    if thread.is_alive():
+        log.warning(f"could not save after the exception within {within_s:g} s; the device may be stuck.")

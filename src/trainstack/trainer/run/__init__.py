@@ -1,0 +1,1 @@
+"""One run: the loop, its start, its end and its stops."""

@@ -1,0 +1,84 @@
+"""Driving a stack without a `Trainer`: what `TrainerBackend.init`, `train_dl` and `validate_dl` stand on."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Any
+
+from trainstack.backends import Clipping, TrainerBackend, TrainerBackendArguments, Workload
+from trainstack.stage import Stage
+from trainstack.trainer.core.order import mix
+from trainstack.trainer.core.random_state import isolated_rng
+from trainstack.trainer.core.state import RunState
+from trainstack.trainer.core.tensors import samples_in
+from trainstack.trainer.data.step_batches import OwnSource
+from trainstack.trainer.evaluation.loader_pass import Evaluation, eval_mode, evaluation_pass
+from trainstack.trainer.events.hooks import Hooks
+from trainstack.trainer.run.loop import TrainLoop, train_windows
+from trainstack.trainer.schedulers.stepping import Schedules
+from trainstack.trainer.tracking.progress import NoProgress
+
+_DRAIN_EVERY = 1000
+
+
+class LoopDriver:
+    """Runs the loop over dataloaders as they come; data order, checkpoints and logs are the trainer's business."""
+
+    def __init__(self, stack: TrainerBackend, args: TrainerBackendArguments) -> None:
+        self._stack, self._args, self._state = stack, args, RunState()
+        limit = args.max_grad_norm if args.clip_grads else 0.0
+        clipping = Clipping(kind="norm" if args.clip_grads else "none", limit=limit)
+        world = stack.open(args.device)
+        stack.place(args.model, world)
+        self._work = stack.prepare(Workload.of(args.model, args.optimizers, world, clipping))
+        self._schedules = Schedules(tuple(args.schedulers or ()))
+
+    @property
+    def global_steps(self) -> int:
+        """Global steps finished."""
+        return self._state.global_step
+
+    @property
+    def batches(self) -> int:
+        """Micro-batches finished."""
+        return self._state.batches
+
+    def train(self, dataloader: Any, callback: Any) -> Any:
+        """One pass over `dataloader`; returns the collected outputs, and raises on a non-finite loss at the end."""
+        weigh = getattr(self._args.model, "batch_weight", samples_in)
+        source = OwnSource(dataloader, self._args.gradient_accumulation, weigh, self._work.world.comm)
+        loop = TrainLoop(
+            self._stack,
+            self._work,
+            Hooks(callback),
+            schedules=self._schedules,
+            state=self._state,
+            keep_epoch_outputs=True,
+        )
+        loop.attend, loop.attend_at = (lambda: self._drain(loop)), self._state.global_step + _DRAIN_EVERY
+        with self._together():
+            train_windows(loop, islice(source.windows(), self._args.max_train_steps_per_epoch))
+            loop.meter.drain()
+        self._state.finish_epoch()
+        assert loop.epoch_outputs is not None
+        return loop.epoch_outputs.all_outputs
+
+    def _together(self) -> AbstractContextManager[None]:
+        return self._work.world.comm.together(lambda: f"global step {self._state.current_step}")
+
+    def _drain(self, loop: TrainLoop) -> None:
+        loop.meter.drain()
+        loop.attend_at = self._state.global_step + _DRAIN_EVERY
+
+    def validate(self, dataloader: Any) -> Any:
+        """One pass over `dataloader`; returns the collected outputs."""
+        evaluation = Evaluation(self._stack, self._work, Stage.VAL, self._state.global_step)
+        seed = mix(0, Stage.VAL.value, self._state.global_step)
+        device, module = self._work.world.device, self._work.module
+        with evaluation_pass(self._stack, self._work), isolated_rng(seed, device), eval_mode(module):
+            evaluation.run(
+                ((batch, None) for batch in islice(iter(dataloader), self._args.max_val_steps_per_epoch)), NoProgress()
+            )
+        assert evaluation.outputs is not None
+        return evaluation.outputs.all_outputs

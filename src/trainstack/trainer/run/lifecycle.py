@@ -1,0 +1,94 @@
+"""Whether training may begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trainstack.errors import ConfigurationError, PrivacyBudgetError
+from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.order import mix
+from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.core.random_state import isolated_rng
+from trainstack.trainer.core.state import RunState
+from trainstack.trainer.module_checks import lacks
+from trainstack.trainer.schedulers.building import counts_at_end, why_too_short
+from trainstack.trainer.schedulers.stepping import Schedules
+
+
+def what_is_done(context: RunContext, plan: TrainingPlan) -> str:
+    """Why a run that is over has nothing left to do, and what to write for more."""
+    state = context.state
+    if plan.max_steps is not None:
+        made, planned, more = _number(state.global_step, "global step"), f"max_steps={plan.max_steps}", "max_steps"
+        least = state.global_step + 1
+    else:
+        made, planned, more = _number(state.epoch, "epoch"), f"epochs={context.args.epochs}", "epochs"
+        least = state.epoch + 1
+    if not state.global_step:
+        return f"{planned}: there is nothing to train"
+    return (
+        f"{made} trained already, and {planned}: nothing is left to do. Write {more}={least} or more to go on, or "
+        "resume=False or another output_dir to begin anew."
+    )
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what} is" if count == 1 else f"{count} {what}s are"
+
+
+def admit(context: RunContext, why_over: str | None, val_loaders: Callable[[], dict[str, Any]]) -> None:
+    """Refuse to train when no step may be made, or when its first validation is bound to fail.
+
+    Args:
+        context: of a run that is not over.
+        why_over: why no step may be made, if that is so.
+        val_loaders: gives the module's loaders for validation by name.
+
+    Raises:
+        PrivacyBudgetError: saying what is used up.
+        ModuleContractError: there is data to validate on, and no `val_step`.
+    """
+    module = context.module
+    if why_over is not None:
+        raise PrivacyBudgetError(why_over)
+    if (
+        context.args.validate_every == 0
+        or not lacks(module, "val_step", context.val_step)
+        or lacks(module, "get_val_dataloaders")
+    ):
+        return
+    # the module is asked for its loaders once more, but only where that may find the fault
+    with isolated_rng(mix(context.state.seed), context.world.device):
+        loaders = val_loaders()
+    if loaders:
+        raise module._lacks("val_step", "get_val_dataloaders")
+
+
+def refuse_short_schedules(schedules: Schedules, plan: TrainingPlan, state: RunState, args: TrainerArguments) -> None:
+    """Refuse an extension beyond the end of a schedule.
+
+    Args:
+        schedules: of the run.
+        plan: the present one, for which the schedules were made.
+        state: the counters of the run.
+        args: with the new end.
+
+    Raises:
+        ConfigurationError: a schedule would end before the run does.
+    """
+    longer = plan.with_end(args.epochs, args.max_steps)
+    planned, counts = (counts_at_end(schedules, one, state) for one in (plan, longer))
+    for position, scheduler in enumerate(schedules.schedulers):
+        before, count = planned[position], counts[position]
+        if count is None or before is None or count <= before:
+            continue
+        what = why_too_short(scheduler, count, before)
+        if what is not None:
+            end = f"epochs={args.epochs}" if args.max_steps is None else f"max_steps={args.max_steps}"
+            raise ConfigurationError(
+                f"train({end}) makes the run longer than scheduler {position} ({type(scheduler).__name__}) was laid "
+                f"for: {what}. Write {end} in TrainerArguments, so that it is laid over all of it, or go on from a "
+                "checkpoint in a new Trainer, with resume=True and reset_optimizers_schedulers=True."
+            )

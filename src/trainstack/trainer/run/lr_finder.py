@@ -1,0 +1,120 @@
+"""Finding a learning rate: train a little while it grows, and look at where the loss falls fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch.optim import Optimizer
+
+from trainstack.backends import Workload
+from trainstack.errors import NonFiniteError
+from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.order import mix
+from trainstack.trainer.core.state import RunState
+from trainstack.trainer.data.step_batches import Window
+from trainstack.trainer.data.training_data import TrainingData
+from trainstack.trainer.events.hooks import Hooks
+from trainstack.trainer.reporting.loss_meter import MAX_SKIPPED_IN_A_ROW
+from trainstack.trainer.run.loop import TrainLoop, train_windows
+from trainstack.trainer.run.memory_fitting import undone
+
+DIVERGED = 4.0
+"""So many times the smallest running mean of the loss ends the search."""
+SMOOTHING, SETTLED = 0.9, 10
+"""The running mean keeps so much of itself at each step, and so tells something after so many steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRates:
+    """What `find_lr` saw.
+
+    Attributes:
+        rates: learning rates, one for each global step that moved the weights.
+        losses: of those steps.
+    """
+
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+
+    @property
+    def suggestion(self) -> float | None:
+        """The rate around which the loss falls fastest over the logarithm of the rate; None if it falls nowhere.
+
+        Slopes are those of the lines that fit best through the losses of a quarter of the search.
+        """
+        half = max(1, len(self.losses) // 8)
+        places = range(-half, half + 1)
+        slopes = {
+            rate: sum(place * self.losses[middle + place] for place in places)
+            for middle, rate in enumerate(self.rates)
+            if half <= middle < len(self.rates) - half
+        }
+        steepest = min(slopes, key=slopes.__getitem__, default=None)
+        return steepest if steepest is not None and slopes[steepest] < 0 else None
+
+
+def try_rates(
+    context: RunContext, data: TrainingData, work: Workload, start: float, end: float, steps: int
+) -> FoundRates:
+    """The trial of `find_lr`, which all processes make together."""
+    rates, losses, means = list[float](), list[float](), list[float]()
+    with undone(context, work, seed=mix(context.state.seed, steps)) as state:
+        context.module.train()
+        loop = TrainLoop(context.stack, work, Hooks(None), state=state)
+        ramp = _Ramp(loop.work.optimizers, start, end, steps)
+
+        def attend() -> None:
+            loop.meter.drain()
+            loss = loop.meter.interval.take()
+            if loss is None:  # nothing moved
+                return
+            rates.append(ramp.rate)
+            losses.append(loss)
+            means.append(SMOOTHING * means[-1] + (1 - SMOOTHING) * loss if means else loss)
+            ramp.go_on()
+
+        loop.attend, loop.attend_at = attend, 0
+        with suppress(NonFiniteError):  # it has diverged
+            train_windows(loop, _windows(data, state, steps, means))
+    return FoundRates(rates=tuple(rates), losses=tuple(losses))
+
+
+def _windows(data: TrainingData, state: RunState, steps: int, means: list[float]) -> Iterator[Window]:
+    """Windows of as many epochs as it takes, until the loss diverges or steps tell nothing any more."""
+    idle = known = 0
+    for epoch in count():
+        state.epoch = epoch
+        state.samples_in_epoch = state.batches_in_epoch = state.steps_in_epoch = 0
+        for window in data.windows(state):
+            idle, known = 0 if len(means) > known else idle + 1, len(means)
+            diverged = len(means) > SETTLED and means[-1] > DIVERGED * min(means[SETTLED:])
+            if diverged or len(means) >= steps or idle > MAX_SKIPPED_IN_A_ROW:
+                return
+            yield window
+
+
+class _Ramp:
+    """Sets the rates of all optimizers, growing by one factor a step."""
+
+    def __init__(self, optimizers: tuple[Optimizer, ...], start: float, end: float, steps: int) -> None:
+        self.rate, self._factor = start, (end / start) ** (1 / (steps - 1))
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        own = [float(group.get("initial_lr", group["lr"])) for group in self._groups]
+        self._shares = [rate / max(own) if max(own) else 1.0 for rate in own]
+        self._set()
+
+    def go_on(self) -> None:
+        self.rate *= self._factor
+        self._set()
+
+    def _set(self) -> None:
+        for group, share in zip(self._groups, self._shares, strict=True):
+            rate = self.rate * share
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate

@@ -1,0 +1,130 @@
+"""Recognizing an error of a memory allocator, and freeing what a failed pass has allocated."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from trainstack.backends import Workload
+from trainstack.backends.losses import find_loss
+from trainstack.errors import ConfigurationError
+from trainstack.stage import Stage
+from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.order import mix
+from trainstack.trainer.core.random_state import isolated_rng
+from trainstack.trainer.core.state import RunState
+from trainstack.trainer.data.training_data import TrainingData
+
+_SAID_BY_ALLOCATORS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` is an allocator's: torch has a class for accelerators, and sentences for the rest."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID_BY_ALLOCATORS)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nobody holds any more."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
+@contextmanager
+def undone(context: RunContext, work: Workload, seed: int) -> Iterator[RunState]:
+    """A block that may train: weights, buffers, optimizers, layers, modes and random numbers are put back after it.
+
+    Gradients are dropped, and what the module logs is forgotten. What a step changes beside these, such as a counter of
+    the module's own, stays.
+
+    Args:
+        context: of a run at a step boundary.
+        work: its workload.
+        seed: of the random numbers in the block.
+
+    Yields:
+        Counters to advance in the block.
+    """
+    module, layers = context.module, copy.deepcopy(context.stack.get_state())
+    tensors = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
+    optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in work.optimizers]
+    modes = [(part, part.training) for part in module.modules()]
+    state = copy.copy(context.state)
+    try:
+        with context.sink.muted(state), isolated_rng(seed, context.world.device):
+            yield state
+    finally:
+        with torch.no_grad():
+            for tensor, before in tensors:
+                tensor.copy_(before)
+        for parameter in module.parameters():
+            parameter.grad = None
+        for optimizer, saved in zip(work.optimizers, optimizers, strict=True):
+            optimizer.load_state_dict(saved)
+        context.stack.update_state(layers)
+        for part, training in modes:
+            part.training = training
+
+
+def fit_micro_batch(context: RunContext, data: TrainingData, work: Workload) -> None:
+    """Halve the micro-batch of a run until one forward and backward pass fits on every process.
+
+    All processes call it together. The gradient of a global batch does not depend on how it is split, so the result of
+    the run stays what it is. Room is left for the gradients and for two values a parameter that optimizers may keep.
+    The samples tried are the first of the data set; where others are larger, choose `gpu_batch_size_limit` yourself.
+
+    Raises:
+        ConfigurationError: the library does not know the samples of the training loader, or the run is private.
+        torch.OutOfMemoryError: not even one sample fits.
+    """
+    problem = data.training_set.problem
+    if context.stack.is_private or problem is not None:
+        why = "the run is private, and its batches are drawn anew for each step" if problem is None else problem
+        raise ConfigurationError(
+            f"fit_micro_batch=True: batches cannot be tried out, since {why}. Write gpu_batch_size_limit=... instead."
+        )
+    first = data.plan.micro_batch
+    while not _fits_everywhere(context, data, work):
+        data.set_plan(data.plan.with_micro_batch(max(1, data.plan.micro_batch // 2)))
+    plan = data.plan
+    if plan.micro_batch != first:
+        context.log.warning(
+            f"a micro-batch of {first} does not fit into memory: each step is split into {plan.accumulation} of "
+            f"{plan.micro_batch}, with the same result. To save the trial, write gpu_batch_size_limit="
+            f"{plan.micro_batch}."
+        )
+
+
+def _fits_everywhere(context: RunContext, data: TrainingData, work: Workload) -> bool:
+    error: Exception | None = None
+    world = context.world
+    try:
+        _try_once(context, data, work)
+    except Exception as raised:
+        if not ran_out_of_memory(raised):
+            raise
+        error = raised.with_traceback(None)  # which holds what the pass has allocated
+    free_memory(world.device)
+    if not any(world.comm.gather(error is not None)):
+        return True
+    if data.plan.micro_batch == 1:
+        world.comm.agree(error, "a step with a single sample")
+    return False
+
+
+def _try_once(context: RunContext, data: TrainingData, work: Workload) -> None:
+    """One pass that leaves nothing behind and sends nothing to other processes."""
+    stack, step = context.stack, context.state.global_step + 1
+    samples = data.training_set
+    batch = samples.fetch(torch.arange(min(data.plan.micro_batch, samples.length or 1)))
+    with undone(context, work, seed=mix(context.state.seed, step)):
+        kept = [torch.empty_like(p) for p in work.trained for _ in range(2)]
+        with stack.accumulate(work, False):
+            stack.backward(work, find_loss(stack.forward(work, Stage.TRAIN, batch, step)), 1.0)
+        del kept

@@ -1,0 +1,421 @@
+"""One run: the loop with its data, its reports and its checkpoints, epoch by epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from trainstack.backends import Workload
+from trainstack.checkpointing import Checkpoint
+from trainstack.errors import ModuleContractError, annotate
+from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.intervals import ValidationSchedule, whole_steps
+from trainstack.trainer.core.order import mix
+from trainstack.trainer.core.random_state import capture_rng, isolated_rng, restore_rng
+from trainstack.trainer.core.state import RunState
+from trainstack.trainer.core.tensors import finite_tensors, refuse_diverged, refuse_poisoned
+from trainstack.trainer.data.step_batches import Window
+from trainstack.trainer.data.training_data import TrainingData
+from trainstack.trainer.evaluation.collector import as_arguments
+from trainstack.trainer.evaluation.evaluator import Evaluator
+from trainstack.trainer.evaluation.metrics import Metrics
+from trainstack.trainer.events import Event
+from trainstack.trainer.events.hooks import Hooks
+from trainstack.trainer.module_checks import check_signatures, checked_optimizers_schedulers
+from trainstack.trainer.reporting.reporter import Reporter
+from trainstack.trainer.resume.resuming import check_resumable, check_schedules, say_what_differs
+from trainstack.trainer.resume.run_checkpoint import make_checkpoint, rng_of_rank
+from trainstack.trainer.resume.saving import Saver
+from trainstack.trainer.run.lifecycle import refuse_short_schedules
+from trainstack.trainer.run.loop import TrainLoop, train_windows
+from trainstack.trainer.run.stopping import Stopped, Stopper
+from trainstack.trainer.schedulers.building import make_schedules
+from trainstack.trainer.torch_settings import shape
+from trainstack.trainer.tracking.log_sink import LogSink
+
+_MOST_SHOWN = 64
+
+
+def place_of_failure(state: RunState, data: TrainingData, position: int | None) -> str:
+    """Where the step stood in which an exception was raised, worked out only now that it was.
+
+    Args:
+        state: of the run.
+        data: of the run.
+        position: the micro-batch in its step, from 0; None outside of forward and backward passes.
+    """
+    plan = data.plan
+    place = f"in epoch {state.epoch}, global step {state.current_step}"
+    if position is None:
+        return place
+    if plan.accumulation > 1:
+        place += f", micro-batch {position} of {plan.accumulation}"
+    indices = data.indices_under_way(state, position)
+    if indices is None:
+        return place
+    shown = ", ".join(map(str, indices[:_MOST_SHOWN]))
+    more = f", ... ({len(indices)} in all)" if len(indices) > _MOST_SHOWN else ""
+    return f"{place}, with the samples {shown}{more} of the training data set"
+
+
+MOST_PENDING_STEPS = 1000
+"""The losses of at most so many steps wait on the device, however far apart log points are."""
+
+
+class Run:
+    """A module made ready on a stack.
+
+    Args:
+        context: of the trainer, whose module has its state back already.
+        stopper: asked when the run is to stop, also by whoever supplies its data.
+        saver: writes the run's checkpoints.
+        metrics: given to the trainer; None for the module's.
+
+    Attributes:
+        data: the training data and the plan.
+        evaluator, sink: runs validation, test and prediction; records in `history` the values that the module logs.
+        validation: when to validate in training.
+        log_interval: global steps between two log points.
+        loop: what the loop works with.
+        pending_rng: the random state to go on with; used up when training goes on.
+        epoch_rng: the random state that the epoch under way began with.
+        watched: names of the parameters and buffers that must stay finite.
+    """
+
+    def __init__(self, context: RunContext, stopper: Stopper, saver: Saver, metrics: Any = None) -> None:
+        self.context, self.stopper, self.saver = context, stopper, saver
+        self.module, self.stack, self.world, self.state = context.module, context.stack, context.world, context.state
+        self.history, self.events, self.log = context.history, context.events, context.log
+        module, args, world, state = self.module, context.args, self.world, self.state
+        made_metrics = Metrics(metrics, module)
+        check_signatures(module, self.log, context.val_step)
+        self.pending_rng: Mapping[str, Any] | None = None
+        self.epoch_rng: Mapping[str, Any] | None = None
+        with isolated_rng(mix(state.seed), world.device):
+            self.data = TrainingData(module, args, world, state.seed, self.log, self.stack.stated_records)
+        self.validation = ValidationSchedule(args.validate_every, self.data.plan)
+        self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
+        module.plan = self.data.plan
+        module._log_sink = context.sink = (module._log_sink or LogSink()).connect(context.history, state)
+        self.hooks = Hooks(module, stopper.ask)
+        shape(module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private)
+        with context.sink.muted(state):  # a layer may try the module out
+            self.loop = self._make_loop()
+        self.evaluator = Evaluator(
+            context,
+            metrics=made_metrics,
+            data=self.data,
+            hooks=self.hooks,
+            stopper=stopper,
+            work=lambda: self.loop.work,
+        )
+        self.watched = finite_tensors(self.stack, self.loop.work)
+
+    def _make_loop(self) -> TrainLoop:
+        args, plan = self.context.args, self.data.plan
+        ahead = plan.rest(self.state.epoch, self.state.global_step) if args.reset_optimizers_schedulers else plan
+        epochs = max(1, ahead.epochs)
+        self.stack.place(self.module, self.world)
+        made = self.module.get_optimizers_schedulers(ahead.estimated_global_steps_per_epoch, epochs)
+        optimizers, schedulers = checked_optimizers_schedulers(made, self.module, self.log)
+        parts = (self.module, optimizers, self.world, args.clipping, self.data.training_set, args.output_dir)
+        work = self.stack.prepare(Workload.of(*parts, fast_paths=args.fast_paths))
+        keep = args.collect_train_outputs
+        return TrainLoop(
+            self.stack,
+            work,
+            self.hooks,
+            schedules=make_schedules(schedulers, work.optimizers, replace(ahead, epochs=epochs)),
+            state=self.state,
+            skip_nonfinite=args.nonfinite == "skip",
+            measure_every=self.log_interval,
+            keep_epoch_outputs=self.hooks.epoch_outputs if keep == "auto" else bool(keep),
+            bind=self.events.bound,
+            copy_losses=args.compile is not False,
+        )
+
+    def train_epoch(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
+        """Train what is left of the epoch under way, validate and save.
+
+        Args:
+            reporter: told at log points.
+            save: writes a checkpoint; called with True at steps that are multiples of `save_every`.
+            save_every: global steps, or None.
+
+        Raises:
+            Stopped: somebody asked for it; the run stands at a step boundary, or between two validation batches.
+        """
+        state, monitor = self.state, self.context.args.monitor
+        self.context.busy = True
+        windows = self._begin_epoch()
+        reporter.start_epoch(state, self.data.plan)
+        if state.validated < 0:
+            self._train_windows(windows, reporter, save, save_every)
+            if self.is_over:
+                reporter.progress.end_epoch()
+                return
+            reporter.end_training_epoch(state, self.loop.meter)
+            self._end_train_epoch()
+            state.validated = 0
+        if self.validation.after_epoch(state.epoch):
+            self.evaluator.validate(reporter)
+        may_lack = self.validation.is_sparse and not self.evaluator.has_validated
+        if monitor is not None and self.evaluator.has_validated:
+            self.history.get_latest_metric(monitor)  # or say which ones there are
+        self.loop.schedules.end_epoch(self.history, state.epoch, self.world.comm, may_lack=may_lack)
+        self.events.fire(Event.EPOCH_END, state.epoch)
+        state.finish_epoch()
+        reporter.end_epoch(state, self.data.plan)
+        self._save(save, self.saver.save_asked)
+        self.stopper.settle()
+
+    def _train_windows(
+        self, windows: Iterator[Window], reporter: Reporter, save: Callable[[bool], None], save_every: int | None
+    ) -> None:
+        state = self.state
+        self.loop.attend = lambda: self._attend(reporter, save, save_every)
+        self._set_next_attention(reporter, save_every)
+        try:
+            with suppress(Stopped):
+                if state.validating >= 0:  # it was broken off there
+                    self._validate_within(reporter)
+                train_windows(self.loop, islice(windows, self._steps_left()))
+        except Exception as error:
+            annotate(error, place_of_failure(state, self.data, self.loop.failed_in))
+            raise
+        self.stopper.settle()
+        if not state.steps_in_epoch:
+            raise ModuleContractError(
+                f"the loader that get_train_dataloader returned for epoch {state.epoch} gave no batch at all. Return a "
+                "loader over data; an iterator that is used up has to be made anew in each call."
+            )
+
+    def _steps_left(self) -> int | None:
+        """How many steps the epoch under way may still have; None for as many as there is data for."""
+        cap, most = self.data.plan.max_steps_per_epoch, self.data.plan.max_steps
+        left = [] if cap is None else [cap - self.state.steps_in_epoch]
+        left += [] if most is None else [most - self.state.global_step]
+        return max(0, min(left)) if left else None
+
+    def _begin_epoch(self) -> Iterator[Window]:
+        """Call the hook and ask for data; within an epoch both see the random state that the epoch began with."""
+        state, hook, device = self.state, self.hooks.begin_train_epoch, self.world.device
+        within = state.steps_in_epoch > 0
+        now = self.pending_rng or capture_rng(device)
+        if within and self.epoch_rng is not None:
+            restore_rng(self.epoch_rng, device)
+        else:
+            self.restore_rng_once()
+            self.epoch_rng = capture_rng(device)
+        self.events.fire(Event.EPOCH_BEGIN, state.epoch)
+        if hook is not None:
+            hook(state.global_step, state.epoch)
+        self.events.fire(Event.TRAIN_EPOCH_BEGIN, state.epoch)
+        windows = self.data.windows(state, self.stack.sampling) if state.validated < 0 else iter(())
+        if within:
+            restore_rng(now, device)
+            self.pending_rng = None
+            collector = self.loop.epoch_outputs
+            if collector is not None and collector.is_empty and state.validated < 0:
+                self.log.warning(
+                    f"resumed within epoch {state.epoch}: on_end_train_epoch gets the outputs of the steps from here "
+                    "on, those before the interruption are gone."
+                )
+        return windows
+
+    def _save(self, save: Callable[[bool], None], force: bool) -> None:
+        """Save at a step boundary, where everything that goes into a checkpoint fits together."""
+        self.context.busy = self.saver.save_asked = False
+        save(force)
+        self.context.busy = True
+
+    def _end_train_epoch(self) -> None:
+        hook, collector = self.hooks.end_train_epoch, self.loop.epoch_outputs
+        if hook is not None and collector is not None and self.hooks.epoch_outputs and collector.is_empty:
+            self.log.warning("on_end_train_epoch is left out: the outputs it takes were lost in the interruption.")
+        elif hook is not None:
+            outputs = self.stack.gather(collector.all_outputs) if collector is not None else []
+            hook(self.state.global_step, *(as_arguments(outputs) if self.hooks.epoch_outputs else ()))
+        if collector is not None:
+            collector.reset()
+        self.events.fire(Event.TRAIN_EPOCH_END, self.state.epoch)
+
+    def _attend(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
+        """What is due at this step: log, save, paint, stop, and moving on to the next step at which something is."""
+        state, step = self.state, self.state.global_step
+        if step % self.log_interval == 0 or step == self.data.plan.max_steps:
+            reporter.measure(state, self.loop.meter, self.loop.work.optimizers)
+            self.events.fire(Event.LOG, step)
+            reporter.write()
+        elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
+            self.loop.meter.drain()
+            reporter.write()
+        self.events.run_calls(step)
+        if self.validation.is_due(step, state.steps_in_epoch, self.world.comm):
+            self._validate_within(reporter)
+        if self.saver.save_asked or (save_every is not None and step % save_every == 0):
+            reporter.write()  # a history counts as written once it is saved
+            self._save(save, True)
+        if state.steps_in_epoch >= reporter.progress.next_look:
+            reporter.look(state)
+        if self.stopper.is_due(step):
+            raise Stopped
+        self._set_next_attention(reporter, save_every)
+        self.saver.poll()  # after that: what fails later moves `attend_at` again
+
+    def _validate_within(self, reporter: Reporter) -> None:
+        """Validate at a step boundary; one that is broken off is gone on with when the run is."""
+        self.state.validating = self.state.loaders_done
+        self.evaluator.validate(reporter)
+        self.state.validating = -1
+        reporter.end_validation(self.state)
+
+    def _set_next_attention(self, reporter: Reporter, save_every: int | None) -> None:
+        step = self.state.global_step
+        look = reporter.progress.next_look - self.state.steps_in_epoch
+        due = [self.next_log_step - step, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
+        due.append(max(1, self.stopper.next_look - step))
+        due.append(self.validation.next_step(step) - step)
+        due += [call_step - step for call_step in self.events.call_steps]
+        if save_every is not None:
+            due.append(save_every - step % save_every)
+        self.loop.attend_at = step + min(due)
+        if self.stopper.is_asked or self.saver.save_asked:  # looked at last: later ones call `wake` themselves
+            self.loop.wake()
+
+    @property
+    def next_log_step(self) -> int:
+        """The global step of the log point that comes next."""
+        step, last = self.state.global_step, self.data.plan.max_steps
+        due = step + self.log_interval - step % self.log_interval
+        return due if last is None or last <= step else min(due, last)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all epochs are trained, or all steps where their number was given."""
+        state, plan = self.state, self.data.plan
+        if plan.max_steps is None:
+            return state.epoch >= plan.epochs
+        if state.validated >= 0 or state.validating >= 0 or state.global_step < plan.max_steps:
+            return False
+        return not state.steps_in_epoch or plan.ends_within_epoch(state.global_step, state.steps_in_epoch)
+
+    @property
+    def why_over(self) -> str | None:
+        """Why no further step may be made, as a sentence; None if one may, or if none is planned."""
+        sampling, planned = self.stack.sampling, self.data.plan.total_steps
+        if sampling is None or (planned is not None and self.state.global_step >= planned):
+            return None
+        return sampling.why_over() if sampling.steps_allowed(1) == 0 else None
+
+    def restore_rng_once(self) -> None:
+        """Go on with the random state of the checkpoint, if that has not happened yet."""
+        if self.pending_rng is not None:
+            restore_rng(self.pending_rng, self.world.device)
+            self.pending_rng = None
+
+    # --- its end -------------------------------------------------------------------------------------------
+
+    def prolong(self, args: TrainerArguments) -> None:
+        """Extend the run to the end that `args` give.
+
+        Raises:
+            ConfigurationError: a schedule would end before the run does. The run is then unchanged.
+        """
+        refuse_short_schedules(self.loop.schedules, self.data.plan, self.state, args)
+        self.context.args = args
+        self.data.set_plan(self.data.plan.with_end(args.epochs, args.max_steps))
+        self.validation = ValidationSchedule(args.validate_every, self.data.plan)
+        self.log_interval = self.loop.measure_every = whole_steps("log_every", args.log_interval, self.data.plan)
+
+    def end(self, reporter: Reporter, export: Callable[[], None]) -> None:
+        """End a training that no exception has ended: save, tell the subscribers, and export the module.
+
+        Args:
+            reporter: of this training.
+            export: writes the module's state; not called where a signal has interrupted the run.
+        """
+        agreed, step = self.stopper.agreed, self.state.global_step
+        self.restore_rng_once()
+        reporter.write()  # a history counts as written once it is saved
+        self.saver.save(force=True, unless_saved=True)
+        self.saver.finish()
+        if agreed is not None:
+            self.events.fire(Event.STOP_TRAINING, agreed.reason)
+            if agreed.signal is not None:
+                self.events.end_train("interrupted")
+                reporter.end("interrupted", agreed.reason)
+                return
+            reporter.text(f"stopped after global step {step}: {agreed.reason}")
+        self.events.end_train("finished" if agreed is None else "stopped")
+        export()
+        if self.hooks.end_train is not None:
+            self.hooks.end_train(step)
+        reporter.write()
+        reporter.end_private_run(self.why_over)
+        reporter.end("finished" if agreed is None else "stopped", agreed.reason if agreed else self.why_over)
+
+    # --- checkpoints ---------------------------------------------------------------------------------------
+
+    def take_checkpoint(
+        self, get_state: Callable[[], Mapping[str, Any]], *, pinned: bool = False, after: BaseException | None = None
+    ) -> Checkpoint:
+        """A checkpoint of the run at a step boundary; tensors are the live ones. All processes call it together.
+
+        Args:
+            get_state: of the trainer.
+            pinned: whether it is kept for good.
+            after: an exception. Then nothing is refused, and the other processes are not asked.
+
+        Raises:
+            NonFiniteError: a loss, a gradient or the weights are inf or nan.
+            PeerError: the processes do not have the same weights.
+        """
+        context, plan, state = self.context, self.data.plan, self.state
+        if after is not None:
+            return make_checkpoint(context, plan, get_state, None, None, after=after)
+        self.loop.meter.drain()
+        refuse_poisoned(self.stack, self.module, self.watched, state.global_step)
+        refuse_diverged(self.stack, self.module, self.world.comm, state.global_step)
+        loader_state = self.data.loader_memory.get_state(within=state.steps_in_epoch > 0)
+        return make_checkpoint(context, plan, get_state, self.epoch_rng, loader_state, pinned=pinned)
+
+    def resume(self, checkpoint: Checkpoint, update_state: Callable[[Mapping[str, Any] | None], None]) -> None:
+        """Take the states of `checkpoint`, as far as `resume_mode` asks for them.
+
+        Args:
+            checkpoint: its module's state is restored already.
+            update_state: of the trainer.
+
+        Raises:
+            CheckpointMismatchError: they are of another optimizer, backend, data set or a shorter schedule.
+        """
+        context, state, plan = self.context, self.state, self.data.plan
+        mode, saved = context.args.resume_mode, checkpoint.trainer_state or {}
+        if mode == "weights":
+            return
+        if mode == "full":
+            check_resumable(checkpoint, context, plan)
+            update_state(checkpoint.trainer_state)
+        else:
+            self.loop.update_state(saved, fresh_optimizers=False, log=self.log)
+        self.stack.update_state(checkpoint.trainer_backend_state or {})
+        check_schedules(self.loop.schedules, plan, state)
+        if mode != "full":
+            return
+        if checkpoint.history_state is not None:
+            self.history.update_state(checkpoint.history_state)
+        if "user" in saved:
+            context.user_state.update_state(saved["user"])
+        rng = rng_of_rank(checkpoint.rng_state, self.world, state)
+        if rng is not None:
+            self.pending_rng, self.epoch_rng = rng["now"], rng["epoch"]
+        self.data.loader_memory.restore(saved.get("loaders"), self.world)
+        say_what_differs(checkpoint, context)
+        self.saver.saved_at = (state.global_step, state.epoch)
+        self.events.update_state(checkpoint.callback_states)
+        self.events.fire(Event.LOAD_CHECKPOINT, checkpoint)

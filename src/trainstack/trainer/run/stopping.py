@@ -1,0 +1,240 @@
+"""Stopping a run well: who asks for it, and at which step boundary all processes stop together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from trainstack.backends import World
+from trainstack.errors import PeerError, Preempted
+from trainstack.trainer.core.intervals import NEVER
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.run.loop import TrainLoop
+from trainstack.trainer.tracking.writers.console import Pace
+
+LOOK_S = 0.5
+"""How often a process looks whether another one has been asked to stop."""
+
+
+class Request(NamedTuple):
+    """Why a run is to stop.
+
+    Attributes:
+        reason: in words.
+        signal: the number of the signal that asks; None where training is over for a reason of its own.
+    """
+
+    reason: str
+    signal: int | None = None
+
+
+class Stopped(Exception):
+    """Raised on every process at the boundary where the run stops; `Trainer.train` catches it."""
+
+
+class Stopper:
+    """Takes requests to stop and lets all processes agree on where.
+
+    `ask` sets flags and nothing else, so signal handlers and other threads may call it. A request with a signal goes
+    before one without. While nobody asks, a step costs nothing: a process listens to the others about twice a second.
+
+    Attributes:
+        agreed: what all processes have stopped for; None before.
+    """
+
+    def __init__(self) -> None:
+        self.agreed: Request | None = None
+        self._request: Request | None = None
+        self._loop: TrainLoop | None = None
+        self._world = World()
+
+    def begin(self, loop: TrainLoop, world: World) -> None:
+        """Training begins; all processes call it together. A request that was made before counts."""
+        self.agreed, self._loop, self._world = None, loop, world
+        self._names = f"stop/{world.comm.share(uuid.uuid4().hex)}"  # a trainer before this one may have used the store
+        self._told: Request | None = None
+        self._published = False
+        self._target: int | None = None
+        self._pace = Pace(LOOK_S, due_at_once=False)
+
+    def end(self) -> Request | None:
+        """Training is over; a request that came too late to be heeded, if there is one."""
+        late, self._request, self._loop = self._request, None, None
+        return late if self.agreed is None else None
+
+    def ask(self, reason: str, signal: int | None = None) -> None:
+        """Ask for a stop at the next boundary that all processes agree on."""
+        if self._request is None or (signal is not None and self._request.signal is None):
+            self._request = Request(reason, signal)
+        if self._loop is not None:
+            self._loop.attend_at = 0
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a request is known on this process, so that every boundary has to be looked at."""
+        return self._request is not None
+
+    @property
+    def next_look(self) -> int:
+        """The global step at which to listen to the other processes."""
+        return self._pace.next_look if self._world.size > 1 else NEVER
+
+    def is_due(self, step: int) -> bool:
+        """Whether all processes stop after `step`, which this one has just finished.
+
+        The process that is asked leaves word in the store. Each that knows publishes the step it has finished, once,
+        and trains on; when all have, the run stops one step after the highest of them. Nobody is past that by then:
+        to finish step s, a process needs the gradients of every other for s. So each other has left boundary s - 1,
+        and if it has not published yet, it will at boundary s or later. A process that still misses somebody at s
+        thus knows that the highest is s at least, and it has not begun the step after.
+
+        On an accelerator the host runs ahead of the gradients; so it waits for the device before it looks.
+
+        Raises:
+            PeerError: the processes do not wait for each other in each step, and this one has gone too far.
+        """
+        if self._world.size == 1:
+            return self.is_asked
+        if not self.is_asked and self._pace.look(step):
+            self._listen()
+        if not self.is_asked:
+            return False
+        if self._target is None:
+            self._tell()
+            self._target = self._find_target(step)
+        if self._target is not None and step > self._target:
+            raise PeerError(
+                f"all processes were to stop after global step {self._target}, and rank {self._world.rank} has "
+                f"finished {step}: the layers of this backend do not exchange gradients in each step."
+            )
+        return step == self._target
+
+    def interrupts(self) -> bool:
+        """Whether a validation is to be broken off, for a signal here or on another process."""
+        if self._world.size > 1:
+            if not self._is_urgent and self._pace.is_due():
+                self._listen()
+            self._tell()
+        return self._is_urgent
+
+    def settle(self) -> None:
+        """Between the parts of an epoch: stop if any process has been asked; all call it together.
+
+        Raises:
+            Stopped: on every process.
+        """
+        told = self._world.comm.gather(self._request)
+        asked = [request for request in told if request is not None]
+        if asked:
+            self.agreed = next((request for request in asked if request.signal is not None), asked[0])
+            raise Stopped
+
+    @property
+    def _is_urgent(self) -> bool:
+        return self._request is not None and self._request.signal is not None
+
+    def _tell(self) -> None:
+        if self._request is not None and self._told != self._request:
+            self._told = self._request
+            self._world.comm.post(f"{self._names}/asked", json.dumps(self._request))
+
+    def _listen(self) -> None:
+        with self._pace.painting(), suppress(RuntimeError):  # a store that is gone shows elsewhere
+            found = self._world.comm.posted([f"{self._names}/asked"])
+            if found is not None:
+                self.ask(*json.loads(found[0]))
+                self._told = self._request
+
+    def _find_target(self, step: int) -> int | None:
+        world = self._world
+        if world.device.type != "cpu":
+            torch.accelerator.synchronize(world.device)
+        if not self._published:
+            self._published = True
+            world.comm.post(f"{self._names}/{world.rank}", str(step))
+        steps = world.comm.posted([f"{self._names}/{rank}" for rank in range(world.size)])
+        return None if steps is None else max(map(int, steps)) + 1
+
+
+_SAME_PRESS_S = 1.0
+"""A terminal and a launcher may both pass one Ctrl-C on, so what follows within this time is the same one."""
+
+_HANDLED = ("SIGTERM", "SIGUSR1", "SIGINT")  # Windows has no SIGUSR1
+_AGAIN = b"\nCtrl-C: the run stops at the end of this step. Ctrl-C again stops it at once.\n"
+
+
+@contextmanager
+def signals_ask(stopper: Stopper, *, wanted: bool, says: bool) -> Iterator[None]:
+    """SIGTERM, SIGUSR1 and Ctrl-C ask `stopper` inside; a second Ctrl-C raises KeyboardInterrupt at once.
+
+    A signal that the program ignores, or handles in a way of its own, is left alone. Outside of the main thread, where
+    Python lets nobody handle signals, nothing is done.
+
+    Args:
+        stopper: asked.
+        wanted: False does nothing.
+        says: whether to tell who pressed Ctrl-C that it was noticed.
+    """
+    replaced: dict[int, Any] = {}
+    handler = _Handler(stopper, says)
+    if wanted and threading.current_thread() is threading.main_thread():
+        for number in (getattr(signal, name) for name in _HANDLED if hasattr(signal, name)):
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                replaced[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before in replaced.items():
+            if signal.getsignal(number) is handler:
+                signal.signal(number, before)
+
+
+def end_by_signal(heeded: Request | None, late: Request | None, last_words: str, log: RunLogger | None) -> None:
+    """End `train()` if a signal has stopped it; a signal that came too late goes to whoever handles it now.
+
+    Args:
+        heeded: what the run was stopped for, if it was.
+        late: what else was asked for, when there was nothing left to stop.
+        last_words: where the run was stopped, and what to do.
+        log: told as well; None on processes that must not say anything.
+
+    Raises:
+        KeyboardInterrupt: for Ctrl-C.
+        Preempted: for another signal.
+    """
+    if heeded is not None and heeded.signal is not None:
+        text = f"stopped by {heeded.reason} {last_words}."
+        if log is not None:
+            log.warning(text)
+        raise KeyboardInterrupt(text) if heeded.signal == signal.SIGINT else Preempted(text, heeded.signal)
+    if late is not None and late.signal is not None:
+        signal.raise_signal(late.signal)
+
+
+class _Handler:
+    """Runs between two instructions of whatever the main thread does, so it sets flags and writes past all buffers."""
+
+    def __init__(self, stopper: Stopper, says: bool) -> None:
+        self._stopper, self._says = stopper, says
+        self._pressed: float | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._pressed is not None and now - self._pressed > _SAME_PRESS_S:
+                raise KeyboardInterrupt
+            if self._pressed is None and self._says:
+                with suppress(OSError):
+                    os.write(2, _AGAIN)
+            self._pressed = now if self._pressed is None else self._pressed
+        self._stopper.ask("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name, number)

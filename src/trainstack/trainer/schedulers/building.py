@@ -1,0 +1,191 @@
+"""From what `get_optimizers_schedulers` returned to schedulers that can be stepped: factories are called here."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+
+from trainstack.errors import ConfigurationError, ModuleContractError, annotate
+from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.core.state import RunState
+from trainstack.trainer.schedulers import placeholders, warmup
+from trainstack.trainer.schedulers.placeholders import resolve
+from trainstack.trainer.schedulers.stepping import SchedulerConfig, Schedules, TimmSchedulerAdapter, is_timm_scheduler
+
+
+def is_scheduler(value: Any) -> bool:
+    """Whether `value` is a made scheduler: an object, no class, that can be stepped."""
+    return callable(getattr(value, "step", None)) and not isinstance(value, type | Optimizer)
+
+
+def is_scheduler_factory(value: Any) -> bool:
+    """Whether `value` makes a scheduler of an optimizer: a function, a class or a `functools.partial`."""
+    return callable(value) and not is_scheduler(value) and not isinstance(value, Optimizer)
+
+
+def make_schedules(returned: Sequence[Any], optimizers: Sequence[Optimizer], plan: TrainingPlan) -> Schedules:
+    """Make what is still to be made, and put each scheduler in its rhythm.
+
+    Args:
+        returned: schedulers and factories, bare or in a `SchedulerConfig`.
+        optimizers: as the backend's layers left them. Where there are several, a factory gets the one at its own
+            position.
+        plan: gives placeholders their values.
+
+    Raises:
+        ModuleContractError: a factory makes no scheduler of its optimizer, or has none.
+        ConfigurationError: a rhythm does not suit its scheduler, or a placeholder has no value.
+    """
+    configs = [value if isinstance(value, SchedulerConfig) else SchedulerConfig(value) for value in returned]
+    made = []
+    for position, config in enumerate(configs):
+        scheduler = config.scheduler
+        if is_scheduler_factory(scheduler):
+            scheduler = _make(scheduler, position, optimizers, plan)
+        if is_timm_scheduler(scheduler):
+            scheduler = TimmSchedulerAdapter(scheduler)
+        made.append(replace(config, scheduler=scheduler))
+        _check_rhythm(made[-1])
+    return Schedules(made)
+
+
+def _make(factory: Any, position: int, optimizers: Sequence[Optimizer], plan: TrainingPlan) -> Any:
+    if len(optimizers) > 1 and position >= len(optimizers):
+        raise ModuleContractError(
+            f"scheduler {position} is a factory, and there are {len(optimizers)} optimizers: a factory gets the "
+            "optimizer at its own position. Return the scheduler itself."
+        )
+    optimizer = optimizers[position if len(optimizers) > 1 else 0]
+    name = getattr(getattr(factory, "func", factory), "__name__", type(factory).__name__)
+    try:
+        scheduler = resolve(factory, plan)(optimizer)
+    except Exception as error:
+        annotate(error, f"raised when {name} was called with the optimizer to make scheduler {position}")
+        raise
+    if not is_scheduler(scheduler) or getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ModuleContractError(
+            f"scheduler {position} is a factory: {name}, called with the optimizer, gave a {type(scheduler).__name__} "
+            "and no scheduler of that optimizer. Give a function such as "
+            "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)."
+        )
+    return scheduler
+
+
+def _check_rhythm(config: SchedulerConfig) -> None:
+    scheduler = config.scheduler
+    if isinstance(scheduler, TimmSchedulerAdapter):
+        _check_timm(config, type(scheduler.scheduler).__name__)
+    elif isinstance(scheduler, ReduceLROnPlateau):
+        if config.monitor is None:
+            raise ConfigurationError(
+                "ReduceLROnPlateau steps on a value at an epoch's end. Say which: "
+                "SchedulerConfig(scheduler, monitor='val/loss')."
+            )
+    elif config.monitor is not None and isinstance(scheduler, LRScheduler):
+        raise ConfigurationError(
+            f"SchedulerConfig(monitor={config.monitor!r}): {type(scheduler).__name__} takes no value when it steps. "
+            "Leave monitor out, or use ReduceLROnPlateau."
+        )
+
+
+def _check_timm(config: SchedulerConfig, kind: str) -> None:
+    if (config.interval, config.frequency, config.monitor) != (None, 1, None):
+        raise ConfigurationError(
+            f"{kind} is one of timm's schedulers, which are told of every update and every epoch and choose "
+            "themselves. Return it without interval, frequency and monitor."
+        )
+    if hasattr(config.scheduler.scheduler, "lr_scheduler"):
+        raise ConfigurationError(
+            f"timm's {kind} does not keep its whole state, so a resumed run would follow another schedule. Write "
+            "SchedulerConfig(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), monitor='val/loss')."
+        )
+
+
+def counts_at_end(schedules: Schedules, plan: TrainingPlan, state: RunState) -> list[int | None]:
+    """What each scheduler will have counted to when the run that stands at `state` is over; None if unknown."""
+    per_epoch = plan.steps_per_epoch
+    epochs: int | None = plan.epochs - state.epoch
+    steps = None if per_epoch is None else (plan.epochs - state.epoch) * per_epoch - state.steps_in_epoch
+    if plan.max_steps is not None:
+        steps = plan.max_steps - state.global_step
+        epochs = plan.max_steps // per_epoch - state.epoch if per_epoch else None
+    return schedules.counts_after(steps, epochs)
+
+
+def why_too_short(scheduler: Any, count: int, planned: int) -> str | None:
+    """What is wrong with a schedule that is stepped until it has counted to `count`; None if nothing is known to be.
+
+    Rates that merely stay where they are above zero are fine. The last update is made with the rate at `count - 1`.
+
+    Args:
+        scheduler: of torch.
+        count: of its steps, at the end of the longer run.
+        planned: likewise, of the run as it was planned; who has planned to go beyond a cosine means to swing.
+    """
+    # torch 2.13.0: there is no public way to the parts of these two schedulers.
+    if isinstance(scheduler, SequentialLR):
+        start = scheduler._milestones[-1]
+        if count <= start:
+            return None
+        return why_too_short(scheduler._schedulers[-1], count - start, planned - start)
+    if isinstance(scheduler, ChainedScheduler):
+        found = (why_too_short(part, count, planned) for part in scheduler._schedulers)
+        return next((what for what in found if what is not None), None)
+    if isinstance(scheduler, OneCycleLR) and count > scheduler.total_steps:
+        return f"it ends after {scheduler.total_steps} of its steps, and torch refuses to make more"
+    if isinstance(scheduler, CosineAnnealingLR) and planned <= scheduler.T_max < count:
+        return f"after T_max={scheduler.T_max} of its steps the rate would rise again"
+    if _is_zero(scheduler, count - 1):
+        return "it ends before, and the rate of the last update would be 0"
+    return None
+
+
+def _is_zero(scheduler: Any, step: int) -> bool:
+    """Whether every rate is 0 after `step` steps, where that can be computed."""
+    if isinstance(scheduler, PolynomialLR) or (isinstance(scheduler, LinearLR) and scheduler.end_factor == 0):
+        return step >= scheduler.total_iters
+    return isinstance(scheduler, LambdaLR) and all(function(step) == 0 for function in scheduler.lr_lambdas)
+
+
+_WHOLE_RUN: dict[str, Any] = {"total_steps": placeholders.TOTAL_STEPS}
+_SHAPES: dict[str, Any] = {
+    "warmup_cosine": functools.partial(warmup.warmup_cosine, **_WHOLE_RUN),
+    "warmup_linear": functools.partial(warmup.warmup_linear, **_WHOLE_RUN),
+    "warmup_stable_decay": functools.partial(warmup.warmup_stable_decay, **_WHOLE_RUN),
+    "inverse_sqrt": warmup.inverse_sqrt,
+}
+
+
+def build_scheduler(name: str, **options: Any) -> functools.partial[Any]:
+    """A factory for the scheduler called `name`, to be returned among the schedulers.
+
+    Args:
+        name: "warmup_cosine", "warmup_linear" or "warmup_stable_decay", over all steps of the run unless given
+            `total_steps`; "inverse_sqrt"; or a class of `torch.optim.lr_scheduler` such as "StepLR".
+        **options: for it; may hold placeholders.
+
+    Raises:
+        ConfigurationError: there is no such scheduler.
+    """
+    known = {**_SHAPES, **{key: getattr(lr_scheduler, key) for key in lr_scheduler.__all__ if key != "LRScheduler"}}
+    if name not in known:
+        close = difflib.get_close_matches(str(name), known, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(sorted(known))}."
+        raise ConfigurationError(f"no scheduler is called {name!r}. {hint}")
+    return functools.partial(known[name], **options)

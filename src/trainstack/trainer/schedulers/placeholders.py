@@ -1,0 +1,171 @@
+"""Placeholders for what is known only when a run has its plan: `placeholders.TOTAL_STEPS // 10`.
+
+They stand where a number will stand: in the keywords of a `functools.partial`, in lists and dicts, at any depth.
+`resolve` puts the numbers in.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from trainstack.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from trainstack.trainer.core.plan import TrainingPlan
+
+_UNKNOWN = "the training loader has no length. Give it one (__len__, its number of batches)"
+
+
+class Lazy:
+    """A number that is not known yet. `+ - * / //`, `-x`, `round`, `math.floor` and `math.ceil` give another one."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Any) -> Expression:
+        return _binary(operator.add, "+", self, other)
+
+    def __radd__(self, other: Any) -> Expression:
+        return _binary(operator.add, "+", other, self)
+
+    def __sub__(self, other: Any) -> Expression:
+        return _binary(operator.sub, "-", self, other)
+
+    def __rsub__(self, other: Any) -> Expression:
+        return _binary(operator.sub, "-", other, self)
+
+    def __mul__(self, other: Any) -> Expression:
+        return _binary(operator.mul, "*", self, other)
+
+    def __rmul__(self, other: Any) -> Expression:
+        return _binary(operator.mul, "*", other, self)
+
+    def __truediv__(self, other: Any) -> Expression:
+        return _binary(operator.truediv, "/", self, other)
+
+    def __rtruediv__(self, other: Any) -> Expression:
+        return _binary(operator.truediv, "/", other, self)
+
+    def __floordiv__(self, other: Any) -> Expression:
+        return _binary(operator.floordiv, "//", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Expression:
+        return _binary(operator.floordiv, "//", other, self)
+
+    def __neg__(self) -> Expression:
+        return Expression(operator.neg, "-", (self,))
+
+    def __round__(self, digits: int | None = None) -> Expression:
+        return Expression(round, "round", (self,) if digits is None else (self, digits))
+
+    def __floor__(self) -> Expression:
+        return Expression(math.floor, "math.floor", (self,))
+
+    def __ceil__(self) -> Expression:
+        return Expression(math.ceil, "math.ceil", (self,))
+
+    def _unknown(self, *_: Any) -> NoReturn:
+        raise ConfigurationError(
+            f"{self!r} has no value before the run's plan is made. Leave it as it is in a functools.partial or in the "
+            "options of a scheduler or optimizer; write round(...), math.floor(...) or // for a whole number."
+        )
+
+    __int__ = __float__ = __index__ = __bool__ = __complex__ = __trunc__ = _unknown
+    __lt__ = __le__ = __gt__ = __ge__ = _unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder(Lazy):
+    """A number of the plan.
+
+    Attributes:
+        name: under which it is found in this file.
+        field: of `TrainingPlan`.
+    """
+
+    name: str
+    field: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Expression(Lazy):
+    """Arithmetic on placeholders, done when they are known."""
+
+    function: Callable[..., Any]
+    symbol: str
+    operands: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        parts = [f"({part!r})" if _is_compound(part) else repr(part) for part in self.operands]
+        if len(parts) == 2 and self.function is not round:
+            return f" {self.symbol} ".join(parts)
+        return f"{self.symbol}({', '.join(map(repr, self.operands))})"
+
+
+NUM_EPOCHS = Placeholder("NUM_EPOCHS", "epochs")
+"""Epochs of the run."""
+STEPS_PER_EPOCH = Placeholder("STEPS_PER_EPOCH", "steps_per_epoch")
+"""Global steps (updates) an epoch, on all processes together."""
+NUM_UPDATE_STEPS_PER_EPOCH = Placeholder("NUM_UPDATE_STEPS_PER_EPOCH", "steps_per_epoch")
+"""The same, under pytorch-accelerated's name."""
+TOTAL_STEPS = Placeholder("TOTAL_STEPS", "total_steps")
+"""Global steps of the run."""
+GLOBAL_BATCH = Placeholder("GLOBAL_BATCH", "global_batch")
+"""Samples a global step, over all processes."""
+WORLD_SIZE = Placeholder("WORLD_SIZE", "world_size")
+"""Processes."""
+
+
+def resolve(value: Any, plan: TrainingPlan) -> Any:
+    """`value` with the numbers of `plan` in place of all placeholders.
+
+    Looks into lists, tuples, dicts and `functools.partial` objects, which are rebuilt; anything else is as it was.
+
+    Raises:
+        ConfigurationError: a number is not known, or the arithmetic cannot be done.
+    """
+    if isinstance(value, Lazy):
+        return _number(value, plan)
+    if isinstance(value, functools.partial):
+        keywords = {key: resolve(item, plan) for key, item in value.keywords.items()}
+        return type(value)(resolve(value.func, plan), *(resolve(item, plan) for item in value.args), **keywords)
+    if type(value) is dict:
+        return {key: resolve(item, plan) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(resolve(item, plan) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(resolve(item, plan) for item in value))
+    return value
+
+
+def _number(value: Any, plan: TrainingPlan) -> Any:
+    if isinstance(value, Placeholder):
+        number = getattr(plan, value.field)
+        if number is None:
+            otherwise = ", or set max_steps in TrainerArguments" if value.field == "total_steps" else ""
+            raise ConfigurationError(f"{value!r} has no value: {_UNKNOWN}{otherwise}.")
+        return number
+    if not isinstance(value, Expression):
+        return value
+    try:
+        return value.function(*(_number(operand, plan) for operand in value.operands))
+    except ArithmeticError as error:
+        raise ConfigurationError(f"{value!r} cannot be computed with the numbers of this run: {error}.") from error
+
+
+def _binary(function: Callable[..., Any], symbol: str, left: Any, right: Any) -> Expression:
+    for operand in (left, right):
+        if isinstance(operand, bool) or not isinstance(operand, int | float | Lazy):
+            return NotImplemented  # type: ignore[no-any-return]
+    return Expression(function, symbol, (left, right))
+
+
+def _is_compound(operand: Any) -> bool:
+    return isinstance(operand, Expression) and len(operand.operands) == 2 and operand.function is not round

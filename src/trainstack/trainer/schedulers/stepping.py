@@ -1,0 +1,218 @@
+"""`Schedules`: the schedulers of a run, each in its rhythm; the loop pays for no rhythm that is not used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
+
+from trainstack.backends import Communicator
+from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.trainer.tracking.history import RunHistory
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """A scheduler with a rhythm of its own; one that is returned bare steps after every update.
+
+    Args:
+        scheduler: the scheduler, or a function of the optimizer that makes it.
+        interval: `"step"` counts global steps that moved the weights, `"epoch"` epochs, whose end comes after
+            validation. None is `"epoch"` where something is monitored, else `"step"`.
+        frequency: step at every so many of them.
+        monitor: the metric in the history whose value `scheduler.step(value)` gets, such as `"val/loss"`. Epochs in
+            which it was not recorded are not counted.
+
+    Raises:
+        ConfigurationError: a value is wrong, or two do not go together.
+    """
+
+    scheduler: Any
+    _: KW_ONLY
+    interval: Literal["step", "epoch"] | None = None
+    frequency: int = 1
+    monitor: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.interval not in ("step", "epoch", None):
+            raise ConfigurationError(f"interval={self.interval!r}: write 'step' or 'epoch'.")
+        if isinstance(self.frequency, bool) or not isinstance(self.frequency, int) or self.frequency < 1:
+            raise ConfigurationError(f"frequency={self.frequency!r}: write a whole number, 1 or more.")
+        if self.monitor is not None and (not isinstance(self.monitor, str) or not self.monitor):
+            raise ConfigurationError(f"monitor={self.monitor!r}: write the name of a metric, such as 'val/loss'.")
+        if self.monitor is not None and self.interval == "step":
+            raise ConfigurationError(
+                f"interval='step' with monitor={self.monitor!r}: a monitored value is asked for at an epoch's end. "
+                "Leave interval out."
+            )
+
+    @property
+    def per_epoch(self) -> bool:
+        """Whether epochs are counted, not updates."""
+        return self.interval == "epoch" or self.monitor is not None
+
+
+def is_timm_scheduler(scheduler: Any) -> bool:
+    """Whether `scheduler` has timm's methods: `step_update(num_updates)` and `step(epoch)`."""
+    return callable(getattr(scheduler, "step_update", None)) and callable(getattr(scheduler, "step", None))
+
+
+class TimmSchedulerAdapter:
+    """Counts for a timm scheduler, which keeps no count itself, so that it goes on after a resume.
+
+    Args:
+        scheduler: an object with timm's methods; decides itself whether updates or epochs matter.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.updates = self.epochs = 0
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that is scheduled."""
+        return self.scheduler.optimizer
+
+    def step_update(self) -> None:
+        """An update moved the weights."""
+        self.updates += 1
+        self.scheduler.step_update(num_updates=self.updates)
+
+    def end_epoch(self) -> None:
+        """An epoch is over."""
+        self.epochs += 1
+        self.scheduler.step(self.epochs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both counts and the scheduler's own state."""
+        return {"updates": self.updates, "epochs": self.epochs, "scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.updates, self.epochs = state["updates"], state["epochs"]
+        self.scheduler.load_state_dict(state["scheduler"])
+
+
+class Schedules:
+    """Steps schedulers when they are due.
+
+    Args:
+        configs: made schedulers, bare or with a rhythm.
+
+    Attributes:
+        schedulers: the schedulers themselves, whose states a checkpoint keeps.
+    """
+
+    def __init__(self, configs: Sequence[Any] = ()) -> None:
+        self._scheduled = [
+            _Scheduled(config if isinstance(config, SchedulerConfig) else SchedulerConfig(config)) for config in configs
+        ]
+        self.schedulers = tuple(scheduled.scheduler for scheduled in self._scheduled)
+        self._on_step = [call for scheduled in self._scheduled if (call := scheduled.step_call) is not None]
+
+    def step(self) -> None:
+        """Step what counts updates; called after each global step that moved the weights.
+
+        Raises:
+            ModuleContractError: a scheduler refuses to step, such as `OneCycleLR` past its end.
+        """
+        for call in self._on_step:
+            _step(call)
+
+    def end_epoch(self, history: RunHistory, epoch: int, comm: Communicator, *, may_lack: bool = False) -> None:
+        """Step what counts epochs; `history` has this epoch's values. All processes call it together.
+
+        Raises:
+            ConfigurationError: a monitored metric was never recorded, though it should be by now (not `may_lack`).
+            ModuleContractError: a scheduler refuses to step.
+        """
+        for scheduled in self._scheduled:
+            call, monitor = scheduled.epoch_call, scheduled.config.monitor
+            if call is not None and monitor is None:
+                _step(call)
+            elif call is not None and (value := _agreed(history, str(monitor), epoch, comm, may_lack)) is not None:
+                _step(call, value)
+
+    def counts_after(self, updates: int | None, epochs: int | None) -> list[int | None]:
+        """What torch's schedulers will have counted to after so many more; None where that is not known."""
+        return [scheduled.count_after(updates, epochs) for scheduled in self._scheduled]
+
+    def get_counts(self) -> list[int]:
+        """How many updates or epochs each scheduler has waited since it stepped."""
+        return [scheduled.waited for scheduled in self._scheduled]
+
+    def update_counts(self, counts: Sequence[int]) -> None:
+        """Take back what `get_counts` returned."""
+        for scheduled, count in zip(self._scheduled, counts, strict=True):
+            scheduled.waited = count
+
+
+class _Scheduled:
+    """One scheduler in its rhythm."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config, self.scheduler, self.waited = config, config.scheduler, 0
+
+    @property
+    def step_call(self) -> Callable[[], Any] | None:
+        """What the loop calls after each update; None if updates are not counted."""
+        if isinstance(self.scheduler, TimmSchedulerAdapter):
+            return self.scheduler.step_update
+        if self.config.per_epoch:
+            return None
+        return self._count if self.config.frequency > 1 else self.scheduler.step
+
+    @property
+    def epoch_call(self) -> Callable[..., Any] | None:
+        """What is called at an epoch's end, with the monitored value if there is one; None if none is counted."""
+        if isinstance(self.scheduler, TimmSchedulerAdapter):
+            return self.scheduler.end_epoch
+        return self._count if self.config.per_epoch else None
+
+    def count_after(self, updates: int | None, epochs: int | None) -> int | None:
+        """The scheduler's own count after so many more, if it is one of torch's."""
+        more = epochs if self.config.per_epoch else updates
+        scheduler = self.scheduler
+        while isinstance(scheduler, ChainedScheduler):  # which counts only in its parts
+            scheduler = scheduler._schedulers[0]  # torch 2.13.0: there is no public way to the parts
+        if more is None or not isinstance(scheduler, LRScheduler):
+            return None
+        return scheduler.last_epoch + (self.waited + max(0, more)) // self.config.frequency
+
+    def _count(self, *value: float) -> None:
+        self.waited += 1
+        if self.waited >= self.config.frequency:
+            self.waited = 0
+            self.scheduler.step(*value)
+
+
+def _step(call: Callable[..., Any], *value: float) -> None:
+    try:
+        call(*value)
+    except ValueError as error:  # OneCycleLR past its end
+        owner = getattr(call, "__self__", call)
+        kind = type(getattr(owner, "scheduler", owner)).__name__
+        raise ModuleContractError(
+            f"{kind}.step() failed: {error}. It steps once after each global step that moved the weights, unless a "
+            "SchedulerConfig says otherwise: make it for self.plan.total_steps steps."
+        ) from error
+
+
+def _agreed(history: RunHistory, name: str, epoch: int, comm: Communicator, may_lack: bool) -> float | None:
+    """The newest value of `name` if it is of `epoch`, as the main process has it; None if it is older.
+
+    Raises:
+        ConfigurationError: it was never recorded.
+    """
+    value, failure = None, None
+    if comm.rank == 0:
+        try:
+            record = history.latest_record(name)
+            value = record.value if record.epoch == epoch else None
+        except ConfigurationError as error:
+            failure = None if may_lack else ConfigurationError(f"a scheduler monitors {name!r}: {error}")
+    comm.agree(failure, "reading a monitored metric")
+    shared: float | None = comm.share(value)
+    return shared

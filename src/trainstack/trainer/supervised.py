@@ -1,0 +1,362 @@
+"""`SupervisedModule`: a `ModuleInterface` for those who have a model, a loss and data sets."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.optim import Optimizer
+
+from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.trainer.arg_matching import (
+    NameMapping,
+    apply_mapping,
+    as_named,
+    call_with_matching_args,
+    chosen_mapping,
+    parameters_of,
+)
+from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.schedulers.building import build_scheduler, is_scheduler
+from trainstack.trainer.schedulers.placeholders import resolve
+from trainstack.trainer.schedulers.stepping import SchedulerConfig
+
+OptimizerSource = optim.Optimizer | Callable[..., optim.Optimizer] | str
+
+
+def build_optimizer(
+    name: str, parameters: Iterable[Any], *, lr: float | None = None, weight_decay: float | None = None, **options: Any
+) -> optim.Optimizer:
+    """Make the optimizer called `name` over `parameters`.
+
+    Args:
+        name: of a class in `torch.optim`, in any case: "adamw", "sgd", ...
+        parameters: parameters or parameter groups.
+        lr: the learning rate; torch's default if None.
+        weight_decay: likewise.
+        **options: what else the class takes.
+
+    Raises:
+        ConfigurationError: there is no such optimizer, or it does not take these options.
+    """
+    made_by = optimizer_class(name)
+    given = {"lr": lr, "weight_decay": weight_decay}
+    options |= {key: value for key, value in given.items() if value is not None}
+    unknown = set(options) - set(inspect.signature(made_by).parameters)
+    if unknown:
+        takes = ", ".join(list(inspect.signature(made_by).parameters)[1:])
+        raise ConfigurationError(f"optimizer {name!r} takes no {', '.join(sorted(unknown))}. It takes {takes}.")
+    made: optim.Optimizer = made_by(parameters, **options)
+    return made
+
+
+def optimizer_class(name: str) -> type[Any]:
+    """The class in `torch.optim` called `name`, in any case.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    known = {
+        key.lower(): value
+        for key, value in vars(optim).items()
+        if isinstance(value, type) and issubclass(value, optim.Optimizer) and value is not optim.Optimizer
+    }
+    if name.lower() not in known:
+        close = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(sorted(known))}."
+        raise ConfigurationError(f"no optimizer is called {name!r}. {hint}")
+    return known[name.lower()]
+
+
+def make_optimizer(source: OptimizerSource, parameters: Iterable[Any], options: dict[str, Any]) -> optim.Optimizer:
+    """An optimizer from an instance, a name, a class, or a function of the parameters.
+
+    Raises:
+        ModuleContractError: the function made something else.
+    """
+    if isinstance(source, optim.Optimizer):
+        return source
+    if isinstance(source, str):
+        return build_optimizer(source, parameters, **options)
+    made = source(parameters, **options)
+    if not isinstance(made, optim.Optimizer):
+        raise ModuleContractError(
+            f"the optimizer factory returned a {type(made).__name__}. Return an optimizer over the parameters it is "
+            "given: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)."
+        )
+    return made
+
+
+class SupervisedModule(ModuleInterface):
+    """Trains `model` on batches of inputs and targets.
+
+    A batch that is a tuple or list is `(*inputs, target)`: the loss is `loss(model(*inputs), target)`. A batch with
+    names (a dict or a dataclass) is matched: the model gets the items that its method has parameters for, and the loss
+    what it has parameters for of the outputs and the batch; outputs without names are its first argument.
+
+    Args:
+        model: the network. Its weights are in this module's state dict under "model.".
+        loss: a function or module, a mean over samples; None where the model's outputs have an item or field `loss`,
+            which they need not have outside training.
+        optimizer: a name such as "adamw", a class, a function of the parameters, or an optimizer over `model`'s.
+        train_dataset: an object with `__len__` and `__getitem__`; its `data_collator`, if it has one, collates it.
+        val_dataset: likewise, or a dict of them by name; None for no validation.
+        test_dataset: likewise, for `Trainer.test`.
+        optimizer_kwargs: for a name, a class or a function; may hold placeholders.
+        scheduler: a name such as "warmup_cosine", a function of the optimizer, a `SchedulerConfig`, or, where the
+            optimizer is made already, its scheduler.
+        scheduler_kwargs: for a name; may hold placeholders.
+        metrics: metrics by name, fed with the model's outputs and the targets; see docs/validation.md.
+        forward_fn: the name of the model's method to call.
+        val_forward_fn: the same outside training; `forward_fn` if None.
+        input_mapping: for the batch, before the model: old and new names, or a function; see `apply_mapping`.
+        output_mapping: the same for what the model returns.
+        train_input_mapping, val_input_mapping: instead of `input_mapping`, in training and elsewhere.
+        train_output_mapping, val_output_mapping: instead of `output_mapping`.
+        target_keys: of batches with names, which items are handed on as targets; those that the model does not take
+            if None.
+        collate_fn: for all loaders.
+        train_dataloader_kwargs: what else the `DataLoader` of the training data gets, such as `num_workers`.
+            `shuffle=False` keeps the order of the data set.
+        val_dataloader_kwargs: the same for validation and test data.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or two contradict each other.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Any] | None,
+        optimizer: OptimizerSource,
+        train_dataset: Any,
+        val_dataset: Any = None,
+        *,
+        test_dataset: Any = None,
+        optimizer_kwargs: Mapping[str, Any] | None = None,
+        scheduler: Any = None,
+        scheduler_kwargs: Mapping[str, Any] | None = None,
+        metrics: Any = None,
+        forward_fn: str = "forward",
+        val_forward_fn: str | None = None,
+        input_mapping: NameMapping | None = None,
+        output_mapping: NameMapping | None = None,
+        train_input_mapping: NameMapping | None = None,
+        val_input_mapping: NameMapping | None = None,
+        train_output_mapping: NameMapping | None = None,
+        val_output_mapping: NameMapping | None = None,
+        target_keys: Sequence[str] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        train_dataloader_kwargs: Mapping[str, Any] | None = None,
+        val_dataloader_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        _check_loss(loss)
+        self.model, self.loss, self.metrics = model, loss, metrics
+        self.optimizer, self.optimizer_kwargs = optimizer, dict(optimizer_kwargs or {})
+        self.scheduler = _named_scheduler(scheduler, scheduler_kwargs)
+        _check_optimizer(optimizer, self.optimizer_kwargs, self.scheduler)
+        self.train_dataset, self.val_dataset, self.test_dataset = train_dataset, val_dataset, test_dataset
+        self.forward_fns = _checked_methods(model, forward_fn, val_forward_fn)
+        self.input_mappings = chosen_mapping("input", input_mapping, train_input_mapping, val_input_mapping)
+        self.output_mappings = chosen_mapping("output", output_mapping, train_output_mapping, val_output_mapping)
+        self.target_keys, self.collate_fn = target_keys, collate_fn
+        self.train_dataloader_kwargs = _without_batch_size(train_dataloader_kwargs)
+        self.val_dataloader_kwargs = dict(val_dataloader_kwargs or {})
+
+    def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
+        """The optimizer over all parameters, the loss's own included, and the scheduler."""
+        options = resolve(self.optimizer_kwargs, self.plan) if self.plan is not None else self.optimizer_kwargs
+        made = make_optimizer(self.optimizer, self.parameters(), options)
+        return [made], [] if self.scheduler is None else [self.scheduler]
+
+    def get_train_dataloader(self, sampler: type, batch_size: int) -> Any:
+        """A loader over the training data."""
+        return self.build_dataloader(self.train_dataset, sampler, batch_size, **self.train_dataloader_kwargs)
+
+    def get_val_dataloaders(self, sampler: type, batch_size: int) -> Any:
+        """A loader over the validation data, or a dict of loaders, or None."""
+        return self._evaluation_loaders(self.val_dataset, sampler, batch_size)
+
+    def get_test_dataloaders(self, sampler: type, batch_size: int) -> Any:
+        """A loader over the test data, or a dict of loaders, or None."""
+        return self._evaluation_loaders(self.test_dataset, sampler, batch_size)
+
+    def _evaluation_loaders(self, datasets: Any, sampler: type, batch_size: int) -> Any:
+        if datasets is None:
+            return None
+        options = {"batch_size": batch_size, **self.val_dataloader_kwargs}
+        if isinstance(datasets, dict):
+            return {key: self.build_dataloader(data, sampler, **options) for key, data in datasets.items()}
+        return self.build_dataloader(datasets, sampler, **options)
+
+    def train_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
+        """See `step`."""
+        return self.step(batch, training=True)
+
+    def val_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
+        """See `step`."""
+        return self.step(batch, training=False)
+
+    def test_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
+        """See `step`."""
+        return self.step(batch, training=False)
+
+    def predict_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
+        """The outputs alone. A batch without names is one input, or `(*inputs, target)`, whose target is not read."""
+        return self._call_model(self._mapped(batch, training=False), training=False)
+
+    def step(self, batch: Any, *, training: bool) -> dict[str, Any]:
+        """Run the model on one batch and compute the loss.
+
+        Returns:
+            `loss` (0-dim; left out where the model is to give it, and gives none outside training), `outputs` (as the
+            model gave them, mapped; with names, a dict) and `targets` (the last item of a tuple; of a batch with names,
+            a dict).
+        """
+        batch = self._mapped(batch, training)
+        if not isinstance(batch, dict) and (not isinstance(batch, tuple | list) or len(batch) < 2):
+            what = (
+                f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
+            )
+            raise ModuleContractError(
+                f"a batch is a {what}, in which there is no target. Have the data set give (inputs, target) or a dict, "
+                "or write an input_mapping."
+            )
+        outputs = self._call_model(batch, training)
+        targets = self._targets(batch, training) if isinstance(batch, dict) else batch[-1]
+        found = {"outputs": outputs, "targets": targets}
+        if self.loss is None and not training and not _has_loss(outputs):
+            return found
+        return {"loss": self._loss(outputs, batch), **found}
+
+    def metric_inputs(self, outputs: Any, batch: Any) -> dict[str, Any]:
+        """`outputs` and `targets` of a step; the items of those that have names, by their names as well."""
+        inputs: dict[str, Any] = {}
+        for role in ("outputs", "targets"):
+            items = outputs[role]
+            if isinstance(items, dict):
+                items = {name: item for name, item in items.items() if name != "loss"}
+                inputs |= {name: item for name, item in items.items() if name not in inputs}
+                items = next(iter(items.values())) if len(items) == 1 else None
+            if items is not None:
+                inputs = {role: items} | inputs
+        return inputs
+
+    def _mapped(self, batch: Any, training: bool) -> Any:
+        mapped = apply_mapping(self.input_mappings[not training], batch)
+        named = as_named(mapped)
+        return mapped if named is None else named
+
+    def _call_model(self, batch: Any, training: bool) -> Any:
+        method = self._method(training)
+        if isinstance(batch, dict):
+            outputs = call_with_matching_args(method, batch)
+        elif isinstance(batch, tuple | list):
+            outputs = method(*(batch[:-1] if len(batch) > 1 else batch))
+        else:
+            outputs = method(batch)
+        mapped = apply_mapping(self.output_mappings[not training], outputs)
+        named = as_named(mapped)
+        return mapped if named is None else named
+
+    def _method(self, training: bool) -> Callable[..., Any]:
+        name = self.forward_fns[not training]
+        return self.model if name == "forward" else getattr(self.model, name)
+
+    def _targets(self, batch: dict[str, Any], training: bool) -> dict[str, Any]:
+        keys = self.target_keys
+        if keys is None:
+            takes = parameters_of(self._method(training))
+            keys = [] if takes.takes_all else [key for key in batch if key not in takes.names]
+        return {key: batch[key] for key in keys if key in batch}
+
+    def _loss(self, outputs: Any, batch: Any) -> Any:
+        if self.loss is None:
+            if _has_loss(outputs):
+                return outputs["loss"]
+            has = f"the items {sorted(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
+            raise ModuleContractError(
+                f"SupervisedModule was given no loss, and {type(self.model).__name__} returned {has}, in which there "
+                "is none. Give a loss, or write an output_mapping that names it 'loss'."
+            )
+        if not isinstance(batch, dict) and not isinstance(outputs, dict):
+            return self.loss(outputs, batch[-1])
+        named = batch if isinstance(batch, dict) else {"target": batch[-1]}
+        if isinstance(outputs, dict):
+            return call_with_matching_args(self.loss, outputs, named)
+        first = parameters_of(self.loss).names[:1]
+        return call_with_matching_args(self.loss, {**named, **dict.fromkeys(first, outputs)})
+
+
+def _has_loss(outputs: Any) -> bool:
+    return isinstance(outputs, dict) and outputs.get("loss") is not None
+
+
+def _check_loss(loss: Any) -> None:
+    if isinstance(loss, type):
+        raise ConfigurationError(f"loss is the class {loss.__name__}. Give an object of it: loss={loss.__name__}().")
+    if loss is not None and not callable(loss):
+        raise ConfigurationError(
+            f"loss={loss!r}: write a function such as torch.nn.functional.cross_entropy, a module such as "
+            "torch.nn.CrossEntropyLoss(), or None where the model's outputs have an item 'loss'."
+        )
+
+
+def _named_scheduler(scheduler: Any, options: Mapping[str, Any] | None) -> Any:
+    if isinstance(scheduler, str):
+        return build_scheduler(scheduler, **(options or {}))
+    if options:
+        raise ConfigurationError(
+            f"scheduler_kwargs={dict(options)} with a scheduler that is no name: put them into functools.partial."
+        )
+    return scheduler
+
+
+def _check_optimizer(optimizer: Any, options: Mapping[str, Any], scheduler: Any) -> None:
+    made = isinstance(optimizer, Optimizer)
+    if isinstance(optimizer, str):
+        optimizer_class(optimizer)
+    elif not made and not callable(optimizer):
+        raise ConfigurationError(
+            f"optimizer={optimizer!r}: write a name such as 'adamw', a class, a function of the parameters, or an "
+            "optimizer."
+        )
+    if made and options:
+        raise ConfigurationError(
+            f"optimizer_kwargs={dict(options)} with an optimizer that is made already. Leave them out, or give "
+            "its class."
+        )
+    inner = scheduler.scheduler if isinstance(scheduler, SchedulerConfig) else scheduler
+    if is_scheduler(inner) and not made:
+        raise ConfigurationError(
+            f"scheduler is a {type(inner).__name__} that is made already, but the optimizer is still to be made. "
+            "Give a function of the optimizer, or give the optimizer itself as well."
+        )
+
+
+def _checked_methods(model: Any, train: str, val: str | None) -> tuple[str, str]:
+    """The names of the methods to call in training and elsewhere."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"model={model!r}: give a torch.nn.Module that is made already.")
+    for name, method in (("forward_fn", train), ("val_forward_fn", val or train)):
+        if not callable(getattr(model, method, None)):
+            own = [key for key in dir(type(model)) if not key.startswith("_") and key not in dir(nn.Module)]
+            methods = ["forward", *(key for key in own if callable(getattr(type(model), key)))]
+            raise ConfigurationError(
+                f"{name}={method!r}: {type(model).__name__} has no such method. It has {', '.join(methods)}."
+            )
+    return train, val or train
+
+
+def _without_batch_size(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    if options and "batch_size" in options:
+        raise ConfigurationError(
+            f"train_dataloader_kwargs={{'batch_size': {options['batch_size']!r}}}: the batch of training is an "
+            "argument of the run. Write TrainerArguments(train_batch_size=...) or per_device_train_batch_size=..."
+        )
+    return dict(options or {})

@@ -1,0 +1,1 @@
+"""Metrics of a run and their way to screen, files and trackers."""

@@ -1,0 +1,356 @@
+"""What a run has measured: metrics with step and epoch, kept compactly, read from the device in bulk."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+import unicodedata
+from array import array
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from trainstack.errors import CheckpointDamagedError, ConfigurationError, ModuleContractError
+
+
+class Record(NamedTuple):
+    """One value of one metric. `step` counts optimizer updates, `epoch` is the epoch it was measured in."""
+
+    name: str
+    value: float
+    step: int
+    epoch: int
+
+
+class Column:
+    """The records of one metric as three packed arrays: 24 bytes a record."""
+
+    __slots__ = ("epochs", "flushed", "name", "steps", "values")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.values = array("d")
+        self.steps = array("q")
+        self.epochs = array("q")
+        self.flushed = 0
+
+    def append(self, value: float, step: int, epoch: int) -> None:
+        """Add a record."""
+        self.values.append(value)
+        self.steps.append(step)
+        self.epochs.append(epoch)
+
+    def record(self, index: int) -> Record:
+        """The record at `index`."""
+        return Record(self.name, self.values[index], self.steps[index], self.epochs[index])
+
+    def flushed_at(self, step: int) -> int:
+        """How many of the records that were flushed belong to `step`."""
+        return int(np.count_nonzero(np.array(self.steps)[: self.flushed] == step))
+
+
+def pack(columns: Iterable[Column]) -> dict[str, Any]:
+    """Names and lengths of `columns`, and their records one column after the other, as tensors."""
+    kept = list(columns)
+    return {
+        "names": [column.name for column in kept],
+        "lengths": [len(column.values) for column in kept],
+        "values": _joined([column.values for column in kept], np.float64),
+        "steps": _joined([column.steps for column in kept], np.int64),
+        "epochs": _joined([column.epochs for column in kept], np.int64),
+    }
+
+
+def unpack(state: Mapping[str, Any]) -> dict[str, Column]:
+    """The columns of what `pack` returned, by name; all records count as flushed.
+
+    Raises:
+        KeyError, TypeError, ValueError: `state` is something else.
+    """
+    names, lengths = list(map(str, state["names"])), list(map(int, state["lengths"]))
+    if len(set(names)) != len(names) or len(lengths) != len(names) or min(lengths, default=1) < 1:
+        raise ValueError("names and lengths do not fit each other")
+    arrays = [_checked(state, key, sum(lengths)) for key in ("values", "steps", "epochs")]
+    columns, start = {}, 0
+    for name, length in zip(names, lengths, strict=True):
+        column = columns[name] = Column(name)
+        own: tuple[array[Any], ...] = (column.values, column.steps, column.epochs)
+        for packed, source in zip(own, arrays, strict=True):
+            packed.frombytes(source[start : start + length].tobytes())
+        column.flushed = length
+        start += length
+    return columns
+
+
+def _joined(parts: list[array[Any]], dtype: type) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.empty(0, dtype), *(np.array(part, dtype) for part in parts)]))
+
+
+def _checked(state: Mapping[str, Any], key: str, length: int) -> np.ndarray[Any, Any]:
+    tensor, dtype = state[key], torch.float64 if key == "values" else torch.int64
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype is not dtype or tensor.shape != (length,):
+        raise ValueError(f"{key!r} is not a tensor of {length} {dtype} values")
+    return tensor.to("cpu").numpy()
+
+
+__all__ = ["Record", "RunHistory", "as_of_now"]
+
+# Controls, surrogates and line separators: what would break a line of a log or cannot be encoded at all.
+_FORBIDDEN_IN_NAMES = frozenset({"Cc", "Cs", "Zl", "Zp"})
+
+
+# A record whose value may still be on a device: column, value, version of the tensor when given, step, epoch.
+_Pending = tuple[Column, "float | torch.Tensor", int, int, int]
+
+
+class RunHistory:
+    """Records metrics without reading them from the device, and answers questions about them.
+
+    A tensor given to `update_metric` is read when somebody asks for values (a reader, `get_state` or
+    `flush`), all pending tensors in one transfer per device and dtype. Until then it is kept alive, so
+    `flush` at log points. The trainer sets `current_step` and `current_epoch`; a record takes them unless
+    it is given its own.
+
+    Nothing is ever thrown away: a record takes 24 bytes of memory and of each checkpoint.
+
+    Attributes:
+        metric_name_prefix: put before the name of each metric recorded from now on, such as `"fold-2/"`. Those who
+            ask may leave it out. It is not part of the state.
+    """
+
+    def __init__(self, metric_name_prefix: str = "") -> None:
+        self.metric_name_prefix = metric_name_prefix
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every record, read or not, and count steps and epochs from 0 again."""
+        self.current_step = 0
+        self.current_epoch = 0
+        self._columns: dict[str, Column] = {}
+        self._pending: list[_Pending] = []
+        self._arrived: list[Column] = []
+
+    def update_metric(
+        self, name: str, value: float | torch.Tensor, *, step: int | None = None, epoch: int | None = None
+    ) -> None:
+        """Add a value of metric `name`; a second value for the same step is a second record.
+
+        `value` is a number or a tensor with one element, on any device. A tensor is detached and not read
+        here; it must not be changed in place before it is read, which is noticed then.
+
+        Raises:
+            ConfigurationError: the name, the value, the step or the epoch cannot be recorded.
+        """
+        if self.metric_name_prefix and isinstance(name, str):
+            name = self.metric_name_prefix + name
+        step = self.current_step if step is None else _whole(step, "step", name)
+        epoch = self.current_epoch if epoch is None else _whole(epoch, "epoch", name)
+        version = -1
+        if isinstance(value, torch.Tensor):
+            value, version = _keep(value, name)
+        elif type(value) is not float:
+            value = _number(value, name)
+        column = self._columns.get(name)
+        if column is None:
+            column = self._columns[_checked_name(name)] = Column(name)
+        self._arrived.append(column)
+        if version < 0 and not self._pending:
+            column.append(value, step, epoch)  # type: ignore[arg-type]
+        else:
+            self._pending.append((column, value, version, step, epoch))
+
+    def flush(self) -> list[Record]:
+        """Read what is pending; return the records new since the last flush, in order of arrival."""
+        self._settle()
+        records = []
+        for column in self._arrived:
+            records.append(column.record(column.flushed))
+            column.flushed += 1
+        self._arrived = []
+        return records
+
+    def get_metric_names(self) -> set[str]:
+        """The names of all metrics that have a record."""
+        return set(self._columns)
+
+    def get_metric_values(self, name: str) -> list[float]:
+        """All values of `name` in order of arrival; ConfigurationError (a ValueError) when there is none."""
+        return self._column(name).values.tolist()
+
+    def get_latest_metric(self, name: str) -> float:
+        """The last value of `name`; ConfigurationError (a ValueError) when there is none."""
+        return self._column(name).values[-1]
+
+    def latest_record(self, name: str) -> Record:
+        """The last record of the metric `name`.
+
+        Raises:
+            ConfigurationError: nothing was recorded under that name.
+        """
+        column = self._column(name)
+        return column.record(len(column.values) - 1)
+
+    def values_at(self, step: int) -> dict[str, float]:
+        """The newest value of each metric whose newest record belongs to `step`, by name."""
+        self._settle()
+        return {name: c.values[-1] for name, c in sorted(self._columns.items()) if c.steps and c.steps[-1] == step}
+
+    def records(self, name: str, first: int = 0) -> list[Record]:
+        """The records of `name` in order of arrival, from number `first` on; ConfigurationError when there is none."""
+        column = self._column(name)
+        return [column.record(index) for index in range(first, len(column.values))]
+
+    def arrays(self, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Steps (int64) and values (float64) of `name`, ready for `plt.plot(*history.arrays(name))`; copies.
+
+        Raises:
+            ConfigurationError: nothing was recorded under that name.
+        """
+        column = self._column(name)
+        return np.array(column.steps), np.array(column.values)
+
+    def all_arrays(self, *, read_device: bool = True) -> dict[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """`arrays` by name; without `read_device` only of what was read from the device before."""
+        if read_device:
+            self._settle()
+        return {name: (np.array(c.steps), np.array(c.values)) for name, c in self._columns.items() if c.values}
+
+    def to_dict(self) -> dict[str, dict[str, list[Any]]]:
+        """All records by name, as plain lists `value`, `step` and `epoch`."""
+        self._settle()
+        return {
+            name: {"value": c.values.tolist(), "step": c.steps.tolist(), "epoch": c.epochs.tolist()}
+            for name, c in self._columns.items()
+        }
+
+    def flushed_at(self, step: int) -> dict[str, int]:
+        """How many records of each metric belong to `step` and were flushed."""
+        self._settle()
+        counts = {name: column.flushed_at(step) for name, column in self._columns.items()}
+        return {name: count for name, count in counts.items() if count}
+
+    def get_state(self) -> dict[str, Any]:
+        """Everything recorded: three tensors of all records, and where each metric's lie in them.
+
+        What has not been flushed counts as flushed once restored, so flush and write before taking a state.
+        """
+        self._settle()
+        counters = {"current_step": self.current_step, "current_epoch": self.current_epoch}
+        return counters | pack(column for column in self._columns.values() if column.values)
+
+    def update_state(self, state: Mapping[str, Any]) -> None:
+        """Replace everything by what `get_state` returned; restored records are not flushed again.
+
+        Raises:
+            CheckpointDamagedError: `state` is not what `get_state` returns; nothing has been changed then.
+        """
+        try:
+            step, epoch = int(state["current_step"]), int(state["current_epoch"])
+            columns = unpack(state)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CheckpointDamagedError(
+                f"the state of the run history is damaged ({type(error).__name__}: {error}). "
+                "Give back unchanged what RunHistory.get_state() returned."
+            ) from error
+        self.reset()
+        self.current_step, self.current_epoch, self._columns = step, epoch, columns
+
+    def _column(self, name: str) -> Column:
+        self._settle()
+        column = self._columns.get(f"{self.metric_name_prefix}{name}") or self._columns.get(name)
+        if column is None:
+            close = difflib.get_close_matches(str(name), self._columns, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            known = ", ".join(sorted(self._columns)) or "nothing yet"
+            raise ConfigurationError(f"no metric {name!r} has been recorded.{hint} Recorded: {known}.")
+        return column
+
+    def _settle(self) -> None:
+        """Move what is pending into the columns, reading the device once per device and dtype."""
+        if not self._pending:
+            return
+        pending = self._pending
+        read = iter(_read_in_bulk([entry[1] for entry in pending if isinstance(entry[1], torch.Tensor)]))
+        self._pending = []
+        spoilt: list[tuple[str, int]] = []
+        for column, value, version, step, epoch in pending:
+            if isinstance(value, torch.Tensor):
+                number = next(read)
+                if value._version != version:
+                    spoilt.append((column.name, step))
+                    number = math.nan
+            else:
+                number = value
+            column.append(number, step, epoch)
+        if spoilt:
+            name, step = spoilt[0]
+            raise ModuleContractError(
+                f"metric {name!r}: the tensor given at step {step} was changed in place before it was read, "
+                "so its value is lost (recorded as nan). Give a copy: tensor.clone()."
+            )
+
+
+def as_of_now(value: float | torch.Tensor) -> float | torch.Tensor:
+    """What can be recorded of a value that is changed in place later, such as a rate in a tensor: a copy of tensors."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _keep(value: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
+    """`value` detached, and its version; a view is copied, since it would keep its whole base alive."""
+    if value.numel() != 1 or value.is_complex():
+        raise ConfigurationError(
+            f"metric {name!r} was given a tensor of shape {tuple(value.shape)} and {value.dtype}; "
+            "a metric is one real number. Give for example tensor.mean()."
+        )
+    # torch 2.13.0: `_is_view` and `_version` have no public counterpart.
+    if value._is_view() or value.is_inference():  # inference tensors do not count their versions
+        with torch.inference_mode(False):
+            value = value.clone()
+    value = value.detach()
+    return value, value._version
+
+
+def _read_in_bulk(tensors: list[torch.Tensor]) -> list[float]:
+    """The values of one-element tensors, in their order, by one transfer for each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(index)
+    values = [0.0] * len(tensors)
+    for indices in groups.values():
+        group = [tensors[index] for index in indices]
+        read = torch.stack([tensor if tensor.dim() == 0 else tensor.reshape(()) for tensor in group]).tolist()
+        for index, value in zip(indices, read, strict=True):
+            values[index] = float(value)
+    return values
+
+
+def _number(value: object, name: str) -> float:
+    try:
+        if isinstance(value, Real):
+            return float(value)
+    except OverflowError:
+        pass
+    raise ConfigurationError(
+        f"metric {name!r} was given {value!r} ({type(value).__name__}); "
+        "give a number that a float can hold, or a tensor with one element."
+    )
+
+
+def _whole(value: int, what: str, name: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        problem = f"metric {name!r} was given {what}={value!r}; give a whole number."
+    raise ConfigurationError(problem)
+
+
+def _checked_name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise ConfigurationError(f"a metric was named {name!r}; give a string such as 'train/loss'.")
+    if any(unicodedata.category(character) in _FORBIDDEN_IN_NAMES for character in name):
+        raise ConfigurationError(f"metric name {name!r} holds a control character; leave it out.")
+    return name

@@ -1,0 +1,268 @@
+"""The progress display: a bar on a terminal, a line now and then in a log, or nothing."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO, TextIO, cast
+
+from trainstack.errors import ConfigurationError
+from trainstack.trainer.tracking.writers.console import Pace, QuietStream
+
+NEVER = sys.maxsize
+
+
+class ProgressDisplay(ABC):
+    """Shows how far a run is.
+
+    The loop calls `look` only when a step has been reached that `next_look` names, so that a step costs one
+    comparison of integers:
+
+        if done >= display.next_look:
+            display.look(done, loss)
+
+    No method raises because the terminal is gone: the display falls silent.
+    """
+
+    next_look: int = NEVER
+
+    @abstractmethod
+    def start_epoch(self, epoch: int, epochs: int, total_steps: int | None, done: int) -> None:
+        """Epoch `epoch` (from 1) of `epochs` begins; `done` of its `total_steps` (None: unknown) are done."""
+
+    @abstractmethod
+    def look(self, done: int, loss: Callable[[], float | None]) -> None:
+        """`done` steps are done. Paints if it is time; only then is `loss` called."""
+
+    @abstractmethod
+    def end_epoch(self, summary: str = "") -> None:
+        """The epoch is over; `summary` is a line that stays on the screen."""
+
+    @abstractmethod
+    def start_validation(self, key: str, total: int | None) -> None:
+        """`total` validation batches of data set `key` begin; `look` counts them until `end_validation`."""
+
+    @abstractmethod
+    def end_validation(self) -> None:
+        """The validation is over; `look` counts training steps again."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the terminal as it was found; calling it again does nothing."""
+
+
+class NoProgress(ProgressDisplay):
+    """Shows nothing: `next_look` is never reached."""
+
+    def start_epoch(self, epoch: int, epochs: int, total_steps: int | None, done: int) -> None: ...
+
+    def look(self, done: int, loss: Callable[[], float | None]) -> None: ...
+
+    def end_epoch(self, summary: str = "") -> None: ...
+
+    def start_validation(self, key: str, total: int | None) -> None: ...
+
+    def end_validation(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Phase:
+    """An epoch of training or one validation; `began` is the clock's time when `first` steps were done."""
+
+    label: str
+    total: int | None
+    first: int
+    done: int
+    began: float
+
+
+class PacedProgress(ProgressDisplay):
+    """A display that paints as often as `pace` allows; what it paints, `paint` says."""
+
+    def __init__(self, stream: QuietStream, pace: Pace) -> None:
+        self.stream = stream
+        self.pace = pace
+        self.phase: Phase | None = None
+        self._training: Phase | None = None
+
+    @abstractmethod
+    def paint(self, phase: Phase, loss: float | None) -> None:
+        """Show `phase`."""
+
+    def start_epoch(self, epoch: int, epochs: int, total_steps: int | None, done: int) -> None:
+        self._enter(Phase(f"epoch {epoch}/{epochs}", total_steps, done, done, self.pace.clock()))
+
+    def look(self, done: int, loss: Callable[[], float | None]) -> None:
+        phase = self.phase
+        if phase is not None:
+            phase.done = done
+            if self.pace.look(done):
+                with self.pace.painting():
+                    self.paint(phase, loss())
+        self._set_next_look()
+
+    def start_validation(self, key: str, total: int | None) -> None:
+        self._training = self.phase
+        self._enter(Phase(f"validation {key}", total, 0, 0, self.pace.clock()))
+
+    def end_validation(self) -> None:
+        training, self._training = self._training, None
+        self.phase = None
+        if training is not None:
+            self._enter(training)
+        self._set_next_look()
+
+    def close(self) -> None:
+        self.phase = self._training = None
+        self.next_look = NEVER
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.pace.start(phase.done)
+        if self.pace.is_due():
+            with self.pace.painting():
+                self.paint(phase, None)
+        self._set_next_look()
+
+    def _set_next_look(self) -> None:
+        silent = self.stream.gone or self.phase is None
+        self.next_look = NEVER if silent else self.pace.next_look
+
+
+class PlainProgress(PacedProgress):
+    """A line at most every `interval` seconds and one for each epoch's summary, for logs and pipes."""
+
+    def __init__(self, stream: TextIO | None, interval: float = 30.0) -> None:
+        super().__init__(QuietStream(stream), Pace(interval, due_at_once=False))
+
+    def paint(self, phase: Phase, loss: float | None) -> None:
+        seconds = self.pace.clock() - phase.began
+        speed = (phase.done - phase.first) / seconds if seconds > 0 else 0.0
+        parts = [phase.label, str(phase.done)]
+        if phase.total:
+            parts[1] += f"/{phase.total} ({100 * phase.done // phase.total}%)"
+        if loss is not None:
+            parts.append(f"loss {loss:.4g}")
+        if speed > 0:
+            parts.append(f"{speed:.3g} steps/s")
+        if speed > 0 and phase.total:
+            left = max(0, round((phase.total - phase.done) / speed))
+            parts.append(f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left")
+        self.stream.line("  ".join(parts))
+
+    def end_epoch(self, summary: str = "") -> None:
+        self.phase = None
+        self.next_look = NEVER
+        if summary:
+            self.stream.line(summary)
+
+
+class RichProgress(PacedProgress):
+    """One bar, painted by the training thread itself at most ten times a second; no thread repaints it.
+
+    While it is open, what is printed to `sys.stdout` and `sys.stderr` appears above the bar, where these are
+    terminals. Summaries wait for the next paint, so that many short epochs cost no more than a long one.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        super().__init__(QuietStream(stream), Pace(0.1, due_at_once=True))
+        from rich.console import Console
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        file = cast(IO[str], self.stream)
+        self._console = Console(file=file, force_terminal=True, force_jupyter=False, highlight=False)
+        # Never started: it only draws. Its own Live would repaint whenever a task is added.
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}", markup=False),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=self._console,
+            auto_refresh=False,
+        )
+        self._live = Live(
+            get_renderable=lambda: self._bar,
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=QuietStream(sys.stdout).isatty(),
+            redirect_stderr=QuietStream(sys.stderr).isatty(),
+        )
+        self._shown: Phase | None = None
+        self._lines: list[str] = []
+
+    def paint(self, phase: Phase, loss: float | None) -> None:
+        self._live.start()
+        if phase is not self._shown:
+            for task in self._bar.task_ids:
+                self._bar.remove_task(task)
+            self._bar.add_task(phase.label, total=phase.total, completed=phase.done, loss="")
+            self._shown = phase
+        text = "" if loss is None else f"loss {loss:.4g}"
+        self._bar.update(self._bar.task_ids[0], completed=phase.done, loss=text)
+        self._print_lines()
+        self._live.refresh()
+
+    def end_epoch(self, summary: str = "") -> None:
+        if summary:
+            self._lines.append(summary)
+        if self.phase is not None and self.pace.is_due():
+            with self.pace.painting():
+                self.paint(self.phase, None)
+        self.phase = None
+        self.next_look = NEVER
+
+    def close(self) -> None:
+        super().close()
+        self._print_lines()
+        self._live.stop()
+
+    def _print_lines(self) -> None:
+        lines, self._lines = self._lines, []
+        if lines:
+            self._console.print("\n".join(lines), markup=False, emoji=False, soft_wrap=True)
+
+
+def build_progress(kind: str | ProgressDisplay | None = "auto", stream: TextIO | None = None) -> ProgressDisplay:
+    """A display: `kind` is `"rich"` (a bar), `"plain"` (lines), `"none"` or None, or `"auto"`; a display as it is.
+
+    `"auto"` is the bar where `stream` (default: `sys.stderr`; borrowed, never closed) is a terminal that can
+    move its cursor, and plain lines otherwise. The bar has no colours where the environment sets NO_COLOR.
+
+    Raises:
+        ConfigurationError: `kind` is none of these.
+    """
+    if isinstance(kind, ProgressDisplay):
+        return kind
+    stream = sys.stderr if stream is None else stream
+    if kind == "auto":
+        dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+        kind = "rich" if QuietStream(stream).isatty() and not dumb else "plain"
+    if kind == "rich":
+        return RichProgress(stream)
+    if kind == "plain":
+        return PlainProgress(stream)
+    if kind is None or kind == "none":
+        return NoProgress()
+    close = difflib.get_close_matches(str(kind).lower(), ("auto", "rich", "plain", "none"), n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ConfigurationError(f"no progress display is called {kind!r}.{hint} Known: auto, rich, plain, none.")
+
+
+def format_plan_table(rows: Sequence[tuple[str, str]]) -> str:
+    """Lay out `rows` of (what, value) as two aligned columns of plain text; a value may have more lines."""
+    width = max((len(what) for what, _ in rows), default=0)
+    lines = []
+    for what, value in rows:
+        first, *more = value.splitlines() or [""]
+        lines.append(f"{what:<{width}}  {first}".rstrip())
+        lines.extend(f"{'':<{width}}  {line}".rstrip() for line in more)
+    return "\n".join(lines)

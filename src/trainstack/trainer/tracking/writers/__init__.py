@@ -1,0 +1,79 @@
+"""Writers: where the records of a run go, at log points, on the main process only."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trainstack.errors import ConfigurationError
+from trainstack.trainer.tracking.writers.base import RunInfo, Writer
+from trainstack.trainer.tracking.writers.console import StdoutWriter
+from trainstack.trainer.tracking.writers.files import CsvWriter, JsonLinesWriter, read_history
+from trainstack.trainer.tracking.writers.group import WriterGroup
+from trainstack.trainer.tracking.writers.trackers import MlflowWriter, TensorBoardWriter, TrackioWriter, WandbWriter
+
+
+def build_writers(names_or_writers: Sequence[str | Writer], log_dir: Path) -> list[Writer]:
+    """Make the writers that are named, and keep those that are given; none of them is opened.
+
+    Names: `"stdout"` (summaries), `"csv"` (`log_dir/metrics.csv`), `"jsonl"` (`log_dir/metrics.jsonl`),
+    `"tensorboard"` (`log_dir/tensorboard`), and `"wandb"`, `"mlflow"` and `"trackio"` with their own defaults.
+
+    Raises:
+        ConfigurationError: a name is unknown or comes twice, or an entry is neither a name nor a writer.
+        MissingExtraError: one is named whose package is not installed; the message names the extra.
+    """
+    if isinstance(names_or_writers, str):
+        raise ConfigurationError(
+            f"the writers were given as one string, {names_or_writers!r}; write [{names_or_writers!r}]."
+        )
+    writers: list[Writer] = []
+    for entry in names_or_writers:
+        if list(names_or_writers).count(entry) > 1:
+            raise ConfigurationError(f"the writer {entry!r} is given twice; write it once.")
+        writers.append(entry if isinstance(entry, Writer) else _named(entry, Path(log_dir)))
+    return writers
+
+
+def _named(name: object, log_dir: Path) -> Writer:
+    makers: dict[str, Callable[[], Writer]] = {
+        "stdout": StdoutWriter,
+        "csv": lambda: CsvWriter(log_dir / "metrics.csv"),
+        "jsonl": lambda: JsonLinesWriter(log_dir / "metrics.jsonl"),
+        "tensorboard": lambda: TensorBoardWriter(log_dir / "tensorboard"),
+        "wandb": WandbWriter,
+        "mlflow": MlflowWriter,
+        "trackio": TrackioWriter,
+    }
+    if not isinstance(name, str):
+        raise ConfigurationError(
+            f"{name!r} is a {type(name).__name__}, not a writer. Give an instance of Writer or one of "
+            f"{', '.join(map(repr, makers))}."
+        )
+    if name in makers:
+        return makers[name]()
+    if name == "aml":
+        raise ConfigurationError(
+            "the writer 'aml' (Azure ML) is not offered. Write 'mlflow', with MLFLOW_TRACKING_URI set to that of the "
+            "Azure ML workspace, or leave it out."
+        )
+    close = difflib.get_close_matches(name.lower(), makers, n=1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    raise ConfigurationError(f"no writer is called {name!r}. {hint}Known: {', '.join(map(repr, makers))}.")
+
+
+__all__ = [
+    "CsvWriter",
+    "JsonLinesWriter",
+    "MlflowWriter",
+    "RunInfo",
+    "StdoutWriter",
+    "TensorBoardWriter",
+    "TrackioWriter",
+    "WandbWriter",
+    "Writer",
+    "WriterGroup",
+    "build_writers",
+    "read_history",
+]

@@ -1,0 +1,145 @@
+"""A text stream that falls silent when the terminal behind it is gone."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+from trainstack.trainer.tracking.history import Record
+from trainstack.trainer.tracking.writers.base import Writer
+
+
+class QuietStream:
+    """Wraps a text stream so that writing never raises: a run must outlive the terminal it was started from.
+
+    `gone` becomes true at the first failure (a broken pipe, a closed stream, a full disk), and nothing is
+    written from then on. Characters that the stream's encoding lacks are written as escapes. The stream is
+    borrowed: it is never closed here.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self.gone = stream is None
+
+    @property
+    def encoding(self) -> str:
+        """The encoding of the stream beneath."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        """Whether a terminal that is still there lies beneath."""
+        try:
+            return self._stream is not None and self._stream.isatty()
+        except (OSError, ValueError):
+            return False
+
+    def fileno(self) -> int:
+        """The descriptor beneath. Raises OSError where there is none."""
+        if self._stream is None:
+            raise OSError("there is no stream beneath")
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        """Write `text`, or nothing if the stream is gone; returns the length of `text`."""
+        if self._stream is not None and not self.gone:
+            try:
+                self._write(self._stream, text)
+            except (OSError, ValueError):
+                self.gone = True
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream if it is still there."""
+        if self._stream is not None and not self.gone:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self.gone = True
+
+    def line(self, text: str) -> None:
+        """Write `text` as one line and flush."""
+        self.write(text + "\n")
+        self.flush()
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:
+            stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
+
+
+_LOOKS_PER_SECOND = 40
+# A look costs about half a microsecond, so a longer stride would save nothing; it would only make the display
+# stand still for longer when steps suddenly become slow.
+_LONGEST_STRIDE = 128
+_SHARE_OF_TIME = 0.01
+
+
+class Pace:
+    """Names the step to look at next (`next_look`) and says at a look whether painting is due.
+
+    Two paints lie at least `interval` seconds apart, and so far that painting takes at most 1 % of the time.
+    `clock` returns seconds. `due_at_once` makes the first look paint; otherwise it waits for `interval`.
+    """
+
+    def __init__(self, interval: float, *, due_at_once: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.next_look = 0
+        self._interval = interval
+        self._due = clock() + (0.0 if due_at_once else interval)
+        self.start(0)
+
+    def start(self, done: int) -> None:
+        """A new count of steps begins, at `done`; when to paint next is not changed by it."""
+        self._stride = 1
+        self._last_done = done
+        self._last_time = self.clock()
+        self.next_look = done + 1
+
+    def look(self, done: int) -> bool:
+        """Set `next_look` to the step that is due in a 40th of a second; return whether to paint now."""
+        now = self.clock()
+        elapsed = now - self._last_time
+        steps = done - self._last_done
+        wanted = steps / (elapsed * _LOOKS_PER_SECOND) if elapsed > 0 else _LONGEST_STRIDE
+        self._stride = max(1, min(int(wanted), 2 * self._stride, _LONGEST_STRIDE))
+        self._last_time = now
+        self._last_done = done
+        self.next_look = done + self._stride
+        return now >= self._due
+
+    def is_due(self) -> bool:
+        """Whether to paint now, asked outside the count of steps."""
+        return self.clock() >= self._due
+
+    @contextmanager
+    def painting(self) -> Iterator[None]:
+        """Time what is painted inside, and put off the next paint accordingly."""
+        start = self.clock()
+        try:
+            yield
+        finally:
+            end = self.clock()
+            self._due = end + max(self._interval, (end - start) / _SHARE_OF_TIME)
+            self._last_time = end
+
+
+class StdoutWriter(Writer):
+    """Prints the summaries it is given, such as one line an epoch, and no single record.
+
+    `stream` defaults to what `sys.stdout` is at the time of a line; it is borrowed and never closed. A stream
+    that is gone (`train.py | head`) does not end the training.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Nothing is printed for single records."""
+
+    def text(self, line: str) -> None:
+        """Print `line`."""
+        QuietStream(self._stream if self._stream is not None else sys.stdout).line(line)

@@ -1,0 +1,312 @@
+"""What the writers for tracking services have in common."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import Context
+from itertools import groupby
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trainstack.checkpointing.filesystem import atomic_write
+from trainstack.errors import ConfigurationError, MissingExtraError, annotate
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.tracking.history import Record
+from trainstack.trainer.tracking.writers.base import RunInfo, Writer
+
+
+class Tracker(Writer):
+    """Sends records to a run of a tracking service, and continues that run on resume.
+
+    What identifies the run is kept in `log_dir/<extra>-run.json`; without that file, or where it cannot be
+    understood, a resumed training begins a new run. A service cannot take points back: those of steps that a crash has
+    made the training run again come twice.
+    """
+
+    slow = True
+    package: ClassVar[str]
+    extra: ClassVar[str]
+
+    def __init__(self) -> None:
+        """Raises MissingExtraError without the package; it is imported when the run begins."""
+        spec = importlib.util.find_spec(self.package)
+        if spec is None or spec.origin is None:  # a folder of that name, such as wandb leaves behind, is no package
+            raise MissingExtraError(f"the writer {self.extra!r}", self.package, self.extra)
+
+    def open(self, run: RunInfo) -> None:
+        """Begin a run, or go on with the one that the resumed training belongs to."""
+        file = run.log_dir / f"{self.extra}-run.json"
+        known = _read(file) if run.resume_step is not None else None
+        try:
+            told = self.start(run, known)
+        except Exception as error:
+            if known is not None:
+                annotate(error, f"this would have gone on with run {known!r}; delete {file} to begin a new one")
+            raise
+        run.log_dir.mkdir(parents=True, exist_ok=True)
+        atomic_write(file, f"{json.dumps({'run': told})}\n".encode())
+
+    @abstractmethod
+    def start(self, run: RunInfo, known: str | None) -> str:
+        """Begin a run, or continue the run `known`; returns by what it will be known."""
+
+
+def by_step(records: Sequence[Record]) -> Iterator[tuple[int, int, dict[str, float]]]:
+    """Step, epoch and values by name, in order; a metric recorded twice at a step has its last value there."""
+    for (step, epoch), group in groupby(records, key=lambda record: (record.step, record.epoch)):
+        yield step, epoch, {record.name: record.value for record in group}
+
+
+def _read(file: Path) -> str | None:
+    try:
+        run = json.loads(file.read_bytes())["run"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        run = None
+    if not isinstance(run, str):
+        RunLogger().warning(f"{file} does not say which run to go on with: a new run begins there.")
+        return None
+    return run
+
+
+_METRICS_A_CALL = 1000
+_PARAMS_A_CALL = 100
+_LONGEST_PARAM = 6000
+_REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
+
+
+class MlflowWriter(Tracker):
+    """Logs to an MLflow server; arguments and plan are the run's parameters, by dotted names.
+
+    A character that MLflow does not take in a name becomes `_`.
+
+    Args:
+        tracking_uri: of the server; by default what MLflow's own settings say, such as MLFLOW_TRACKING_URI.
+        experiment: its name, made where there is none; by default MLFLOW_EXPERIMENT_NAME, or "Default".
+        run_name: of a new run.
+    """
+
+    package = extra = "mlflow"
+
+    def __init__(
+        self, tracking_uri: str | None = None, experiment: str | None = None, run_name: str | None = None
+    ) -> None:
+        super().__init__()
+        self._uri, self._run_name = tracking_uri, run_name
+        self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
+        self._client: Any = None
+        self._run_id = ""
+
+    def start(self, run: RunInfo, known: str | None) -> str:
+        """Make a run, or set the one before to running again; parameters are those it began with."""
+        from mlflow import MlflowClient  # type: ignore[import-not-found, unused-ignore]
+        from mlflow.entities import Param  # type: ignore[import-not-found, unused-ignore]
+
+        client = MlflowClient(self._uri)
+        if known is not None:
+            client.update_run(known, status="RUNNING")
+            self._run_id = known
+        else:
+            experiment = client.get_experiment_by_name(self._experiment)
+            place = client.create_experiment(self._experiment) if experiment is None else experiment.experiment_id
+            self._run_id = client.create_run(place, run_name=self._run_name).info.run_id
+            params = [Param(_REFUSED.sub("_", name), value[:_LONGEST_PARAM]) for name, value in _flat(run.config)]
+            for first in range(0, len(params), _PARAMS_A_CALL):
+                client.log_batch(self._run_id, params=params[first : first + _PARAMS_A_CALL])
+        self._client = client
+        return self._run_id
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Log all records, in as few calls as the server allows."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(_REFUSED.sub("_", r.name), r.value, now, r.step) for r in records]
+        for first in range(0, len(metrics), _METRICS_A_CALL):
+            self._client.log_batch(self._run_id, metrics=metrics[first : first + _METRICS_A_CALL])
+
+    def close(self) -> None:
+        """Set the run to finished."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.set_terminated(self._run_id)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """`a.b` for `{"a": {"b": ...}}`, each value as text."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
+
+
+class TrackioWriter(Tracker):
+    """Logs to trackio, in a database on this machine unless told otherwise; arguments and plan are the run's config.
+
+    Args:
+        project: the name of trackio's project.
+        options: of `trackio.init`, such as `name`, `group`, `space_id`. trackio's environment variables hold, such as
+            TRACKIO_DIR and TRACKIO_SPACE_ID.
+    """
+
+    package = extra = "trackio"
+
+    def __init__(self, project: str = "trainstack", **options: Any) -> None:
+        super().__init__()
+        self._project, self._options = project, options
+        self._run: Any = None
+
+    def start(self, run: RunInfo, known: str | None) -> str:
+        """Call `trackio.init`; trackio knows a run by its name."""
+        import trackio  # type: ignore[import-not-found, unused-ignore]
+
+        own: dict[str, Any] = {"config": dict(run.config), "embed": False} | self._options
+        if known is not None:
+            own |= {"name": known, "resume": "must"}
+        # In a context of its own, since it would end the run that is current in ours, be it another trainer's.
+        self._run = Context().run(trackio.init, self._project, **own)
+        return str(self._run.name)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Log one point a step."""
+        for step, epoch, values in by_step(records):
+            self._run.log({"epoch": epoch, **values}, step=step)
+
+    def close(self) -> None:
+        """Finish the run: what is on its way is sent."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+
+
+class WandbWriter(Tracker):
+    """Logs to Weights & Biases, over `global_step`; arguments and plan are the run's config.
+
+    Args:
+        options: of `wandb.init`, such as `project`, `entity`, `name`, `tags`, `mode="offline"`. What is left out
+            comes from wandb's environment variables, such as WANDB_PROJECT and WANDB_MODE.
+    """
+
+    package = extra = "wandb"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self._options = options
+        self._run: Any = None
+
+    def start(self, run: RunInfo, known: str | None) -> str:
+        """Call `wandb.init`."""
+        import wandb  # type: ignore[import-not-found, unused-ignore]
+
+        own: dict[str, Any] = {"config": dict(run.config), "dir": str(run.log_dir), "reinit": "create_new"}
+        if known is not None:
+            own |= {"id": known, "resume": "allow", "allow_val_change": True}
+        run.log_dir.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(**(own | self._options))
+        self._run.define_metric("global_step")
+        self._run.define_metric("*", step_metric="global_step")
+        return str(self._run.id)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Log one point a step."""
+        for step, epoch, values in by_step(records):
+            self._run.log({"global_step": step, "epoch": epoch, **values})
+
+    def close(self) -> None:
+        """Finish the run."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+
+
+class TensorBoardWriter(Writer):
+    """Writes scalars (float32, as TensorBoard keeps them) to event files; nothing is ever deleted.
+
+    They lie in `directory`. A fresh run into a directory that has event files goes to a folder of its own in
+    there, `run-1`, `run-2` and so on, so that two runs do not become one curve. A resumed run continues the
+    newest of them, and TensorBoard is told to leave out the points of later steps.
+    """
+
+    def __init__(self, directory: str | PathLike[str]) -> None:
+        """Remember the directory; nothing is made yet. Raises MissingExtraError without tensorboard."""
+        if importlib.util.find_spec("tensorboard") is None:
+            raise MissingExtraError("the tensorboard writer", "tensorboard", "tensorboard")
+        self.directory = Path(directory)
+        self._file: _EventFile | None = None
+
+    def open(self, run: RunInfo) -> None:
+        """Start an event file. Raises ConfigurationError when it is open already."""
+        if self._file is not None:
+            raise ConfigurationError(f"the tensorboard writer for {self.directory} is open; close() it.")
+        directory = _run_directory(self.directory, fresh=run.resume_step is None)
+        self._file = _EventFile(directory, run.resume_step)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Add `records` and flush. Raises ConfigurationError when the writer is not open."""
+        if self._file is None:
+            raise ConfigurationError(f"the tensorboard writer for {self.directory} is not open; call open().")
+        self._file.add(records)
+
+    def close(self) -> None:
+        """End the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+class _EventFile:
+    """A new file of TensorBoard's events in `directory`, written at once, without the thread of a `SummaryWriter`.
+
+    To wait for that thread at each log point took longer than to write the few points, and much longer on a busy
+    machine. With a `resume_step`, TensorBoard is told to drop the points of later steps that earlier files have.
+    """
+
+    def __init__(self, directory: Path, resume_step: int | None) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError as error:
+            raise MissingExtraError("the tensorboard writer", "tensorboard", "tensorboard") from error
+        self._events, self._summaries = event_pb2, summary_pb2
+        directory.mkdir(parents=True, exist_ok=True)
+        seconds, rest = divmod(time.time_ns(), 10**9)  # TensorBoard reads files in the order of their names
+        name = f"events.out.tfevents.{seconds:010d}.{rest:09d}.{os.getpid()}"
+        self._writer = RecordWriter((directory / name).open("xb"))
+        begin = {} if resume_step is None else {"step": resume_step + 1}
+        self._put(file_version="brain.Event:2", **begin)
+        if resume_step is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._put(session_log=start, **begin)
+        self._writer.flush()
+
+    def add(self, records: Sequence[Record]) -> None:
+        for record in records:
+            value = self._summaries.Summary.Value(tag=record.name, simple_value=record.value)
+            self._put(summary=self._summaries.Summary(value=[value]), step=record.step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _put(self, **event: Any) -> None:
+        self._writer.write(self._events.Event(wall_time=time.time(), **event).SerializeToString())
+
+
+def _run_directory(directory: Path, *, fresh: bool) -> Path:
+    """Where the run's events go: `directory` for the first run in it, `run-<n>` for later ones."""
+    if not any(directory.glob("events.out.tfevents.*")):
+        return directory
+    numbers = (folder.name[4:] for folder in directory.glob("run-*") if folder.is_dir())
+    newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
+    if fresh:
+        return directory / f"run-{newest + 1}"
+    return directory / f"run-{newest}" if newest else directory
