@@ -1,4 +1,4 @@
-"""trainstack trains PyTorch models: write one module, pick one string, run it anywhere."""
+"""trainstack trains PyTorch models: write one module, select one backend string, run it anywhere."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""`python -m trainstack`: the same as the command `trainstack`."""
+"""`python -m trainstack` runs the command `trainstack`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes to files and folders that leave the old state or the new one."""
+"""Durable directories and atomic writes of files."""
 
 from __future__ import annotations
 

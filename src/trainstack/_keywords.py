@@ -1,4 +1,4 @@
-"""Classes of arguments that answer one that there is not with the one to write."""
+"""Argument dataclasses that suggest the right name for an unknown keyword."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first asked for, so that others need not wait for them."""
+"""Package attributes that are imported on first access."""
 
 from __future__ import annotations
 

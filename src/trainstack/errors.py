@@ -1,4 +1,4 @@
-"""Every error trainstack raises on purpose, in one tree.
+"""Every error that trainstack raises on purpose, in one tree.
 
 TrainstackError
 ├── ConfigurationError (ValueError)      an argument, or a combination of arguments, is wrong

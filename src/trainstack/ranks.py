@@ -1,4 +1,4 @@
-"""What depends on the rank: doing something once, one process first, telling each other through the group's store.
+"""Rank-dependent execution: once, or on the first process before the others.
 
 A leaf module: it asks torch.distributed, or where there is no group the launcher's variables.
 """

@@ -1,4 +1,4 @@
-"""What a forward pass is for. A leaf module: layers and the trainer both read it."""
+"""`Stage` names the purpose of a forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`audit`: all experiments on one set of privacy settings."""
+"""`audit` runs every experiment on one set of privacy settings, `audit_module` on a user's module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Canaries: records whose gradients are orthogonal unit vectors, so that each is seen alone in every update.
+"""Canary records whose gradients are orthogonal unit vectors, so that each one is visible in every update.
 
 The model is a table with one row a canary; a canary's gradient is its own row, long before clipping and of length C
 after it. What left the private step thus shows, in row i, whether canary i was in it, and the noise.

@@ -1,4 +1,4 @@
-"""The canary audit: can it be told from the updates which canaries were trained on, and how well?
+"""Lower bounds on epsilon from guesses of which canaries were trained on.
 
 Every canary is in the data by the toss of a coin. An adversary who sees all updates ranks the canaries by the
 likelihood ratio of the stated mechanism and calls the first r of them trained on, for few r that are fixed beforehand.

@@ -1,4 +1,4 @@
-"""The noise probe: is the noise normal, of the size that was stated, and new in every step and every run?
+"""Statistical tests of the noise, the sampling and the clipping of private steps.
 
 It looks at runs without any canary, whose updates are noise and nothing else.
 """

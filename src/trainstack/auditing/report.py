@@ -1,4 +1,4 @@
-"""`AuditReport`: what an audit looked at, what it saw, and what follows."""
+"""`AuditReport` holds the findings of an audit."""
 
 from __future__ import annotations
 

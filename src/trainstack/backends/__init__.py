@@ -1,4 +1,4 @@
-"""How a step is carried out: the layers, the string that names a stack of them, and what builds it."""
+"""Execution of a training step: layers, the backend string, the stack built from it."""
 
 from trainstack.backends.amp import Amp
 from trainstack.backends.apex import AmpApex

@@ -1,4 +1,4 @@
-"""`amp`: the forward pass in float16, with the loss scaled so that small gradients do not vanish."""
+"""`amp`: forward pass in float16 with dynamic loss scaling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`amp-apex`: mixed precision by `apex.amp`, which NVIDIA has taken out of newer versions of apex.
+"""`amp-apex`: mixed precision by `apex.amp`, which newer versions of NVIDIA apex no longer have.
 
 apex keeps its state for the whole process: one `amp.initialize` a process, and opt level O1 replaces functions of
 torch for all code in it. Nothing of apex is imported before a stack with this layer is opened.

@@ -1,4 +1,4 @@
-"""`TrainerBackend`: the verbs that carry out a training step, and the ways to drive them.
+"""`TrainerBackend`, the contract of a layer, with the decorator that wraps one layer around another.
 
 A stack is read from outside inwards: the loop holds the outermost layer and calls its verbs; each layer does
 its part and passes the call on to the next. `SingleProcess` is the innermost of every stack.

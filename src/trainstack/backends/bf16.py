@@ -1,4 +1,4 @@
-"""`bf16`: the forward pass in bfloat16 where that is safe. Parameters, gradients and optimizers stay float32."""
+"""`bf16`: forward pass under bfloat16 autocast; parameters, gradients and optimizer state stay float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a backend string to a stack of layers."""
+"""`build_trainer_backend` builds the stack of layers that a backend string names."""
 
 from __future__ import annotations
 

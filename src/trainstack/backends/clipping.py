@@ -1,4 +1,4 @@
-"""Limiting gradients without reading anything back from an accelerator."""
+"""Gradient clipping by norm or value without a device synchronisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ddp`: one process a device, each with a share of every global batch; gradients are summed over all of them."""
+"""`ddp`: one process a device; gradients are summed over all processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fast paths: the work of some public torch calls without the overhead that these have in every step.
+"""Faster equivalents of public torch calls, each with the public call as fallback.
 
 Each function names the public call that it stands for. The bits are the same, and so are the calls of hooks and of
 user code: the short way is taken only where the objects involved are torch's own and unmodified. Otherwise, and with

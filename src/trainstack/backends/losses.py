@@ -1,4 +1,4 @@
-"""The loss in what a step returns: one set of rules for all backend strings and all stages."""
+"""`find_loss` finds the loss in the output of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sp`: one process, full precision. The innermost layer of every stack."""
+"""`sp`: one process in full precision, the innermost layer of every stack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of layers: which tokens a backend string may use, and in which slot each stands."""
+"""The grammar of backend strings over the table of registered layers."""
 
 from __future__ import annotations
 

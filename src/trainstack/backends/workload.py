@@ -1,4 +1,4 @@
-"""What verbs act on. `prepare` returns one, the loop hands it to every verb, and nobody else keeps it."""
+"""`Workload`, the frozen record of modules and optimizers that every verb receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What survives a training: checkpoints that are complete or do not exist, read without pickle."""
+"""Checkpoints that are complete or do not exist, read without pickle."""
 
 from __future__ import annotations
 

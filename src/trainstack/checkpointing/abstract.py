@@ -1,4 +1,4 @@
-"""What the trainer asks of a checkpointer."""
+"""`AbstractCheckpointer`, the contract between a trainer and its checkpointer."""
 
 from __future__ import annotations
 

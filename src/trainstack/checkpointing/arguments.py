@@ -1,4 +1,4 @@
-"""The arguments of `DefaultCheckpointer`."""
+"""`DefaultCheckpointerArguments`, the options of the default checkpointer."""
 
 from __future__ import annotations
 

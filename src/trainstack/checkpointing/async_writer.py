@@ -1,4 +1,4 @@
-"""Host memory that tensors are copied into, kept from one snapshot to the next."""
+"""Saving in a background thread from reusable host buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run began afresh beside the checkpoints of an earlier one, which are not its own to resume from."""
+"""Marker files that separate a new run from the checkpoints of an earlier run in the same directory."""
 
 from __future__ import annotations
 

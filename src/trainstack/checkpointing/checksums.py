@@ -1,4 +1,4 @@
-"""Files that are hashed while they are written and while they are read, in one pass."""
+"""Hashing of files while they are written or read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a JSON tree and named tensors back to the state tree that `encoding.py` was given."""
+"""Decoder from a JSON tree with named tensors to a state tree."""
 
 from __future__ import annotations
 

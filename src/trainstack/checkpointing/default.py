@@ -1,4 +1,4 @@
-"""The checkpointer that the trainer uses unless it is given another: directories on a file system."""
+"""`DefaultCheckpointer` keeps checkpoints as directories on a file system."""
 
 from __future__ import annotations
 

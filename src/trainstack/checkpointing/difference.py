@@ -1,4 +1,4 @@
-"""In what two trees of state differ, bit by bit."""
+"""Bitwise comparison of two state trees."""
 
 from __future__ import annotations
 

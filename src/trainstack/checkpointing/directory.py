@@ -1,4 +1,4 @@
-"""A directory of checkpoints: what is in it, judged by manifests alone."""
+"""The contents of a directory of checkpoints, judged by manifests alone."""
 
 from __future__ import annotations
 

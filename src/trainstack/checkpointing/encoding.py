@@ -1,4 +1,4 @@
-"""From a state tree to a JSON tree and named tensors. Decoding is in `decoding.py`."""
+"""Encoder from a state tree to a JSON tree with named tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exporting a model to a folder that explains itself."""
+"""Export of a model to a folder or a hub."""
 
 from __future__ import annotations
 

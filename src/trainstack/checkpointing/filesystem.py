@@ -1,4 +1,4 @@
-"""Every call that changes the file system, one small function each, so that tests can break any of them."""
+"""Every call that changes the file system, one function each, so that tests can make any of them fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding the checkpoint to go on from: the newest, the best, or the one that is named."""
+"""Lookup of the checkpoint to resume from: newest, best or named."""
 
 from __future__ import annotations
 

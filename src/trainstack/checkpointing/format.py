@@ -1,4 +1,4 @@
-"""How values that JSON lacks are marked in a checkpoint's JSON tree.
+"""Tags and dtypes of the checkpoint format.
 
 A value that JSON lacks is an object `{"$type": <tag>, ...}`. A user's own dict that has the key
 `"$type"` is written as the tag `DICT`, with its items in a list, so nothing can be mistaken.

@@ -1,4 +1,4 @@
-"""MANIFEST.json: what a checkpoint is, and the size and hash of each of its files.
+"""`Manifest` lists the files of a checkpoint with sizes and hashes.
 
 The manifest is written last, so a directory without one was never finished. It holds its own hash,
 and only the very bytes that were written count: one flipped bit anywhere in it is detected.

@@ -1,4 +1,4 @@
-"""Verifying and reading one checkpoint directory. What is decoded are the very bytes that were hashed."""
+"""Verified reading of one checkpoint directory."""
 
 from __future__ import annotations
 

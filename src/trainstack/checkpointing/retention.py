@@ -1,4 +1,4 @@
-"""What happens after a checkpoint has become durable: the pointers are set, and what need not be kept is deleted.
+"""Deletion of checkpoints that need not be kept.
 
 Everything is derived from the manifests on the disk, so it does not matter which process wrote them, or how often
 the training was interrupted in between.

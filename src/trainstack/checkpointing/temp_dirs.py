@@ -1,4 +1,4 @@
-"""Names of unfinished and replaced directories, and clearing away those of writers that died.
+"""Names and cleanup of unfinished checkpoint directories.
 
 `.tmp-<name>-<host>-<pid>-<uuid>` is being written or deleted and is never read. `.old-<name>-...` was
 renamed away to make room for a new one of the same name and is complete.

@@ -1,4 +1,4 @@
-"""Tensor files in the safetensors format, written and read in one pass with their hash.
+"""Tensor files in the safetensors format, hashed in the same pass that writes or reads them.
 
 The format is 8 bytes of header length, a JSON header with dtype, shape and place of each tensor, and
 the bytes of the tensors. Written by hand because the safetensors package offers no way to hash what

@@ -1,4 +1,4 @@
-"""Starting from weights alone: what fits is loaded, what does not is reported."""
+"""Loading of weights as far as they fit, with a report of the rest."""
 
 from __future__ import annotations
 

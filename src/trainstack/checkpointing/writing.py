@@ -1,4 +1,4 @@
-"""Writing a checkpoint or a model export: from states to the files of one directory."""
+"""Atomic writing of one checkpoint directory."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The command `trainstack`. It may use every package; no package uses it."""
+"""The command `trainstack`."""

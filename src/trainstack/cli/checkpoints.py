@@ -1,4 +1,4 @@
-"""`trainstack checkpoints ls | verify | show | diff`: what lies in a folder of checkpoints, and is it as written?"""
+"""`trainstack checkpoints ls | verify | show | diff` lists, verifies and compares checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainstack doctor`: what is installed, and which backend strings work on this machine."""
+"""`trainstack doctor` shows which backend strings work on this machine."""
 
 from __future__ import annotations
 

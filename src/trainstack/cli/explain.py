@@ -1,4 +1,4 @@
-"""`trainstack explain STRING`: what a backend string does."""
+"""`trainstack explain STRING` prints what a backend string does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainstack COMMAND ...`: picks the command, and answers trouble with one line."""
+"""`trainstack COMMAND ...` selects a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of `trainstack train`, read off `TrainerArguments` and the module: none is written down here."""
+"""Options of `trainstack train`, generated from `TrainerArguments` and the module's signature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainstack plan`: how a batch is split and how many steps a run has, before anything runs."""
+"""`trainstack plan` prints the step arithmetic of a run without running it."""
 
 from __future__ import annotations
 

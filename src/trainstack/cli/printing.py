@@ -1,4 +1,4 @@
-"""How commands print: JSON for scripts, tables for people, plain text where nobody looks."""
+"""Output of commands as JSON, tables or plain text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainstack privacy`: what training privately would spend, computed without training; and an audit."""
+"""`trainstack privacy` computes the privacy cost of a training without running it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainstack report RUN_DIR...`: the page of one run, or several runs side by side."""
+"""`trainstack report RUN_DIR...` writes the report page of one or several runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From `my.py:MyModule` to what makes a module."""
+"""Resolution of `my.py:MyModule` to a function that makes a module."""
 
 from __future__ import annotations
 

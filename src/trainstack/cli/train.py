@@ -1,4 +1,4 @@
-"""`trainstack train FILE.py:MODULE`: a training without a script of its own."""
+"""`trainstack train FILE.py:MODULE` trains without a script."""
 
 from __future__ import annotations
 

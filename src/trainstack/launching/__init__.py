@@ -1,1 +1,1 @@
-"""Start the processes of a training from a script or a notebook."""
+"""Launching of several processes from a script or a notebook."""

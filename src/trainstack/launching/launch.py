@@ -1,4 +1,4 @@
-"""`launch(fn, nproc=2)`: run a function in several processes of this machine, from a script or a notebook.
+"""`launch(fn, nproc=2)` runs a function in several processes of this machine.
 
 torch's own elastic agent starts, watches and restarts them; torchrun runs on the same one. What is added here: results
 and failures that do not depend on how a process exits, times that are kept, and nothing left behind.

@@ -1,4 +1,4 @@
-"""What a `launch` was asked for, checked before anything is started."""
+"""Checked options of a `launch` call."""
 
 from __future__ import annotations
 

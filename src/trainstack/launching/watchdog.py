@@ -1,4 +1,4 @@
-"""Watching the processes of a `launch`: nobody outlives the time given, and the right one is named."""
+"""Supervision of launched processes: time limits, first failure, termination."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in a process that `launch` has started, and the folder in which it leaves what came of it.
+"""The main function of a launched process.
 
 Every start of a process has a folder of its own, made by torch's agent: `<run>/attempt_<restart>/<local rank>/`. In it:
 

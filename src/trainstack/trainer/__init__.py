@@ -1,4 +1,4 @@
-"""What a user touches: the module to write, its arguments, and the trainer that runs it."""
+"""The user API: the module to write, its arguments, the trainer that runs it."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""`AbstractTrainer`: what callbacks, subscribers of events and other parts of a run may use of a trainer."""
+"""`AbstractTrainer`, the trainer as callbacks see it."""
 
 from __future__ import annotations
 

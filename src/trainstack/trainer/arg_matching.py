@@ -1,4 +1,4 @@
-"""What metrics are fed with: predictions and targets, found in what a step returned and in its batch."""
+"""Matching of step outputs and batches to the parameters of functions and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `TrainerArguments` refuses, and what to write instead."""
+"""Checks of `TrainerArguments`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TrainerArguments`: everything about a run that is not the task itself."""
+"""`TrainerArguments`, all options of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RunContext`: the parts of one trainer that saving, resuming, evaluation and reports are handed."""
+"""`RunContext`, the parts of a run that its helpers share."""
 
 from __future__ import annotations
 

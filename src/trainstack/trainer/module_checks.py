@@ -1,4 +1,4 @@
-"""Do the module's methods take what they will be called with? Asked once, before anything runs."""
+"""Checks of a module's method signatures, optimizers and schedulers before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ModuleInterface`: the one class a user writes."""
+"""`ModuleInterface`, the class that a user writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SupervisedModule`: a `ModuleInterface` for those who have a model, a loss and data sets."""
+"""`SupervisedModule`, a ready-made `ModuleInterface` for a model, a loss and datasets."""
 
 from __future__ import annotations
 

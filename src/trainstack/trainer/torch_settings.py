@@ -1,4 +1,4 @@
-"""How a module's models compute: compiled, or with the channels last in memory. Their weights and names stay."""
+"""Torch settings of a run: compile, channels last, determinism, memory counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Trainer`: brings a module, a backend and a checkpointer together."""
+"""`Trainer` trains, validates, tests and predicts with a module."""
 
 from __future__ import annotations
 

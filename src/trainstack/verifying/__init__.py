@@ -1,4 +1,4 @@
-"""Proof that a run survives being killed: the user's own training, killed at random moments, resumed, compared."""
+"""`verify_resume` proves that a run survives being killed."""
 
 from trainstack.verifying.comparing import Parting
 from trainstack.verifying.report import Kill, ResumeReport

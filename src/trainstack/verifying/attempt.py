@@ -1,4 +1,4 @@
-"""Starting the processes of a training, watching them, and killing them."""
+"""Training processes that are started, watched and killed."""
 
 from __future__ import annotations
 

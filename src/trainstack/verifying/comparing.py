@@ -1,4 +1,4 @@
-"""Where two trainings part, told from the checkpoints that both have left."""
+"""Comparison of the checkpoints of two trainings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came of it: where each kill struck, and whether the ends agree."""
+"""`ResumeReport` shows each kill and the comparison of the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`verify_resume(make_module, args)`: is a killed and resumed run the same as an unbroken one?"""
+"""`verify_resume(make_module, args)` compares killed and resumed runs with an unbroken one."""
 
 from __future__ import annotations
 

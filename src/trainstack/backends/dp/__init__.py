@@ -1,4 +1,4 @@
-"""Differential privacy: what a private run promises, how it keeps that, and what it has spent.
+"""`dp`: differentially private training with a stated epsilon.
 
 `layer.py` is the layer of the stack. `preparing.py` refuses what is unsafe (`refusals.py`), tries the module out
 (`probes.py`) and builds the `mechanism.py` of a run: `poisson.py` draws its records, `modes/` gives the sum of their

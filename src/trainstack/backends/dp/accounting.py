@@ -1,4 +1,4 @@
-"""From steps to epsilon and back: what was spent, how much noise a budget needs, how many steps it allows.
+"""Conversion between steps, noise and epsilon.
 
 Everything here is for one mechanism: each step adds Gaussian noise of `sigma` times the clipping norm to the sum over a
 Poisson sample, in which each record stands with probability `q`, independently of all others and of all other steps.

@@ -1,4 +1,4 @@
-"""`DifferentialPrivacyArguments`: what a user writes to train privately."""
+"""`DifferentialPrivacyArguments`, the options of private training."""
 
 from __future__ import annotations
 

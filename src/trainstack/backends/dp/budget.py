@@ -1,4 +1,4 @@
-"""`Accountant`: what a run has spent and may still spend. Charged before the noise of a step is drawn."""
+"""`Accountant` charges each private step before its noise is drawn."""
 
 from __future__ import annotations
 

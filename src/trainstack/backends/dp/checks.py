@@ -1,4 +1,4 @@
-"""What private training refuses on sight: everything without which the stated epsilon would not be true.
+"""Checks that refuse a run whose stated epsilon would not hold.
 
 Each finding is a sentence that names what was found and says what to write instead; all are told together.
 """

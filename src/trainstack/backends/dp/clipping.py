@@ -1,4 +1,4 @@
-"""Per-record clipping: which factor each record's gradient is multiplied by before it is added to the sum.
+"""Clipping factors for per-record gradients.
 
 All arithmetic is in float32. A record whose gradient is not finite gets the factor zero, and whoever uses the
 factors leaves its row out: a product of zero and inf would be nan.

@@ -1,4 +1,4 @@
-"""Epsilon of Poisson samples with Gaussian noise, by opacus' two accountants, within bounds of time and rounding.
+"""Epsilon of Poisson-sampled Gaussian steps from opacus' accountants or closed forms.
 
 Both give upper bounds for adding or removing one record. Renyi accounting (rdp) takes milliseconds and always answers.
 Privacy loss distributions (prv) are tighter, but may take minutes, and lose their digits where delta nears the rounding

@@ -1,4 +1,4 @@
-"""`dp`: DP-SGD. Each record's gradient is bounded, noise is added to the sum, and every step is accounted for."""
+"""The layer `dp`: DP-SGD with accounted steps."""
 
 from __future__ import annotations
 

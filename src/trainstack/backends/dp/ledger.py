@@ -1,4 +1,4 @@
-"""`SpendLedger`: how many private steps a run has taken, on disk before they are taken.
+"""`SpendLedger` writes the number of private steps to disk before they are taken.
 
 A checkpoint knows the steps before it, but not those that ran after it and were lost; their results may have been
 seen, so they are spent. The ledger therefore records steps ahead, a block at a time: one synced line of the file lets

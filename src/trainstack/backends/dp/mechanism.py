@@ -1,4 +1,4 @@
-"""The private step: from the sums of clipped gradients to gradients that may be used, and what a run must remember."""
+"""`Mechanism` turns sums of clipped per-record gradients into noisy gradients."""
 
 from __future__ import annotations
 

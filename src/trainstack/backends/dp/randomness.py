@@ -1,4 +1,4 @@
-"""The random numbers that privacy rests on. They come from the operating system and are never stored."""
+"""Random numbers for privacy, drawn from the operating system and never stored."""
 
 from __future__ import annotations
 

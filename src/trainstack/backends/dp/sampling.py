@@ -1,4 +1,4 @@
-"""Poisson sampling: each record is in a step with the same probability, whatever the others and the other steps."""
+"""Poisson sampling of the records of each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Making a private run ready: refuse what is unsafe, plan, choose how gradients are taken, and try it out."""
+"""Setup of a private run: checks, plan, gradient mode, mechanism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`PrivacyStatement`: what a run guarantees, to whom and against what, in words and as JSON."""
+"""`PrivacyStatement` states the guarantee of a run as text or JSON."""
 
 from __future__ import annotations
 

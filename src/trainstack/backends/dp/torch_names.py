@@ -1,4 +1,4 @@
-"""The private torch names that private training needs, because torch has no public ones for the same."""
+"""Names of torch that private training needs and that torch may rename."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How processes tell each other small things: numbers, objects, failures. Gradients travel elsewhere."""
+"""`Communicator` exchanges small values and failures between ranks."""
 
 from __future__ import annotations
 

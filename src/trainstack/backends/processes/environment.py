@@ -1,4 +1,4 @@
-"""Where a launcher has put this process: rank, world and meeting point, read off its environment variables."""
+"""Rank, world size and rendezvous of this process, read from its launcher's environment."""
 
 from __future__ import annotations
 

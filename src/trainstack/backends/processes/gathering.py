@@ -1,4 +1,4 @@
-"""Bringing what each process has collected together: uneven, empty, nested, in the order of the ranks."""
+"""Concatenation of nested outputs from all ranks in rank order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store in which the processes of a group meet, free of what an earlier group has left there."""
+"""The rendezvous store of a process group."""
 
 from __future__ import annotations
 

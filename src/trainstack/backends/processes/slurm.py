@@ -1,4 +1,4 @@
-"""What SLURM's variables mean: lists of hosts, tasks of each machine, and whether srun started this process."""
+"""SLURM's environment variables: host lists, tasks per node, detection of srun."""
 
 from __future__ import annotations
 

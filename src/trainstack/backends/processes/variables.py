@@ -1,4 +1,4 @@
-"""Reading the variables of a launcher, so that what is missing or wrong is named with the way to mend it."""
+"""Checked access to a launcher's environment variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeping processes that work together from waiting for one that does not come."""
+"""A watchdog thread that ends collectives when another rank has failed or is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where this process stands among all processes of the run, and on which device it works."""
+"""`World`: the rank, size and device of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`BestCheckpoint`: keeps the weights that gave the best value, and ends with them."""
+"""`BestCheckpoint` keeps the weights with the best monitored value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`EarlyStopping`: ends a training that gets no better."""
+"""`EarlyStopping` stops a training whose monitored value no longer improves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`EMA`: an exponential moving average of the weights, updated with each global step."""
+"""`EMA` keeps an exponential moving average of the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ExtraValidation`: more data to validate on, at a rhythm of its own."""
+"""`ExtraValidation` validates on more data at an interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Freezer`: parameters that are not trained for a while."""
+"""`Freezer` freezes parameters for a part of the training."""
 
 from __future__ import annotations
 

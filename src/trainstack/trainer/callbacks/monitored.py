@@ -1,4 +1,4 @@
-"""A monitored value: is it the best so far? The same answer on all processes, at most one for each global step."""
+"""A monitored value and its best so far, equal on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks that record learning rates, gradient norms and memory."""
+"""Callbacks that log learning rates, gradient norms, memory and moving averages."""
 
 from __future__ import annotations
 

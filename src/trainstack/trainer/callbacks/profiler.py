@@ -1,4 +1,4 @@
-"""`Profiler`: a trace of a few steps."""
+"""`Profiler` writes a trace of a few steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LimitBatches`: short epochs, for a try."""
+"""Callbacks that change one setting of a run."""
 
 from __future__ import annotations
 

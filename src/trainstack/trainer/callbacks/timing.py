@@ -1,4 +1,4 @@
-"""`StepTimer`: where the time of a step goes."""
+"""Callbacks that measure step times and throughput."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often: every n steps, every n epochs, at fractions of a run, or when asked."""
+"""Intervals in steps, epochs or fractions of a run."""
 
 from __future__ import annotations
 

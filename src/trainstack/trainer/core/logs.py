@@ -1,4 +1,4 @@
-"""A run's messages: logged under "trainstack", each run with a threshold of its own."""
+"""Log messages of a run under the logger "trainstack", filtered by the run's own level."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of training data, as arithmetic: nothing here reads a sample or draws from a global generator.
+"""The order of training data as pure arithmetic.
 
 A permutation of (seed, epoch) is cut into global batches, each global batch into the processes' shares, and each
 share into micro-batches. So every process count and every micro-batch size sees the same global batches.

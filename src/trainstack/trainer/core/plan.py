@@ -1,4 +1,4 @@
-"""All step arithmetic of a run, computed once. Schedulers, bars, logs and checkpoints read it from here."""
+"""`TrainingPlan`, all step arithmetic of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Randomness: capturing and restoring it, keeping it apart, and giving each sample its own."""
+"""Capture, restore and isolation of random states."""
 
 from __future__ import annotations
 

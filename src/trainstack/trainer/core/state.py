@@ -1,4 +1,4 @@
-"""Where a run stands. The loop advances it, checkpoints keep it, hooks and bars read it."""
+"""`RunState`, the counters of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers that read tensors and count samples."""
+"""Checks of weights on all ranks."""
 
 from __future__ import annotations
 

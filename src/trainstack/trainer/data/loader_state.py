@@ -1,4 +1,4 @@
-"""A loader that keeps a state of its own, such as torchdata's `StatefulDataLoader`: saved, and given back on resume."""
+"""State of loaders such as torchdata's `StatefulDataLoader` in checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading samples by index, each with its own random seed, in this process or in a loader's workers."""
+"""Loading of samples by index, each under its own random seed."""
 
 from __future__ import annotations
 

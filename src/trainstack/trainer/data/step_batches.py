@@ -1,4 +1,4 @@
-"""Where global steps get their micro-batches from: a data set in the library's order, or a loader with its own."""
+"""The micro-batches of each global step."""
 
 from __future__ import annotations
 

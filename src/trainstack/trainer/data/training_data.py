@@ -1,4 +1,4 @@
-"""Asking the module for its training data: what it describes, and in which order it is used."""
+"""`TrainingData` asks the module for its loader and derives order and plan from it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Validation, test and prediction passes."""
+"""Validation, test and prediction."""

@@ -1,4 +1,4 @@
-"""`OutputCollector`: keeps what steps return, in linear time and memory, and joins it once at the end."""
+"""`OutputCollector` collects step outputs and concatenates them once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluating a run's module: every sample of every loader once, whoever asks for it."""
+"""`Evaluator` evaluates every sample of every loader once."""
 
 from __future__ import annotations
 

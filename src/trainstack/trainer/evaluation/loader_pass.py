@@ -1,4 +1,4 @@
-"""Running a module over data without training it: every sample once, modes and random state left as found."""
+"""One pass over a loader without training, which restores modes and random state."""
 
 from __future__ import annotations
 

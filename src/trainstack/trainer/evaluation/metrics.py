@@ -1,4 +1,4 @@
-"""Metrics: anything with `update`, `compute` and `reset`, fed with the batches of an evaluation."""
+"""Metrics with `update`, `compute` and `reset` over the batches of an evaluation."""
 
 from __future__ import annotations
 

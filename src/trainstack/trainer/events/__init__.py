@@ -1,4 +1,4 @@
-"""Events: what one can act at in a run, and the ways to subscribe."""
+"""Events of a run and subscriptions to them."""
 
 from trainstack.trainer.events.bus import Events
 from trainstack.trainer.events.event import Callback, Event

@@ -1,4 +1,4 @@
-"""Who subscribes to which event of one trainer, in which order, and what of it goes into checkpoints."""
+"""`Events` holds the subscribers of one trainer."""
 
 from __future__ import annotations
 

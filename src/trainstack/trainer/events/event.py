@@ -1,4 +1,4 @@
-"""`Event`: the one table of what one can subscribe to, in the order in which it happens."""
+"""`Event`, the table of events in the order in which they happen."""
 
 from __future__ import annotations
 

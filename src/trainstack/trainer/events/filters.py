@@ -1,4 +1,4 @@
-"""Which of an event's occurrences a subscriber runs at: every n-th, the n-th only, or those that a function picks."""
+"""Filters that select the occurrences of an event at which a subscriber runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hooks a subscriber really has: looked up once, so that the loop pays nothing for the others."""
+"""Lookup of the hooks that a module implements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events within a step: verbs are wrapped where somebody subscribes, and left as they are where nobody does."""
+"""Events within a step, as wrappers around verbs that have subscribers."""
 
 from __future__ import annotations
 

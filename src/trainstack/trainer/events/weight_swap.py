@@ -1,4 +1,4 @@
-"""The trained weights, kept while others lie in the module after a training."""
+"""Temporary replacement of the trained weights, for example by their average."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses and gradient norms of the steps under way: kept on the device, read in bulk at log points."""
+"""`LossMeter` keeps losses and gradient norms on the device until the next log point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one sees of a run: history, writers and progress, told at log points and never in between."""
+"""`Reporter` passes measurements to history, writers and progress at log points."""
 
 from __future__ import annotations
 

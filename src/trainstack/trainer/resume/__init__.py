@@ -1,1 +1,1 @@
-"""From a run to a checkpoint and back."""
+"""Conversion between a run and its checkpoints."""

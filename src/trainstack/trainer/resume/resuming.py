@@ -1,4 +1,4 @@
-"""What a run takes from a checkpoint: all of it, or parts; and weights from elsewhere when there is none."""
+"""Restoring of a run from a checkpoint."""
 
 from __future__ import annotations
 

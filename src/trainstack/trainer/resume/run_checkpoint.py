@@ -1,4 +1,4 @@
-"""From a running trainer to a `Checkpoint` and back."""
+"""The contents of a run's checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between trainer and checkpointer: only the main process touches files, and all processes learn what came of it."""
+"""`Saver` saves on the main process and reports the result to all ranks."""
 
 from __future__ import annotations
 

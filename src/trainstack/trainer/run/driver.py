@@ -1,4 +1,4 @@
-"""Driving a stack without a `Trainer`: what `TrainerBackend.init`, `train_dl` and `validate_dl` stand on."""
+"""A loop driver for `TrainerBackend.train_dl`, without a `Trainer`."""
 
 from __future__ import annotations
 

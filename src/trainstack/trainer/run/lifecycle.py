@@ -1,4 +1,4 @@
-"""Whether training may begin."""
+"""Start and end of a training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding a learning rate: train a little while it grows, and look at where the loss falls fastest."""
+"""`find_lr` finds a learning rate by a short training with a growing rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recognizing an error of a memory allocator, and freeing what a failed pass has allocated."""
+"""`fit_micro_batch` halves the micro-batch until a step fits into memory."""
 
 from __future__ import annotations
 

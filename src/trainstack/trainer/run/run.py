@@ -1,4 +1,4 @@
-"""One run: the loop with its data, its reports and its checkpoints, epoch by epoch."""
+"""`Run` trains a prepared module epoch by epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stopping a run well: who asks for it, and at which step boundary all processes stop together."""
+"""`Stopper` stops all ranks at the same step boundary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedulers: warm-up schedules, schedulers by name, and the rhythm in which each steps."""
+"""Learning rate schedulers: by name, with warm-up, at intervals."""
 
 from trainstack.trainer.schedulers.building import build_scheduler
 from trainstack.trainer.schedulers.stepping import SchedulerConfig

@@ -1,4 +1,4 @@
-"""From what `get_optimizers_schedulers` returned to schedulers that can be stepped: factories are called here."""
+"""Construction of schedulers from names, factories and configurations."""
 
 from __future__ import annotations
 

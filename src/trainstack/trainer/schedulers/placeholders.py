@@ -1,4 +1,4 @@
-"""Placeholders for what is known only when a run has its plan: `placeholders.TOTAL_STEPS // 10`.
+"""Placeholders for numbers of the plan, such as `placeholders.TOTAL_STEPS // 10`.
 
 They stand where a number will stand: in the keywords of a `functools.partial`, in lists and dicts, at any depth.
 `resolve` puts the numbers in.

@@ -1,4 +1,4 @@
-"""`Schedules`: the schedulers of a run, each in its rhythm; the loop pays for no rhythm that is not used."""
+"""`Schedules` steps each scheduler at its interval."""
 
 from __future__ import annotations
 

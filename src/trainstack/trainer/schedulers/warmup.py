@@ -1,4 +1,4 @@
-"""Warm-up schedules as plain torch schedulers: the learning rate as a multiple of its peak, by closed formulas.
+"""Warm-up schedules as plain torch schedulers in closed form.
 
 `total_steps` and `warmup` count steps of the scheduler: global steps, unless its rhythm says otherwise. A whole number
 is so many steps; a float below 1 is a fraction of `total_steps`, rounded. The k-th update uses the value at step k - 1.

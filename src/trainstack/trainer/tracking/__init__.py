@@ -1,1 +1,1 @@
-"""Metrics of a run and their way to screen, files and trackers."""
+"""Recorded metrics on their way to the screen, files and trackers."""

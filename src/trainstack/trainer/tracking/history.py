@@ -1,4 +1,4 @@
-"""What a run has measured: metrics with step and epoch, kept compactly, read from the device in bulk."""
+"""`RunHistory` records metrics with step and epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LogSink`: where the numbers go that a module logs."""
+"""`LogSink` receives the values that a module logs."""
 
 from __future__ import annotations
 

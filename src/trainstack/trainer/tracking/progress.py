@@ -1,4 +1,4 @@
-"""The progress display: a bar on a terminal, a line now and then in a log, or nothing."""
+"""The progress display: a bar on a terminal, lines in a log, or nothing."""
 
 from __future__ import annotations
 

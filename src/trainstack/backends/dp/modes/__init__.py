@@ -1,1 +1,1 @@
-"""Gradient modes: how one micro-batch gives the sum of clipped per-record gradients."""
+"""Gradient modes: ways to compute the sum of clipped per-record gradients of a micro-batch."""

@@ -1,4 +1,4 @@
-"""`GradientMode`: one micro-batch in, the sum of clipped per-record gradients out."""
+"""`GradientMode`, the contract of a gradient mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bookkeeping`: one forward and one backward pass for all records, at little more than the price of ordinary training.
+"""`bookkeeping`: one forward and one backward pass for all records.
 
 The backward pass computes gradients of layers' outputs only. From them and the layers' inputs follow the norm of each
 record's gradient, and then, with the factors known, one weighted parameter gradient for each layer (Bu et al. 2022,

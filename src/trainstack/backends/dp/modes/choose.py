@@ -1,4 +1,4 @@
-"""Choosing a gradient mode: the fastest that agrees with the loop on a batch of the data."""
+"""Choice of the fastest gradient mode that agrees with `loop` on a batch of the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loop`: one record after the other, with ordinary autograd. Always right, and what other modes are held against."""
+"""`loop`: one record at a time with ordinary autograd, the reference for all other modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hooks`: per-record gradients from opacus' hooks on the layers, all of them in memory at once."""
+"""`hooks` and `ghost`: per-record gradients from opacus' hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage for trying things out on a module: nothing is random on it, and nothing that happens there remains."""
+"""Trial runs of a module without randomness or side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sites: places of a forward pass where a trained parameter is used in a way whose per-record gradient is known.
+"""Per-record gradients for each kind of parameter use.
 
 Each site keeps the layer's input `A` and is later given the gradient `G` of the summed losses with respect to the
 layer's output. From these follow the norm of each record's gradient and any weighted sum of the gradients, mostly

@@ -1,4 +1,4 @@
-"""`Taps`: finds the sites of a forward pass: the functions of torch that are called with a trained parameter.
+"""`Taps` intercepts torch functions that a forward pass calls with a trained parameter.
 
 Looking at functions rather than at modules means that a custom layer that calls `F.linear` is understood as well, and
 that a parameter that is used twice has two sites.

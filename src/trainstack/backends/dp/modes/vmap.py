@@ -1,4 +1,4 @@
-"""`vmap`: the whole of `train_step` on a batch of one, vectorised over records by `torch.func`.
+"""`vmap`: `train_step` on batches of one record, vectorised by `torch.func`.
 
 A record's gradient is computed from that record alone, so no other can leak into it. What it needs is that `train_step`
 can be traced: no `.item()`, no branch on a tensor's value, no change of a buffer in place.

@@ -1,4 +1,4 @@
-"""The run report: what a run was and did, on one page that is written when it ends."""
+"""The HTML report of a run, written when the run ends."""
 
 from __future__ import annotations
 

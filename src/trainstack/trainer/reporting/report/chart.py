@@ -1,4 +1,4 @@
-"""A chart as inline SVG: axes, grid, curves. Colours and fonts are the page's."""
+"""A chart as inline SVG."""
 
 from __future__ import annotations
 

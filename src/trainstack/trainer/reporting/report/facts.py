@@ -1,4 +1,4 @@
-"""What a report knows of a run beside its metrics: `run.json`, written when a run begins and when it ends."""
+"""`run.json`, the facts of a run besides its metrics."""
 
 from __future__ import annotations
 

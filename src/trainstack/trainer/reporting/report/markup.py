@@ -1,4 +1,4 @@
-"""HTML and SVG from nested calls: what is not marked as markup is escaped."""
+"""HTML and SVG from nested calls, escaped by default."""
 
 from __future__ import annotations
 

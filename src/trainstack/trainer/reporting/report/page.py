@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: no file, no font, no request to the outside."""
+"""The report as one self-contained HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which curves stand in which chart, and which points of them are drawn."""
+"""Assignment of metrics to charts."""
 
 from __future__ import annotations
 

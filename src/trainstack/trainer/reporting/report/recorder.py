@@ -1,4 +1,4 @@
-"""`RunRecorder`: keeps what a report needs while a run goes on, and writes the report when it ends."""
+"""`RunRecorder` collects the data of a report during a run."""
 
 from __future__ import annotations
 

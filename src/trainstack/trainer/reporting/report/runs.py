@@ -1,4 +1,4 @@
-"""A run as a report shows it: its facts, its curves and its checkpoints, at hand or read from its folder."""
+"""A run as the report reads it from its folder."""
 
 from __future__ import annotations
 

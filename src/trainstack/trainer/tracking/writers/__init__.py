@@ -1,4 +1,4 @@
-"""Writers: where the records of a run go, at log points, on the main process only."""
+"""Writers of metric records, on the main process only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a writer, and what it is told of the run."""
+"""`Writer`, the contract of a writer."""
 
 from __future__ import annotations
 

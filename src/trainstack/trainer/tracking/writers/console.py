@@ -1,4 +1,4 @@
-"""A text stream that falls silent when the terminal behind it is gone."""
+"""The writer to standard output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file of rows that is only ever appended to, survives crashes and is continued in place."""
+"""Writers and readers of CSV and JSON Lines files that survive crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several writers as one: each is told everything, and what happens to one is no matter to the others."""
+"""`WriterGroup` calls several writers, isolated from each other's errors."""
 
 from __future__ import annotations
 

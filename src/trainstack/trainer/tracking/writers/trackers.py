@@ -1,4 +1,4 @@
-"""What the writers for tracking services have in common."""
+"""Writers for TensorBoard, Weights & Biases, MLflow and trackio."""
 
 from __future__ import annotations
 
