@@ -32,7 +32,7 @@ with nothing_collected():
     from trainstack.ranks import main_process_first, print_once, rank_zero_only
 
 if TYPE_CHECKING:
-    from trainstack.backends.dp.statement import PrivacyStatement
+    from trainstack.backends.privacy_statement import PrivacyStatement
     from trainstack.launching.launch import launch
     from trainstack.trainer import *  # noqa: F403
     from trainstack.verifying import Kill, Parting, ResumeReport, verify_resume
@@ -42,7 +42,7 @@ __getattr__ = lazily(
     {
         **dict.fromkeys(trainer.__all__, "trainstack.trainer"),
         **dict.fromkeys(("Kill", "Parting", "ResumeReport", "verify_resume"), "trainstack.verifying"),
-        "PrivacyStatement": "trainstack.backends.dp.statement",
+        "PrivacyStatement": "trainstack.backends.privacy_statement",
         "launch": "trainstack.launching.launch",
         "verifying": "trainstack.verifying",
     },

@@ -14,7 +14,7 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import REPRODUCIBLE, Classifier, arguments, numbers, train
-from trainstack.backends.dp.statement import PrivacyStatement
+from trainstack.backends.privacy_statement import PrivacyStatement
 from trainstack.checkpointing.directory import read_manifest
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
-from trainstack.backends.dp.statement import PrivacyStatement
+from trainstack.backends.privacy_statement import PrivacyStatement
 from trainstack.backends.spec import parse_spec
 from trainstack.errors import ConfigurationError
 

@@ -24,7 +24,7 @@ from trainstack.errors import CheckpointMismatchError, ConfigurationError
 from trainstack.stage import Stage
 
 if TYPE_CHECKING:
-    from trainstack.backends.dp.statement import PrivacyStatement
+    from trainstack.backends.privacy_statement import PrivacyStatement
     from trainstack.backends.workload import Sampling
 
 
@@ -182,7 +182,7 @@ class TrainerBackend(ABC):
 
     def privacy_statement(self) -> PrivacyStatement:
         """What is guaranteed to those whose records are trained on."""
-        from trainstack.backends.dp.statement import no_guarantee
+        from trainstack.backends.privacy_statement import no_guarantee
 
         return no_guarantee(self.spec)
 

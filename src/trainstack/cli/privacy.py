@@ -18,7 +18,7 @@ from trainstack.backends.dp import (
 )
 from trainstack.backends.dp.accounting import ACCOUNTANTS
 from trainstack.backends.dp.arguments import check_delta_for, sampling_rate
-from trainstack.backends.dp.statement import rounded_up
+from trainstack.backends.privacy_statement import rounded_up
 from trainstack.errors import ConfigurationError
 from trainstack.ranks import global_rank
 

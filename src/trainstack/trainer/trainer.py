@@ -41,15 +41,15 @@ from trainstack.trainer.reporting.reporter import Reporter
 from trainstack.trainer.resume.resuming import start_from_weights, what_the_mode_keeps
 from trainstack.trainer.resume.run_checkpoint import restore_module
 from trainstack.trainer.resume.saving import Saver, save_after
-from trainstack.trainer.run.lifecycle import admit, what_is_done
 from trainstack.trainer.run.lr_finder import FoundRates, try_rates
 from trainstack.trainer.run.memory_fitting import fit_micro_batch
+from trainstack.trainer.run.preflight import admit, what_is_done
 from trainstack.trainer.run.run import Run
 from trainstack.trainer.run.stopping import Stopped, Stopper, end_by_signal, signals_ask
 from trainstack.trainer.tracking.history import RunHistory
 
 if TYPE_CHECKING:
-    from trainstack.backends.dp.statement import PrivacyStatement
+    from trainstack.backends.privacy_statement import PrivacyStatement
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

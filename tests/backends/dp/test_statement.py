@@ -20,7 +20,7 @@ from trainstack.backends.dp import (
     no_guarantee,
     private_statement,
 )
-from trainstack.backends.dp.statement import rounded_up
+from trainstack.backends.privacy_statement import rounded_up
 from trainstack.errors import ConfigurationError
 
 

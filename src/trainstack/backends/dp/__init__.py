@@ -1,16 +1,11 @@
 """`dp`: differentially private training with a stated epsilon.
 
-`layer.py` is the layer of the stack. `preparing.py` refuses what is unsafe (`refusals.py`), tries the module out
-(`probes.py`) and builds the `mechanism.py` of a run: `poisson.py` draws its records, `modes/` gives the sum of their
-gradients, clipped by `clipping.py`, and `randomness.py` the noise.
+`layer.py` is the layer of the stack, `setup.py` its preparation: checks, plan, gradient mode, mechanism. Of each step,
+`sampling.py` draws the records, `modes` sums their clipped gradients, `randomness.py` draws the noise. `budget.py`
+charges the step before that, over `accounting.py` and `ledger.py`.
 
-`arguments.py` is what a user writes and `plan.py` the constants that follow from it; `accounting.py` turns steps into
-epsilon, with opacus behind `accountants.py` and without any package in `gaussian.py`; `budget.py` counts the steps of a
-run and refuses those beyond its budget; `ledger.py` keeps the count on disk over crashes; `statement.py` says what
-holds.
-
-Importing this package imports next to nothing, since most runs are not private; opacus and scipy are imported by
-`opacus_import.py`, when a number is asked for.
+Most runs are not private, so importing this package imports no other file of it. opacus and scipy are imported when an
+epsilon is computed.
 """
 
 from typing import TYPE_CHECKING
@@ -23,22 +18,25 @@ if TYPE_CHECKING:
     from trainstack.backends.dp.budget import Accountant
     from trainstack.backends.dp.epsilon import fixed_order_epsilon, gaussian_epsilon, shuffled_epsilon_at_least
     from trainstack.backends.dp.ledger import SpendLedger
-    from trainstack.backends.dp.statement import PrivacyStatement, no_guarantee, private_statement
+    from trainstack.backends.dp.statement import private_statement
+    from trainstack.backends.privacy_statement import PrivacyStatement, no_guarantee
 
 __getattr__ = lazily(
     __name__,
     {
-        name: f"trainstack.backends.dp.{place}"
-        for place, names in {
-            "accounting": ("calibrate_noise", "delta_of", "epsilon_of", "steps_within"),
-            "arguments": ("DifferentialPrivacyArguments",),
-            "budget": ("Accountant",),
-            "gaussian": ("fixed_order_epsilon", "gaussian_epsilon", "shuffled_epsilon_at_least"),
-            "ledger": ("SpendLedger",),
-            "plan": ("PrivacyPlan", "plan_privacy"),
-            "statement": ("PrivacyStatement", "no_guarantee", "private_statement"),
-        }.items()
-        for name in names
+        **{
+            name: f"trainstack.backends.dp.{module}"
+            for module, names in {
+                "accounting": ("calibrate_noise", "delta_of", "epsilon_of", "steps_within"),
+                "arguments": ("DifferentialPrivacyArguments", "PrivacyPlan", "plan_privacy"),
+                "budget": ("Accountant",),
+                "epsilon": ("fixed_order_epsilon", "gaussian_epsilon", "shuffled_epsilon_at_least"),
+                "ledger": ("SpendLedger",),
+                "statement": ("private_statement",),
+            }.items()
+            for name in names
+        },
+        **dict.fromkeys(("PrivacyStatement", "no_guarantee"), "trainstack.backends.privacy_statement"),
     },
 )
 

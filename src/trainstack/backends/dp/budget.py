@@ -11,7 +11,7 @@ from trainstack.backends.dp.accounting import epsilon_of, merged, steps_within
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan
 from trainstack.backends.dp.epsilon import Entry
 from trainstack.backends.dp.ledger import BLOCK, SpendLedger
-from trainstack.backends.dp.statement import rounded_up
+from trainstack.backends.privacy_statement import rounded_up
 from trainstack.errors import CheckpointMismatchError, PrivacyBudgetError, PrivacyLedgerError
 
 _log = logging.getLogger("trainstack")

@@ -21,7 +21,7 @@ from trainstack.stage import Stage
 if TYPE_CHECKING:  # most runs are not private, and need none of it
     from trainstack.backends.dp.budget import Accountant
     from trainstack.backends.dp.mechanism import Mechanism
-    from trainstack.backends.dp.statement import PrivacyStatement
+    from trainstack.backends.privacy_statement import PrivacyStatement
 
 _SCALER = (
     "a gradient scaler skips steps and changes its scale by what the data are, without noise. The half precision for "

@@ -16,7 +16,8 @@ from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.probing import Watch
 from trainstack.backends.dp.randomness import Randomness
 from trainstack.backends.dp.sampling import count_records
-from trainstack.backends.dp.statement import PrivacyStatement, private_statement
+from trainstack.backends.dp.statement import private_statement
+from trainstack.backends.privacy_statement import PrivacyStatement
 from trainstack.backends.processes.world import World
 from trainstack.backends.single_process import move_to_device
 from trainstack.backends.workload import Sampling, Workload

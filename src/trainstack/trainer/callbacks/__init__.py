@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from trainstack.trainer.callbacks.best_checkpoint import BestCheckpoint
-from trainstack.trainer.callbacks.early_stopping import EarlyStopping
 from trainstack.trainer.callbacks.ema import EMA
 from trainstack.trainer.callbacks.extra_validation import ExtraValidation
 from trainstack.trainer.callbacks.freezer import Freezer
+from trainstack.trainer.callbacks.monitored import BestCheckpoint, EarlyStopping
 from trainstack.trainer.callbacks.monitors import GradNormMonitor, LRMonitor, MemoryMonitor, MovingAverage
 from trainstack.trainer.callbacks.profiler import Profiler
 from trainstack.trainer.callbacks.small import LimitBatches, SyncBatchNorm

@@ -1,9 +1,11 @@
-"""A monitored value and its best so far, equal on all ranks."""
+"""Callbacks that act on the best value of a monitored metric."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from trainstack.checkpointing.arguments import Monitor
@@ -133,3 +135,105 @@ class Watching(Callback):
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `get_state` returned."""
         self.watch.update_state(state)
+
+
+class BestCheckpoint(Watching):
+    """Exports the weights whenever a monitored value is the best so far, and puts them into the module at the end.
+
+    What is exported are the weights that were evaluated: the averaged ones, where `EMA` evaluates those. The folder is
+    an export like any other: `init_weights_from` reads it. To go on training from the best state, keep checkpoints
+    with `keep_best` and write `resume="best"`.
+
+    Args:
+        monitor: a metric by its exact name, or a function of all that was measured; None for the monitor of
+            `args.checkpointer_args` ("val/loss" by default).
+        mode: "min", "max", or "auto" for what the metric's name tells.
+        path: of the folder; `best` in `args.output_dir` if None.
+        load_best_at_end: after the last checkpoint is saved and before the model is exported. If `train()` goes on
+            later, it does so from the weights trained last.
+        min_delta: by how much a value must be better to count.
+
+    Raises:
+        ConfigurationError: the mode cannot be told.
+    """
+
+    def __init__(
+        self,
+        monitor: Watched | None = None,
+        *,
+        mode: str = "auto",
+        path: str | os.PathLike[str] | None = None,
+        load_best_at_end: bool = True,
+        min_delta: float = 0.0,
+    ) -> None:
+        super().__init__(Watch(monitor, mode, min_delta))
+        self._path, self._load_best_at_end = path, load_best_at_end
+
+    def path_of(self, trainer: AbstractTrainer) -> Path:
+        """The folder with the best weights of `trainer`."""
+        return Path(trainer.args.output_dir) / "best" if self._path is None else Path(self._path)
+
+    def judge(self, trainer: AbstractTrainer, improved: bool) -> None:
+        """Export what is better than all before."""
+        if improved:
+            with trainer.evaluation_context():
+                trainer.export(self.path_of(trainer))
+
+    def on_train_end(self, trainer: AbstractTrainer, status: str) -> None:
+        """Load the best weights, unless the run is to go on."""
+        super().on_train_end(trainer, status)
+        if self._load_best_at_end and self.watch.best is not None and status in ("finished", "stopped"):
+            trainer.keep_trained_weights()
+            trainer.load_export(self.path_of(trainer))
+
+
+class EarlyStopping(Watching):
+    """Stops the training once a monitored value has not become better for `patience` validations in a row.
+
+    It is as if `trainer.request_stop` had been called: the last checkpoint is saved and the model exported. How long
+    it has waited is saved, so an interruption changes nothing; a run that it has ended ends again when it is resumed.
+
+    Args:
+        monitor: a metric by its exact name, or a function of all that was measured; None for the monitor of
+            `args.checkpointer_args` ("val/loss" by default).
+        mode: "min", "max", or "auto" for what the metric's name tells.
+        patience: validations without a better value; 1 or more. Without validation data epochs are counted.
+        min_delta: by how much a value must be better to count.
+
+    Attributes:
+        waited: validations since the best one.
+
+    Raises:
+        ConfigurationError: an argument cannot be.
+    """
+
+    def __init__(
+        self, monitor: Watched | None = None, *, mode: str = "auto", patience: int = 3, min_delta: float = 0.0
+    ) -> None:
+        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
+            raise ConfigurationError(f"patience={patience!r}: write a whole number from 1 on.")
+        super().__init__(Watch(monitor, mode, min_delta))
+        self.patience, self.waited = patience, 0
+
+    def judge(self, trainer: AbstractTrainer, improved: bool) -> None:
+        """Count, and stop if it has been too many."""
+        self.waited = 0 if improved else self.waited + 1
+        self.on_train_begin(trainer)
+
+    def on_train_begin(self, trainer: AbstractTrainer) -> None:
+        """Stop again what was stopped before."""
+        if self.waited >= self.patience:
+            name, best = self.watch.of(trainer).name, "none" if self.watch.best is None else f"{self.watch.best:.6g}"
+            trainer.request_stop(
+                f"{name} has not become better for {self.waited} validations (best: {best}, at step "
+                f"{self.watch.best_step})"
+            )
+
+    def get_state(self) -> dict[str, Any]:
+        """What it has seen and how long it has waited."""
+        return {**super().get_state(), "waited": self.waited}
+
+    def update_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `get_state` returned."""
+        super().update_state(state)
+        self.waited = int(state["waited"])

@@ -30,8 +30,8 @@ from trainstack.trainer.reporting.reporter import Reporter
 from trainstack.trainer.resume.resuming import check_resumable, check_schedules, say_what_differs
 from trainstack.trainer.resume.run_checkpoint import make_checkpoint, rng_of_rank
 from trainstack.trainer.resume.saving import Saver
-from trainstack.trainer.run.lifecycle import refuse_short_schedules
 from trainstack.trainer.run.loop import TrainLoop, train_windows
+from trainstack.trainer.run.preflight import refuse_short_schedules
 from trainstack.trainer.run.stopping import Stopped, Stopper
 from trainstack.trainer.schedulers.building import make_schedules
 from trainstack.trainer.torch_settings import shape

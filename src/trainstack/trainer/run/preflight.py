@@ -1,4 +1,4 @@
-"""Start and end of a training."""
+"""Checks before a training begins or is extended."""
 
 from __future__ import annotations
 

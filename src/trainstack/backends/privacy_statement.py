@@ -1,0 +1,176 @@
+"""`PrivacyStatement` states the guarantee of a run as text or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context, Decimal
+from typing import Any
+
+from trainstack.errors import ConfigurationError
+
+FORMAT = 1
+
+UNIT = "one item of the training data set"
+RELATION = "one item added or removed, the rest unchanged"
+ARITHMETIC = "the guarantee is that of real numbers; noise is drawn and added in floating point"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivacyStatement:
+    """What holds at this moment of a run.
+
+    Attributes:
+        epsilon: an upper bound of what was spent; None where nothing is guaranteed.
+        delta: of the guarantee; None where nothing is.
+        overrides: why nothing is guaranteed; empty where `epsilon` holds.
+        accountant: `"prv"` or `"rdp"`; None, like all that follows, without a privacy layer.
+        eps_error: by how much prv's bound may lie above the truth, as a rule.
+        history: (noise multiplier, sampling rate, steps) each.
+        clipping, max_grad_norm: how each record's gradient was bounded; adaptive clipping gives the norm of now.
+        expected_batch_size, dataset_size: public constants, whose ratio is the sampling rate.
+        planned_steps, max_epsilon: of the plan.
+        stopped_by_budget: whether the next step would exceed `max_epsilon`.
+        fixed_order_epsilon: what epsilon would be if batches had been cut from an order that is fixed beforehand.
+        randomness: where sampling and noise come from.
+        grad_mode, world_size: how it was computed.
+        unit, relation: what neighbouring data sets differ by.
+        covered, not_covered: what the guarantee is about.
+        versions: of the packages, as (name, version).
+    """
+
+    epsilon: float | None
+    delta: float | None
+    overrides: tuple[str, ...]
+    accountant: str | None = None
+    eps_error: float | None = None
+    history: tuple[tuple[float, float, int], ...] = ()
+    clipping: str | None = None
+    max_grad_norm: tuple[float, ...] = ()
+    expected_batch_size: int | None = None
+    dataset_size: int | None = None
+    planned_steps: int | None = None
+    max_epsilon: float | None = None
+    stopped_by_budget: bool = False
+    fixed_order_epsilon: float | None = None
+    randomness: str | None = None
+    grad_mode: str | None = None
+    world_size: int | None = None
+    unit: str = UNIT
+    relation: str = RELATION
+    covered: tuple[str, ...] = ()
+    not_covered: tuple[str, ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken, those lost in crashes included."""
+        return sum(steps for _, _, steps in self.history)
+
+    @property
+    def replace_one(self) -> tuple[float, float] | None:
+        """(epsilon, delta) where one item is replaced by another: a removal and an addition, by group privacy."""
+        if self.epsilon is None or self.delta is None:
+            return None
+        return 2 * self.epsilon, min(1.0, (1 + math.exp(min(self.epsilon, 700.0))) * self.delta)
+
+    @property
+    def text(self) -> str:
+        """The statement in words, one idea a line."""
+        return text_of(self)
+
+    def to_json(self) -> str:
+        """The statement as one JSON object."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> PrivacyStatement:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigurationError: it is no such thing.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            if fields.pop("format") != FORMAT:
+                raise ValueError("it is of another format")
+            return cls(**{name: _as_tuple(value) for name, value in fields.items()})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigurationError(
+                f"This is not a privacy statement: {error}. Give the text that PrivacyStatement.to_json wrote."
+            ) from error
+
+
+def no_guarantee(backend: str) -> PrivacyStatement:
+    """The statement of a run without a privacy layer."""
+    return PrivacyStatement(
+        epsilon=None,
+        delta=None,
+        overrides=(f"backend {backend!r} has no privacy layer, so no limit on what the weights reveal is known",),
+    )
+
+
+def text_of(statement: PrivacyStatement) -> str:
+    """Return the statement's lines, the first of which says what holds, or that nothing does."""
+    lines = [_headline(statement)]
+    if statement.accountant is not None:
+        lines += [f"  {name}: {text}" for name, text in _details(statement)]
+    return "\n".join(lines)
+
+
+def _headline(statement: PrivacyStatement) -> str:
+    if statement.overrides:
+        return "NOT PRIVATE: " + "; ".join(statement.overrides) + "."
+    return (
+        f"The training is (epsilon {rounded_up(statement.epsilon or 0.0)}, delta {statement.delta:g})-differentially "
+        f"private for {statement.unit}."
+    )
+
+
+def _details(s: PrivacyStatement) -> list[tuple[str, str]]:
+    found = [("Steps", _steps(s)), ("Mechanism", _mechanism(s))]
+    if s.epsilon is not None and s.replace_one is not None:
+        replaced, delta = s.replace_one
+        error = f", as a rule at most {s.eps_error:g} above the truth" if s.accountant == "prv" else ""
+        found += [
+            ("Accountant", f"{s.accountant} of opacus, an upper bound{error}"),
+            ("Neighbours", s.relation),
+            ("One item replaced", f"epsilon {rounded_up(replaced)}, delta {delta:.2g}"),
+            ("Batches of a fixed order would give", f"epsilon {rounded_up(s.fixed_order_epsilon or 0.0)}"),
+            ("Covered", "; ".join(s.covered)),
+        ]
+    found += [
+        ("Not covered", "; ".join(s.not_covered)),
+        ("Randomness", str(s.randomness)),
+        ("Arithmetic", ARITHMETIC),
+        ("Computed", f"per-sample gradients by {s.grad_mode}, processes: {s.world_size}"),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in s.versions)),
+    ]
+    return found
+
+
+def _steps(s: PrivacyStatement) -> str:
+    budget = "no budget" if s.max_epsilon is None else f"budget epsilon {s.max_epsilon:g}"
+    stopped = ", which the next step would exceed" if s.stopped_by_budget else ""
+    return f"{s.steps} taken, {s.planned_steps} planned; {budget}{stopped}"
+
+
+def _mechanism(s: PrivacyStatement) -> str:
+    parts = "; ".join(f"noise multiplier {sigma:g} and rate {q:.6g} for {n} steps" for sigma, q, n in s.history)
+    norms = ", ".join(f"{norm:g}" for norm in s.max_grad_norm)
+    return (
+        f"Poisson samples of {s.expected_batch_size} in {s.dataset_size} items (a public number) on average, each "
+        f"gradient clipped to {norms} ({s.clipping}), Gaussian noise: {parts or 'no step yet'}"
+    )
+
+
+def rounded_up(epsilon: float) -> str:
+    """`epsilon` with four digits, never below it."""
+    digits = Context(prec=4, rounding=ROUND_CEILING).create_decimal(Decimal(epsilon))
+    return f"{digits.normalize():f}"
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value
