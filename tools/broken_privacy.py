@@ -43,7 +43,7 @@ def _drawn(draw: Callable[[Any, int, Tensor], Tensor]) -> Patch:
 
     def patched(self: PoissonSampling, step: int) -> Draw:
         honest = real(self, step)
-        return Draw(mine=draw(self, step, honest.mine), total=honest.total)
+        return Draw(local=draw(self, step, honest.local), total=honest.total)
 
     return lambda: mock.patch.object(PoissonSampling, "draw", patched)
 

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from trainstack._lazy import lazily, nothing_collected
+from trainstack._lazy import gc_paused, lazy_imports
 
-with nothing_collected():
+with gc_paused():
     from trainstack import backends, checkpointing, errors, trainer
     from trainstack.backends import *  # noqa: F403
     from trainstack.checkpointing import *  # noqa: F403
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from trainstack.backends.privacy_statement import PrivacyStatement
     from trainstack.launching.launch import launch
     from trainstack.trainer import *  # noqa: F403
-    from trainstack.verifying import Kill, Parting, ResumeReport, verify_resume
+    from trainstack.verifying import Divergence, KillEvent, ResumeReport, verify_resume
 
-__getattr__ = lazily(
+__getattr__ = lazy_imports(
     __name__,
     {
         **dict.fromkeys(trainer.__all__, "trainstack.trainer"),
-        **dict.fromkeys(("Kill", "Parting", "ResumeReport", "verify_resume"), "trainstack.verifying"),
+        **dict.fromkeys(("KillEvent", "Divergence", "ResumeReport", "verify_resume"), "trainstack.verifying"),
         "PrivacyStatement": "trainstack.backends.privacy_statement",
         "launch": "trainstack.launching.launch",
         "verifying": "trainstack.verifying",
@@ -58,12 +58,12 @@ __all__ = [
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "ConfigurationError",
-    "Kill",
+    "Divergence",
+    "KillEvent",
     "LaunchError",
     "MissingExtraError",
     "ModuleContractError",
     "NonFiniteError",
-    "Parting",
     "PeerError",
     "Preempted",
     "PrivacyBudgetError",

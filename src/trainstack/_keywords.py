@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from trainstack.errors import ConfigurationError
 
 
-class NamesFields(type):
+class SuggestsNames(type):
     """Of a dataclass: a keyword that is no field is refused, with the field that was meant.
 
-    A class variable `ELSEWHERE` may say what other libraries call its fields, and what to write for those.
+    A class variable `ALIASES` may say what other libraries call its fields, and what to write for those.
     """
 
     if not TYPE_CHECKING:  # type checkers and editors look at `__init__`
 
         def __call__(cls, *args: Any, **values: Any) -> Any:
-            refuse_unknown(cls, values, cls.__name__)
+            check_known_fields(cls, values, cls.__name__)
             return super().__call__(*args, **values)
 
         @property
@@ -29,14 +29,14 @@ class NamesFields(type):
             return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def refuse_unknown(cls: Any, names: Iterable[Any], where: str) -> None:
+def check_known_fields(cls: Any, names: Iterable[Any], where: str) -> None:
     """Refuse `names` that are no fields of the dataclass `cls`.
 
     Raises:
         ConfigurationError: naming `where` they were given, and what to write.
     """
     known = [field.name for field in fields(cls)]
-    elsewhere: Mapping[str, str] = getattr(cls, "ELSEWHERE", {})
+    elsewhere: Mapping[str, str] = getattr(cls, "ALIASES", {})
     for name in names:
         if name not in known:
             close = [elsewhere[name]] if name in elsewhere else difflib.get_close_matches(str(name), known, n=1)

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 
-def lazily(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_imports(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
     """The `__getattr__` of `package`.
 
     Args:
@@ -22,7 +22,7 @@ def lazily(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         place = places[name]
-        with nothing_collected():
+        with gc_paused():
             module = import_module(place)
         value = module if place == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)
@@ -32,7 +32,7 @@ def lazily(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 @contextmanager
-def nothing_collected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """A block of imports, without the garbage collector: what they make stays, and to look through all of torch's
     modules again and again is a third of the time that they take."""
     enabled = gc.isenabled()

@@ -76,7 +76,7 @@ def main_process_first(local: bool = False, *, timeout_s: float = 3600.0) -> Ite
     if not _has_group() or dist.get_world_size() == 1:
         yield True
         return
-    first = _first_here() if local else 0
+    first = _lowest_local_rank() if local else 0
     store, key = _store(), f"{_next_key('first')}/{first}"
     if dist.get_rank() != first:
         _wait_for_first(store, key, first, timeout_s)
@@ -100,7 +100,7 @@ def exchange(subject: str, text: str) -> list[str]:
     return [store.get(f"{key}/{rank}").decode() for rank in range(dist.get_world_size())]
 
 
-def here() -> str:
+def host_identity() -> str:
     """A name for this machine; two agents of torchrun on one host count as two machines."""
     return f"{os.environ.get('GROUP_RANK', '')}@{socket.gethostname()}"
 
@@ -121,9 +121,9 @@ def _wait_for_first(store: Any, key: str, first: int, timeout_s: float) -> None:
         )
 
 
-def _first_here() -> int:
+def _lowest_local_rank() -> int:
     """The lowest rank on this machine."""
-    machines = exchange("machine", here())
+    machines = exchange("machine", host_identity())
     return machines.index(machines[dist.get_rank()])
 
 

@@ -19,7 +19,7 @@ from tests.helpers.processes import run_world
 from tests.helpers.workers.private import audited
 from tools.broken_privacy import BROKEN, broken
 from trainstack.auditing import AuditReport, Finding, audit, audit_module
-from trainstack.auditing.canaries import Subject
+from trainstack.auditing.canaries import AuditedRun
 from trainstack.auditing.canary_bounds import (
     EPSILONS,
     canary_audit,
@@ -59,7 +59,7 @@ def blamed(findings: Any) -> list[str]:
 )
 def test_what_is_broken_is_found_by_each_probe_that_should(how: str, probe: str) -> None:
     with broken(how):
-        findings = PROBES[probe](Subject(args=private()))
+        findings = PROBES[probe](AuditedRun(args=private()))
     assert blamed(findings)
 
 
@@ -93,18 +93,18 @@ def test_what_is_right_is_not_blamed() -> None:
     ids=lambda given: "-".join(map(str, given.values())),
 )
 def test_other_settings_are_not_blamed_either(given: dict[str, Any]) -> None:
-    subject = Subject(args=private(**given), dataset_size=400, train_batch_size=40, epochs=1)
+    subject = AuditedRun(args=private(**given), dataset_size=400, train_batch_size=40, epochs=1)
     assert blamed(noise_probe(subject)) == []
     assert blamed(sampling_probe(subject)) == []
 
 
 def test_half_precision_is_not_blamed_either() -> None:
-    subject = Subject(args=private(), backend="sp-dp-bf16", dataset_size=400, train_batch_size=40)
+    subject = AuditedRun(args=private(), backend="sp-dp-bf16", dataset_size=400, train_batch_size=40)
     assert blamed(noise_probe(subject)) + blamed(sampling_probe(subject)) == []
 
 
 def test_a_debug_seed_is_found() -> None:
-    findings = noise_probe(Subject(args=private(debug_seed=1)))
+    findings = noise_probe(AuditedRun(args=private(debug_seed=1)))
     assert [finding.claim for finding in findings if not finding.holds] == ["it is new in every run"]
 
 

@@ -37,7 +37,7 @@ class Mine(ts.AbstractTrainerBackendDecorator):
 class Counted(Mine):
     """Keeps the true number of records back."""
 
-    stated_records = 24
+    public_dataset_size = 24
 
 
 class Plain(ts.AbstractTrainerBackendDecorator):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, weights
 from trainstack.backends import fast_paths
-from trainstack.backends.fast_paths import GradientSeeds, bare_update, fast_backward, fast_call, fast_paths_enabled
+from trainstack.backends.fast_paths import GradientSeeds, fast_backward, fast_call, fast_paths_enabled, fast_update
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.callbacks import EMA
 
@@ -198,7 +198,7 @@ def test_the_pinned_torch_takes_every_fast_path(tmp_path: Path, monkeypatch: pyt
     assert [name for name in (*PRIVATE, *PLAIN) if not getattr(fast_paths, name)] == []
     module = Classifier()
     assert fast_call(module) == module.forward
-    assert bare_update(torch.optim.SGD(module.parameters())) is not None
+    assert fast_update(torch.optim.SGD(module.parameters())) is not None
     calls = counted(monkeypatch)
     results(tmp_path)
 

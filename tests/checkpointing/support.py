@@ -49,7 +49,7 @@ def through_json(value: Any, root: str = "state") -> Any:
     """`value`, encoded, written as JSON, read and decoded."""
     encoder = StateEncoder()
     text = json.dumps(encoder.encode(value, root), allow_nan=False)
-    return StateDecoder(encoder.take_tensors()).decode(json.loads(text))
+    return StateDecoder(encoder.pop_tensors()).decode(json.loads(text))
 
 
 def same(a: Any, b: Any) -> bool:

@@ -132,14 +132,14 @@ def test_names_of_tensors_are_the_keys_of_the_state_dict() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     encoder = StateEncoder()
     encoder.encode(model.state_dict(), "module_interface_state")
-    assert list(encoder.take_tensors()) == list(model.state_dict())
+    assert list(encoder.pop_tensors()) == list(model.state_dict())
 
 
 def test_names_of_tensors_are_unique_and_never_reserved() -> None:
     encoder = StateEncoder()
     encoder.encode({"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1), "__metadata__": torch.ones(1)}, "x")
     encoder.encode([torch.zeros(2)], "y", "a.b")
-    assert list(encoder.take_tensors()) == ["a.b", "a.b#2", "__metadata__#2", "a.b.0"]
+    assert list(encoder.pop_tensors()) == ["a.b", "a.b#2", "__metadata__#2", "a.b.0"]
 
 
 def test_versions_of_modules_survive() -> None:

@@ -291,10 +291,10 @@ def test_leftovers_of_dead_writers_are_cleared_and_those_of_the_living_are_not(t
 def test_two_trainers_in_one_process_do_not_clear_each_others_writes(tmp_path: Path) -> None:
     from trainstack.checkpointing import temp_dirs
 
-    mine = temp_dirs.claim(tmp_path, temp_dirs.TEMPORARY, "a")
+    mine = temp_dirs.claim_temp_dir(tmp_path, temp_dirs.TEMPORARY, "a")
     mine.mkdir()
     checkpointer(tmp_path).save(make_checkpoint(1), 1)
     assert mine.exists()
-    temp_dirs.release(mine)
+    temp_dirs.release_temp_dir(mine)
     checkpointer(tmp_path).save(make_checkpoint(1), 1)
     assert not mine.exists()

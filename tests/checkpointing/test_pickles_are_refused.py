@@ -58,7 +58,7 @@ def takers(file: Path) -> dict[str, Callable[[], object]]:
         "read_checkpoint": lambda: ts.read_checkpoint(file),
         "read_model": lambda: ts.read_model(where),
         "verify_checkpoint": lambda: ts.verify_checkpoint(file),
-        "read_foreign_weights": lambda: ts.read_foreign_weights(file),
+        "load_torch_weights": lambda: ts.load_torch_weights(file),
         "ls": lambda: main(["checkpoints", "ls", str(where)]),
         "verify": lambda: main(["checkpoints", "verify", str(file), str(where)]),
         "show": lambda: main(["checkpoints", "show", str(file)]),

@@ -160,7 +160,7 @@ class TestForeignWeights:
     def test_usual_nestings_and_wrappers_are_seen_through(self, wrap: Any, tmp_path: Path) -> None:
         source, model = Net(), Net()
         torch.save(wrap(source.state_dict()), tmp_path / "weights.pt")
-        report = ts.warm_start(model, ts.read_foreign_weights(tmp_path / "weights.pt"))
+        report = ts.warm_start(model, ts.load_torch_weights(tmp_path / "weights.pt"))
 
         assert report.is_complete
         assert torch.equal(model.body.weight, source.body.weight)
@@ -168,10 +168,10 @@ class TestForeignWeights:
     def test_a_prefix_that_may_be_the_models_own_is_taken_off_only_on_request(self, tmp_path: Path) -> None:
         torch.save({f"model.{name}": tensor for name, tensor in Net().state_dict().items()}, tmp_path / "weights.pt")
 
-        assert "model.body.weight" in ts.read_foreign_weights(tmp_path / "weights.pt")
-        assert "body.weight" in ts.read_foreign_weights(tmp_path / "weights.pt", strip_prefix="model.")
+        assert "model.body.weight" in ts.load_torch_weights(tmp_path / "weights.pt")
+        assert "body.weight" in ts.load_torch_weights(tmp_path / "weights.pt", strip_prefix="model.")
         with pytest.raises(CheckpointMismatchError, match=r"no name in .* begins with it; there is 'model\.body"):
-            ts.read_foreign_weights(tmp_path / "weights.pt", strip_prefix="net.")
+            ts.load_torch_weights(tmp_path / "weights.pt", strip_prefix="net.")
 
     def test_what_holds_no_weights(self, tmp_path: Path) -> None:
         for content, message in (
@@ -180,11 +180,11 @@ class TestForeignWeights:
         ):
             torch.save(content, tmp_path / "weights.pt")
             with pytest.raises(CheckpointMismatchError, match=message):
-                ts.read_foreign_weights(tmp_path / "weights.pt")
+                ts.load_torch_weights(tmp_path / "weights.pt")
         with pytest.raises(CheckpointNotFoundError, match="is not a file"):
-            ts.read_foreign_weights(tmp_path)
+            ts.load_torch_weights(tmp_path)
 
     def test_a_whole_pickled_model_is_refused(self, tmp_path: Path) -> None:
         torch.save(Net(), tmp_path / "model.pt")
         with pytest.raises(CheckpointMismatchError, match=r"was not read: .*refused it.*model\.state_dict\(\) alone"):
-            ts.read_foreign_weights(tmp_path / "model.pt")
+            ts.load_torch_weights(tmp_path / "model.pt")

@@ -13,7 +13,7 @@ import trainstack as ts
 from tests.helpers.modules import REPRODUCIBLE, Classifier, arguments, numbers
 from tests.helpers.specs import every_stack
 
-CALLS = (*ts.VERBS, "start_afresh")
+CALLS = (*ts.VERBS, "on_fresh_start")
 """The verbs, and the one other call that each layer has to pass on."""
 
 
@@ -88,7 +88,7 @@ class EndsAContextUndeclared(ts.AbstractTrainerBackendDecorator):
 
 
 class EndsTheFirstCallUndeclared(ts.AbstractTrainerBackendDecorator):
-    def start_afresh(self, *, again: bool) -> None:
+    def on_fresh_start(self, *, retry: bool) -> None:
         pass
 
 
@@ -106,7 +106,7 @@ def test_ordinary_python_passes_verbs_on(layer: type[Any], tmp_path: Path, monke
     [
         (EndsUndeclared, "clip"),
         (EndsAContextUndeclared, "accumulate"),
-        (EndsTheFirstCallUndeclared, "start_afresh"),
+        (EndsTheFirstCallUndeclared, "on_fresh_start"),
         (DeclaresAndPassesOn, "backward"),
     ],
 )

@@ -163,7 +163,7 @@ def test_validation_uses_the_weights_as_they_are(tmp_path: Path) -> None:
 
 def test_one_initialize_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(Classifier(numbers(16)), tmp_path)
-    monkeypatch.setattr(layer, "_refuse_second_initialize", refuse_second_initialize)
+    monkeypatch.setattr(layer, "_check_not_initialized", refuse_second_initialize)
 
     with pytest.raises(ts.ConfigurationError, match=r"amp\.initialize was called in this process before"):
         run(Classifier(numbers(16)), tmp_path)

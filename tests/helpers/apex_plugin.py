@@ -17,7 +17,7 @@ apex_shim.install(Path(os.environ["TRAINSTACK_TEST_APEX"]))
 from trainstack.backends import apex as layer  # noqa: E402  # the shim comes first
 
 OPTIONS: dict[str, Any] = json.loads(os.environ["TRAINSTACK_TEST_APEX_OPTIONS"])
-refuse_second_initialize = layer._refuse_second_initialize
+refuse_second_initialize = layer._check_not_initialized
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +29,6 @@ def apex_as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         made(self, inner, **{**OPTIONS, **options})
 
     monkeypatch.setattr(layer.AmpApex, "__init__", make)
-    monkeypatch.setattr(layer, "_refuse_second_initialize", lambda amp: apex_shim.forget())
+    monkeypatch.setattr(layer, "_check_not_initialized", lambda amp: apex_shim.forget())
     yield
     apex_shim.forget()

@@ -18,6 +18,6 @@ if __name__ == "__main__":
 
     layer.AmpApex.__init__ = make  # type: ignore[method-assign]
     if sys.argv[1] != "unbroken":  # many runs in one process
-        layer._refuse_second_initialize = lambda amp: apex_shim.forget()
+        layer._check_not_initialized = lambda amp: apex_shim.forget()
     assert apex_plugin.OPTIONS
     main(sys.argv[1], Path(sys.argv[2]), "sp-amp-apex", 0)

@@ -117,7 +117,7 @@ def ranks_and_order(folder: Path) -> dict[str, Any]:
     with ts.main_process_first() as first:  # and it works again afterwards
         said["first"] = first
     said["exchange"] = ranks.exchange("test", f"text of {rank()}")
-    said["place"] = ts.place_of_group()
+    said["place"] = ts.process_info_of_group()
     talk()
     ts.print_once("once in the world")
     ts.print_once("once a node", once="node")

@@ -17,16 +17,16 @@ from tests.helpers.patience import patience
 
 
 def main(folder: Path, falls: int) -> None:
-    place = ts.find_place()
+    place = ts.detect_process_info()
     assert place is not None
-    store = ts.open_store(place, timeout_s=patience(10))
+    store = ts.rendezvous_store(place, timeout_s=patience(10))
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
     total = torch.tensor([float(place.rank + 1)])
     dist.all_reduce(total)
     if place.restarts < falls and place.rank == place.restarts % 2:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
-    found = {"place": asdict(place), "total": total.item(), "group": asdict(ts.place_of_group())}
+    found = {"place": asdict(place), "total": total.item(), "group": asdict(ts.process_info_of_group())}
     (folder / f"{place.rank}.json").write_text(json.dumps(found))
     dist.barrier()
     os._exit(0)

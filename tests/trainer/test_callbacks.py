@@ -114,8 +114,8 @@ def test_a_function_may_say_what_is_watched_and_the_default_is_the_checkpointers
     by_default = cb.EarlyStopping(patience=50)
     trained(tmp_path, Scored(1.0, 2.0), by_function, by_default, epochs=2)
 
-    assert by_function.watch.best == 1.0
-    assert by_default.watch.best_step == 6
+    assert by_function.best_value.best == 1.0
+    assert by_default.best_value.best_step == 6
 
 
 def test_a_metric_that_never_comes_is_an_error_that_names_those_that_do(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_training_goes_on_from_the_weights_trained_last(tmp_path: Path) -> None:
         trainer.train()
         during.append(weights(module))
         trainer.train()
-        trainer.events.aside.put_back()
+        trainer.events.weight_swap.swap_out()
         return weights(module)
 
     during: list[torch.Tensor] = []
@@ -256,10 +256,12 @@ def test_the_averages_that_were_evaluated_best_are_kept_and_reproduce_their_valu
     module = Classifier(numbers(24), validate=True, lr=30.0)
     best = cb.BestCheckpoint()
     trainer = trained(tmp_path, module, cb.EMA(0.9), best, epochs=5)
-    assert best.watch.best_step < trainer.state.global_step
+    assert best.best_value.best_step < trainer.state.global_step
 
     assert (
-        trainer.validate().metrics["val/loss"] == best.watch.best == min(trainer.history.get_metric_values("val/loss"))
+        trainer.validate().metrics["val/loss"]
+        == best.best_value.best
+        == min(trainer.history.get_metric_values("val/loss"))
     )
 
 

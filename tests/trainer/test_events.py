@@ -12,7 +12,12 @@ import torch
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
 from trainstack.trainer.events.bus import Subscription
-from trainstack.trainer.events.loop_events import around, nobody, with_batch_events, with_fetch_events
+from trainstack.trainer.events.loop_events import (
+    no_subscribers,
+    with_batch_events,
+    with_events_around,
+    with_fetch_events,
+)
 
 SAVING = ts.DefaultCheckpointerArguments()
 
@@ -108,7 +113,7 @@ def test_a_function_that_cannot_take_what_the_event_gives_is_refused_when_it_sub
     with pytest.raises(ts.ConfigurationError, match="no event"):
         trainer.on("train_step_end")  # type: ignore[arg-type]
 
-    with pytest.raises(ts.ConfigurationError, match="on_init of a Callback"):
+    with pytest.raises(ts.ConfigurationError, match=r"Define Callback\.on_init"):
         trainer.on(ts.Event.INIT)
 
     class Wrong(ts.Callback):
@@ -170,11 +175,11 @@ class Sometimes(ts.Callback):
     def __init__(self) -> None:
         self.third, self.epochs, self.count = list[int](), list[int](), 0
 
-    @ts.only(every=3)
+    @ts.call_filter(every=3)
     def on_train_step_end(self, trainer: ts.Trainer, step: int) -> None:
         self.third.append(step)
 
-    @ts.only(every=2)
+    @ts.call_filter(every=2)
     def on_epoch_begin(self, trainer: ts.Trainer, epoch: int) -> None:
         self.epochs.append(epoch)
 
@@ -328,9 +333,9 @@ def test_the_verbs_of_a_step_are_left_as_they_are_where_nobody_subscribes() -> N
     def verb(*_: Any) -> None: ...
 
     windows: list[Any] = []
-    assert with_batch_events(verb, verb, nobody) == (verb, verb)
-    assert with_fetch_events(windows, nobody) is windows
-    assert around(verb, None, None) is verb
+    assert with_batch_events(verb, verb, no_subscribers) == (verb, verb)
+    assert with_fetch_events(windows, no_subscribers) is windows
+    assert with_events_around(verb, None, None) is verb
 
 
 def test_a_run_without_subscribers_dispatches_nothing_in_its_steps(

@@ -223,13 +223,13 @@ class TestTheSink:
         sink = LogSink().connect(history, state)
 
         def fail_within() -> None:
-            with sink.redirected(inner, state):
+            with sink.redirect(inner, state):
                 sink.record("inner", 1.0)
-                with sink.muted(state):
+                with sink.mute(state):
                     sink.record("muted", 1.0)
                     raise KeyError
 
-        with sink.redirected(outer, RunState(current_step=8)):
+        with sink.redirect(outer, RunState(current_step=8)):
             sink.record("outer", 1.0)
             with pytest.raises(KeyError):
                 fail_within()

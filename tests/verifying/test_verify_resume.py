@@ -57,9 +57,9 @@ def test_a_module_that_forgets_is_reported_with_what_it_forgets(
     report = verified(Forgets)
 
     assert not report.same
-    assert report.forgotten == ("seen",)
-    assert report.parting.same_at < report.parting.parted_at <= 12
-    assert report.kills[0].resumed_from < report.parting.parted_at
+    assert report.untracked == ("seen",)
+    assert report.divergence.same_at < report.divergence.diverged_at <= 12
+    assert report.kills[0].resumed_from < report.divergence.diverged_at
     said = capsys.readouterr().out
     assert "NOT THE SAME: module_interface_state" in said
     assert "Training changes self.seen of the module" in said
@@ -72,15 +72,15 @@ def test_what_lies_outside_of_the_module_is_searched_for_elsewhere(verified: Any
     report = verified(CountsOutside)
 
     assert not report.same
-    assert report.forgotten == ()
+    assert report.untracked == ()
     assert "Look for what else a step depends on: a global variable" in str(report)
 
 
 def test_a_training_that_is_never_the_same_is_told_from_one_that_forgets(verified: Any) -> None:
     report = verified(NeverTheSame)
 
-    assert report.parting.same_at == 0
-    assert report.parting.parted_at == 2
+    assert report.divergence.same_at == 0
+    assert report.divergence.diverged_at == 2
     assert "not repeatable even without a kill" in str(report)
 
 

@@ -113,9 +113,9 @@ def in_trainstack(task: Task, clock: Clock, folder: Path) -> None:
             ("step", "optimizer"),
         ):
             setattr(run.stack, verb, clock.timed(part, getattr(run.stack, verb)))
-        run._attend = clock.timed("log points", run._attend)
-        train = clock.timed("the loop", run._train_windows)
-        run._train_windows = lambda windows, *rest: train(clock.fetched(windows), *rest)
+        run._on_due = clock.timed("log points", run._on_due)
+        train = clock.timed("the loop", run._train_steps)
+        run._train_steps = lambda windows, *rest: train(clock.fetched(windows), *rest)
         trainer.train()
     clock.enter("once a run")
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import trainstack as ts
 from tools.kills.training import STEPS_PER_EPOCH, call_in
-from trainstack.verifying.verify import Subject, prove
+from trainstack.verifying.verify import TrialSetup, run_trials
 
 BACKENDS = ("sp", "sp-amp", "ddp")
 LATER = ("torch._dynamo", "torch.onnx", "torch.distributed.algorithms.join", "numpy.random")
@@ -37,7 +37,7 @@ def preloaded() -> Any:
     """Starts processes as forks of one that has imported everything."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported there
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tools.kills.training", "trainstack.verifying.attempt", *LATER])
+    context.set_forkserver_preload(["tools.kills.training", "trainstack.verifying.start_trial", *LATER])
     return context
 
 
@@ -66,7 +66,7 @@ def run(cases: Sequence[tuple[str, bool]], kills: int, seed: int, verbose: bool 
         if not share:
             continue
         start = time.monotonic()
-        subject = Subject(
+        subject = TrialSetup(
             backend=backend,
             nproc=2 if backend == "ddp" else None,
             call_in=lambda place, backend=backend, async_save=async_save: call_in(place, backend, async_save),
@@ -74,7 +74,7 @@ def run(cases: Sequence[tuple[str, bool]], kills: int, seed: int, verbose: bool 
             timeout_s=TIMEOUT_S,
         )
         place = folder / f"{backend}-{async_save}"
-        report = prove(subject, share, draw, place)
+        report = run_trials(subject, share, draw, place)
         print(report if verbose else row(report, async_save, time.monotonic() - start), flush=True)
         all_same &= report.same
         if report.same:

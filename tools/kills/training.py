@@ -51,7 +51,7 @@ class Heavy(ts.ModuleInterface):
 
 
 def call_in(place: Path, backend: str, async_save: bool) -> bytes:
-    """A training of `Heavy` in `place`, for `Subject`: 3 epochs of 25 steps, saved after every third step."""
+    """A training of `Heavy` in `place`, for `TrialSetup`: 3 epochs of 25 steps, saved after every third step."""
     args = ts.TrainerArguments(
         epochs=3,
         train_batch_size=BATCH,

@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import replace
 from typing import Any
 
-from trainstack.auditing.canaries import Subject, check_private
+from trainstack.auditing.canaries import AuditedRun, check_private
 from trainstack.auditing.canary_bounds import canary_audit
 from trainstack.auditing.mechanism_probes import noise_probe, sampling_probe
 from trainstack.auditing.report import AuditReport, Finding
@@ -40,7 +40,7 @@ def audit(
         raise ConfigurationError(f"level={level!r}: write 'quick' or 'full'.")
     if args.noise_multiplier == 0:
         raise ConfigurationError("noise_multiplier=0 promises nothing, so there is nothing to audit. Write more.")
-    subject = Subject(args=args, backend=backend, **numbers)
+    subject = AuditedRun(args=args, backend=backend, **numbers)
     longer = replace(subject, epochs=5 * subject.epochs) if level == "full" else subject
     together = build_trainer_backend(backend)
     together.open(subject.device)  # one process group for all runs

@@ -28,7 +28,7 @@ def check_private(backend: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class AuditedRun:
     """A private run that is audited.
 
     Attributes:
@@ -80,7 +80,7 @@ class Subject:
         )
 
     @property
-    def everybody(self) -> Tensor:
+    def all_included(self) -> Tensor:
         """All records as canaries: bool of shape `(dataset_size,)`."""
         return torch.ones(self.dataset_size, dtype=torch.bool)
 
@@ -101,7 +101,7 @@ class Subject:
             clip_learning_rate=1e-12 if self.args.clipping == "adaptive" else self.args.clip_learning_rate,
         )
 
-    def without_noise(self) -> Subject:
+    def without_noise(self) -> AuditedRun:
         """The same run, but for noise and budget."""
         return replace(self, args=replace(self.args, noise_multiplier=0.0, target_epsilon=None, max_epsilon=None))
 
@@ -118,7 +118,7 @@ _LONG = 1e4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class Observation:
     """What left a private run.
 
     Attributes:
@@ -141,7 +141,7 @@ class Observed:
 class CanaryModel(nn.Module):
     """A table a layer, trained on the records `rows`; the rest of a `ModuleInterface`."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: AuditedRun) -> None:
         super().__init__()
         norms = subject.norms
         self.tables = nn.ModuleList(nn.Embedding(subject.dataset_size + 1, 1) for _ in norms)
@@ -177,7 +177,7 @@ class Recorder(torch.optim.Optimizer):
         self.sums.append(torch.stack(rows).sum(0).cpu())
 
 
-def train_canaries(subject: Subject, included: Tensor) -> Observed:
+def train_canaries(subject: AuditedRun, included: Tensor) -> Observation:
     """Train privately on canaries, by the real `Trainer` and layer; a run of its own, under a folder of its own.
 
     Args:
@@ -193,12 +193,12 @@ def train_canaries(subject: Subject, included: Tensor) -> Observed:
     module = Module(subject)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(module, TrainerArguments.from_dict({**_ARGUMENTS, **_of(subject), "output_dir": folder}))
-        included = trainer.world.comm.share(included)
+        included = trainer.world.comm.broadcast_object(included)
         module.rows = torch.where(included, torch.arange(len(included)), len(included))
         trainer.train()
         statement = trainer.privacy_statement()
         trainer.close()
-    return Observed(updates=torch.stack(module.recorder.sums), included=included, statement=statement)
+    return Observation(updates=torch.stack(module.recorder.sums), included=included, statement=statement)
 
 
 _ARGUMENTS = {
@@ -210,6 +210,6 @@ _ARGUMENTS = {
 }
 
 
-def _of(subject: Subject) -> dict[str, Any]:
+def _of(subject: AuditedRun) -> dict[str, Any]:
     names = ("epochs", "train_batch_size", "gpu_batch_size_limit", "backend", "device")
     return {**{name: getattr(subject, name) for name in names}, "differential_privacy_args": subject.pinned}

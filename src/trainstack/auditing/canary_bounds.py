@@ -20,7 +20,7 @@ import torch
 from scipy import special, stats
 from torch import Tensor
 
-from trainstack.auditing.canaries import Observed, Subject, train_canaries
+from trainstack.auditing.canaries import AuditedRun, Observation, train_canaries
 from trainstack.auditing.report import Finding
 from trainstack.backends.dp.accounting import epsilon_of
 
@@ -181,7 +181,7 @@ class CanaryBounds:
     tradeoff: float
 
 
-def canary_audit(subject: Subject, runs: int) -> CanaryBounds:
+def canary_audit(subject: AuditedRun, runs: int) -> CanaryBounds:
     """Train `runs` times on secretly chosen canaries, guess, and bound epsilon."""
     scores, coins = [], []
     for _ in range(runs):
@@ -193,7 +193,7 @@ def canary_audit(subject: Subject, runs: int) -> CanaryBounds:
     return judge_guesses(torch.cat(scores), torch.cat(coins), history[0], subject.args.delta, subject.args.accountant)
 
 
-def likelihood_ratios(seen: Observed, subject: Subject) -> Tensor:
+def likelihood_ratios(seen: Observation, subject: AuditedRun) -> Tensor:
     """For each canary the logarithm of: how likely are its updates if it was trained on, over if it was not?"""
     q, sigma = torch.tensor(subject.rate, dtype=torch.float64), subject.gradient_noise(seen.noise_multiplier)
     present = q.log() + (2 * seen.updates - 1) / (2 * sigma**2)

@@ -13,15 +13,15 @@ import numpy as np
 from scipy import optimize, special, stats
 from torch import Tensor
 
-from trainstack.auditing.canaries import Subject, train_canaries
+from trainstack.auditing.canaries import AuditedRun, train_canaries
 from trainstack.auditing.report import Finding, largest_of_normal, most_unlikely_count, two_sided
 
 NOISE_PROBE = "noise"
 
 
-def noise_probe(subject: Subject) -> list[Finding]:
+def noise_probe(subject: AuditedRun) -> list[Finding]:
     """Train twice on nothing and judge the noise."""
-    nobody = subject.everybody.logical_not()
+    nobody = subject.all_included.logical_not()
     first, second = (train_canaries(subject, nobody) for _ in range(2))
     sigma = subject.gradient_noise(first.noise_multiplier)
     return list(judge_noise(first.updates / sigma, second.updates / sigma))
@@ -74,10 +74,10 @@ TOLERANCE = 1e-3
 """By how much more than the clipping norm a record may add: rounding."""
 
 
-def sampling_probe(subject: Subject) -> list[Finding]:
+def sampling_probe(subject: AuditedRun) -> list[Finding]:
     """Train twice without noise and judge the masks."""
     silent = subject.without_noise()
-    first, second = (train_canaries(silent, silent.everybody).updates for _ in range(2))
+    first, second = (train_canaries(silent, silent.all_included).updates for _ in range(2))
     return [judge_influence(first), *judge_masks(first > 0.5, second > 0.5, subject.rate)]
 
 

@@ -17,12 +17,12 @@ from trainstack.backends.dp.layer import DP
 from trainstack.backends.processes.communicator import Communicator
 from trainstack.backends.processes.environment import (
     DistributedTrainingArguments,
-    Place,
-    find_place,
-    how_to_launch,
-    place_of_group,
+    ProcessInfo,
+    detect_process_info,
+    launch_help,
+    process_info_of_group,
 )
-from trainstack.backends.processes.rendezvous import open_store
+from trainstack.backends.processes.rendezvous import rendezvous_store
 from trainstack.backends.processes.world import World
 from trainstack.backends.single_process import SingleProcess, move_to_device
 from trainstack.backends.spec import legal_specs, parse_spec, register_layer, register_trainer_backend, unregister
@@ -41,7 +41,7 @@ __all__ = [
     "Clipping",
     "Communicator",
     "DistributedTrainingArguments",
-    "Place",
+    "ProcessInfo",
     "SingleProcess",
     "Slot",
     "TrainerBackend",
@@ -50,13 +50,13 @@ __all__ = [
     "World",
     "build_trainer_backend",
     "explain",
-    "find_place",
-    "how_to_launch",
+    "detect_process_info",
+    "launch_help",
     "legal_specs",
     "move_to_device",
-    "open_store",
+    "rendezvous_store",
     "parse_spec",
-    "place_of_group",
+    "process_info_of_group",
     "register_layer",
     "register_trainer_backend",
     "unregister",

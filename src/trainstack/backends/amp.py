@@ -69,7 +69,7 @@ class Amp(AbstractTrainerBackendDecorator):
         self.scaler = _JointScaler("cpu", **scaler_options)
 
     def prepare(self, work: Workload) -> Workload:
-        if any(p.dtype is torch.float16 for p in work.trained):
+        if any(p.dtype is torch.float16 for p in work.optimized_params):
             raise ConfigurationError(
                 "'amp' with a module in float16: its gradients cannot be unscaled without loss. Leave the module in "
                 "float32; the layer runs the forward pass in float16 by itself."

@@ -68,7 +68,7 @@ def probe() -> ApexInfo:
         ApexInfo, location=str(place), distribution=_distribution(), has_cuda_ext=find_spec("amp_C") is not None
     )
     if not all((place / part).is_dir() for part in _MARKS_OF_NVIDIA):
-        return found(kind="not-nvidia", detail=_what_else(place))
+        return found(kind="not-nvidia", detail=_describe_other_package(place))
     if not (place / "amp" / "frontend.py").is_file():
         return found(kind="no-amp")
     problem = _import_problem()
@@ -118,7 +118,7 @@ def _distribution() -> str | None:
     return ", ".join(f"{name} {metadata.version(name)}" for name in names) or None
 
 
-def _what_else(place: Path) -> str:
+def _describe_other_package(place: Path) -> str:
     if (place / "apex" / "multi_tensor_apply").is_dir():
         return ", but a folder that holds its source. Install it from there, or start in another folder"
     return ""
@@ -190,15 +190,15 @@ class AmpApex(AbstractTrainerBackendDecorator):
     def open(self, device: DeviceChoice = "auto") -> World:
         self._amp = require_amp()
         world = self.inner.open(device)
-        _refuse_device(world.device)
+        _check_device(world.device)
         return world
 
     def prepare(self, work: Workload) -> Workload:
         amp = self._amp = require_amp()
         work = self.inner.prepare(work)
-        _refuse_device(work.world.device)
-        _refuse_second_initialize(amp)
-        _refuse_model(work)
+        _check_device(work.world.device)
+        _check_not_initialized(amp)
+        _check_model(work)
         counted = [hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in work.optimizers]
         model, optimizers = amp.initialize(work.model, list(work.optimizers), opt_level=self.opt_level, **self._options)
         for optimizer, by_scheduler in zip(optimizers, counted, strict=True):
@@ -226,7 +226,7 @@ class AmpApex(AbstractTrainerBackendDecorator):
         if _skips(work):  # apex stops at the first overflow; the rest of the masters' gradients was never written
             return torch.full((), float("inf"), device=work.world.device)
         masters = {id(p): p for optimizer in optimizers for p in self._amp.master_params(optimizer)}
-        return self.inner.clip(replace(work, trained=tuple(masters.values())))
+        return self.inner.clip(replace(work, optimized_params=tuple(masters.values())))
 
     def step(self, work: Workload) -> bool:
         if _skips(work):
@@ -307,7 +307,7 @@ def _check_options(opt_level: str, options: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_device(device: torch.device) -> None:
+def _check_device(device: torch.device) -> None:
     """By what apex itself looks at: a tensor made there says that it is CUDA's."""
     if not torch.empty(0, device=device).is_cuda:
         raise ConfigurationError(
@@ -316,7 +316,7 @@ def _refuse_device(device: torch.device) -> None:
         )
 
 
-def _refuse_second_initialize(amp: Any) -> None:
+def _check_not_initialized(amp: Any) -> None:
     if hasattr(amp._amp_state, "opt_properties"):
         raise ConfigurationError(
             "backend 'amp-apex': amp.initialize was called in this process before, and apex keeps one state a process: "
@@ -325,7 +325,7 @@ def _refuse_second_initialize(amp: Any) -> None:
         )
 
 
-def _refuse_model(work: Workload) -> None:
+def _check_model(work: Workload) -> None:
     for name, part in work.module.named_modules():
         if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:
             raise ConfigurationError(

@@ -73,7 +73,7 @@ class TrainerBackend(ABC):
         joins_processes: whether the layer lets several processes train together.
         configured_by: the classes of the fields of `TrainerArguments` that configure the layer, each with the parameter
             of the constructor that takes the field.
-        state_must_survive: refuse to go on from a checkpoint without the state of this layer, such as a privacy
+        requires_state: refuse to go on from a checkpoint without the state of this layer, such as a privacy
             accountant's.
     """
 
@@ -88,9 +88,9 @@ class TrainerBackend(ABC):
     joins_processes: ClassVar[bool] = False
     configured_by: ClassVar[Mapping[type, str]] = {}
     hides_losses: bool = False
-    state_must_survive: ClassVar[bool] = False
-    driver_class: ClassVar[Callable[[TrainerBackend, TrainerBackendArguments], Driver] | None] = None
-    _driver: Driver | None = None
+    requires_state: ClassVar[bool] = False
+    driver_class: ClassVar[Callable[[TrainerBackend, TrainerBackendArguments], LoopRunner] | None] = None
+    _runner: LoopRunner | None = None
     _owner: weakref.ref[Any] | None = None
 
     # --- the verbs -----------------------------------------------------------------------------------------
@@ -158,11 +158,11 @@ class TrainerBackend(ABC):
         Called also where the pass raised or was stopped early, perhaps on this process alone: do not wait for others.
         """
 
-    def start_afresh(self, *, again: bool) -> None:  # noqa: B027 - most layers have nothing to do
-        """No checkpoint is gone on from; called once `prepare` was, if that is so.
+    def on_fresh_start(self, *, retry: bool) -> None:  # noqa: B027 - most layers have nothing to do
+        """Called after `prepare` when the run does not resume from a checkpoint.
 
         Args:
-            again: one was looked for in vain, so this may be another start of a run that was interrupted early.
+            retry: one was looked for in vain, so this may be another start of a run that was interrupted early.
         """
 
     @property
@@ -171,7 +171,7 @@ class TrainerBackend(ABC):
         return None
 
     @property
-    def stated_records(self) -> int | None:
+    def public_dataset_size(self) -> int | None:
         """How many records the run is planned for and tells of, where a layer keeps the true number back."""
         return None
 
@@ -186,7 +186,7 @@ class TrainerBackend(ABC):
 
         return no_guarantee(self.spec)
 
-    def claim(self, owner: object) -> None:
+    def bind(self, owner: object) -> None:
         """Belong to `owner`, for layers keep what belongs to one run, such as a gradient scaler.
 
         Raises:
@@ -222,24 +222,24 @@ class TrainerBackend(ABC):
         lines += [f"  {layer.name:<{width}}   {layer.summary}" for layer in layers]
         lines += ["", "each verb's way:", ""]
         verb_width = max(map(len, VERBS))
-        lines += [f"  {verb:<{verb_width}}   {self._way_of(verb) or 'nothing to do'}" for verb in VERBS]
+        lines += [f"  {verb:<{verb_width}}   {self._verb_path(verb) or 'nothing to do'}" for verb in VERBS]
         together = [f"  {layer.name:<{width}}   {layer.collectives}" for layer in layers if layer.collectives]
         lines += ["", "what all processes do together:", "", *together] if together else []
         kept = sorted(self.get_state())
         lines += ["", f"state in a checkpoint: {', '.join(kept) if kept else 'none'}"]
         return "\n".join(lines)
 
-    def _way_of(self, verb: str) -> str:
+    def _verb_path(self, verb: str) -> str:
         """The layers in which `verb` does something, outermost first, e.g. `"amp > sp"` or `"dp (ends here)"`."""
         way = []
         for layer in self.layers():
-            if layer._acts_in(verb):
+            if layer._overrides(verb):
                 way.append(layer.name)
             if verb in layer.ends:
                 return " > ".join(way) + " (ends here)"
         return " > ".join(way)
 
-    def _acts_in(self, verb: str) -> bool:
+    def _overrides(self, verb: str) -> bool:
         """Whether this layer has code of its own for `verb`."""
         return getattr(type(self), verb) is not getattr(TrainerBackend, verb)
 
@@ -293,34 +293,34 @@ class TrainerBackend(ABC):
             raise ConfigurationError(
                 "nothing is there to drive a backend without a Trainer: import trainstack.trainer."
             )
-        self._driver = make(self, args)
+        self._runner = make(self, args)
 
     def train_dl(self, dataloader: Any, callback: Any) -> Any:
         """Train on every batch of `dataloader` once; returns the collected outputs of `train_step`.
 
         On many processes each gives batches of its own; a global step is over the next ones of all of them.
         """
-        return self._need_driver().train(dataloader, callback)
+        return self._require_runner().train(dataloader, callback)
 
     def validate_dl(self, dataloader: Any) -> Any:
         """Run `val_step` on every batch of `dataloader`; returns the collected outputs. All processes call it."""
-        return self._need_driver().validate(dataloader)
+        return self._require_runner().validate(dataloader)
 
     def get_global_steps_completed(self) -> int:
         """Global steps finished by `train_dl` since `init`."""
-        return self._need_driver().global_steps
+        return self._require_runner().global_steps
 
     def get_batches_completed(self) -> int:
         """Micro-batches finished by `train_dl` since `init`."""
-        return self._need_driver().batches
+        return self._require_runner().batches
 
-    def _need_driver(self) -> Driver:
-        if self._driver is None:
+    def _require_runner(self) -> LoopRunner:
+        if self._runner is None:
             raise ConfigurationError(
                 "this backend has nothing to train yet. Call backend.init(TrainerBackendArguments(...)) first, "
                 "or give the backend to a Trainer."
             )
-        return self._driver
+        return self._runner
 
 
 class AbstractTrainerBackendDecorator(TrainerBackend):
@@ -368,19 +368,19 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     def end_evaluation(self, work: Workload) -> None:
         self.inner.end_evaluation(work)
 
-    def start_afresh(self, *, again: bool) -> None:
-        self.inner.start_afresh(again=again)
+    def on_fresh_start(self, *, retry: bool) -> None:
+        self.inner.on_fresh_start(retry=retry)
 
     @property
     def sampling(self) -> Sampling | None:
         return self.inner.sampling
 
     @property
-    def stated_records(self) -> int | None:
-        return self.inner.stated_records
+    def public_dataset_size(self) -> int | None:
+        return self.inner.public_dataset_size
 
     def privacy_statement(self) -> PrivacyStatement:
-        if any(layer._acts_in("privacy_statement") for layer in self.inner.layers()):
+        if any(layer._overrides("privacy_statement") for layer in self.inner.layers()):
             return self.inner.privacy_statement()
         return super().privacy_statement()  # it names the backend string of the whole stack
 
@@ -393,7 +393,7 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     def close(self) -> None:
         self.inner.close()
 
-    def _acts_in(self, verb: str) -> bool:
+    def _overrides(self, verb: str) -> bool:
         return getattr(type(self), verb) is not getattr(AbstractTrainerBackendDecorator, verb)
 
 
@@ -424,7 +424,7 @@ class TrainerBackendArguments:
     max_grad_norm: float = 1.0
 
 
-class Driver(Protocol):
+class LoopRunner(Protocol):
     """What stands above a stack and calls its verbs."""
 
     @property

@@ -23,13 +23,13 @@ from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot, Trai
 from trainstack.backends.processes.communicator import GroupCommunicator
 from trainstack.backends.processes.environment import (
     DistributedTrainingArguments,
-    Place,
-    find_place,
-    how_to_launch,
-    place_of_group,
+    ProcessInfo,
+    detect_process_info,
+    launch_help,
+    process_info_of_group,
 )
 from trainstack.backends.processes.gathering import gather_outputs
-from trainstack.backends.processes.rendezvous import open_store
+from trainstack.backends.processes.rendezvous import rendezvous_store
 from trainstack.backends.processes.world import DeviceChoice, World, pick_device
 from trainstack.backends.spec import register_layer
 from trainstack.backends.workload import Workload
@@ -128,10 +128,10 @@ class DDP(AbstractTrainerBackendDecorator):
         self._without_samples = False  # in the forward pass that was last
 
     def open(self, device: DeviceChoice = "auto") -> World:
-        place = None if dist.is_initialized() else find_place(self._environ, self._explicit)
+        place = None if dist.is_initialized() else detect_process_info(self._environ, self._explicit)
         if place is None and not dist.is_initialized():
-            raise ConfigurationError(how_to_launch(self.spec))
-        here = place or place_of_group()
+            raise ConfigurationError(launch_help(self.spec))
+        here = place or process_info_of_group()
         local_rank = here.local_rank
         mine = pick_device(device, local_rank, here.local_size)
         if mine.type != "cpu":
@@ -162,10 +162,10 @@ class DDP(AbstractTrainerBackendDecorator):
         self._made.append(made)
         return made
 
-    def _join(self, place: Place, device: torch.device) -> None:
+    def _join(self, place: ProcessInfo, device: torch.device) -> None:
         dist.init_process_group(
             backend=(self._explicit and self._explicit.backend) or dist.get_default_backend_for_device(device.type),
-            store=open_store(place, self._timeout.total_seconds(), self._environ),
+            store=rendezvous_store(place, self._timeout.total_seconds(), self._environ),
             rank=place.rank,
             world_size=place.size,
             timeout=self._timeout,
@@ -196,7 +196,7 @@ class DDP(AbstractTrainerBackendDecorator):
                 f"{_STATIC} for steps of several micro-batches, in which torch does not support it. {_NOT_STATIC}, or "
                 "make gpu_batch_size_limit and the number of processes so large that each has one micro-batch a step."
             )
-        return _Both(work.model.no_sync(), self.inner.accumulate(work, last))
+        return _NestedContexts(work.model.no_sync(), self.inner.accumulate(work, last))
 
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
         if stage is not Stage.TRAIN and isinstance(work.model, DistributedDataParallel):
@@ -212,7 +212,7 @@ class DDP(AbstractTrainerBackendDecorator):
     def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
         """DistributedDataParallel averages; weights that sum to one over all processes need the sum."""
         if weight == 0 and not self._without_samples:
-            loss = _nothing_of(loss, work)
+            loss = _zero_loss_like(loss, work)
         self.inner.backward(work, loss, weight * work.world.size)
 
     def begin_evaluation(self, work: Workload) -> None:
@@ -225,7 +225,7 @@ class DDP(AbstractTrainerBackendDecorator):
         if work.world.size > 1 and getattr(work.model, "broadcast_buffers", True):
             for buffer in work.module.buffers():
                 whole = buffer.data.to(work.world.device).contiguous()
-                work.world.comm.take_from_main(whole)
+                work.world.comm.broadcast_(whole)
                 buffer.data.copy_(whole)
 
     def gather(self, outputs: Any) -> Any:
@@ -247,7 +247,7 @@ class DDP(AbstractTrainerBackendDecorator):
         self._group, self._made, self._owns_group = None, [], False
 
 
-def _nothing_of(loss: Tensor, work: Workload) -> Tensor:
+def _zero_loss_like(loss: Tensor, work: Workload) -> Tensor:
     """A loss of 0 in place of `loss`, which may be nan, with the gradients that the wrapper waits for."""
     if getattr(work.model, "static_graph", False):
         raise ConfigurationError(
@@ -290,7 +290,7 @@ class _Entry(nn.Module):
         return self.module(batch=batch, **rest)
 
 
-class _Both(AbstractContextManager[None]):
+class _NestedContexts(AbstractContextManager[None]):
     """Two contexts as one."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:

@@ -190,7 +190,7 @@ _profiling = _private("_C._autograd._profiler_enabled")
 
 
 def _knows_steps() -> bool:
-    """Whether `bare_update` can ask all that it has to; the wrappers themselves are looked at by `_unwrapped`."""
+    """Whether `fast_update` can ask all that it has to; the wrappers themselves are looked at by `_unwrapped`."""
     return _profiling is not None and all(
         isinstance(getattr(optimizers, name, None), dict) for name in _GLOBAL_STEP_HOOKS
     )
@@ -207,7 +207,7 @@ def fast_step(optimizer: Optimizer, *, enabled: bool = True) -> None:
     update of a small model itself. An optimizer of torch's own classes is stepped without them where they have nothing
     to do: no profiler records, no hook is registered, `step` was not replaced, and the optimizer is not differentiable.
     """
-    update = bare_update(optimizer) if enabled else None
+    update = fast_update(optimizer) if enabled else None
     if update is None:
         optimizer.step()
         return
@@ -215,7 +215,7 @@ def fast_step(optimizer: Optimizer, *, enabled: bool = True) -> None:
         update(optimizer)
 
 
-def bare_update(optimizer: Optimizer) -> Step | None:
+def fast_update(optimizer: Optimizer) -> Step | None:
     """The update alone, called with the optimizer; None where the wrappers have something to do."""
     kind = type(optimizer)
     if kind not in _KNOWN or not _STEPS_KNOWN:

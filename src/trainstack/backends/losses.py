@@ -32,7 +32,7 @@ def find_loss(outputs: Any, records: int | None = None) -> Tensor:
         return outputs
     loss = loss_item(outputs)
     if not isinstance(loss, Tensor):
-        raise ModuleContractError(_what_lacks(loss, outputs))
+        raise ModuleContractError(_no_loss_message(loss, outputs))
     if loss.dim() and (records is None or not loss.shape[0] == loss.numel() == records):
         or_each = "" if records is None else f", or one loss for each record, of shape ({records},)"
         raise ModuleContractError(
@@ -77,7 +77,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _what_lacks(loss: Any, outputs: Any) -> str:
+def _no_loss_message(loss: Any, outputs: Any) -> str:
     if is_number(loss):
         return (
             f"train_step returned the number {loss!r} as the loss, through which no gradient flows. {RETURN_THE_TENSOR}"

@@ -124,7 +124,7 @@ def _headline(statement: PrivacyStatement) -> str:
     if statement.overrides:
         return "NOT PRIVATE: " + "; ".join(statement.overrides) + "."
     return (
-        f"The training is (epsilon {rounded_up(statement.epsilon or 0.0)}, delta {statement.delta:g})-differentially "
+        f"The training is (epsilon {round_up(statement.epsilon or 0.0)}, delta {statement.delta:g})-differentially "
         f"private for {statement.unit}."
     )
 
@@ -137,8 +137,8 @@ def _details(s: PrivacyStatement) -> list[tuple[str, str]]:
         found += [
             ("Accountant", f"{s.accountant} of opacus, an upper bound{error}"),
             ("Neighbours", s.relation),
-            ("One item replaced", f"epsilon {rounded_up(replaced)}, delta {delta:.2g}"),
-            ("Batches of a fixed order would give", f"epsilon {rounded_up(s.fixed_order_epsilon or 0.0)}"),
+            ("One item replaced", f"epsilon {round_up(replaced)}, delta {delta:.2g}"),
+            ("Batches of a fixed order would give", f"epsilon {round_up(s.fixed_order_epsilon or 0.0)}"),
             ("Covered", "; ".join(s.covered)),
         ]
     found += [
@@ -166,7 +166,7 @@ def _mechanism(s: PrivacyStatement) -> str:
     )
 
 
-def rounded_up(epsilon: float) -> str:
+def round_up(epsilon: float) -> str:
     """`epsilon` with four digits, never below it."""
     digits = Context(prec=4, rounding=ROUND_CEILING).create_decimal(Decimal(epsilon))
     return f"{digits.normalize():f}"

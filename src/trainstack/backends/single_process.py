@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainstack.backends.base import Slot, TrainerBackend
 from trainstack.backends.clipping import clip_gradients
 from trainstack.backends.fast_paths import GradientSeeds, fast_backward, fast_call, fast_step
-from trainstack.backends.processes.environment import launched_size
+from trainstack.backends.processes.environment import launcher_world_size
 from trainstack.backends.processes.world import DeviceChoice, World, pick_device
 from trainstack.backends.spec import register_layer
 from trainstack.backends.workload import Workload
@@ -42,7 +42,7 @@ class SingleProcess(TrainerBackend):
         self._seeds = GradientSeeds()
 
     def open(self, device: DeviceChoice = "auto") -> World:
-        if self._standalone and (size := launched_size(self._environ)) > 1:
+        if self._standalone and (size := launcher_world_size(self._environ)) > 1:
             raise ConfigurationError(
                 f"backend 'sp' in a world of {size} processes: each would train a model of its own. "
                 "Start one process, or choose a backend that joins them: 'ddp'. If each is to train its own, write "
@@ -71,7 +71,7 @@ class SingleProcess(TrainerBackend):
         fast_backward(loss, self._seeds.get(weight, loss, enabled=fast), enabled=fast)
 
     def clip(self, work: Workload) -> Tensor | None:
-        return clip_gradients(work.trained, work.clipping, fast_paths=work.fast_paths)
+        return clip_gradients(work.optimized_params, work.clipping, fast_paths=work.fast_paths)
 
     def step(self, work: Workload) -> bool:
         for optimizer in work.optimizers:
@@ -106,7 +106,7 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, _CONTAINERS) and not callable(getattr(type(batch), "to", None)):  # a key may be called so
-        return _moved_container(batch, device)
+        return _move_container(batch, device)
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     if is_dataclass(batch) and not isinstance(batch, type):
@@ -116,9 +116,9 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def _moved_container(batch: Any, device: torch.device) -> Any:
+def _move_container(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, MutableMapping):
-        moved = {} if type(batch) is dict else _copied(batch)
+        moved = {} if type(batch) is dict else _shallow_copy(batch)
         for key, value in batch.items():
             moved[key] = move_to_device(value, device)
         return moved
@@ -127,12 +127,12 @@ def _moved_container(batch: Any, device: torch.device) -> Any:
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if type(batch) is list:
         return items
-    moved = _copied(batch)
+    moved = _shallow_copy(batch)
     moved[:] = items
     return moved
 
 
-def _copied(batch: Any) -> Any:
+def _shallow_copy(batch: Any) -> Any:
     """A shallow copy, whose constructor is not called; a dict that is its own `__dict__` stays one."""
     copied = copy.copy(batch)
     if getattr(batch, "__dict__", None) is batch:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from trainstack.backends.base import VERBS, Slot, TrainerBackend
-from trainstack.backends.processes.environment import find_place
+from trainstack.backends.processes.environment import detect_process_info
 from trainstack.errors import BackendSpecError, ConfigurationError
 
 Layer = TypeVar("Layer", bound=type[TrainerBackend])
@@ -97,10 +97,10 @@ def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
             f"backend {spec!r}: a backend is named by a string such as 'sp-bf16'. "
             f"Write one of {', '.join(legal_specs())}."
         )
-    records = _tokenize(written_out(spec))
-    _refuse_repeats(spec, records)
+    records = _tokenize(expand_auto(spec))
+    _check_no_repeats(spec, records)
     in_order = sorted(records, key=lambda record: record.slot)
-    _refuse_excluded(spec, in_order)
+    _check_no_exclusions(spec, in_order)
     if in_order[0].slot is not Slot.PROCESS:
         raise BackendSpecError(
             f"backend {spec!r}: a stack starts with a process layer. Write {_write('sp', in_order)!r}."
@@ -113,13 +113,13 @@ def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
     return tuple(records)
 
 
-def written_out(spec: str) -> str:
+def expand_auto(spec: str) -> str:
     """`spec`, with `ddp` or `sp` for a first word `auto`: as a launcher has started this process or not."""
     first, *rest = spec.split("-")
     if first != "auto":
         return spec
     joined = dist.is_available() and dist.is_initialized()
-    return "-".join(["ddp" if joined or find_place() is not None else "sp", *rest])
+    return "-".join(["ddp" if joined or detect_process_info() is not None else "sp", *rest])
 
 
 def legal_specs() -> tuple[str, ...]:
@@ -163,7 +163,7 @@ def _suggest(word: str) -> str:
     return f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}."
 
 
-def _refuse_repeats(spec: str, records: list[LayerRecord]) -> None:
+def _check_no_repeats(spec: str, records: list[LayerRecord]) -> None:
     for position, record in enumerate(records):
         for earlier in records[:position]:
             if earlier.token == record.token:
@@ -189,7 +189,7 @@ def _excluded(records: list[LayerRecord]) -> tuple[LayerRecord, LayerRecord, str
     return None
 
 
-def _refuse_excluded(spec: str, records: list[LayerRecord]) -> None:
+def _check_no_exclusions(spec: str, records: list[LayerRecord]) -> None:
     clash = _excluded(records)
     if clash is not None:
         one, other, reason = clash

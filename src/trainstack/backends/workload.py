@@ -25,7 +25,7 @@ class TrainingSet:
         length: records in the data set; None where the library cannot index them.
         fetch: the collated batch of the records at the given indices (int64, 1-dim), not moved to a device.
         global_batch: records a global step, over all processes.
-        most_at_once: records that fit into one forward pass.
+        max_micro_batch: records that fit into one forward pass.
         total_steps: global steps of the whole run; None if unknown.
         problem: why the library cannot index the records, in words; None if it can.
     """
@@ -33,7 +33,7 @@ class TrainingSet:
     length: int | None
     fetch: Callable[[Tensor], Any]
     global_batch: int
-    most_at_once: int
+    max_micro_batch: int
     total_steps: int | None
     problem: str | None = None
 
@@ -43,11 +43,11 @@ class Draw:
     """The records of one global step.
 
     Attributes:
-        mine: data set indices of this process's part, int64; may be empty.
+        local: data set indices of this process's part, int64; may be empty.
         total: records of the step on all processes together, as far as this process knows.
     """
 
-    mine: Tensor
+    local: Tensor
     total: float
 
 
@@ -72,7 +72,7 @@ class Sampling(ABC):
         """How many of the next `steps` steps may be made. All processes ask together, and get the same answer."""
 
     @abstractmethod
-    def why_over(self) -> str:
+    def exhausted_reason(self) -> str:
         """Why no further step may be made, as a sentence."""
 
 
@@ -105,12 +105,12 @@ class Workload:
         model: what `forward` calls: `module`, or a layer's wrapper around it.
         optimizers: in the order in which the user returned them.
         parameters: all parameters of `module`, each once, frozen ones included.
-        trained: the parameters that the optimizers hold, each once: what is clipped.
+        optimized_params: the parameters that the optimizers hold, each once: what is clipped.
         world: this process's place and device.
         clipping: what `clip` does.
         gradients_reduced_by: the name of the layer that sums gradients over processes, if one does.
         data: the training data, where the library knows it.
-        folder: where the run keeps its files, if it has a place for them.
+        run_dir: where the run keeps its files, if it has a place for them.
         fast_paths: whether the verbs may replace public torch calls by the shorter ones of `fast_paths.py`.
     """
 
@@ -118,23 +118,23 @@ class Workload:
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
     parameters: tuple[nn.Parameter, ...]
-    trained: tuple[nn.Parameter, ...]
+    optimized_params: tuple[nn.Parameter, ...]
     world: World
     clipping: Clipping = Clipping()
     gradients_reduced_by: str | None = None
     data: TrainingSet | None = None
-    folder: Path | None = None
+    run_dir: Path | None = None
     fast_paths: bool = True
 
     @classmethod
-    def of(
+    def from_module(
         cls,
         module: nn.Module,
         optimizers: Any,
         world: World,
         clipping: Clipping | None = None,
         data: TrainingSet | None = None,
-        folder: str | PathLike[str] | None = None,
+        run_dir: str | PathLike[str] | None = None,
         fast_paths: bool = True,
     ) -> Workload:
         """A workload as `prepare` first gets it: nothing wrapped, nothing placed.
@@ -147,21 +147,21 @@ class Workload:
             model=module,
             optimizers=optimizers,
             parameters=tuple(module.parameters()),
-            trained=_held_by(optimizers),
+            optimized_params=_held_by(optimizers),
             world=world,
             clipping=clipping or Clipping(),
             data=data,
-            folder=None if folder is None else Path(folder),
+            run_dir=None if run_dir is None else Path(run_dir),
             fast_paths=fast_paths_enabled(fast_paths),
         )
 
-    def unmeasured(self) -> Workload:
+    def without_grad_norm(self) -> Workload:
         """The same, with no norm of the gradients computed that clipping does not need."""
         return replace(self, clipping=replace(self.clipping, measured=False))
 
-    def refreshed(self) -> Workload:
+    def with_current_params(self) -> Workload:
         """The same, with parameters that the module or an optimizer has been given since."""
-        return replace(self, parameters=tuple(self.module.parameters()), trained=_held_by(self.optimizers))
+        return replace(self, parameters=tuple(self.module.parameters()), optimized_params=_held_by(self.optimizers))
 
 
 def _held_by(optimizers: tuple[Optimizer, ...]) -> tuple[nn.Parameter, ...]:

@@ -8,7 +8,7 @@ from trainstack.checkpointing.default import DefaultCheckpointer
 from trainstack.checkpointing.directory import CheckpointInfo, list_checkpoints
 from trainstack.checkpointing.exporting import export_model, push_to_hub
 from trainstack.checkpointing.reading import read_checkpoint, read_model, verify_checkpoint
-from trainstack.checkpointing.warm_start import WarmStartReport, read_foreign_weights, warm_start
+from trainstack.checkpointing.warm_start import WarmStartReport, load_torch_weights, warm_start
 from trainstack.checkpointing.writing import write_checkpoint, write_model
 
 __all__ = [
@@ -20,9 +20,9 @@ __all__ = [
     "WarmStartReport",
     "export_model",
     "list_checkpoints",
+    "load_torch_weights",
     "push_to_hub",
     "read_checkpoint",
-    "read_foreign_weights",
     "read_model",
     "verify_checkpoint",
     "warm_start",

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainstack._keywords import NamesFields
+from trainstack._keywords import SuggestsNames
 from trainstack.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ Direction = Literal["min", "max"]
 
 DEFAULT_MONITOR = "val/loss"
 
-# What is long enough to mean one thing only counts anywhere in a word; the rest only as a whole, perhaps with a number.
+# Long, unambiguous names match as substrings; short ones only as whole words, optionally followed by a number.
 _NAMES: dict[Direction, str] = {
     "min": ".*(perplexity|error|entropy|distance).*"
     "|(ppl|err|wer|cer|ter|eer|mae|mse|rmse|mape|nll|bpc|bpb|ece|fid)[0-9]*",
@@ -81,7 +81,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DefaultCheckpointerArguments(metaclass=NamesFields):
+class DefaultCheckpointerArguments(metaclass=SuggestsNames):
     """When, where and under which names to save, and where to load from. `""` means not set.
 
     Attributes:

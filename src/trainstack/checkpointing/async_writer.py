@@ -18,26 +18,26 @@ class HostBuffers:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
 
     def copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return contiguous copies on the host, under the same names; the next call overwrites them.
 
         What lies on a CUDA device is copied into pinned memory, all of it at once, and waited for.
         """
-        self._kept = {name: self._fitting(name, tensor) for name, tensor in tensors.items()}
+        self._buffers = {name: self._matching_buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            self._kept[name].copy_(tensor, non_blocking=tensor.is_cuda)
+            self._buffers[name].copy_(tensor, non_blocking=tensor.is_cuda)
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return dict(self._kept)
+        return dict(self._buffers)
 
     def release(self) -> None:
         """Give the memory back."""
-        self._kept = {}
+        self._buffers = {}
 
-    def _fitting(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        kept = self._kept.get(name)
+    def _matching_buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        kept = self._buffers.get(name)
         if (
             kept is not None
             and (kept.dtype, kept.shape) == (tensor.dtype, tensor.shape)

@@ -15,7 +15,7 @@ from trainstack.checkpointing.abstract import AbstractCheckpointer, Checkpoint
 from trainstack.checkpointing.arguments import DEFAULT_MONITOR, DefaultCheckpointerArguments
 from trainstack.checkpointing.async_writer import BackgroundWriter, HostBuffers
 from trainstack.checkpointing.directory import CheckpointInfo, has_prefix, name_of, scan
-from trainstack.checkpointing.finding import Finder, folder_at, of_prefix, of_run
+from trainstack.checkpointing.finding import CheckpointFinder, checkpoints_of_run, checkpoints_with_prefix, folder_at
 from trainstack.checkpointing.writing import Payload, commit, pack, write_checkpoint, write_model
 
 _DEFAULT_DIRECTORY = "checkpoints"
@@ -45,12 +45,12 @@ class DefaultCheckpointer(AbstractCheckpointer):
     @property
     def save_dir(self) -> Path:
         """Where checkpoints go; settled, as an absolute path, when it is first asked for."""
-        return self._settle("save_dir", self.args.save_dir or _DEFAULT_DIRECTORY)
+        return self._resolve_directory("save_dir", self.args.save_dir or _DEFAULT_DIRECTORY)
 
     @property
     def model_state_save_dir(self) -> Path:
         """Where model exports go."""
-        return self._settle("model_state_save_dir", self.args.model_state_save_dir or self.save_dir)
+        return self._resolve_directory("model_state_save_dir", self.args.model_state_save_dir or self.save_dir)
 
     def prepare(self) -> None:
         """Clear what dead writers left, and delete the existing checkpoints if the arguments say so.
@@ -70,10 +70,10 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._background.wait()  # one that was abandoned may still be deleting older ones
         elsewhere = self._loaded_from is not None and self._loaded_from.resolve() != self.save_dir.resolve()
         begins = self.args.checkpoint and (elsewhere or not resumed)
-        earlier = of_prefix(self.save_dir, self.args.file_prefix) if begins else []
+        earlier = checkpoints_with_prefix(self.save_dir, self.args.file_prefix) if begins else []
         if earlier:
             began.mark(self.save_dir, self.args.file_prefix, earlier[0].sequence)
-            retention.after_save(self.save_dir, self.args, self._log)
+            retention.apply_retention(self.save_dir, self.args, self._log)
         if earlier and not self.args.delete_existing_checkpoints:  # each that is deleted is named then
             count = "a checkpoint" if len(earlier) == 1 else f"{len(earlier)} checkpoints"
             self._log(
@@ -85,11 +85,11 @@ class DefaultCheckpointer(AbstractCheckpointer):
 
     def last(self) -> CheckpointInfo | None:
         """The newest checkpoint of this run in `save_dir` whose files are there in their sizes, or None."""
-        return retention.newest_of(of_run(self.save_dir, self.args.file_prefix))
+        return retention.newest_of(checkpoints_of_run(self.save_dir, self.args.file_prefix))
 
     def best(self) -> CheckpointInfo | None:
         """The one with the best finite value of `args.monitor`, or None; read from manifests alone."""
-        return retention.best_of(of_run(self.save_dir, self.args.file_prefix), self.args)
+        return retention.best_of(checkpoints_of_run(self.save_dir, self.args.file_prefix), self.args)
 
     def is_due(self, index: int, force: bool) -> bool:
         """Whether it is the turn of `index`, or out of turn but asked for, and saving is on at all."""
@@ -110,11 +110,11 @@ class DefaultCheckpointer(AbstractCheckpointer):
         step = checkpoint_state.global_step
         number = f"{index:06d}" if step is None else f"{step:09d}"
         name = self._name(number)
-        payload = pack(retention.keep_pin(checkpoint_state, self.save_dir / name, self.args.file_prefix))
+        payload = pack(retention.preserve_pin(checkpoint_state, self.save_dir / name, self.args.file_prefix))
         if not force:
-            self._miss_monitor(checkpoint_state)
+            self._warn_missing_monitor(checkpoint_state)
         if self.args.async_save:
-            copy = payload.copied_into(self._buffers)
+            copy = payload.copy_into(self._buffers)
 
             def write(abandoned: threading.Event) -> None:
                 self._commit(copy, name, abandoned)
@@ -130,7 +130,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         try:
             path = commit(payload, self.save_dir, name, abandoned)
             self._log(logging.INFO, f"saved {path}")
-            retention.after_save(self.save_dir, self.args, self._log)
+            retention.apply_retention(self.save_dir, self.args, self._log)
         except BaseException as error:
             if abandoned is not None:  # perhaps nobody asks any more
                 self._log(logging.ERROR, f"saving {name} in the background failed: {error}")
@@ -210,7 +210,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
                 delete what is to be loaded.
         """
         self._background.wait()
-        finder = Finder(self.args, self._load_directory(), self.save_dir, self._log)
+        finder = CheckpointFinder(self.args, self._load_directory(), self.save_dir, self._log)
         checkpoint = finder.load(resume)
         self._loaded_from = finder.found_in or self._loaded_from
         return checkpoint
@@ -218,9 +218,9 @@ class DefaultCheckpointer(AbstractCheckpointer):
     def _load_directory(self) -> Path:
         if not self.args.load_dir:
             return self.save_dir
-        return folder_at(self._settle("load_dir", self.args.load_dir), self.args.file_prefix)
+        return folder_at(self._resolve_directory("load_dir", self.args.load_dir), self.args.file_prefix)
 
-    def _miss_monitor(self, checkpoint: Checkpoint) -> None:
+    def _warn_missing_monitor(self, checkpoint: Checkpoint) -> None:
         """Say once that a checkpoint cannot be the best, where somebody asked for the best."""
         args, metrics = self.args, (checkpoint.metadata or {}).get("metrics", {})
         asked = args.keep_best or args.monitor != DEFAULT_MONITOR
@@ -238,7 +238,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         for info in scan(self.save_dir).intact:
             ours = has_prefix(info.name, prefix) and has_prefix(name_of(info.path), prefix)
             if info.kind == "checkpoint" and ours and not info.path.is_symlink():
-                temp_dirs.discard(info.path)
+                temp_dirs.discard_dir(info.path)
                 self._log(logging.INFO, f"deleted {info.path}")
 
     def _clear(self, directory: Path) -> bool:
@@ -246,10 +246,10 @@ class DefaultCheckpointer(AbstractCheckpointer):
         if directory in self._prepared:
             return False
         self._prepared.add(directory)
-        temp_dirs.clear(directory)
+        temp_dirs.clear_temp_dirs(directory)
         return True
 
-    def _settle(self, field: str, value: str | os.PathLike[str]) -> Path:
+    def _resolve_directory(self, field: str, value: str | os.PathLike[str]) -> Path:
         return self._directories.setdefault(field, Path(value).absolute())
 
     def _name(self, number: str) -> str:

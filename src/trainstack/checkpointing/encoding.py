@@ -90,7 +90,7 @@ class TensorNames:
     def __init__(self) -> None:
         self._taken = {RESERVED}
 
-    def claim(self, prefix: str, place: list[Any]) -> str:
+    def assign(self, prefix: str, place: list[Any]) -> str:
         parts = ([prefix] if prefix else []) + [str(part) for part in place]
         readable = ".".join(parts).encode("utf-8", "replace").decode() or "tensor"
         name, count = readable, 1
@@ -135,7 +135,7 @@ class StateEncoder:
         self._root, self._prefix, self._place = root, prefix, []
         return self._encode(value)
 
-    def take_tensors(self) -> dict[str, torch.Tensor]:
+    def pop_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors met since the last call, detached, on their own devices."""
         taken, self._tensors = self._tensors, {}
         return taken
@@ -178,7 +178,7 @@ class StateEncoder:
             return self._numpy_scalar(value)
         if isinstance(value, Path):
             return _tag(format.PATH, value=str(value))
-        return self._refuse(value)
+        return self._raise_unsupported(value)
 
     def _at(self, part: Any, value: Any) -> Json:
         if len(self._place) >= format.MAX_DEPTH:
@@ -207,7 +207,7 @@ class StateEncoder:
         for name, factory in format.FACTORIES.items():
             if factory is value.default_factory:
                 return _tag(format.DEFAULTDICT, factory=name, items=self._pairs(value))
-        return self._refuse(value)
+        return self._raise_unsupported(value)
 
     def _ordered_dict(self, value: OrderedDict[Any, Any]) -> Json:
         encoded = _tag(format.ORDERED_DICT, items=self._pairs(value))
@@ -230,34 +230,34 @@ class StateEncoder:
     def _store(self, identity: tuple[Any, ...], owner: Any, tensor: torch.Tensor) -> str:
         name = self._seen.get(identity)
         if name is None:
-            name = self._seen[identity] = self._names.claim(self._prefix, self._place)
+            name = self._seen[identity] = self._names.assign(self._prefix, self._place)
             self._tensors[name] = tensor
             self._alive.append(owner)
         return name
 
     def _tensor(self, value: torch.Tensor) -> Json:
         if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.is_nested:
-            self._refuse(value)
+            self._raise_unsupported(value)
         if value.dtype in NATIVE:
             extra = {}
         elif value.dtype in AS_BYTES:
             extra = {"dtype": AS_BYTES[value.dtype], "shape": list(value.shape)}
         else:
-            self._refuse(value)
+            self._raise_unsupported(value)
         return _tag(format.TENSOR, name=self._store(tensor_identity(value), value, value.detach()), **extra)
 
     def _array(self, value: np.ndarray[Any, Any]) -> Json:
         if value.dtype.kind in "OV":
-            self._refuse(value)
+            self._raise_unsupported(value)
         name = self._store(("array", id(value)), value, array_as_tensor(value))
         return _tag(format.ARRAY, name=name, dtype=value.dtype.str, shape=list(value.shape))
 
     def _numpy_scalar(self, value: np.generic) -> Json:
         if value.dtype.kind in "OV":
-            self._refuse(value)
+            self._raise_unsupported(value)
         return _tag(format.NUMPY_SCALAR, dtype=value.dtype.str, base64=_base64(value.tobytes()))
 
-    def _refuse(self, value: Any) -> NoReturn:
+    def _raise_unsupported(self, value: Any) -> NoReturn:
         raise UnsupportedStateError(explain_refusal(describe(self._root, self._place), value))
 
 

@@ -49,7 +49,7 @@ def read_newest(
         if has_prefix(name_of(path), prefix):
             raise mismatch
     broken = [error for path, error in contents.broken.items() if has_prefix(name_of(path), prefix)]
-    candidates = of_run(directory, prefix)
+    candidates = checkpoints_of_run(directory, prefix)
     if monitor is not None:
         candidates = monitor.rank(candidates)
     for error in broken:
@@ -69,16 +69,16 @@ def read_newest(
     )
 
 
-def of_prefix(directory: Path, prefix: str) -> list[CheckpointInfo]:
+def checkpoints_with_prefix(directory: Path, prefix: str) -> list[CheckpointInfo]:
     """Return the checkpoints in `directory` with this prefix whose manifest is intact, newest first."""
     intact = scan(directory).intact
     return [info for info in intact if info.kind == "checkpoint" and has_prefix(info.name, prefix)]
 
 
-def of_run(directory: Path, prefix: str, unreadable: int = -1) -> list[CheckpointInfo]:
-    """Return those of `of_prefix` that no earlier run has written; `unreadable` as for `began.read`."""
+def checkpoints_of_run(directory: Path, prefix: str, unreadable: int = -1) -> list[CheckpointInfo]:
+    """Return those of `checkpoints_with_prefix` that no earlier run has written; `unreadable` as for `began.read`."""
     after = began.read(directory, prefix, unreadable)
-    return [info for info in of_prefix(directory, prefix) if info.sequence > after]
+    return [info for info in checkpoints_with_prefix(directory, prefix) if info.sequence > after]
 
 
 def other_names(directory: Path, prefix: str) -> list[str]:
@@ -96,7 +96,7 @@ _LIMIT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class PointerRule:
     """Which checkpoint is meant: the newest with this prefix, or the best if there is a monitor."""
 
     file_prefix: str
@@ -119,18 +119,18 @@ def refresh_pointers(
             say(logging.WARNING, f"the pointer {path} could not be written: {error}")
 
 
-def rule_at(path: Path, args: DefaultCheckpointerArguments) -> Rule | None:
+def rule_at(path: Path, args: DefaultCheckpointerArguments) -> PointerRule | None:
     """The rule of the pointer at `path`; None if `path` is none. A torn or missing one has the rule of `args`."""
     if path.is_dir():
         return None
     rule = rule_in(path)
     kinds = {_name(LAST, args.file_prefix): None, _name(BEST, args.file_prefix): args.monitored}
     if rule is None and path.name in kinds and path.parent.is_dir():
-        return Rule(file_prefix=args.file_prefix, monitor=kinds[path.name])
+        return PointerRule(file_prefix=args.file_prefix, monitor=kinds[path.name])
     return rule
 
 
-def rule_in(path: Path) -> Rule | None:
+def rule_in(path: Path) -> PointerRule | None:
     """The rule that is written in the file `path`; None if it is no pointer, or cannot be read."""
     try:
         return _parse(_beginning(path))
@@ -172,22 +172,22 @@ def _render(kind: str, info: CheckpointInfo, args: DefaultCheckpointerArguments)
     return (json.dumps(body, indent=1) + "\n").encode()
 
 
-def _parse(data: bytes) -> Rule | None:
+def _parse(data: bytes) -> PointerRule | None:
     try:
         body = json.loads(data)
         if body["format"] != _FORMAT or not isinstance(body["file_prefix"], str):
             return None
         wanted = body.get("monitor")
         if wanted is None:
-            return Rule(file_prefix=body["file_prefix"], monitor=None)
+            return PointerRule(file_prefix=body["file_prefix"], monitor=None)
         if not isinstance(wanted, str) or body["mode"] not in ("min", "max"):
             return None
-        return Rule(file_prefix=body["file_prefix"], monitor=Monitor(name=wanted, mode=body["mode"]))
+        return PointerRule(file_prefix=body["file_prefix"], monitor=Monitor(name=wanted, mode=body["mode"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
-class Finder:
+class CheckpointFinder:
     """Looks where the arguments of a `DefaultCheckpointer` say.
 
     Args:
@@ -241,7 +241,7 @@ class Finder:
         elsewhere = (self._load_dir / self.args.load_filename).parent if self.args.load_filename else self._load_dir
         if elsewhere.resolve() == self._save_dir.resolve():
             return None
-        self._refuse_deleting(self._save_dir)
+        self._check_not_deleting(self._save_dir)
         found = read_newest(self._save_dir, self.args.file_prefix, self._warn_of_damage, monitor)
         return None if found is None else self._loaded(*found)
 
@@ -253,15 +253,15 @@ class Finder:
         return self._load_named(path) if required or path.exists() else Checkpoint()
 
     def _load_named(self, path: Path) -> Checkpoint:
-        self._refuse_deleting(path.parent)
+        self._check_not_deleting(path.parent)
         return self._loaded(path, read_checkpoint(path))
 
     def _load_best(self, directory: Path, prefix: str, monitor: Monitor) -> Checkpoint:
-        self._refuse_deleting(directory)
+        self._check_not_deleting(directory)
         found = read_newest(directory, prefix, self._warn_of_damage, monitor)
         if found is not None:
             return self._loaded(*found)
-        candidates = of_run(directory, prefix)
+        candidates = checkpoints_of_run(directory, prefix)
         if not candidates:
             return self._load_newest(directory, required=True, prefix=prefix)  # which says why there is none
         known = ", ".join(sorted({name for info in candidates for name in info.metrics})) or "none"
@@ -271,14 +271,14 @@ class Finder:
         )
 
     def _load_newest(self, directory: Path, required: bool, prefix: str | None = None) -> Checkpoint:
-        self._refuse_deleting(directory)
+        self._check_not_deleting(directory)
         prefix = self.args.file_prefix if prefix is None else prefix
         found = read_newest(directory, prefix, self._warn_of_damage)
         if found is not None:
             return self._loaded(*found)
         others = other_names(directory, prefix)
         hint = f" There is {others[0]!r}: set file_prefix to match, or name it to load it." if others else ""
-        earlier = of_prefix(directory, prefix)
+        earlier = checkpoints_with_prefix(directory, prefix)
         if earlier:
             hint = (
                 " The last run there began afresh and was interrupted before its first checkpoint. To go on from an "
@@ -300,7 +300,7 @@ class Finder:
         self._log(logging.INFO, f"loaded {path}")
         return checkpoint
 
-    def _refuse_deleting(self, directory: Path) -> None:
+    def _check_not_deleting(self, directory: Path) -> None:
         if self.args.delete_existing_checkpoints and directory.resolve() == self._save_dir.resolve():
             raise ConfigurationError(
                 f"delete_existing_checkpoints=True would delete what is to be loaded from {directory}. "
@@ -314,10 +314,10 @@ class Finder:
 def folder_at(path: Path, prefix: str) -> Path:
     """`path`, or where a run with this `output_dir` keeps its checkpoints, if there are none in `path` itself."""
     within = path / "checkpoints"
-    return within if within.is_dir() and not of_prefix(path, prefix) else path
+    return within if within.is_dir() and not checkpoints_with_prefix(path, prefix) else path
 
 
-def follow(path: Path) -> Path:
+def resolve_pointer(path: Path) -> Path:
     """`path`, or the checkpoint that it stands for if it is a file `last` or `best`.
 
     Raises:
@@ -326,7 +326,7 @@ def follow(path: Path) -> Path:
     rule = rule_in(path)
     if rule is None:
         return path
-    run = of_run(path.parent, rule.file_prefix)
+    run = checkpoints_of_run(path.parent, rule.file_prefix)
     found = next(filter(has_its_files, run if rule.monitor is None else rule.monitor.rank(run)), None)
     if found is None:
         which = "newest" if rule.monitor is None else f"best by {rule.monitor.name!r}"

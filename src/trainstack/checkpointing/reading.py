@@ -109,7 +109,7 @@ def _open(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
     if not root.is_dir():
         raise CheckpointMismatchError(
             f"{root} is a single file; a checkpoint is a directory with a {manifest.FILE_NAME}. Pickle files "
-            "(.pt, .pth, .ckpt) are never read unasked: read_foreign_weights(path) does, for their weights."
+            "(.pt, .pth, .ckpt) are never read unasked: load_torch_weights(path) does, for their weights."
         )
     if not is_checkpoint_directory(root):
         what = f"{root} is not a checkpoint: it has no {manifest.FILE_NAME} of trainstack."

@@ -21,20 +21,20 @@ REPLACED = ".old-"
 _DEAD_AFTER_SECONDS = 24 * 3600
 _PATTERN = re.compile(r"\.(tmp|old)-(?P<name>.+)-(?P<host>[^-]+)-(?P<pid>\d+)-(?P<token>[0-9a-f]{32})", re.DOTALL)
 
-_mine: set[str] = set()
+_claimed: set[str] = set()
 """Tokens of this process that are in use: its own leftovers would else look like a live writer's."""
 
 
-def claim(directory: Path, mark: str, name: str) -> Path:
-    """Return a path in `directory` that nobody has; `release` it when done."""
+def claim_temp_dir(directory: Path, mark: str, name: str) -> Path:
+    """Return a path in `directory` that nobody has; `release_temp_dir` it when done."""
     token = uuid.uuid4().hex
-    _mine.add(token)
+    _claimed.add(token)
     return directory / f"{mark}{name}-{_host()}-{os.getpid()}-{token}"
 
 
-def release(path: Path) -> None:
+def release_temp_dir(path: Path) -> None:
     """Say that this process is done with a claimed path."""
-    _mine.discard(path.name.rpartition("-")[2])
+    _claimed.discard(path.name.rpartition("-")[2])
 
 
 def original_name(path: Path) -> str | None:
@@ -43,21 +43,21 @@ def original_name(path: Path) -> str | None:
     return match["name"] if match else None
 
 
-def discard(path: Path) -> None:
+def discard_dir(path: Path) -> None:
     """Delete a directory so that no half of it is ever taken for a checkpoint."""
     if path.name.startswith(TEMPORARY):
         filesystem.remove_tree(path)
         return
-    doomed = claim(path.parent, TEMPORARY, original_name(path) or path.name)
+    doomed = claim_temp_dir(path.parent, TEMPORARY, original_name(path) or path.name)
     try:
         filesystem.rename(path, doomed)
         filesystem.sync_directory(path.parent)  # else a power cut may bring back the name with half of the files
         filesystem.remove_tree(doomed)
     finally:
-        release(doomed)
+        release_temp_dir(doomed)
 
 
-def clear(directory: Path) -> None:
+def clear_temp_dirs(directory: Path) -> None:
     """Clear `directory` of what dead writers left; a replaced directory without successor is put back."""
     for path in sorted(directory.glob(".*")):
         name = original_name(path)
@@ -67,7 +67,7 @@ def clear(directory: Path) -> None:
             if path.name.startswith(REPLACED) and not (directory / name).exists():
                 filesystem.rename(path, directory / name)
             else:
-                discard(path)
+                discard_dir(path)
 
 
 def _host() -> str:
@@ -76,7 +76,7 @@ def _host() -> str:
 
 def _is_dead(path: Path) -> bool:
     match = _PATTERN.fullmatch(path.name)
-    if match is None or match["token"] in _mine:
+    if match is None or match["token"] in _claimed:
         return False
     if match["host"] == _host() and not _is_alive(int(match["pid"])):
         return True

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainstack.checkpointing.finding import follow
+from trainstack.checkpointing.finding import resolve_pointer
 from trainstack.checkpointing.reading import read_model
 from trainstack.checkpointing.tensorfile import read_unverified_tensors
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
@@ -22,7 +22,7 @@ _WRAPPERS = ("module.", "_orig_mod.")
 """What `DistributedDataParallel` and `torch.compile` put before each name."""
 
 
-def read_foreign_weights(path: str | os.PathLike[str], *, strip_prefix: str = "") -> dict[str, torch.Tensor]:
+def load_torch_weights(path: str | os.PathLike[str], *, strip_prefix: str = "") -> dict[str, torch.Tensor]:
     """Read the tensors of a `.pt`, `.pth`, `.bin` or `.ckpt` file by `torch.load(weights_only=True)`.
 
     Nothing that the file names is imported or called. A state dict that lies under `state_dict`, `model_state_dict`,
@@ -52,7 +52,7 @@ def read_foreign_weights(path: str | os.PathLike[str], *, strip_prefix: str = ""
             f"{file} was not read: torch.load(weights_only=True) refused it ({type(error).__name__}: {reason}). "
             "Have its author save model.state_dict() alone, or a safetensors file."
         ) from error
-    return _stripped(_tensors_in(loaded, file), strip_prefix, file)
+    return _strip_prefix(_tensors_in(loaded, file), strip_prefix, file)
 
 
 def _tensors_in(loaded: Any, file: Path) -> dict[str, torch.Tensor]:
@@ -75,7 +75,7 @@ def _is_state_dict(value: Mapping[Any, Any]) -> bool:
     return any(isinstance(item, torch.Tensor) for item in value.values())
 
 
-def _stripped(tensors: dict[str, torch.Tensor], prefix: str, file: Path) -> dict[str, torch.Tensor]:
+def _strip_prefix(tensors: dict[str, torch.Tensor], prefix: str, file: Path) -> dict[str, torch.Tensor]:
     wrapper: str | None = ""
     while wrapper is not None:
         tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
@@ -118,12 +118,12 @@ class WarmStartReport:
         count = len(self.loaded)
         parts = [f"loaded {count} tensor{'s' if count != 1 else ''} from {self.source}"]
         if self.missing:
-            parts.append(f"{len(self.missing)} missing there stay as they were built: {_named(self.missing)}")
+            parts.append(f"{len(self.missing)} missing there stay as they were built: {_format_names(self.missing)}")
         if self.unexpected:
-            parts.append(f"{len(self.unexpected)} there have no place in the model: {_named(self.unexpected)}")
+            parts.append(f"{len(self.unexpected)} there have no place in the model: {_format_names(self.unexpected)}")
         if self.mismatched:
             words = [f"{name} ({what})" for name, what in self.mismatched.items()]
-            parts.append(f"{len(words)} do not fit and stay as they were built: {_named(words)}")
+            parts.append(f"{len(words)} do not fit and stay as they were built: {_format_names(words)}")
         return "; ".join(parts)
 
 
@@ -147,12 +147,12 @@ def warm_start(
         CheckpointNotFoundError, CheckpointDamagedError: `source` cannot be read.
     """
     if not isinstance(source, Mapping):
-        source = follow(Path(source))
+        source = resolve_pointer(Path(source))
     said = name or ("the given tensors" if isinstance(source, Mapping) else os.fspath(source))
     weights = flat_tensors(source) if isinstance(source, Mapping) else read_weights(source)
     own = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     mismatched = {
-        key: f"{_what(weights[key])} there, {_what(own[key])} in the model"
+        key: f"{_describe_tensor(weights[key])} there, {_describe_tensor(own[key])} in the model"
         for key in own
         if key in weights and not _fits(weights[key], own[key])
     }
@@ -188,14 +188,14 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     if file.suffix.lower() in PICKLE_SUFFIXES:
         raise CheckpointMismatchError(
             f"{file} is a pickle by its name, and pickles are never read unasked. Read it explicitly and keep what is "
-            f"in it: export_model(read_foreign_weights({str(file)!r}), 'weights'), and name that folder instead."
+            f"in it: export_model(load_torch_weights({str(file)!r}), 'weights'), and name that folder instead."
         )
     try:
         return read_unverified_tensors(file)
     except CheckpointDamagedError as error:
         raise CheckpointDamagedError(
             f"{file} cannot be read as safetensors: {error} A file that torch.save wrote is read by "
-            "read_foreign_weights(path)."
+            "load_torch_weights(path)."
         ) from error
 
 
@@ -218,11 +218,11 @@ def _kind(tensor: torch.Tensor) -> tuple[bool, bool]:
     return tensor.is_floating_point(), tensor.is_complex()
 
 
-def _what(tensor: torch.Tensor) -> str:
+def _describe_tensor(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _named(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
@@ -237,6 +237,6 @@ def _nothing_fits(model: nn.Module, weights: Mapping[str, Any], own: Mapping[str
     if best is not None and fits[best]:
         hint = f"They fit its {best!r}: call warm_start(module.{best}, ...) before you make the Trainer."
     return (
-        f"nothing in {said} fits {type(model).__name__}: it holds {_named(list(weights)) or 'no tensors'}; the model "
-        f"has {_named(list(own)) or 'none'}. {hint}"
+        f"nothing in {said} fits {type(model).__name__}: it holds {_format_names(list(weights)) or 'no tensors'}; the "
+        f"model has {_format_names(list(own)) or 'none'}. {hint}"
     )

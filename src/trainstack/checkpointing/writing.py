@@ -119,7 +119,7 @@ class Payload:
         names = sum(len(name) + 128 for name in (*self.model, *self.rest))
         return tensor_bytes(self.model) + tensor_bytes(self.rest) + len(self.tree) + names + _SLACK_BYTES
 
-    def copied_into(self, buffers: HostBuffers) -> Payload:
+    def copy_into(self, buffers: HostBuffers) -> Payload:
         """The same with tensors that the training does not touch."""
         copies = buffers.copy(self.model | self.rest)
         return replace(
@@ -147,7 +147,7 @@ def commit(payload: Payload, directory: Path, name: str, abandoned: threading.Ev
     try:
         filesystem.make_directories(directory)
         _check_space(payload.size, directory)
-        temporary = temp_dirs.claim(directory, temp_dirs.TEMPORARY, name)
+        temporary = temp_dirs.claim_temp_dir(directory, temp_dirs.TEMPORARY, name)
         try:
             _fill(temporary, payload, name, abandoned)
             _swap(temporary, final)
@@ -156,7 +156,7 @@ def commit(payload: Payload, directory: Path, name: str, abandoned: threading.Ev
                 filesystem.remove_tree(temporary)
             raise
         finally:
-            temp_dirs.release(temporary)
+            temp_dirs.release_temp_dir(temporary)
     except OSError as error:
         raise CheckpointError(
             f"checkpoint {final} could not be written: {error}. Earlier checkpoints are intact. "
@@ -211,7 +211,7 @@ def _put(path: Path, fill: Callable[[HashingWriter], None], abandoned: threading
 def _swap(temporary: Path, final: Path) -> None:
     replaced = None
     if final.exists():
-        replaced = temp_dirs.claim(final.parent, temp_dirs.REPLACED, final.name)
+        replaced = temp_dirs.claim_temp_dir(final.parent, temp_dirs.REPLACED, final.name)
     try:
         if replaced:
             filesystem.rename(final, replaced)
@@ -219,7 +219,7 @@ def _swap(temporary: Path, final: Path) -> None:
         filesystem.sync_directory(final.parent)
         if replaced:
             with suppress(OSError):  # the new one is safe; the next run clears the old one away
-                temp_dirs.discard(replaced)
+                temp_dirs.discard_dir(replaced)
     except BaseException:
         if replaced and not final.exists():
             with suppress(OSError):
@@ -227,7 +227,7 @@ def _swap(temporary: Path, final: Path) -> None:
         raise
     finally:
         if replaced:
-            temp_dirs.release(replaced)
+            temp_dirs.release_temp_dir(replaced)
 
 
 STATES = (
@@ -268,12 +268,12 @@ def pack(checkpoint: Checkpoint) -> Payload:
     encoder = StateEncoder()
     first, *others = STATES
     trees = {first: encoder.encode(getattr(checkpoint, first), first)}
-    model = encoder.take_tensors()
+    model = encoder.pop_tensors()
     trees |= {state: encoder.encode(getattr(checkpoint, state), state, state) for state in others}
     return Payload(
         kind="checkpoint",
         model=model,
-        rest=encoder.take_tensors(),
+        rest=encoder.pop_tensors(),
         tree=_dump(trees),
         global_step=checkpoint.global_step,
         plan=_plain(checkpoint.plan, "plan"),
@@ -302,7 +302,7 @@ def write_model(
     )
     payload = Payload(
         kind="model",
-        model=encoder.take_tensors(),
+        model=encoder.pop_tensors(),
         rest={},
         tree=tree,
         global_step=global_step,
@@ -320,7 +320,7 @@ def _dump(tree: Json) -> bytes:
 def _plain(value: Any, root: str) -> Json:
     encoder = StateEncoder()
     tree = encoder.encode(value, root)
-    names = list(encoder.take_tensors())
+    names = list(encoder.pop_tensors())
     if names:
         raise UnsupportedStateError(
             f"{root} holds a tensor or array at {names[0]!r}; it may hold plain values only. "

@@ -17,7 +17,7 @@ from trainstack.checkpointing.difference import Difference, children, describe, 
 from trainstack.checkpointing.directory import CheckpointInfo, is_checkpoint_directory, read_manifest, scan
 from trainstack.checkpointing.manifest import Manifest
 from trainstack.checkpointing.reading import read_states
-from trainstack.cli.main import TROUBLE, complain
+from trainstack.cli.main import TROUBLE, print_error
 from trainstack.cli.printing import print_json, print_line, print_table, readable_size
 from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
@@ -264,7 +264,7 @@ def _verify(args: argparse.Namespace) -> int:
             results.append({"path": str(path), "problem": str(error)})
         except CheckpointError as error:
             code = TROUBLE
-            complain(str(error))
+            print_error(str(error))
             results.append({"path": str(path), "problem": str(error)})
     if args.json:
         print_json(results)

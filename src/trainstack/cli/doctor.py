@@ -69,7 +69,7 @@ def try_all(specs: Sequence[str]) -> dict[str, str | None]:
     try:
         found |= launch(try_each, together, nproc=1, timeout_s=_LONGEST_LAUNCH_S)[0] if together else {}
     except Exception as error:  # whatever it is, it is what the user wants to know
-        found |= dict.fromkeys(together, _in_words(error))
+        found |= dict.fromkeys(together, _describe_error(error))
     return {spec: found[spec] for spec in specs}
 
 
@@ -98,7 +98,7 @@ def try_one(spec: str) -> str | None:
             data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
             Trainer(SupervisedModule(nn.Linear(2, 1), nn.MSELoss(), "sgd", data), arguments).train()
         except Exception as error:  # whatever it is, it is what the user wants to know
-            return _in_words(error)
+            return _describe_error(error)
     return None
 
 
@@ -106,7 +106,7 @@ def _privacy() -> DifferentialPrivacyArguments:
     return DifferentialPrivacyArguments(noise_multiplier=1.0, delta=1e-5)
 
 
-def _in_words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 

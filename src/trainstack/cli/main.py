@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from trainstack import __version__
 from trainstack.cli import train
-from trainstack.cli.printing import meant
+from trainstack.cli.printing import suggest_options
 from trainstack.errors import TrainstackError
 
 COMMANDS = ("train", "explain", "plan", "doctor", "report", "checkpoints", "privacy")
@@ -45,13 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return TROUBLE
     except (TrainstackError, OSError) as error:
-        complain(str(error))
+        print_error(str(error))
         return TROUBLE
     except KeyboardInterrupt:
         return 130
 
 
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     """Say on standard error, in one line, what went wrong."""
     sys.stderr.write(f"trainstack: {' '.join(message.split())}\n")
 
@@ -63,9 +63,9 @@ class _Parser(argparse.ArgumentParser):
         """Refuse here, where its own options are known, what the parser of `trainstack` would refuse."""
         known, others = super().parse_known_args(*given, **more)
         if others:
-            self.error(f"unrecognized arguments: {' '.join(others)}{meant(others, self)}")
+            self.error(f"unrecognized arguments: {' '.join(others)}{suggest_options(others, self)}")
         return known, others
 
     def error(self, message: str) -> NoReturn:
-        complain(f"{message} (see {self.prog} --help)")
+        print_error(f"{message} (see {self.prog} --help)")
         sys.exit(TROUBLE)

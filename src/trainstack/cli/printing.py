@@ -62,7 +62,7 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def meant(words: Iterable[str], parser: argparse.ArgumentParser) -> str:
+def suggest_options(words: Iterable[str], parser: argparse.ArgumentParser) -> str:
     """The options of `parser` that come close to those among `words`, as the end of a message; "" if none does.
 
     Of a name with dots the last part will do: `--keep_last` means `--checkpointer_args.keep_last`.

@@ -18,7 +18,7 @@ from trainstack.backends.dp import (
 )
 from trainstack.backends.dp.accounting import ACCOUNTANTS
 from trainstack.backends.dp.arguments import check_delta_for, sampling_rate
-from trainstack.backends.privacy_statement import rounded_up
+from trainstack.backends.privacy_statement import round_up
 from trainstack.errors import ConfigurationError
 from trainstack.ranks import global_rank
 
@@ -121,14 +121,14 @@ def _run_epsilon(args: argparse.Namespace) -> int:
     history = [(args.noise_multiplier, q, steps)]
     found = {
         "epsilon": epsilon_of(history, args.delta, args.accountant),
-        **_by_both(history, args.delta),
+        **_by_both_accountants(history, args.delta),
         "fixed_order": fixed_order_epsilon(history, args.delta),
         "shuffled_at_least": _shuffled(args, q, steps),
     }
     lines = [
-        f"epsilon {_shown(found['epsilon'])} at delta {args.delta:g}",
+        f"epsilon {_format_epsilon(found['epsilon'])} at delta {args.delta:g}",
         _both_line(found),
-        f"without Poisson samples: epsilon {_shown(found['fixed_order'])} with batches in a fixed order"
+        f"without Poisson samples: epsilon {_format_epsilon(found['fixed_order'])} with batches in a fixed order"
         + _at_least(found["shuffled_at_least"]),
     ]
     return _answer(args, found, q, {"noise_multiplier": args.noise_multiplier, "steps": steps}, lines)
@@ -139,7 +139,7 @@ def _run_noise(args: argparse.Namespace) -> int:
     steps = _steps(args, q)
     sigma = calibrate_noise(args.target_epsilon, args.delta, q, steps, args.accountant)
     history = [(sigma, q, steps)]
-    found = {"noise_multiplier": sigma, **_by_both(history, args.delta)}
+    found = {"noise_multiplier": sigma, **_by_both_accountants(history, args.delta)}
     lines = [
         f"noise multiplier {sigma!r} for epsilon {args.target_epsilon:g} at delta {args.delta:g}",
         _both_line(found),
@@ -153,7 +153,7 @@ def _run_steps(args: argparse.Namespace) -> int:
         raise ConfigurationError(f"noise {sigma} and rate {q}: no number of steps has a finite bound. Write more.")
     steps = steps_within(args.max_epsilon, [], sigma, q, args.delta, args.accountant, at_most=_MOST_STEPS)
     epochs = steps / _steps_per_epoch(args, q)
-    found = {"steps": steps, "epochs": epochs, **_by_both([(sigma, q, steps)], args.delta)}
+    found = {"steps": steps, "epochs": epochs, **_by_both_accountants([(sigma, q, steps)], args.delta)}
     more = " or more" if steps == _MOST_STEPS else ""
     lines = [
         f"{steps} steps{more}, {epochs:.4g} epochs, within epsilon {args.max_epsilon:g} at delta {args.delta:g}",
@@ -192,12 +192,14 @@ def _steps_per_epoch(args: argparse.Namespace, q: float) -> int:
     return math.ceil(round(1 / q, 6))
 
 
-def _by_both(history: list[tuple[float, float, int]], delta: float) -> dict[str, Any]:
+def _by_both_accountants(history: list[tuple[float, float, int]], delta: float) -> dict[str, Any]:
     return {kind: epsilon_of(history, delta, kind) for kind in ACCOUNTANTS}
 
 
 def _both_line(found: dict[str, Any]) -> str:
-    return f"by accountant: prv {_shown(found['prv'])} (the smaller of both), rdp {_shown(found['rdp'])}"
+    return (
+        f"by accountant: prv {_format_epsilon(found['prv'])} (the smaller of both), rdp {_format_epsilon(found['rdp'])}"
+    )
 
 
 def _shuffled(args: argparse.Namespace, q: float, steps: int) -> float | None:
@@ -208,11 +210,11 @@ def _shuffled(args: argparse.Namespace, q: float, steps: int) -> float | None:
 
 
 def _at_least(epsilon: float | None) -> str:
-    return "" if epsilon is None else f", at least {_shown(epsilon)} with shuffled ones"
+    return "" if epsilon is None else f", at least {_format_epsilon(epsilon)} with shuffled ones"
 
 
-def _shown(epsilon: float) -> str:
-    return "infinite" if epsilon == float("inf") else rounded_up(epsilon)
+def _format_epsilon(epsilon: float) -> str:
+    return "infinite" if epsilon == float("inf") else round_up(epsilon)
 
 
 def _answer(args: argparse.Namespace, found: dict[str, Any], q: float, given: dict[str, Any], lines: list[str]) -> int:

@@ -17,17 +17,17 @@ from trainstack.trainer import ModuleInterface
 FORM = "Write FILE.py:NAME or package.module:NAME, such as my.py:MyModule."
 
 
-class UsersError(Exception):
+class UserCodeError(Exception):
     """Raised from an error of the user's own code, whose traceback tells where."""
 
 
 @contextmanager
-def users_code() -> Iterator[None]:
-    """Turn the errors that a command would answer with one line into `UsersError`."""
+def report_user_errors() -> Iterator[None]:
+    """Turn the errors that a command would answer with one line into `UserCodeError`."""
     try:
         yield
     except (TrainstackError, OSError) as error:
-        raise UsersError from error
+        raise UserCodeError from error
 
 
 def load_target(target: str) -> Callable[..., ModuleInterface]:
@@ -37,7 +37,7 @@ def load_target(target: str) -> Callable[..., ModuleInterface]:
 
     Raises:
         ConfigurationError: there is no such file or name, or it is not something that makes a module.
-        UsersError: the file raised an error like those.
+        UserCodeError: the file raised an error like those.
     """
     place, _, name = target.rpartition(":")
     if not place or not name:
@@ -62,7 +62,7 @@ def _run_file(file: Path) -> ModuleType:
     assert spec.loader is not None
     source = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = source  # a loader's workers and pickle look it up by this name
-    with users_code():
+    with report_user_errors():
         spec.loader.exec_module(source)
     return source
 
@@ -72,7 +72,7 @@ def _import(name: str) -> ModuleType:
         raise ConfigurationError(f"{name!r} begins with a dot, and there is no package that it could belong to. {FORM}")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        with users_code():
+        with report_user_errors():
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainstack.cli.options import arguments_of, build_parser, split_files
-from trainstack.cli.printing import meant
-from trainstack.cli.target import FORM, UsersError, load_target, users_code
+from trainstack.cli.printing import suggest_options
+from trainstack.cli.target import FORM, UserCodeError, load_target, report_user_errors
 from trainstack.errors import ConfigurationError
 from trainstack.trainer import ModuleInterface, Trainer, seed_everything
 
@@ -31,7 +31,7 @@ def run(words: Sequence[str]) -> int:
         raise ConfigurationError(f"trainstack train needs to be told what to train, before any option. {FORM}")
     try:
         _train(target, options)
-    except UsersError as error:
+    except UserCodeError as error:
         traceback.print_exception(error.__cause__)
         return 1
     return 0
@@ -45,11 +45,11 @@ def _train(target: str | None, options: list[str]) -> None:
         parser = build_parser(makes_module, files)
         given = parser.parse_args(options)
     except argparse.ArgumentError as error:
-        hint = meant(str(error).partition("unrecognized arguments: ")[2].split(), parser) if parser else ""
+        hint = suggest_options(str(error).partition("unrecognized arguments: ")[2].split(), parser) if parser else ""
         raise ConfigurationError(f"{error}{hint} (see trainstack train {target} --help)") from error
     arguments = arguments_of(given.as_dict())
     seed_everything(arguments.seed)
-    with users_code():
+    with report_user_errors():
         made = getattr(parser.instantiate(given), "module", None)  # of a function only its arguments are made
         if isinstance(made, ModuleInterface):
             module = made
@@ -57,5 +57,5 @@ def _train(target: str | None, options: list[str]) -> None:
             assert makes_module is not None  # --help, the one option without a target, has ended the process
             module = makes_module(**(made.as_dict() if made is not None else {}))
     trainer = Trainer(module, arguments)
-    with users_code():  # of theirs as likely as of a wrong option
+    with report_user_errors():  # of theirs as likely as of a wrong option
         trainer.train()

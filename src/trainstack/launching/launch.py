@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainstack.errors import LaunchError
-from trainstack.launching.options import Order, checked_order, pickle_call, refuse_nesting
-from trainstack.launching.watchdog import Watch, launch_error
-from trainstack.launching.worker import MONITOR_S, finished, work
+from trainstack.launching.options import LaunchOptions, check_not_in_worker, check_options, pickle_call
+from trainstack.launching.watchdog import WorkerWatchdog, launch_error
+from trainstack.launching.worker import MONITOR_S, finished_attempt, work
 
 T = TypeVar("T")
 
@@ -74,12 +74,12 @@ def launch(
         ConfigurationError: an argument is wrong, or `fn` cannot be pickled.
         LaunchError: a process failed; it names the rank and holds the traceback.
     """
-    refuse_nesting("launch()")
-    order = checked_order(nproc, nnodes, node_rank, rdzv_endpoint, max_restarts, rank_output, timeout_s, grace_s, env)
+    check_not_in_worker("launch()")
+    order = check_options(nproc, nnodes, node_rank, rdzv_endpoint, max_restarts, rank_output, timeout_s, grace_s, env)
     call, name = pickle_call(fn, args, "launch"), getattr(fn, "__qualname__", repr(fn))
-    with _surroundings(order) as run:
+    with _run_environment(order) as run:
         stopped = _run(call, name, order, run)
-        boxes = finished(run, order.nproc) if stopped is None else None
+        boxes = finished_attempt(run, order.nproc) if stopped is None else None
         results = [box.result() for box in boxes or ()]
     if stopped is not None:  # the caller's own handlers are back: let them decide
         signal.raise_signal(stopped)
@@ -87,14 +87,14 @@ def launch(
     return results
 
 
-def _run(call: bytes, name: str, order: Order, run: Path) -> int | None:
+def _run(call: bytes, name: str, order: LaunchOptions, run: Path) -> int | None:
     """Run the agent until all is done; the number of a signal that stopped it."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     others = set(multiprocessing.active_children())
-    watch = Watch(name, run, order.grace_s, order.timeout_s)
+    watch = WorkerWatchdog(name, run, order.grace_s, order.timeout_s)
     watch.start()
     failed: Exception | None = None
     try:
@@ -111,12 +111,12 @@ def _run(call: bytes, name: str, order: Order, run: Path) -> int | None:
         failed = error
     finally:
         watch.stop()
-    if finished(run, order.nproc) is None:
+    if finished_attempt(run, order.nproc) is None:
         raise launch_error(name, run, failed, order.timeout_s if watch.expired else None) from None
     return None
 
 
-def _config(order: Order, run: Path) -> Any:
+def _config(order: LaunchOptions, run: Path) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -145,7 +145,7 @@ def _config(order: Order, run: Path) -> Any:
 
 
 @contextmanager
-def _surroundings(order: Order) -> Iterator[Path]:
+def _run_environment(order: LaunchOptions) -> Iterator[Path]:
     """A folder for the run and the variables of its processes; afterwards everything is as it was.
 
     The variables are set here because a new process reads OMP_NUM_THREADS when it imports torch, before it is told
@@ -191,7 +191,7 @@ def _handlers() -> dict[int, Any]:
     return {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
 
 
-def _end(others: set[Any], watch: Watch) -> None:
+def _end(others: set[Any], watch: WorkerWatchdog) -> None:
     """End what the agent, interrupted at the wrong moment, has left running."""
     watch.kill()
     for process in set(multiprocessing.active_children()) - others:

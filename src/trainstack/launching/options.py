@@ -21,7 +21,7 @@ _OUTPUTS = ("only_error", "all", "ignore")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class LaunchOptions:
     """The arguments of one launch, checked; see `launch` for what they mean."""
 
     nproc: int
@@ -42,7 +42,7 @@ class Order:
         return self.max_restarts > 0 or self.min_nodes != self.max_nodes
 
 
-def checked_order(
+def check_options(
     nproc: int | None,
     nnodes: str | int,
     node_rank: int | None,
@@ -52,13 +52,13 @@ def checked_order(
     timeout_s: float | None,
     grace_s: float,
     env: Mapping[str, str] | None,
-) -> Order:
+) -> LaunchOptions:
     """Check the arguments of `launch`, which documents them, and fill in what one machine needs.
 
     Raises:
         ConfigurationError: one of them is wrong.
     """
-    least, most = _machines(nnodes, node_rank)
+    least, most = _node_range(nnodes, node_rank)
     several = most > 1
     if several and (endpoint is None or not endpoint.rpartition(":")[2].isdecimal()):
         raise ConfigurationError(
@@ -70,12 +70,12 @@ def checked_order(
             raise ConfigurationError(f"{name}={value}: write a number from {least_value} up.")
     if timeout_s is not None and timeout_s <= 0:
         raise ConfigurationError(f"timeout_s={timeout_s}: write seconds above 0, or None to wait for ever.")
-    return Order(
+    return LaunchOptions(
         nproc=_count(nproc),
         min_nodes=least,
         max_nodes=most,
         endpoint=endpoint if several and endpoint else f"{_LOOPBACK}:0",
-        local_addr=_address_towards(endpoint) if several and endpoint else _LOOPBACK,
+        local_addr=_local_address_for(endpoint) if several and endpoint else _LOOPBACK,
         is_host=None if several and node_rank is None else not node_rank,
         max_restarts=max_restarts,
         output=_output(output),
@@ -85,7 +85,7 @@ def checked_order(
     )
 
 
-def _machines(nnodes: str | int, node_rank: int | None) -> tuple[int, int]:
+def _node_range(nnodes: str | int, node_rank: int | None) -> tuple[int, int]:
     """The least and the most."""
     first, _, last = str(nnodes).partition(":")
     if not (first.isdecimal() and (last or first).isdecimal() and 1 <= int(first) <= int(last or first)):
@@ -136,7 +136,7 @@ def _output(output: str | os.PathLike[str]) -> str:
     return str(folder)
 
 
-def _address_towards(endpoint: str) -> str:
+def _local_address_for(endpoint: str) -> str:
     """The address of this machine on the way to the meeting point: unlike the host's name, it can be reached.
 
     No packet is sent. A host that its own name leads back to itself is called by the name the others use.
@@ -153,7 +153,7 @@ def _address_towards(endpoint: str) -> str:
     return host if found.startswith("127.") or found == "::1" else found
 
 
-def refuse_nesting(caller: str) -> None:
+def check_not_in_worker(caller: str) -> None:
     """Refuse `caller`, such as "launch()", in a process that is itself one of those it would start.
 
     Raises:

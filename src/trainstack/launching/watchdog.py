@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from trainstack.errors import LaunchError
-from trainstack.launching.worker import Box, Report, attempts
+from trainstack.launching.worker import FailureReport, ResultDir, list_attempts
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 _logger = logging.getLogger("trainstack")
 
 
-class Watch(threading.Thread):
+class WorkerWatchdog(threading.Thread):
     """Kills what still runs some time after one process has failed, ends all when the time is over, tells of restarts.
 
     torch's agent asks the others to stop and waits half a minute for those that cannot hear it, stuck in a collective.
@@ -41,8 +41,8 @@ class Watch(threading.Thread):
         self._done = threading.Event()
 
     def run(self) -> None:
-        while not self._done.wait(_LOOK_S):
-            self._look()
+        while not self._done.wait(_POLL_S):
+            self._poll()
 
     def stop(self) -> None:
         """Look no more."""
@@ -54,7 +54,7 @@ class Watch(threading.Thread):
         for pid in filter(_is_alive, self._pids()):
             _send(pid, signal.SIGKILL)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         starts = self._attempts()
         now, boxes = time.monotonic(), starts[-1] if starts else []
         if len(starts) > self._starts:
@@ -71,9 +71,9 @@ class Watch(threading.Thread):
             if now - since > self._grace_s:
                 self.kill()
 
-    def _attempts(self) -> list[list[Box]]:
+    def _attempts(self) -> list[list[ResultDir]]:
         try:
-            return attempts(self._run)
+            return list_attempts(self._run)
         except OSError:  # the agent is just making or clearing one
             return []
 
@@ -86,7 +86,7 @@ def launch_error(name: str, run: Path, failed: Exception | None, timeout_s: floa
 
     A process that died without a word is the cause of what the others report. Else the earliest report is.
     """
-    boxes = (attempts(run) or [[]])[-1]
+    boxes = (list_attempts(run) or [[]])[-1]
     reports = _reports(boxes)
     if timeout_s is not None:
         return LaunchError(
@@ -97,7 +97,7 @@ def launch_error(name: str, run: Path, failed: Exception | None, timeout_s: floa
     silent = {rank: one for rank, one in failures.items() if all(said.rank != rank for said in reports)}
     if silent:
         rank, failure = next(iter(silent.items()))
-        what = _how_it_ended(failure.exitcode, boxes[failure.local_rank].pid is not None)
+        what = _describe_exit(failure.exitcode, boxes[failure.local_rank].pid is not None)
         return LaunchError(
             f"launch({name}): rank {rank} (process {failure.pid}) {what}{_others(reports)}",
             rank=rank,
@@ -115,7 +115,7 @@ def launch_error(name: str, run: Path, failed: Exception | None, timeout_s: floa
     return LaunchError(f"launch({name}): the processes could not be run: {type(failed).__name__}: {failed}")
 
 
-def _how_it_ended(exitcode: int, reached_fn: bool) -> str:
+def _describe_exit(exitcode: int, reached_fn: bool) -> str:
     if exitcode < 0:
         with suppress(ValueError):
             ended = f"was ended by {signal.Signals(-exitcode).name}."
@@ -129,15 +129,15 @@ def _how_it_ended(exitcode: int, reached_fn: bool) -> str:
     )
 
 
-def _reports(boxes: list[Box]) -> list[Report]:
+def _reports(boxes: list[ResultDir]) -> list[FailureReport]:
     return sorted((said for box in boxes if (said := box.report()) is not None), key=lambda said: said.when)
 
 
-def _others(reports: list[Report]) -> str:
+def _others(reports: list[FailureReport]) -> str:
     return "".join(f"\nrank {said.rank} raised {said.kind}: {said.message}" for said in reports)
 
 
-def _is_lost(box: Box) -> bool:
+def _is_lost(box: ResultDir) -> bool:
     return (pid := box.pid) is not None and not box.has_result and not _is_alive(pid)
 
 

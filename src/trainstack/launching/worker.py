@@ -36,7 +36,7 @@ _EXIT_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class FailureReport:
     """Why a process failed."""
 
     rank: int
@@ -46,7 +46,7 @@ class Report:
     when: float
 
 
-class Box:
+class ResultDir:
     """The folder of one start of one process."""
 
     def __init__(self, path: Path) -> None:
@@ -70,10 +70,10 @@ class Box:
         """What the process returned; it was pickled by that process, which we started."""
         return pickle.loads((self.path / "result").read_bytes())
 
-    def report(self) -> Report | None:
+    def report(self) -> FailureReport | None:
         """Why it failed, if it could still say so."""
         text = self._read("report")
-        return Report(**json.loads(text)) if text else None
+        return FailureReport(**json.loads(text)) if text else None
 
     def _read(self, name: str) -> str:
         try:
@@ -82,28 +82,28 @@ class Box:
             return ""
 
 
-def attempts(run: Path) -> list[list[Box]]:
+def list_attempts(run: Path) -> list[list[ResultDir]]:
     """The folders of all starts so far, oldest first, each by local rank."""
     starts = sorted(run.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     return [
-        [Box(path) for path in sorted(start.iterdir(), key=lambda path: int(path.name)) if path.is_dir()]
+        [ResultDir(path) for path in sorted(start.iterdir(), key=lambda path: int(path.name)) if path.is_dir()]
         for start in starts
     ]
 
 
-def finished(run: Path, nproc: int) -> list[Box] | None:
+def finished_attempt(run: Path, nproc: int) -> list[ResultDir] | None:
     """The folders of the newest start that all `nproc` processes have brought to its end."""
-    return next((a for a in reversed(attempts(run)) if len(a) == nproc and all(box.has_result for box in a)), None)
+    return next((a for a in reversed(list_attempts(run)) if len(a) == nproc and all(box.has_result for box in a)), None)
 
 
 def work(call: bytes, output: str) -> None:
     """Call the user's function in a process of torch's agent, and leave its result or its traceback in the folder."""
-    box = Box(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent)
+    box = ResultDir(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent)
     atomic_write(box.path / "pid", str(os.getpid()).encode())
     run = box.path.parents[2]
     if (run / "expired").exists():
         os._exit(1)
-    if finished(run, int(os.environ["LOCAL_WORLD_SIZE"])) is not None:
+    if finished_attempt(run, int(os.environ["LOCAL_WORLD_SIZE"])) is not None:
         return  # a process died after all had delivered: there is nothing to do again
     _choose_output(output)
     try:
@@ -134,13 +134,13 @@ def _pickled(result: Any) -> bytes:
         ) from error
 
 
-def _fail(box: Box, error: BaseException, shown: bool) -> None:
+def _fail(box: ResultDir, error: BaseException, shown: bool) -> None:
     """Leave the traceback and end the process, soon and for certain."""
-    said = Report(
+    said = FailureReport(
         rank=int(os.environ["RANK"]),
         kind=type(error).__name__,
         message=str(error),
-        text="".join(traceback.format_exception(type(error), error, _users_part(error))),
+        text="".join(traceback.format_exception(type(error), error, _user_traceback(error))),
         when=time.time(),
     )
     atomic_write(box.path / "report", json.dumps(asdict(said)).encode())
@@ -152,7 +152,7 @@ def _fail(box: Box, error: BaseException, shown: bool) -> None:
     _leave(code if isinstance(code, int) and 0 < code < 256 else 1, within_s=_EXIT_WITHIN_S)
 
 
-def _users_part(error: BaseException) -> TracebackType | None:
+def _user_traceback(error: BaseException) -> TracebackType | None:
     """The traceback from the user's function on."""
     part = error.__traceback__
     while part is not None and part.tb_next is not None and part.tb_frame.f_code.co_filename == __file__:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainstack._lazy import lazily
+from trainstack._lazy import lazy_imports
 from trainstack.backends import TrainerBackend
 from trainstack.stage import Stage
 from trainstack.trainer import schedulers
@@ -16,10 +16,10 @@ from trainstack.trainer.core.state import UserState
 from trainstack.trainer.evaluation.collector import OutputCollector
 from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
 from trainstack.trainer.evaluation.metrics import Metric
-from trainstack.trainer.events import Callback, Event, Events, Filter, only
+from trainstack.trainer.events import Callback, Event, Events, Filter, call_filter
 from trainstack.trainer.module_interface import CallbackInterface, ModuleInterface
-from trainstack.trainer.run.driver import LoopDriver
-from trainstack.trainer.run.lr_finder import FoundRates
+from trainstack.trainer.run.driver import DataLoaderRunner
+from trainstack.trainer.run.lr_finder import LRFinderResult
 from trainstack.trainer.schedulers import SchedulerConfig, build_scheduler, placeholders
 from trainstack.trainer.tracking.history import Record, RunHistory
 from trainstack.trainer.tracking.progress import ProgressDisplay
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from trainstack.trainer.arg_matching import apply_mapping, call_with_matching_args
     from trainstack.trainer.supervised import SupervisedModule, build_optimizer
 
-TrainerBackend.driver_class = LoopDriver
+TrainerBackend.driver_class = DataLoaderRunner
 
-__getattr__ = lazily(
+__getattr__ = lazy_imports(
     __name__,
     {
         "SupervisedModule": "trainstack.trainer.supervised",
@@ -65,7 +65,7 @@ __all__ = [
     "Events",
     "Every",
     "Filter",
-    "FoundRates",
+    "LRFinderResult",
     "JsonLinesWriter",
     "Metric",
     "MlflowWriter",
@@ -96,7 +96,7 @@ __all__ = [
     "find_lr",
     "call_with_matching_args",
     "callbacks",
-    "only",
+    "call_filter",
     "placeholders",
     "read_history",
     "schedulers",

@@ -61,7 +61,7 @@ def as_named(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def chosen_mapping(
+def select_mappings(
     kind: str, general: NameMapping | None, train: NameMapping | None, val: NameMapping | None
 ) -> tuple[NameMapping | None, NameMapping | None]:
     """The mappings for training and for the rest.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from trainstack._keywords import NamesFields, refuse_unknown
+from trainstack._keywords import SuggestsNames, check_known_fields
 from trainstack.backends import Clipping, DifferentialPrivacyArguments, DistributedTrainingArguments, parse_spec
 from trainstack.backends.processes.world import DeviceChoice
 from trainstack.backends.spec import known_layers, registered_backend
@@ -22,7 +22,7 @@ from trainstack.trainer.core.intervals import Every, ValidateEvery
 from trainstack.trainer.tracking.progress import ProgressDisplay
 
 
-def for_dev_run(args: TrainerArguments) -> TrainerArguments:
+def limit_for_dev_run(args: TrainerArguments) -> TrainerArguments:
     """`args` for as many steps, and validation batches a loader, as `fast_dev_run` says; unchanged without it.
 
     They are an epoch, unless the data have fewer: then it takes more than one, and the last may be cut short.
@@ -51,7 +51,7 @@ def for_dev_run(args: TrainerArguments) -> TrainerArguments:
     )
 
 
-FOREIGN_NAMES = {
+ARGUMENT_ALIASES = {
     "accelerator": 'device="cpu" or "cuda"',
     "accumulate_grad_batches": "gpu_batch_size_limit, the samples of a micro-batch",
     "batch_size": "train_batch_size, the samples of a global step, and val_batch_size",
@@ -76,7 +76,7 @@ FOREIGN_NAMES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerArguments(metaclass=NamesFields):
+class TrainerArguments(metaclass=SuggestsNames):
     """Hyperparameters of a run. Checked when made; never changed afterwards.
 
     Args:
@@ -115,7 +115,7 @@ class TrainerArguments(metaclass=NamesFields):
         deterministic: let torch refuse operations that may give other bits each time, or `"warn"` of them, while the
             trainer works.
         compile: compile the module's models with `torch.compile`, in place; a dict for its options.
-        channels_last: lay out convolutions' weights so.
+        channels_last: store convolution weights in channels-last memory format.
         fast_paths: skip the overhead of public torch calls where the result has the same bits. False makes public calls
             only, to see whether a difference comes from there. `TRAINSTACK_FAST_PATHS`, 0 or 1, wins over it.
         resume: True or `"last"` continues from the newest checkpoint and fails if there is none; `"auto"` starts afresh
@@ -155,7 +155,7 @@ class TrainerArguments(metaclass=NamesFields):
         ConfigurationError: a value is out of range, or two contradict each other.
     """
 
-    ELSEWHERE: ClassVar = FOREIGN_NAMES
+    ALIASES: ClassVar = ARGUMENT_ALIASES
 
     epochs: int = 1
     max_steps: int | float | None = None
@@ -320,7 +320,7 @@ _NESTED: dict[str, type] = {
 
 
 def _build(cls: Any, values: Mapping[str, Any], where: str) -> Any:
-    refuse_unknown(cls, values, where)
+    check_known_fields(cls, values, where)
     known = {f.name: f for f in dataclasses.fields(cls)}
     built = {
         key: _build(_NESTED[key], value, key)

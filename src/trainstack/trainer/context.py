@@ -67,12 +67,12 @@ class RunContext:
         return RunLogger(self.args.log_level if self.world.is_main else "ERROR")
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         """A block that all processes enter together: a failure of one there is a failure of all.
 
-        See `Communicator.together`. Operations inside are as deterministic as the arguments ask for.
+        See `Communicator.fail_together`. Operations inside are as deterministic as the arguments ask for.
         """
-        with deterministic(self.args.deterministic), self.world.comm.together(self._position):
+        with deterministic(self.args.deterministic), self.world.comm.fail_together(self._position):
             yield
 
     def _position(self) -> str:

@@ -40,7 +40,7 @@ _CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """By method: what it is given by position, and what by name. Outputs of steps come on top."""
 _TAKE_OUTPUTS = ("on_end_train_step", "on_end_train_epoch", "on_end_val_epoch")
-_SLIPS = {"get_val_dataloaders": ("val", "load"), "val_step": ("val", "step")}
+_TYPOS = {"get_val_dataloaders": ("val", "load"), "val_step": ("val", "step")}
 """Methods that may be left out, so that a slip in their name would go unnoticed, and the words it probably has."""
 
 
@@ -60,12 +60,12 @@ def check_val_step(function: Any) -> None:
         ) from None
 
 
-def lacks(module: Any, name: str, val_step: Any = None) -> bool:
+def lacks_method(module: Any, name: str, val_step: Any = None) -> bool:
     """Whether nothing stands in for the method `name` that `ModuleInterface` leaves to its subclasses.
 
     `val_step` is the function that the trainer was given in the place of that method, or None.
     """
-    if name == "val_step" and (val_step is not None or not lacks(module, "forward")):
+    if name == "val_step" and (val_step is not None or not lacks_method(module, "forward")):
         return False
     return getattr(getattr(module, name), "__func__", None) is getattr(ModuleInterface, name)
 
@@ -73,7 +73,7 @@ def lacks(module: Any, name: str, val_step: Any = None) -> bool:
 def check_signatures(module: Any, log: RunLogger, val_step: Any = None) -> None:
     """Refuse methods that cannot be called as they will be, and point at hooks whose name is a slip.
 
-    `val_step` is as in `lacks`.
+    `val_step` is as in `lacks_method`.
 
     Raises:
         ModuleContractError: naming the method and the signature it needs.
@@ -100,10 +100,10 @@ def check_signatures(module: Any, log: RunLogger, val_step: Any = None) -> None:
                 f"{type(module).__name__}.{name}{signature} cannot be called as it will be ({error}). "
                 f"Write def {name}({wanted}).{hint}"
             ) from error
-    _point_at_slips(module, log, val_step)
+    _warn_on_method_typos(module, log, val_step)
 
 
-def _point_at_slips(module: Any, log: RunLogger, val_step: Any) -> None:
+def _warn_on_method_typos(module: Any, log: RunLogger, val_step: Any) -> None:
     known = [name for name in dir(CallbackInterface) if name.startswith("on_")] + [e.method for e in Event]
     for name in dir(type(module)):
         if name.startswith("on_") and name not in known:
@@ -114,13 +114,13 @@ def _point_at_slips(module: Any, log: RunLogger, val_step: Any) -> None:
                     f"Did you mean {close[0]!r}?"
                 )
         elif not name.startswith(("on_", "_")) and not hasattr(ModuleInterface, name):
-            _point_at_missing(module, name, log, val_step)
+            _warn_on_missing_method(module, name, log, val_step)
 
 
-def _point_at_missing(module: Any, name: str, log: RunLogger, val_step: Any) -> None:
-    for meant, words in _SLIPS.items():
+def _warn_on_missing_method(module: Any, name: str, log: RunLogger, val_step: Any) -> None:
+    for meant, words in _TYPOS.items():
         alike = all(word in name for word in words) or difflib.get_close_matches(name, [meant], cutoff=0.85)
-        if alike and lacks(module, meant, val_step) and inspect.isroutine(getattr(type(module), name)):
+        if alike and lacks_method(module, meant, val_step) and inspect.isroutine(getattr(type(module), name)):
             log.warning(
                 f"{type(module).__name__}.{name} is never called by the trainer, and there is no {meant}: did you mean "
                 "that? Without it, training does not validate."
@@ -130,7 +130,7 @@ def _point_at_missing(module: Any, name: str, log: RunLogger, val_step: Any) -> 
 _HOW = "Return ([optimizer], [scheduler]), or ([optimizer], []) without a scheduler."
 
 
-def checked_optimizers_schedulers(
+def check_optimizers_schedulers(
     returned: Any, module: nn.Module, log: RunLogger
 ) -> tuple[tuple[Optimizer, ...], tuple[Any, ...]]:
     """Optimizers and schedulers, or factories of schedulers, as tuples, checked against `module`.

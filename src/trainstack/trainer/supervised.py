@@ -17,8 +17,8 @@ from trainstack.trainer.arg_matching import (
     apply_mapping,
     as_named,
     call_with_matching_args,
-    chosen_mapping,
     parameters_of,
+    select_mappings,
 )
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.schedulers.building import build_scheduler, is_scheduler
@@ -161,9 +161,9 @@ class SupervisedModule(ModuleInterface):
         self.scheduler = _named_scheduler(scheduler, scheduler_kwargs)
         _check_optimizer(optimizer, self.optimizer_kwargs, self.scheduler)
         self.train_dataset, self.val_dataset, self.test_dataset = train_dataset, val_dataset, test_dataset
-        self.forward_fns = _checked_methods(model, forward_fn, val_forward_fn)
-        self.input_mappings = chosen_mapping("input", input_mapping, train_input_mapping, val_input_mapping)
-        self.output_mappings = chosen_mapping("output", output_mapping, train_output_mapping, val_output_mapping)
+        self.forward_fns = _check_methods(model, forward_fn, val_forward_fn)
+        self.input_mappings = select_mappings("input", input_mapping, train_input_mapping, val_input_mapping)
+        self.output_mappings = select_mappings("output", output_mapping, train_output_mapping, val_output_mapping)
         self.target_keys, self.collate_fn = target_keys, collate_fn
         self.train_dataloader_kwargs = _without_batch_size(train_dataloader_kwargs)
         self.val_dataloader_kwargs = dict(val_dataloader_kwargs or {})
@@ -339,7 +339,7 @@ def _check_optimizer(optimizer: Any, options: Mapping[str, Any], scheduler: Any)
         )
 
 
-def _checked_methods(model: Any, train: str, val: str | None) -> tuple[str, str]:
+def _check_methods(model: Any, train: str, val: str | None) -> tuple[str, str]:
     """The names of the methods to call in training and elsewhere."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model={model!r}: give a torch.nn.Module that is made already.")

@@ -14,7 +14,7 @@ from torch import nn
 from trainstack.errors import ConfigurationError
 
 
-def shape(module: nn.Module, *, compiled: bool | Mapping[str, Any], channels_last: bool, private: bool) -> None:
+def prepare_model(module: nn.Module, *, compiled: bool | Mapping[str, Any], channels_last: bool, private: bool) -> None:
     """Compile the models in `module`, in place, and lay out their weights.
 
     Steps themselves stay as they are, so hooks, logs and whatever else they do work as before.

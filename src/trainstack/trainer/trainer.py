@@ -23,7 +23,7 @@ from trainstack.checkpointing.exporting import require_hub
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 from trainstack.trainer.abstract_trainer import AbstractTrainer
-from trainstack.trainer.arguments import TrainerArguments, for_dev_run
+from trainstack.trainer.arguments import TrainerArguments, limit_for_dev_run
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.intervals import whole_steps
 from trainstack.trainer.core.logs import RunLogger
@@ -34,18 +34,18 @@ from trainstack.trainer.core.state import RunState, UserState
 from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
 from trainstack.trainer.evaluation.loader_pass import named_loaders
 from trainstack.trainer.events import Callback, Event, Events, Filter
-from trainstack.trainer.events.bus import checked_event
+from trainstack.trainer.events.bus import check_event
 from trainstack.trainer.module_checks import check_val_step
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.reporting.reporter import Reporter
-from trainstack.trainer.resume.resuming import start_from_weights, what_the_mode_keeps
+from trainstack.trainer.resume.resuming import select_resume_state, start_from_weights
 from trainstack.trainer.resume.run_checkpoint import restore_module
-from trainstack.trainer.resume.saving import Saver, save_after
-from trainstack.trainer.run.lr_finder import FoundRates, try_rates
+from trainstack.trainer.resume.saving import Saver, save_after_exception
+from trainstack.trainer.run.lr_finder import LRFinderResult, try_rates
 from trainstack.trainer.run.memory_fitting import fit_micro_batch
-from trainstack.trainer.run.preflight import admit, what_is_done
+from trainstack.trainer.run.preflight import already_finished_message, check_can_train
 from trainstack.trainer.run.run import Run
-from trainstack.trainer.run.stopping import Stopped, Stopper, end_by_signal, signals_ask
+from trainstack.trainer.run.stopping import Stopped, Stopper, raise_for_signal, stop_on_signals
 from trainstack.trainer.tracking.history import RunHistory
 
 if TYPE_CHECKING:
@@ -93,10 +93,10 @@ class Trainer(AbstractTrainer):
     ) -> None:
         _check_parts(module, args, trainer_backend, checkpointer)
         check_val_step(val_step)
-        args = for_dev_run(args)
+        args = limit_for_dev_run(args)
         if not isinstance(trainer_backend, TrainerBackend):
             trainer_backend = build_trainer_backend(trainer_backend or args.backend, **args.layer_options)
-        trainer_backend.claim(self)
+        trainer_backend.bind(self)
         if checkpointer is None or args.fast_dev_run:
             checkpointer = DefaultCheckpointer(args.placed_checkpointer_args)
         self._context = context = RunContext(
@@ -132,7 +132,7 @@ class Trainer(AbstractTrainer):
 
         Args:
             epochs: train until so many are trained in all, instead of what the arguments say.
-            max_steps: so for global steps.
+            max_steps: the same, counted in global steps.
 
         Raises:
             Preempted: SIGTERM or SIGUSR1 came; what was trained is saved. Ends the process with exit code 75.
@@ -156,15 +156,15 @@ class Trainer(AbstractTrainer):
         context, saver, stopper = self._context, self._saver, self._stopper
         reporter = Reporter(context)
         self._training = True
-        with signals_ask(stopper, wanted=self.args.handle_signals, says=self.is_main_process):
+        with stop_on_signals(stopper, enabled=self.args.handle_signals, announce=self.is_main_process):
             try:
-                with context.together():
+                with context.fail_together():
                     self._train(run, reporter)
             except BaseException as error:  # the other processes know by now
                 saver.finish_after(error)
                 self.events.fail(error)
                 if self.args.save_on_exception:
-                    save_after(error, context, self._take_checkpoint, within_s=saver.grace.seconds)
+                    save_after_exception(error, context, self._take_checkpoint, within_s=saver.save_time_budget.seconds)
                 reporter.fail(error)
                 raise
             finally:
@@ -172,7 +172,7 @@ class Trainer(AbstractTrainer):
                 saver.drop_requests()
                 reporter.close()
                 late = stopper.end()
-        end_by_signal(stopper.agreed, late, saver.last_words(), context.log if self.is_main_process else None)
+        raise_for_signal(stopper.agreed, late, saver.stop_message(), context.log if self.is_main_process else None)
 
     def _train(self, run: Run, reporter: Reporter) -> None:
         context, state, saver, stopper = self._context, self.state, self._saver, self._stopper
@@ -188,16 +188,16 @@ class Trainer(AbstractTrainer):
             plan = run.data.plan
         reporter.open(plan, work.optimizers, resumed)
         if run.is_over:
-            reporter.text(what_is_done(context, plan))
+            reporter.text(already_finished_message(context, plan))
         else:
-            admit(context, run.why_over, lambda: run.evaluator.loaders_of(Stage.VAL))
+            check_can_train(context, run.exhausted_reason, lambda: run.evaluator.loaders_of(Stage.VAL))
         if self.args.sanity_val_steps:
-            run.evaluator.try_out(self.args.sanity_val_steps)
+            run.evaluator.sanity_check(self.args.sanity_val_steps)
         state.current_step = state.global_step  # a step that failed is no longer under way
         with suppress(Stopped):
             self.events.begin_train()
-            stopper.settle()
-            while not run.is_over and run.why_over is None:
+            stopper.stop_if_requested()
+            while not run.is_over and run.exhausted_reason is None:
                 run.train_epoch(reporter, self.save_checkpoint, save_every)
         run.end(reporter, self.save_model_checkpoint)
         self._finished = run.is_over
@@ -221,7 +221,7 @@ class Trainer(AbstractTrainer):
         if self._run is None:
             self.args = args
         else:
-            self._run.prolong(args)
+            self._run.extend_training(args)
             self._finished = False
 
     def privacy_statement(self) -> PrivacyStatement:
@@ -245,7 +245,7 @@ class Trainer(AbstractTrainer):
                 )
             self._making_ready = True
             try:
-                with self._context.together():
+                with self._context.fail_together():
                     self._make_ready()
             except BaseException:
                 self._run = None
@@ -256,7 +256,7 @@ class Trainer(AbstractTrainer):
         return cast(Run, self._run)
 
     def _make_ready(self) -> None:
-        checkpoint = what_the_mode_keeps(self.load_checkpoints(), self.args, self.trainer_backend)
+        checkpoint = select_resume_state(self.load_checkpoints(), self.args, self.trainer_backend)
         restore_module(self.module, checkpoint)
         self.warm_start_report = start_from_weights(
             self._context, self._saver.read_weights, resumed=not checkpoint.is_empty
@@ -265,7 +265,7 @@ class Trainer(AbstractTrainer):
         self._run = Run(self._context, self._stopper, self._saver, self._metrics)
         self.events.fire(Event.READY)
         if checkpoint.is_empty:
-            self.trainer_backend.start_afresh(again=self.args.resume == "auto")
+            self.trainer_backend.on_fresh_start(retry=self.args.resume == "auto")
         else:
             self._run.resume(checkpoint, self.update_state)
 
@@ -289,10 +289,10 @@ class Trainer(AbstractTrainer):
         Returns:
             The outputs by loader; their attribute `metrics` has losses and metrics by name.
         """
-        with self._context.together():
-            outputs = self._ready().evaluator.by_itself(Stage.VAL, dataloaders, log, keep_outputs)
-            if self._saver.save_asked and not self._context.busy:
-                self._saver.save_asked = False
+        with self._context.fail_together():
+            outputs = self._ready().evaluator.run_standalone(Stage.VAL, dataloaders, log, keep_outputs)
+            if self._saver.pending_save and not self._context.busy:
+                self._saver.pending_save = False
                 self._saver.save(force=True)
             return outputs
 
@@ -302,15 +302,15 @@ class Trainer(AbstractTrainer):
         Raises:
             ModuleContractError: there is no data.
         """
-        with self._context.together():
-            return self._ready().evaluator.by_itself(Stage.TEST, dataloaders, log)
+        with self._context.fail_together():
+            return self._ready().evaluator.run_standalone(Stage.TEST, dataloaders, log)
 
     def predict(self, dataloader: Any) -> Any:
         """Run `predict_step` over `dataloader`; returns what it returned, joined in data set order.
 
         A dict of loaders gives a dict of outputs.
         """
-        with self._context.together():
+        with self._context.fail_together():
             evaluator = self._ready().evaluator
             outputs = evaluator.evaluate(Stage.PREDICT, named_loaders(dataloader, "the caller of predict"), keep=True)
             return outputs if isinstance(dataloader, dict) else outputs["default"]
@@ -321,7 +321,7 @@ class Trainer(AbstractTrainer):
         Tensors may differ in their first dimension; lists are put one after the other; dicts and tuples are joined
         item by item. All processes must call it together.
         """
-        with self._context.together():
+        with self._context.fail_together():
             self._ready()
             return self.trainer_backend.gather(outputs)
 
@@ -338,8 +338,8 @@ class Trainer(AbstractTrainer):
         """Hand the states of trainer, backend and module to the checkpointer, or write them as the folder `path`.
 
         Args:
-            force: save out of turn as well.
-            pin: so too, and keep it for good: it is never deleted to make room for others.
+            force: save even if no checkpoint is due.
+            pin: also force a save, and exempt it from retention.
             path: of a folder that the checkpointer has nothing to do with; `resume=path` goes on from it. Asked for in
                 the middle of something, an ordinary checkpoint is saved beside it.
             once: `"node"` writes `path` on the first process of each machine, for folders that they do not share.
@@ -351,21 +351,21 @@ class Trainer(AbstractTrainer):
             NonFiniteError: a loss, a gradient or the weights are inf or nan; nothing was written.
             CheckpointError: the checkpoint could not be written; older ones are intact.
         """
-        with self._context.together():
+        with self._context.fail_together():
             run, saver = self._ready(), self._saver
-            saver.pin_asked |= pin
-            saver.paths_asked += [] if path is None else [(path, once)]
+            saver.pending_pin |= pin
+            saver.pending_paths += [] if path is None else [(path, once)]
             if self._context.busy:
-                saver.save_asked = True
+                saver.pending_save = True
                 run.loop.wake()
             elif path is not None:
-                saver.save_where_asked()
+                saver.save_requested()
             else:
                 saver.save(force or pin)
 
     def save_model_checkpoint(self) -> None:
         """Export the module's state alone; an export is never taken for a point to resume from."""
-        with self._context.together():
+        with self._context.fail_together():
             self._saver.save_model(self.plan)
 
     def export(self, path: str | os.PathLike[str]) -> None:
@@ -407,13 +407,15 @@ class Trainer(AbstractTrainer):
         """
         options: dict[str, Any] = {"commit_message": commit_message, "private": private, "revision": revision}
         options |= {"token": token, "endpoint": endpoint}
-        with self._context.together():
+        with self._context.fail_together():
             plan = self.plan
             require_hub()
             with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
                 path = Path(folder) / repo_id.rpartition("/")[2]
                 self._saver.save_model(plan, path)
-                return self._saver.on_main(lambda: push_to_hub(path, repo_id, **options), f"pushing to {repo_id}")
+                return self._saver.run_on_rank_zero(
+                    lambda: push_to_hub(path, repo_id, **options), f"pushing to {repo_id}"
+                )
 
     # --- read-only -----------------------------------------------------------------------------------------
 
@@ -698,12 +700,12 @@ class Trainer(AbstractTrainer):
                 "keep_trained_weights was called in a training, which would go on with other weights. Call it in "
                 "on_train_end where status is 'finished' or 'stopped'; for evaluations define evaluation_context."
             )
-        self.events.aside.lay(self.module)
+        self.events.weight_swap.swap_in(self.module)
 
     @property
     def keeps_trained_weights(self) -> bool:
         """Whether the module has other weights than the trained ones, see `keep_trained_weights`."""
-        return self.events.aside.is_laid
+        return self.events.weight_swap.is_active
 
     def load_export(self, path: str | os.PathLike[str]) -> None:
         """Load the module's state from the folder `path`, which `export` has written, on all processes.
@@ -713,7 +715,7 @@ class Trainer(AbstractTrainer):
         Raises:
             CheckpointError: the folder has no export, or a damaged one.
         """
-        with self._context.together():
+        with self._context.fail_together():
             self._prepared("load_export")
             self.module.update_state(self._saver.read_export(path))
 
@@ -735,7 +737,7 @@ class Trainer(AbstractTrainer):
         Args:
             reason: what `stop_reason` says afterwards.
         """
-        self._stopper.ask(reason)
+        self._stopper.request(reason)
 
     def on(
         self,
@@ -765,7 +767,7 @@ class Trainer(AbstractTrainer):
         Raises:
             ConfigurationError: the filter is wrong, or the function needs more than the event gives.
         """
-        checked_event(event)
+        check_event(event)
         asked = any(value is not None for value in (every, once, when))
         counts = Filter(every=every, once=once, when=when) if asked else None
 
@@ -855,7 +857,7 @@ class RunView:
             return MappingProxyType(run.evaluator.loaders_of(Stage.VAL))
 
 
-def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: int = 100) -> FoundRates:
+def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: int = 100) -> LRFinderResult:
     """Train for some steps while the learning rate grows from `start` to `end`, and undo all of it.
 
     It ends early once the loss is not finite or far above its minimum. A step that moves nothing, such as an overflow
@@ -888,7 +890,7 @@ def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: 
         raise ConfigurationError(
             f"find_lr: {problem}. Call it before train, on a DataLoader over a map-style data set."
         )
-    with run.context.together():
+    with run.context.fail_together():
         return try_rates(run.context, run.data, run.loop.work, start, end, steps)
 
 

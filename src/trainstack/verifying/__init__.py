@@ -1,7 +1,7 @@
 """`verify_resume` proves that a run survives being killed."""
 
-from trainstack.verifying.comparing import Parting
-from trainstack.verifying.report import Kill, ResumeReport
+from trainstack.verifying.comparing import Divergence
+from trainstack.verifying.report import KillEvent, ResumeReport
 from trainstack.verifying.verify import verify_resume
 
-__all__ = ["Kill", "Parting", "ResumeReport", "verify_resume"]
+__all__ = ["KillEvent", "Divergence", "ResumeReport", "verify_resume"]

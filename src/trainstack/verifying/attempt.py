@@ -22,10 +22,10 @@ import torch
 
 from trainstack.errors import LaunchError
 from trainstack.trainer import Trainer, seed_everything
-from trainstack.verifying.comparing import forgotten, marks_of
+from trainstack.verifying.comparing import fingerprints, untracked_state
 
-LOOK_EVERY_S = 0.002
-_FORGOTTEN = "forgotten.json"
+POLL_INTERVAL_S = 0.002
+_UNTRACKED = "forgotten.json"
 _PROGRESS = struct.Struct("qq")
 
 
@@ -66,9 +66,9 @@ def read_progress(folder: Path) -> tuple[int, int] | None:
     return _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else None
 
 
-def read_forgotten(folder: Path) -> tuple[str, ...]:
+def read_untracked(folder: Path) -> tuple[str, ...]:
     """What the training of this folder changed in its module, and did not save."""
-    return tuple(json.loads((folder / _FORGOTTEN).read_text()))
+    return tuple(json.loads((folder / _UNTRACKED).read_text()))
 
 
 def work(job: Job) -> None:
@@ -79,22 +79,22 @@ def work(job: Job) -> None:
         os.dup2(output, stream)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
     if job.port is not None:
-        _take_place(job.rank, job.nproc, job.port)
+        _set_launcher_variables(job.rank, job.nproc, job.port)
     factory, (args,) = pickle.loads(job.call)
     seed_everything(args.seed)
     trainer = Trainer(factory(), args)
     _ = trainer.plan  # makes it ready: from here on it is training
-    before = marks_of(trainer.module)
-    with _telling(trainer, job.folder) if job.rank == 0 else nullcontext():
+    before = fingerprints(trainer.module)
+    with _record_progress(trainer, job.folder) if job.rank == 0 else nullcontext():
         trainer.train()
     if job.rank == 0:
-        names = forgotten(trainer.module, before, trainer.module.get_state())
-        (job.folder / _FORGOTTEN).write_text(json.dumps(names))
+        names = untracked_state(trainer.module, before, trainer.module.get_state())
+        (job.folder / _UNTRACKED).write_text(json.dumps(names))
     trainer.close()
     job.done.touch()
 
 
-def _take_place(rank: int, nproc: int, port: int) -> None:
+def _set_launcher_variables(rank: int, nproc: int, port: int) -> None:
     """The variables of torchrun."""
     os.environ.update(
         RANK=str(rank),
@@ -109,7 +109,7 @@ def _take_place(rank: int, nproc: int, port: int) -> None:
 
 
 @contextmanager
-def _telling(trainer: Trainer, folder: Path) -> Iterator[None]:
+def _record_progress(trainer: Trainer, folder: Path) -> Iterator[None]:
     """Write down how far `trainer` is, so that it can be read after a kill."""
     file = os.open(folder / "progress", os.O_WRONLY | os.O_CREAT)
     first, over = trainer.global_steps_finished, threading.Event()
@@ -117,7 +117,7 @@ def _telling(trainer: Trainer, folder: Path) -> Iterator[None]:
     def tell() -> None:
         while True:
             os.pwrite(file, _PROGRESS.pack(first, trainer.global_steps_finished), 0)
-            if over.wait(LOOK_EVERY_S):
+            if over.wait(POLL_INTERVAL_S):
                 return
 
     thread = threading.Thread(target=tell, name="progress", daemon=True)
@@ -133,7 +133,7 @@ def _telling(trainer: Trainer, folder: Path) -> Iterator[None]:
 _END_OF_OUTPUT = 3000
 
 
-class Attempt:
+class Trial:
     """A training that is under way in new processes; all of them are killed at once.
 
     Attributes:
@@ -154,8 +154,8 @@ class Attempt:
         for process in self._processes:
             process.start()
         while (progress := read_progress(self._jobs[0].folder)) is None:
-            self.is_over(LOOK_EVERY_S)
-            self._refuse_late()
+            self.is_over(POLL_INTERVAL_S)
+            self._check_deadline()
         self.began_from = progress[0]
 
     def is_over(self, within_s: float | None = None) -> bool:
@@ -174,7 +174,7 @@ class Attempt:
             if not process.is_alive() and not job.done.exists():
                 self._fail(f"ended with exit code {process.exitcode}")
         if within_s is None and running:
-            self._refuse_late()
+            self._check_deadline()
         return not running
 
     def is_over_by(self, moment: float, step: int, lag: float) -> bool:
@@ -185,7 +185,7 @@ class Attempt:
         """
         until, over = time.monotonic() + moment, False
         while not over and time.monotonic() < until and self._step() < step:
-            over = self.is_over(LOOK_EVERY_S)
+            over = self.is_over(POLL_INTERVAL_S)
         return over or self.is_over(max(0.0, min(lag, until - time.monotonic())))
 
     def kill(self) -> int:
@@ -203,7 +203,7 @@ class Attempt:
     def _step(self) -> int:
         return (read_progress(self._jobs[0].folder) or (0, 0))[1]
 
-    def _refuse_late(self) -> None:
+    def _check_deadline(self) -> None:
         if time.monotonic() > self._deadline:
             self._fail("was not through in time; write a longer timeout_s, or fewer steps,")
 
@@ -219,13 +219,13 @@ class Attempt:
 
 
 @contextmanager
-def attempt(call: bytes, folder: Path, nproc: int | None, context: Any, timeout_s: float) -> Iterator[Attempt]:
+def start_trial(call: bytes, folder: Path, nproc: int | None, context: Any, timeout_s: float) -> Iterator[Trial]:
     """A training in `nproc` processes that find each other, or in one that stands alone; none is left at the end."""
     folder.mkdir(parents=True)
     port = None if nproc is None else _free_port()
     size = nproc or 1
     jobs = [Job(call=call, folder=folder, rank=rank, nproc=size, port=port) for rank in range(size)]
-    made = Attempt(jobs, context, time.monotonic() + timeout_s)
+    made = Trial(jobs, context, time.monotonic() + timeout_s)
     try:
         made.begin()
         yield made

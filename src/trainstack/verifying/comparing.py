@@ -19,18 +19,18 @@ from trainstack.checkpointing.reading import read_states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parting:
+class Divergence:
     """Where one training leaves the other.
 
     Attributes:
         difference: the first tensor that differs at the end and by how much, else the first thing.
         same_at: the last global step whose checkpoints agree in every bit; 0 if none do.
-        parted_at: the first one after it whose checkpoints do not.
+        diverged_at: the first one after it whose checkpoints do not.
     """
 
     difference: str
     same_at: int
-    parted_at: int
+    diverged_at: int
 
 
 def checkpoints_of(place: Path) -> list[CheckpointInfo]:
@@ -38,7 +38,7 @@ def checkpoints_of(place: Path) -> list[CheckpointInfo]:
     return [info for info in list_checkpoints(place / "checkpoints") if info.kind == "checkpoint"]
 
 
-def compare(one: Path, other: Path) -> Parting | None:
+def compare(one: Path, other: Path) -> Divergence | None:
     """Compare the last checkpoints of two trainings; None if every bit agrees."""
     mine, theirs = checkpoints_of(one), checkpoints_of(other)
     found = _between(mine[-1], theirs[-1])
@@ -49,9 +49,9 @@ def compare(one: Path, other: Path) -> Parting | None:
     same_at, left = 0, {info.global_step: info for info in theirs}
     for info in mine[:-1]:
         if info.global_step in left and _between(info, left[info.global_step]):
-            return Parting(difference=f"{first}{more}", same_at=same_at, parted_at=info.global_step or 0)
+            return Divergence(difference=f"{first}{more}", same_at=same_at, diverged_at=info.global_step or 0)
         same_at = info.global_step or 0 if info.global_step in left else same_at
-    return Parting(difference=f"{first}{more}", same_at=same_at, parted_at=mine[-1].global_step or 0)
+    return Divergence(difference=f"{first}{more}", same_at=same_at, diverged_at=mine[-1].global_step or 0)
 
 
 def _between(one: CheckpointInfo, other: CheckpointInfo) -> list[Difference]:
@@ -62,23 +62,23 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
-def marks_of(module: nn.Module) -> dict[str, str]:
+def fingerprints(module: nn.Module) -> dict[str, str]:
     """A mark for each attribute of `module` that is plain data, a tensor or a generator; it changes with the value.
 
     Parameters, buffers and submodules are left out, since `state_dict` has them, and so is what is of another kind:
     whether that has changed cannot be told.
     """
-    marks = {name: _mark(value) for name, value in vars(module).items() if name not in _OF_TORCH}
+    marks = {name: _fingerprint(value) for name, value in vars(module).items() if name not in _OF_TORCH}
     return {name: mark for name, mark in marks.items() if mark is not None}
 
 
-def forgotten(module: nn.Module, before: Mapping[str, str], state: Mapping[str, Any]) -> list[str]:
+def untracked_state(module: nn.Module, before: Mapping[str, str], state: Mapping[str, Any]) -> list[str]:
     """The attributes whose mark is another one than `before` and whose name is not in `state`."""
-    now = marks_of(module)
+    now = fingerprints(module)
     return sorted(name for name, mark in now.items() if before.get(name) != mark and name not in state)
 
 
-def _mark(value: Any) -> str | None:
+def _fingerprint(value: Any) -> str | None:
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, random.Random):
@@ -99,6 +99,6 @@ def _mark(value: Any) -> str | None:
 
 
 def _joined(parts: list[Any]) -> str | None:
-    marks = [_mark(part) for part in parts]
+    marks = [_fingerprint(part) for part in parts]
     known = [mark for mark in marks if mark is not None]
     return repr(known) if len(known) == len(marks) else None

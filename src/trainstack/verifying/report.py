@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainstack.verifying.comparing import Parting
+from trainstack.verifying.comparing import Divergence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
+class KillEvent:
     """One SIGKILL.
 
     Attributes:
@@ -39,9 +39,9 @@ class ResumeReport:
         kills: in their order.
         trainings: how many were begun to be killed.
         model_hash: xxh3-128 of the module's file in the last checkpoint of the unbroken training.
-        parting: where the last training that was killed left the unbroken one; None if the last checkpoints agree in
+        divergence: where the last training that was killed left the unbroken one; None if the last checkpoints agree in
             every bit.
-        forgotten: if they do not, attributes of the module that training changes and `get_state` does not return.
+        untracked: if they do not, attributes of the module that training changes and `get_state` does not return.
         folder: where both trainings lie, if they differ.
     """
 
@@ -49,17 +49,17 @@ class ResumeReport:
     nproc: int
     steps: int
     seconds: float
-    kills: tuple[Kill, ...]
+    kills: tuple[KillEvent, ...]
     model_hash: str
     trainings: int = 0
-    parting: Parting | None = None
-    forgotten: tuple[str, ...] = ()
+    divergence: Divergence | None = None
+    untracked: tuple[str, ...] = ()
     folder: Path | None = None
 
     @property
     def same(self) -> bool:
         """Whether each training that was killed and resumed ended with the bits of the unbroken one."""
-        return self.parting is None
+        return self.divergence is None
 
     def __str__(self) -> str:
         processes = f", {self.nproc} processes" if self.nproc > 1 else ""
@@ -78,24 +78,29 @@ class ResumeReport:
     @property
     def verdict(self) -> str:
         """In a few sentences, whether the run survives, and if not, what to do."""
-        if self.parting is None:
+        if self.divergence is None:
             return (
                 f"the same bits: module (xxh3-128 {self.model_hash[:12]}), optimizers, schedulers, random states and "
                 f"history, after {len(self.kills)} kills"
             )
-        return f"NOT THE SAME: {self.parting.difference}\n{self._advice(self.parting)}\nBoth are kept in {self.folder}"
+        return (
+            f"NOT THE SAME: {self.divergence.difference}\n{self._advice(self.divergence)}\nBoth are kept in "
+            f"{self.folder}"
+        )
 
-    def _advice(self, parting: Parting) -> str:
-        where = f"Their checkpoints agree up to step {parting.same_at} and no longer at step {parting.parted_at}."
+    def _advice(self, divergence: Divergence) -> str:
+        where = (
+            f"Their checkpoints agree up to step {divergence.same_at} and no longer at step {divergence.diverged_at}."
+        )
         went_on = [kill.resumed_from for kill in self.kills if kill.training == self.trainings and kill.resumed_from]
-        if not went_on or parting.parted_at <= min(went_on):
+        if not went_on or divergence.diverged_at <= min(went_on):
             return (
                 f"{where} No checkpoint had been gone on from by then: the training is not repeatable even without a "
                 "kill. Look for random numbers that args.seed does not set, for the clock, and for operations that "
                 "are not deterministic (torch.use_deterministic_algorithms(True) names them)."
             )
-        if self.forgotten:
-            names = ", ".join(f"self.{name}" for name in self.forgotten)
+        if self.untracked:
+            names = ", ".join(f"self.{name}" for name in self.untracked)
             return (
                 f"{where} Training changes {names} of the module, and get_state does not return it, so a new process "
                 "begins with what __init__ makes. Return it from get_state and take it back in update_state, or "

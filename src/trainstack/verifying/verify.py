@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainstack.backends.spec import parse_spec, registered_backend, written_out
+from trainstack.backends.spec import expand_auto, parse_spec, registered_backend
 from trainstack.checkpointing.directory import read_manifest
 from trainstack.checkpointing.manifest import MODEL_FILE
 from trainstack.checkpointing.temp_dirs import TEMPORARY
 from trainstack.errors import ConfigurationError, LaunchError
-from trainstack.launching.options import pickle_call, refuse_nesting
+from trainstack.launching.options import check_not_in_worker, pickle_call
 from trainstack.trainer import ModuleInterface, TrainerArguments
-from trainstack.verifying.attempt import attempt, read_forgotten
+from trainstack.verifying.attempt import read_untracked, start_trial
 from trainstack.verifying.comparing import checkpoints_of, compare
-from trainstack.verifying.report import Kill, ResumeReport
+from trainstack.verifying.report import KillEvent, ResumeReport
 
 MOST_KILLS = 4
 """In one training: with more, each process would be killed before it has come anywhere."""
@@ -33,7 +33,7 @@ _LAG_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class TrialSetup:
     """What is put to the test.
 
     Attributes:
@@ -51,7 +51,7 @@ class Subject:
     timeout_s: float
 
 
-def prove(subject: Subject, kills: int, draw: random.Random, folder: Path) -> ResumeReport:
+def run_trials(subject: TrialSetup, kills: int, draw: random.Random, folder: Path) -> ResumeReport:
     """Train unbroken, then kill `kills` times at moments that `draw` gives, and compare; all of it below `folder`.
 
     Raises:
@@ -59,13 +59,13 @@ def prove(subject: Subject, kills: int, draw: random.Random, folder: Path) -> Re
         LaunchError: a process failed.
     """
     whole = folder / "unbroken"
-    with attempt(
+    with start_trial(
         subject.call_in(whole), folder / "process-0", subject.nproc, subject.context, subject.timeout_s
     ) as run:
         began = time.monotonic()
         run.is_over()
         seconds = time.monotonic() - began
-    _refuse_unsaved(whole)
+    _check_saved(whole)
     end = checkpoints_of(whole)[-1]
     report = ResumeReport(
         backend=subject.backend,
@@ -86,11 +86,11 @@ def prove(subject: Subject, kills: int, draw: random.Random, folder: Path) -> Re
         place = folder / f"training-{training}"
         struck = _train(subject, place, training, moments)
         parting = compare(whole, place)
-        report = replace(report, kills=(*report.kills, *struck), trainings=training, parting=parting)
+        report = replace(report, kills=(*report.kills, *struck), trainings=training, divergence=parting)
         if report.same:
             shutil.rmtree(place)
         else:
-            report = replace(report, folder=folder, forgotten=read_forgotten(folder / "process-0"))
+            report = replace(report, folder=folder, untracked=read_untracked(folder / "process-0"))
     return report
 
 
@@ -105,13 +105,13 @@ def _moments(draw: random.Random, count: int, report: ResumeReport) -> list[tupl
     return list(zip(seconds, steps, lags, strict=True))
 
 
-def _train(subject: Subject, place: Path, training: int, moments: list[tuple[float, int, float]]) -> list[Kill]:
+def _train(subject: TrialSetup, place: Path, training: int, moments: list[tuple[float, int, float]]) -> list[KillEvent]:
     """Train to the end in as many processes as it takes, the first of which are killed at `moments`."""
     call = subject.call_in(place)
-    struck: list[Kill] = []
+    struck: list[KillEvent] = []
     for number, moment in enumerate([*moments, None]):
         words = place.parent / f"process-{training}.{number}"
-        with attempt(call, words, subject.nproc, subject.context, subject.timeout_s) as run:
+        with start_trial(call, words, subject.nproc, subject.context, subject.timeout_s) as run:
             if struck:
                 struck[-1] = replace(struck[-1], resumed_from=run.began_from)
             before, began = _half_written(place), time.monotonic()
@@ -121,7 +121,7 @@ def _train(subject: Subject, place: Path, training: int, moments: list[tuple[flo
         if ended:
             break
         saving = bool(_half_written(place) - before)
-        struck.append(Kill(training=training, at_step=step, resumed_from=0, seconds=lasted, while_saving=saving))
+        struck.append(KillEvent(training=training, at_step=step, resumed_from=0, seconds=lasted, while_saving=saving))
     return struck
 
 
@@ -129,7 +129,7 @@ def _half_written(place: Path) -> set[str]:
     return {path.name for path in (place / "checkpoints").glob(f"{TEMPORARY}*")}
 
 
-def _refuse_unsaved(place: Path) -> None:
+def _check_saved(place: Path) -> None:
     found = checkpoints_of(place)
     if not found or found[-1].sequence == 1:
         raise ConfigurationError(
@@ -176,7 +176,7 @@ def verify_resume(
             nothing before its end, or is private.
         LaunchError: a process failed by itself or took too long; the message ends with what it printed.
     """
-    refuse_nesting("verify_resume()")
+    check_not_in_worker("verify_resume()")
     _check(args, kills, nproc, timeout_s)
     pickle_call(module_factory, (), "verify_resume")
 
@@ -184,7 +184,7 @@ def verify_resume(
         return pickle_call(module_factory, (_placed(args, place),), "verify_resume")
 
     alone = not _joins_processes(args.backend)
-    subject = Subject(
+    subject = TrialSetup(
         backend=args.backend,
         nproc=None if alone else nproc or 2,
         call_in=call_in,
@@ -194,7 +194,7 @@ def verify_resume(
     folder = Path(tempfile.mkdtemp(prefix="trainstack-verify-"))
     keep = False
     try:
-        report = prove(subject, kills, random.Random(seed), folder)
+        report = run_trials(subject, kills, random.Random(seed), folder)
         keep = not report.same
     except LaunchError:
         keep = True
@@ -251,7 +251,7 @@ def _check(args: Any, kills: Any, nproc: Any, timeout_s: Any) -> None:
     if not timeout_s > 0:
         raise ConfigurationError(f"timeout_s={timeout_s!r}: write a number of seconds above 0.")
     if not _joins_processes(args.backend) and nproc not in (None, 1):
-        features = written_out(args.backend).split("-")[1:]
+        features = expand_auto(args.backend).split("-")[1:]
         raise ConfigurationError(
             f"nproc={nproc}: backend {args.backend!r} trains in one process. Write a backend that joins several, "
             f"such as {'-'.join(['ddp', *features])!r}, or leave nproc out."

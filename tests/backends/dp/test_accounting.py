@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from trainstack.backends.dp import accounting, calibrate_noise, delta_of, epsilon_of, steps_within
-from trainstack.backends.dp.accounting import merged
+from trainstack.backends.dp.accounting import merge_steps
 from trainstack.backends.dp.epsilon import clt_epsilon
 from trainstack.errors import ConfigurationError
 
@@ -94,8 +94,8 @@ def test_the_tighter_accountant_is_as_monotone(sigma: float, q: float, steps: in
 @both
 def test_the_same_steps_in_several_entries_are_one_entry(accountant: str) -> None:
     parts = [(1.0, 0.01, 30), (2.0, 0.01, 5), (1.0, 0.01, 70)]
-    assert merged(parts) == [(1.0, 0.01, 100), (2.0, 0.01, 5)]
-    assert epsilon_of(parts, 1e-5, accountant) == epsilon_of(merged(parts), 1e-5, accountant)
+    assert merge_steps(parts) == [(1.0, 0.01, 100), (2.0, 0.01, 5)]
+    assert epsilon_of(parts, 1e-5, accountant) == epsilon_of(merge_steps(parts), 1e-5, accountant)
 
 
 @both

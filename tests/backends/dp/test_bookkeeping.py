@@ -160,7 +160,7 @@ def both(layer: str, records: int, limit: float) -> tuple[list[Tensor], list[Ten
     for kind in (BookkeepingMode, LoopMode):
         mode = kind(module, trained(module), FlatClipper(limit))
         mode.add(run, batch, records)
-        sums.append(mode.take())
+        sums.append(mode.pop_sums())
     return sums[0], sums[1]
 
 
@@ -241,7 +241,7 @@ def test_a_norm_that_rounding_makes_too_small_does_not_let_a_record_through() ->
     mode = BookkeepingMode(module, trained(module), FlatClipper(limit))
     for record in x.split(1):
         mode.add(run, record, 1)
-        assert float(mode.take()[0].norm()) <= limit * (1 + 1e-3)
+        assert float(mode.pop_sums()[0].norm()) <= limit * (1 + 1e-3)
 
 
 def test_norms_are_float32_under_autocast() -> None:
@@ -252,7 +252,7 @@ def test_norms_are_float32_under_autocast() -> None:
         for _ in range(20):
             mode = BookkeepingMode(module, trained(module), FlatClipper(0.25))
             mode.add(run, 3 * torch.randn(shape), 1)
-            sums = mode.take()
+            sums = mode.pop_sums()
             norm = float(torch.sqrt(sum(total.square().sum() for total in sums)))  # type: ignore[arg-type]
             assert {total.dtype for total in sums} == {torch.float32}
             assert 0.25 * (1 - 1e-3) <= norm <= 0.25 * (1 + 1e-3)
@@ -280,5 +280,5 @@ def test_a_loss_for_each_record_is_taken_as_it_is() -> None:
         assert outputs["loss"].dim() == 0
         assert outputs["loss"].requires_grad
         assert not outputs["logits"].requires_grad
-        found.append([outputs["loss"].detach(), *mode.take()])
+        found.append([outputs["loss"].detach(), *mode.pop_sums()])
     torch.testing.assert_close(found[0], found[1])

@@ -52,10 +52,10 @@ def test_adaptive_clipping_counts_the_records_within_the_limit_less_one_half_eac
     clipper = AdaptiveClipper(2.0)
     clipper.factors(SQUARES)  # one above, two within
     clipper.factors(torch.tensor([[math.inf], [0.0]]))  # counts for nothing
-    assert float(clipper.take_counts()) == -0.5 + 0.5 + 0.5
+    assert float(clipper.pop_counts()) == -0.5 + 0.5 + 0.5
     clipper.limit = 10.0
     clipper.factors(SQUARES)
-    assert float(clipper.take_counts()) == 1.5
+    assert float(clipper.pop_counts()) == 1.5
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -112,7 +112,7 @@ def test_modes_agree_with_the_loop_under_every_kind_of_clipping(asked: str, kind
     oracle = LoopMode(other, trained(other), clippers(len(parameters))[kind])
     oracle.add(run, batch, 7)
     mode.add(run, batch, 7)
-    for mine, its in zip(mode.take(), oracle.take(), strict=True):
+    for mine, its in zip(mode.pop_sums(), oracle.pop_sums(), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
     assert counts_of(mode.clipper) == counts_of(oracle.clipper)
     mode.close()
@@ -122,7 +122,7 @@ REFUSED = {("ghost", "tied modules"), *((asked, "padded mean") for asked in ("bo
 
 
 def counts_of(clipper: Any) -> float | None:
-    return float(clipper.take_counts()) if isinstance(clipper, AdaptiveClipper) else None
+    return float(clipper.pop_counts()) if isinstance(clipper, AdaptiveClipper) else None
 
 
 @pytest.mark.parametrize("asked", ["bookkeeping", "vmap", "loop"])
@@ -135,7 +135,7 @@ def test_norms_are_float32_inside_a_region_of_autocast_and_where_less_precision_
         for seed in range(20):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 mode.add(run, batches(1, seed=seed), 1)
-            norm = math.sqrt(sum(float(total.square().sum()) for total in mode.take()))
+            norm = math.sqrt(sum(float(total.square().sum()) for total in mode.pop_sums()))
             assert 0.05 * (1 - 1e-3) <= norm <= 0.05 * (1 + 1e-3)
     finally:
         torch.set_float32_matmul_precision(before)

@@ -48,10 +48,10 @@ def test_a_step_that_failed_changes_nothing_in_those_that_follow(asked: str) -> 
     module.error = ValueError("label 7 out of range")
     with pytest.raises(ValueError, match="label 7"):
         mode.add(run, batch, 5)
-    mode.take()
+    mode.pop_sums()
     module.error = None
     mode.add(run, batch, 5)
-    sums = mode.take()
+    sums = mode.pop_sums()
     mode.close()
     for mine, its in zip(sums, reference(module, batch, 0.2), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)

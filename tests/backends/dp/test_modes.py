@@ -70,7 +70,7 @@ def chosen(asked: str, shape: str, limit: float = 1.0, seed: int = 0) -> tuple[G
 
 def summed(mode: GradientMode, batch: Any) -> list[Tensor]:
     mode.add(run, batch, len(batch[0]))
-    return mode.take()
+    return mode.pop_sums()
 
 
 def distance(left: list[Tensor], right: list[Tensor]) -> float:

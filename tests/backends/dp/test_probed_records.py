@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers
 from tests.helpers.private_runs import private, promise
-from trainstack.backends.dp.checks import probe_records
+from trainstack.backends.dp.checks import choose_probe_records
 from trainstack.backends.workload import TrainingSet
 
 
@@ -26,7 +26,7 @@ def training_set(records: list[Any], collate: Any = default_collate) -> Training
         length=len(records),
         fetch=lambda index: collate([records[i] for i in index.tolist()]),
         global_batch=8,
-        most_at_once=8,
+        max_micro_batch=8,
         total_steps=10,
     )
 
@@ -61,27 +61,27 @@ def test_the_one_record_that_differs_is_among_them(what: str, place: int) -> Non
         "array": (x, y, "", np.ones(3)),
     }[what]
     for _ in range(3):
-        found = probe_records(training_set(records, collate=lambda samples: [[value] for value in samples[0]]))
+        found = choose_probe_records(training_set(records, collate=lambda samples: [[value] for value in samples[0]]))
         assert found.shape == (6,)
         assert found.dtype is torch.int64
         assert place in found
 
 
 def test_the_others_are_others_each_time() -> None:
-    drawn = {tuple(probe_records(training_set(rows(200))).tolist()) for _ in range(5)}
+    drawn = {tuple(choose_probe_records(training_set(rows(200))).tolist()) for _ in range(5)}
     assert len(drawn) == 5
     assert all(len(set(records)) == 6 for records in drawn)
 
 
 def test_a_small_data_set_is_taken_whole() -> None:
-    assert probe_records(training_set(rows(3))).tolist() == [0, 1, 2]
+    assert choose_probe_records(training_set(rows(3))).tolist() == [0, 1, 2]
 
 
 def test_records_that_load_slowly_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[int] = []
     data = training_set(rows(200), collate=lambda samples: loaded.append(1) or default_collate(samples))
     monkeypatch.setattr("trainstack.backends.dp.checks._SECONDS", 0.0)
-    assert len(probe_records(data)) == 6
+    assert len(choose_probe_records(data)) == 6
     assert len(loaded) == 6
 
 

@@ -358,7 +358,7 @@ def test_modes_are_compared_in_float32_and_tried_under_autocast(asked: str) -> N
     x, y = batches(40, seed=5)
     for i in range(40):
         mode.add(run_bf16, (x[i : i + 1], y[i : i + 1]), 1)
-        norm = math.sqrt(sum(float(total.square().sum()) for total in mode.take()))
+        norm = math.sqrt(sum(float(total.square().sum()) for total in mode.pop_sums()))
         assert 0.05 * (1 - 1e-3) <= norm <= 0.05 * (1 + 1e-3)
     mode.close()
 
@@ -391,7 +391,7 @@ def test_sequences_of_other_lengths_and_padding_are_exact() -> None:
     mode = choose_mode("auto", module, trained(module), FlatClipper(0.2), run, ids, 8)
     assert mode.name == "bookkeeping"
     mode.add(run, ids, 8)
-    for mine, its in zip(mode.take(), reference(module, ids, 0.2), strict=True):
+    for mine, its in zip(mode.pop_sums(), reference(module, ids, 0.2), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
 
 

@@ -20,7 +20,7 @@ from trainstack.backends.dp import (
     no_guarantee,
     private_statement,
 )
-from trainstack.backends.privacy_statement import rounded_up
+from trainstack.backends.privacy_statement import round_up
 from trainstack.errors import ConfigurationError
 
 
@@ -47,7 +47,7 @@ def test_the_numbers_are_those_of_the_accounts() -> None:
 def test_the_words_name_everything_that_the_guarantee_rests_on() -> None:
     statement = make_statement(max_epsilon=3.0, accountant="prv")
     assert statement.text.splitlines()[0] == (
-        f"The training is (epsilon {rounded_up(statement.epsilon or 0)}, delta 1e-05)-differentially private for one "
+        f"The training is (epsilon {round_up(statement.epsilon or 0)}, delta 1e-05)-differentially private for one "
         "item of the training data set."
     )
     for words in (
@@ -141,5 +141,5 @@ def test_a_statement_cannot_be_altered() -> None:
 
 @given(st.floats(1e-6, 1e6))
 def test_epsilon_is_never_rounded_down(epsilon: float) -> None:
-    shown = float(rounded_up(epsilon))
+    shown = float(round_up(epsilon))
     assert epsilon <= shown <= epsilon * 1.001 + 1e-12

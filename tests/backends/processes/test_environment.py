@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 import trainstack as ts
-from trainstack.backends.processes.environment import DistributedTrainingArguments, Place, find_place, how_to_launch
+from trainstack.backends.processes.environment import (
+    DistributedTrainingArguments,
+    ProcessInfo,
+    detect_process_info,
+    launch_help,
+)
 from trainstack.backends.processes.slurm import expand_counts, expand_hosts
 
 TORCHRUN = {
@@ -64,12 +69,12 @@ BATCH = {
 }
 
 
-def place(environ: dict[str, str], **changes: str | None) -> Place | None:
+def place(environ: dict[str, str], **changes: str | None) -> ProcessInfo | None:
     merged: dict[str, str | None] = {**environ, **changes}
-    return find_place({name: value for name, value in merged.items() if value is not None})
+    return detect_process_info({name: value for name, value in merged.items() if value is not None})
 
 
-def found(environ: dict[str, str], **changes: str | None) -> Place:
+def found(environ: dict[str, str], **changes: str | None) -> ProcessInfo:
     where = place(environ, **changes)
     assert where is not None
     return where
@@ -80,7 +85,7 @@ def found(environ: dict[str, str], **changes: str | None) -> Place:
 
 @pytest.mark.spec("PMT-23")
 def test_torchrun() -> None:
-    assert place(TORCHRUN) == Place(
+    assert place(TORCHRUN) == ProcessInfo(
         rank=3,
         size=4,
         local_rank=1,
@@ -94,9 +99,9 @@ def test_torchrun() -> None:
 
 
 def test_nothing_is_no_world() -> None:
-    assert find_place({}) is None
-    assert find_place({"MASTER_ADDR": "node01", "MASTER_PORT": "1234", "OMP_NUM_THREADS": "1"}) is None
-    assert find_place({"WORLD_SIZE": "1"}) is None
+    assert detect_process_info({}) is None
+    assert detect_process_info({"MASTER_ADDR": "node01", "MASTER_PORT": "1234", "OMP_NUM_THREADS": "1"}) is None
+    assert detect_process_info({"WORLD_SIZE": "1"}) is None
 
 
 def test_env_variables_exported_by_hand() -> None:
@@ -140,7 +145,7 @@ def test_torchrun_goes_before_the_others() -> None:
 
 
 def test_slurm() -> None:
-    assert place(SLURM) == Place(
+    assert place(SLURM) == ProcessInfo(
         rank=5,
         size=7,
         local_rank=1,
@@ -175,7 +180,7 @@ def test_two_steps_of_a_job_meet_at_two_ports() -> None:
 
 @pytest.mark.parametrize("environ", [BATCH, INTERACTIVE, {**BATCH, "SLURM_STEP_ID": "4294967291"}])
 def test_a_slurm_shell_is_no_world(environ: dict[str, str]) -> None:
-    assert find_place(environ) is None
+    assert detect_process_info(environ) is None
 
 
 def test_srun_with_a_terminal_is_no_world() -> None:
@@ -241,7 +246,7 @@ def test_openmpi_on_one_machine() -> None:
 def test_openmpi_on_two_machines() -> None:
     two = {**OPENMPI, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
     with pytest.raises(ts.ConfigurationError, match=r"MASTER_ADDR is missing.*mpirun -x MASTER_ADDR"):
-        find_place(two)
+        detect_process_info(two)
     assert found(two, MASTER_ADDR="node01").master_addr == "node01"
     assert found(two, AZ_BATCH_MASTER_NODE="10.0.0.4:6000").master_addr == "10.0.0.4"
     assert found(two, MASTER_ADDR="node01").node_rank == 1
@@ -275,8 +280,8 @@ def said(**changes: Any) -> DistributedTrainingArguments:
 
 @pytest.mark.spec("PMT-23", "F119")
 def test_explicit_arguments_go_first() -> None:
-    where = find_place(SLURM, said(master_addr="host", master_port=1234, local_world_size=2))
-    assert where == Place(
+    where = detect_process_info(SLURM, said(master_addr="host", master_port=1234, local_world_size=2))
+    assert where == ProcessInfo(
         rank=3,
         size=4,
         local_rank=1,
@@ -289,20 +294,20 @@ def test_explicit_arguments_go_first() -> None:
 
 
 def test_explicit_arguments_take_the_meeting_point_from_the_environment() -> None:
-    where = find_place({"MASTER_ADDR": "host", "MASTER_PORT": "2900"}, said())
+    where = detect_process_info({"MASTER_ADDR": "host", "MASTER_PORT": "2900"}, said())
     assert where is not None
     assert (where.master_addr, where.master_port) == ("host", 2900)
     assert (where.local_size, where.node_rank) == (None, None)
     with pytest.raises(ts.ConfigurationError, match="MASTER_ADDR is missing"):
-        find_place({}, said())
-    alone = find_place({}, said(local_rank=0, global_rank=0, world_size=1))
+        detect_process_info({}, said())
+    alone = detect_process_info({}, said(local_rank=0, global_rank=0, world_size=1))
     assert alone is not None
     assert (alone.master_addr, alone.local_size) == ("127.0.0.1", 1)
 
 
 def test_explicit_arguments_against_a_launcher() -> None:
     with pytest.raises(ts.ConfigurationError, match="the arguments say 3 where the launcher's RANK=0"):
-        find_place({**TORCHRUN, "RANK": "0"}, said())
+        detect_process_info({**TORCHRUN, "RANK": "0"}, said())
 
 
 @pytest.mark.parametrize(
@@ -325,7 +330,7 @@ def test_wrong_arguments(changes: dict[str, Any], sentence: str) -> None:
 
 
 def test_how_to_launch_names_every_way() -> None:
-    text = how_to_launch("ddp-amp")
+    text = launch_help("ddp-amp")
     for part in ("backend 'ddp-amp'", "torchrun --nproc-per-node", "trainstack.launch(", "srun", "mpirun", "'sp-amp'"):
         assert part in text
 

@@ -13,8 +13,8 @@ from tests.helpers.modules import Classifier, train, weights
 from tests.helpers.patience import patience
 from tests.helpers.processes import run_world
 from tests.helpers.workers import failures
-from trainstack.backends.processes.environment import find_place
-from trainstack.backends.processes.rendezvous import open_store
+from trainstack.backends.processes.environment import detect_process_info
+from trainstack.backends.processes.rendezvous import rendezvous_store
 
 pytestmark = pytest.mark.distributed
 
@@ -86,7 +86,7 @@ def test_a_time_out_says_which_rank_is_where(how: str, step: int, place: str) ->
 
 def test_ranks_in_different_collectives_are_told_apart() -> None:
     for rank in run_world(2, failures.late, fresh=True, how="collective"):
-        assert "rank 0: epoch 0, global step 4; train > train_epoch > train_windows" in rank["error"]
+        assert "rank 0: epoch 0, global step 4; train > train_epoch > train_steps" in rank["error"]
         assert "rank 1: epoch 0, global step 3; " in rank["error"]
         assert "> on_end_train_step > gather > " in rank["error"]
         assert "not below `if rank == 0:`" in rank["error"]
@@ -106,11 +106,11 @@ def test_a_port_in_use_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-        place = find_place({**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        place = detect_process_info({**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
         assert place is not None
 
         with pytest.raises(ts.TrainstackError, match=f"127.0.0.1:{port}: the port is in use.*MASTER_PORT"):
-            open_store(place, 1.0, {})
+            rendezvous_store(place, 1.0, {})
 
 
 @pytest.mark.spec("PMB-17")

@@ -21,7 +21,7 @@ def test_a_thread_is_found_in_the_users_code() -> None:
     thread.start()
     inside.wait(20)
     deadline = time.monotonic() + patience(20)
-    while not (place := watchdog.of_thread(thread.ident or 0)).endswith(": over.wait(20)"):
+    while not (place := watchdog.summarize_thread(thread.ident or 0)).endswith(": over.wait(20)"):
         assert time.monotonic() < deadline, place
     over.set()
     thread.join()
@@ -30,7 +30,7 @@ def test_a_thread_is_found_in_the_users_code() -> None:
 
 
 def test_a_thread_that_is_gone_is_nowhere() -> None:
-    assert watchdog.of_thread(12345) == ""
+    assert watchdog.summarize_thread(12345) == ""
 
 
 def test_a_thread_that_runs_may_be_asked_at_any_moment() -> None:
@@ -47,7 +47,7 @@ def test_a_thread_that_runs_may_be_asked_at_any_moment() -> None:
     thread = threading.Thread(target=runs)
     thread.start()
     for _ in range(500):
-        places.add(watchdog.of_thread(thread.ident or 0).partition(",")[0])
+        places.add(watchdog.summarize_thread(thread.ident or 0).partition(",")[0])
     over.set()
     thread.join()
 

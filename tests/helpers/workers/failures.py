@@ -48,7 +48,7 @@ def failure(directory: str, how: str, culprit: int = 1) -> Any:
 
 
 def caught() -> Any:
-    """All processes raise the same and catch it; then they train for longer than a lookout waits."""
+    """All processes raise the same and catch it; then they train for longer than a watchdog waits."""
     watchdog.PAUSE_S = watchdog.GRACE_S = 0.1
 
     class Slow(Classifier):
@@ -70,12 +70,12 @@ def failure_behind(culprit: int) -> Any:
     watchdog.PAUSE_S = watchdog.GRACE_S = 0.1
     comm = ts.build_trainer_backend("ddp").open("cpu").comm
     try:
-        with comm.together(lambda: "first"):
+        with comm.fail_together(lambda: "first"):
             comm.gather(None)
             if culprit == RANK:
                 time.sleep(0.5)
                 raise ZeroDivisionError("divides by zero")
-        with comm.together(lambda: "second"):
+        with comm.fail_together(lambda: "second"):
             comm.gather(None)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
@@ -97,7 +97,7 @@ def background_failure(directory: str) -> Any:
             if RANK == 0 and global_step == 4:
                 in_step_4.set()
                 deadline = time.monotonic() + patience(10)
-                while trainer._ready().loop.attend_at and time.monotonic() < deadline:
+                while trainer._ready().loop.next_due_step and time.monotonic() < deadline:
                     time.sleep(0.001)
             return super().train_step(global_step, batch, device)
 

@@ -13,7 +13,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
 from trainstack.trainer.callbacks import LimitBatches
 from trainstack.trainer.core.order import DataOrder
-from trainstack.trainer.data.step_batches import ForeignSource
+from trainstack.trainer.data.step_batches import CustomOrderSource
 
 sizes = st.fixed_dictionaries(
     {
@@ -58,7 +58,7 @@ def test_the_plan_is_what_the_order_does(size: dict[str, object]) -> None:
         )
         for rank in range(plan.world_size)
     ]
-    shares = [list(order.shares(epoch=0)) for order in orders]
+    shares = [list(order.local_batches(epoch=0)) for order in orders]
     steps = len(shares[0])
     cap = size["max_steps_per_epoch"]
 
@@ -90,7 +90,11 @@ def test_the_plan_is_what_a_loader_with_an_order_of_its_own_makes(size: dict[str
     plan = make(**size)
     batches = range(size["loader_length"])
     steps = [
-        len(list(ForeignSource(batches, plan.accumulation, lambda _: 1.0, rank, plan.world_size).windows(0, 0, 0)))
+        len(
+            list(
+                CustomOrderSource(batches, plan.accumulation, lambda _: 1.0, rank, plan.world_size).iter_steps(0, 0, 0)
+            )
+        )
         for rank in range(plan.world_size)
     ]
 

@@ -66,8 +66,8 @@ def test_weights_and_random_numbers_are_those_of_a_run_that_never_validates(back
 
 def test_a_step_costs_nothing_where_no_step_is_validated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    attend = Run._attend
-    monkeypatch.setattr(Run, "_attend", lambda run, *rest: (looks.append(run.state.global_step), attend(run, *rest)))
+    attend = Run._on_due
+    monkeypatch.setattr(Run, "_on_due", lambda run, *rest: (looks.append(run.state.global_step), attend(run, *rest)))
     train(module(), tmp_path, epochs=3, validate_every=-3, log_every=1000)
     assert looks == []
     train(module(), tmp_path, epochs=3, validate_every=4, log_every=1000)
@@ -109,7 +109,7 @@ class Signalled(Classifier):
     def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
         self.batches += 1
         if self.batches == self.at:
-            self.trainer._stopper.ask("SIGTERM", 15)  # type: ignore[attr-defined]
+            self.trainer._stopper.request("SIGTERM", 15)  # type: ignore[attr-defined]
         return super().val_step(global_step, batch, device)
 
     def on_end_val_epoch(self, global_step: int, key: str = "default") -> None:

@@ -20,7 +20,7 @@ from trainstack.trainer.reporting.report import read_run
 from trainstack.trainer.reporting.report.chart import Scale, chart
 from trainstack.trainer.reporting.report.facts import RunFacts
 from trainstack.trainer.reporting.report.markup import Markup, tag
-from trainstack.trainer.reporting.report.panels import Panel, Series, panels_of, thinned
+from trainstack.trainer.reporting.report.panels import Panel, Series, panels_of, thin
 
 SAVING = ts.DefaultCheckpointerArguments()
 
@@ -189,10 +189,10 @@ class TestDrawing:
     def test_few_points_stay_and_many_keep_their_peaks_and_gaps(self) -> None:
         values = np.sin(np.arange(100_000) / 50)
         values[12_345], values[54_321], values[77_777] = 9.0, -9.0, math.nan
-        kept = thinned(values, 600)
+        kept = thin(values, 600)
         assert len(kept) <= 603
         assert {0, 12_345, 54_321, 77_777, 99_999} <= set(kept.tolist())
-        assert thinned(values[:600], 600).tolist() == list(range(600))
+        assert thin(values[:600], 600).tolist() == list(range(600))
 
     def test_values_that_are_not_finite_are_gaps_and_counted(self) -> None:
         drawn = chart(Panel(title="t", series=(curve([1.0, math.nan, 3.0, 4.0, math.inf]),)))

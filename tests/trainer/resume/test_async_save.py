@@ -56,7 +56,7 @@ class WaitsForFailure(Classifier):
         if global_step == 4:
             self.in_step_4.set()
         while global_step == 4 and not self.told and time.monotonic() < deadline:
-            self.told = self.trainer._ready().loop.attend_at == 0
+            self.told = self.trainer._ready().loop.next_due_step == 0
             time.sleep(0.001)
         return super().train_step(global_step, batch, device)
 
@@ -100,7 +100,7 @@ def test_a_step_costs_nothing_more_while_nothing_fails(tmp_path: Path) -> None:
     trainer = ts.Trainer(Classifier(), arguments(tmp_path, checkpointer_args=saving(every_n_steps=None)))
     attended: list[int] = []
     module: Any = trainer.module
-    module.on_end_train_step = lambda global_step: attended.append(trainer._ready().loop.attend_at)
+    module.on_end_train_step = lambda global_step: attended.append(trainer._ready().loop.next_due_step)
     trainer.train()
     assert min(attended) > 6
     assert max(attended) <= NEVER
@@ -183,7 +183,7 @@ def test_a_second_interrupt_gives_up_at_once_and_leaves_no_half(
 
 
 def test_the_next_training_waits_for_a_save_that_was_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reached, go_on, deletes = threading.Event(), threading.Event(), retention.after_save
+    reached, go_on, deletes = threading.Event(), threading.Event(), retention.apply_retention
 
     def held(*args: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -191,7 +191,7 @@ def test_the_next_training_waits_for_a_save_that_was_given_up(tmp_path: Path, mo
             assert go_on.wait(20)
         deletes(*args)
 
-    monkeypatch.setattr(retention, "after_save", held)
+    monkeypatch.setattr(retention, "apply_retention", held)
     checkpointer = ts.DefaultCheckpointer(saving(save_dir=tmp_path))
     checkpointer.save(ts.Checkpoint(global_step=1), 1)
     assert reached.wait(20)

@@ -106,7 +106,7 @@ def ledger() -> Iterator[None]:
 
     @ts.register_layer("ledger")
     class Ledger(ts.AbstractTrainerBackendDecorator):
-        state_must_survive = True
+        requires_state = True
         steps = 0
 
         def step(self, work: Any) -> bool:
@@ -201,10 +201,10 @@ class TestWarmStart:
         source = Classifier(seed=8)
         torch.save(source.state_dict(), tmp_path / "x.pt")
         with pytest.raises(
-            ts.CheckpointMismatchError, match=r"export_model\(read_foreign_weights\('.*x\.pt'\), 'weights'\)"
+            ts.CheckpointMismatchError, match=r"export_model\(load_torch_weights\('.*x\.pt'\), 'weights'\)"
         ):
             train(Classifier(), tmp_path, init_weights_from=tmp_path / "x.pt")
-        path = ts.export_model(ts.read_foreign_weights(tmp_path / "x.pt"), tmp_path / "weights")
+        path = ts.export_model(ts.load_torch_weights(tmp_path / "x.pt"), tmp_path / "weights")
         trainer = ts.Trainer(Classifier(), arguments(tmp_path, init_weights_from=path, init_weights_strict=True))
         assert trainer.plan is not None
         assert torch.equal(weights(trainer.module), weights(source))

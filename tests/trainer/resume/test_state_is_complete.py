@@ -13,7 +13,7 @@ import torch
 import trainstack as ts
 from tests.helpers.modules import Classifier, train
 from trainstack.checkpointing.difference import children, differences
-from trainstack.trainer.data.loader_state import LoaderMemory
+from trainstack.trainer.data.loader_state import LoaderState
 from trainstack.trainer.resume.run_checkpoint import make_checkpoint
 
 BACKENDS = ("sp", "sp-amp", "sp-bf16", "sp-dp")
@@ -49,7 +49,7 @@ def parts_of(value: Any) -> list[tuple[Any, Any]]:
 
 def state_of(value: Any) -> Any:
     """What `value` says that it holds; None if it has no state."""
-    if isinstance(value, LoaderMemory):
+    if isinstance(value, LoaderState):
         return value.get_state(within=True)
     for name in ("get_state", "state_dict"):
         method = getattr(value, name, None)
@@ -72,7 +72,7 @@ def is_kept(state: Any, checkpoint: list[Any]) -> bool:
 
 
 def missing(trainer: ts.Trainer) -> list[str]:
-    loader_state = trainer._ready().data.loader_memory.get_state(within=True)
+    loader_state = trainer._ready().data.loader_state.get_state(within=True)
     made = make_checkpoint(trainer._context, trainer.plan, trainer.get_state, None, loader_state)
     kept = list(
         subtrees([made.module_interface_state, made.trainer_state, made.trainer_backend_state, made.history_state])

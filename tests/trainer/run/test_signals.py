@@ -28,7 +28,7 @@ from tests.helpers.processes import hears_ctrl_c
 from tests.helpers.resume_run import exact
 from trainstack.checkpointing import filesystem
 from trainstack.trainer.core.logs import RunLogger
-from trainstack.trainer.resume.saving import Grace
+from trainstack.trainer.resume.saving import SaveTimeBudget
 
 ROOT = Path(__file__).resolve().parents[3]
 SAVING = ts.DefaultCheckpointerArguments()
@@ -284,16 +284,16 @@ def test_whoever_supplies_the_data_may_end_training(tmp_path: Path, monkeypatch:
     module = Signalled()
     trainer = trainer_of(module, tmp_path)
     run = trainer._ready()
-    whole = run.data.windows
+    whole = run.data.iter_steps
 
     def spent(state: Any, sampling: Any) -> Iterator[Any]:
         for window in whole(state, sampling):
             if state.global_step == 14:
-                run.stopper.ask("the budget is spent")
+                run.stopper.request("the budget is spent")
                 return
             yield window
 
-    monkeypatch.setattr(run.data, "windows", spent)
+    monkeypatch.setattr(run.data, "iter_steps", spent)
     for _ in range(2):
         trainer.train()
         assert (trainer.stop_reason, trainer.global_steps_finished) == ("the budget is spent", 14)
@@ -305,8 +305,8 @@ def test_nothing_is_looked_at_between_the_steps_while_nobody_asks(tmp_path: Path
     trainer = ts.Trainer(module, arguments(tmp_path, train_batch_size=4, log_every=100))
     run = trainer._ready()
     looks = []
-    attend = run._attend
-    monkeypatch.setattr(run, "_attend", lambda *args: (looks.append(run.state.global_step), attend(*args)))
+    attend = run._on_due
+    monkeypatch.setattr(run, "_on_due", lambda *args: (looks.append(run.state.global_step), attend(*args)))
     trainer.train()
 
     assert looks == [100, 200, 300, 400, 500]
@@ -435,13 +435,13 @@ def test_keeping_it_cannot_hang(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 def test_a_save_that_takes_long_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
-    grace = Grace(None, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10"})
+    grace = SaveTimeBudget(None, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10"})
     for seconds in (4.9, 5.1, 8.0):
-        grace.saved_in(seconds, RunLogger())
+        grace.record(seconds, RunLogger())
 
     assert [record.message[:30] for record in caplog.records] == ["saving a checkpoint took 5.1 s"]
-    assert Grace(None, {}).seconds == 30.0
-    assert Grace(90.0, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10"}).seconds == 90.0
+    assert SaveTimeBudget(None, {}).seconds == 30.0
+    assert SaveTimeBudget(90.0, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10"}).seconds == 90.0
 
 
 def test_the_trainer_measures_its_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

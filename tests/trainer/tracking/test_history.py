@@ -229,7 +229,7 @@ def stored(state: dict[str, Any]) -> Any:
     """`state` as a checkpoint gives it back: through JSON and the bytes of tensors."""
     encoder = StateEncoder()
     tree = json.loads(json.dumps(encoder.encode(state), allow_nan=False))
-    return StateDecoder(encoder.take_tensors()).decode(tree)
+    return StateDecoder(encoder.pop_tensors()).decode(tree)
 
 
 def state_of(**changes: Any) -> dict[str, Any]:

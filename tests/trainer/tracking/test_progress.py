@@ -63,8 +63,8 @@ def drive(display: ProgressDisplay, clock: Clock, steps: int, seconds: float) ->
     looks = 0
     for done in range(1, steps + 1):
         clock.now += seconds
-        if done >= display.next_look:
-            display.look(done, lambda: 0.5)
+        if done >= display.next_poll:
+            display.poll(done, lambda: 0.5)
             looks += 1
     return looks
 
@@ -73,8 +73,8 @@ def run_steps(display: ProgressDisplay, steps: int, loss: Callable[[], float | N
     done = 0
     while done < steps:
         done += 1
-        if done >= display.next_look:
-            display.look(done, loss)
+        if done >= display.next_poll:
+            display.poll(done, loss)
 
 
 # --- what a step costs
@@ -122,7 +122,7 @@ def test_very_short_steps_are_looked_at_every_128_so_that_a_slow_phase_is_notice
     display = SlowPainter(clock, 0.0)
     display.start_epoch(1, 1, 10_000, 0)
     assert drive(display, clock, 10_000, 1e-6) < 10_000 / 100
-    assert display.next_look <= 10_000 + 128
+    assert display.next_poll <= 10_000 + 128
 
 
 @pytest.mark.parametrize("cost", [0.0, 0.0005, 0.02, 0.5])
@@ -164,8 +164,8 @@ def test_the_loss_is_fetched_only_to_be_painted() -> None:
     display.start_epoch(1, 1, 5000, 0)
     for done in range(1, 5001):
         clock.now += 0.001
-        if done >= display.next_look:
-            display.look(done, fetch)
+        if done >= display.next_poll:
+            display.poll(done, fetch)
     assert fetched == len([loss for _, loss in display.paints if loss == 1.5])
     assert fetched <= 26
 
@@ -181,7 +181,7 @@ def test_an_error_in_fetching_the_loss_is_not_swallowed() -> None:
         raise ValueError("device lost")
 
     with pytest.raises(ValueError, match="device lost"):
-        painter.look(1, fetch)
+        painter.poll(1, fetch)
     display.close()
 
 
@@ -192,15 +192,15 @@ def test_validation_in_the_middle_of_an_epoch_returns_to_the_epoch() -> None:
     clock = Clock()
     display = SlowPainter(clock, 0.0)
     display.start_epoch(2, 3, 100, 40)
-    assert display.next_look == 41
-    display.look(41, lambda: None)
+    assert display.next_poll == 41
+    display.poll(41, lambda: None)
     display.start_validation("val", 5)
-    assert display.next_look == 1
+    assert display.next_poll == 1
     assert display.phase is not None
     assert (display.phase.label, display.phase.total) == ("validation val", 5)
     display.end_validation()
     assert display.phase is not None
-    assert (display.phase.label, display.phase.done, display.next_look) == ("epoch 2/3", 41, 42)
+    assert (display.phase.label, display.phase.done, display.next_poll) == ("epoch 2/3", 41, 42)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -209,10 +209,10 @@ def test_validation_alone_and_closing_twice_are_fine(kind: str) -> None:
     display.start_validation("val", None)
     run_steps(display, 3, lambda: None)
     display.end_validation()
-    assert display.next_look == NEVER
+    assert display.next_poll == NEVER
     display.close()
     display.close()
-    assert display.next_look == NEVER
+    assert display.next_poll == NEVER
 
 
 # --- plain lines
@@ -325,13 +325,13 @@ def test_a_display_falls_silent_when_its_terminal_is_gone(kind: str, error: Exce
     if isinstance(display, PacedProgress):
         assert display.phase is not None
         display.paint(display.phase, 0.5)
-        display.look(3, lambda: 0.5)
-        assert display.next_look == NEVER
+        display.poll(3, lambda: 0.5)
+        assert display.next_poll == NEVER
     display.start_validation("val", 3)
     display.end_validation()
     display.end_epoch("epoch 1: loss 0.5")
     display.start_epoch(2, 2, 10, 0)
-    assert display.next_look == NEVER
+    assert display.next_poll == NEVER
     display.close()
 
 
@@ -358,7 +358,7 @@ def test_none_shows_nothing_and_a_wrong_kind_is_answered() -> None:
         display = build_progress(kind, stream)
         assert isinstance(display, NoProgress)
         display.start_epoch(1, 1, 5, 0)
-        assert display.next_look == NEVER
+        assert display.next_poll == NEVER
         display.end_epoch("summary")
         display.close()
     assert stream.getvalue() == ""

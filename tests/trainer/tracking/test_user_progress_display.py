@@ -15,25 +15,25 @@ from tests.helpers.modules import Classifier, train
 class Bells(ts.ProgressDisplay):
     """Rings at each step."""
 
-    next_look = 0
+    next_poll = 0
 
     def __init__(self) -> None:
         self.rung: list[Any] = []
 
     def start_epoch(self, epoch: int, epochs: int, total_steps: int | None, done: int) -> None:
         self.rung.append(f"epoch {epoch} of {epochs}")
-        self.next_look = 0
+        self.next_poll = 0
 
-    def look(self, done: int, loss: Callable[[], float | None]) -> None:
+    def poll(self, done: int, loss: Callable[[], float | None]) -> None:
         self.rung.append(done)
-        self.next_look = done + 1
+        self.next_poll = done + 1
 
     def end_epoch(self, summary: str = "") -> None:
-        self.next_look = 1 << 62
+        self.next_poll = 1 << 62
 
     def start_validation(self, key: str, total: int | None) -> None:
         self.rung.append(key)
-        self.next_look = 1 << 62
+        self.next_poll = 1 << 62
 
     def end_validation(self) -> None: ...
 

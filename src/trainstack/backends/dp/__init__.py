@@ -10,7 +10,7 @@ epsilon is computed.
 
 from typing import TYPE_CHECKING
 
-from trainstack._lazy import lazily
+from trainstack._lazy import lazy_imports
 
 if TYPE_CHECKING:
     from trainstack.backends.dp.accounting import calibrate_noise, delta_of, epsilon_of, steps_within
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainstack.backends.dp.statement import private_statement
     from trainstack.backends.privacy_statement import PrivacyStatement, no_guarantee
 
-__getattr__ = lazily(
+__getattr__ = lazy_imports(
     __name__,
     {
         **{

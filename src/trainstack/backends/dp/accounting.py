@@ -23,7 +23,7 @@ _SMALL_TARGET = 0.1
 """Below it Renyi accounting no longer tells a wrong noise from a right one, and prv takes seconds each time."""
 
 
-def merged(history: Iterable[Sequence[float]]) -> list[Entry]:
+def merge_steps(history: Iterable[Sequence[float]]) -> list[Entry]:
     """`history` with the steps of equal sigma and q added up, in the order of their first appearance, checked.
 
     Raises:
@@ -56,7 +56,7 @@ def epsilon_of(
     """
     check_delta(delta)
     _check_accountant(accountant)
-    spent = [entry for entry in merged(history) if entry[1] > 0 and entry[2] > 0]
+    spent = [entry for entry in merge_steps(history) if entry[1] > 0 and entry[2] > 0]
     if not spent:
         return 0.0
     if any(sigma < NO_NOISE for sigma, _, _ in spent):
@@ -79,7 +79,7 @@ def delta_of(
     Returns:
         1.0 where nothing below one half will do, and 1e-30 where less would do.
     """
-    history = merged(history)
+    history = merge_steps(history)
     low, high = math.log(1e-30), math.log(0.5)
     if epsilon_of(history, math.exp(high), accountant, eps_error=eps_error) > epsilon:
         return 1.0
@@ -163,7 +163,7 @@ def steps_within(
     """
     check_target("max_epsilon", max_epsilon)
     check_mechanism(sigma, q, at_most)
-    before = merged(history)
+    before = merge_steps(history)
 
     def fits(steps: int, kind: str = accountant) -> bool:
         entries = [*before, (sigma, q, steps)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from trainstack._keywords import NamesFields
+from trainstack._keywords import SuggestsNames
 from trainstack.backends.dp.accounting import (
     ACCOUNTANTS,
     calibrate_noise,
@@ -28,7 +28,7 @@ _FLAGS = ("secure", "log_train_loss", "allow_plan_change")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DifferentialPrivacyArguments(metaclass=NamesFields):
+class DifferentialPrivacyArguments(metaclass=SuggestsNames):
     """How a private run clips, how much noise it adds, and what it may spend. All of it is public.
 
     Attributes:
@@ -60,7 +60,7 @@ class DifferentialPrivacyArguments(metaclass=NamesFields):
         ConfigurationError: a value is wrong, or two contradict each other.
     """
 
-    ELSEWHERE: ClassVar = {
+    ALIASES: ClassVar = {
         "epsilon": "target_epsilon",
         "target_delta": "delta",
         "max_grad_norm": "per_sample_max_grad_norm",

@@ -7,17 +7,17 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from trainstack.backends.dp.accounting import epsilon_of, merged, steps_within
+from trainstack.backends.dp.accounting import epsilon_of, merge_steps, steps_within
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan
 from trainstack.backends.dp.epsilon import Entry
 from trainstack.backends.dp.ledger import BLOCK, SpendLedger
-from trainstack.backends.privacy_statement import rounded_up
+from trainstack.backends.privacy_statement import round_up
 from trainstack.errors import CheckpointMismatchError, PrivacyBudgetError, PrivacyLedgerError
 
 _log = logging.getLogger("trainstack")
 
 _FIXED = ("noise_multiplier", "sample_rate", "delta")
-"""What makes the mechanism: a checkpoint of another one is not gone on from by accident."""
+"""Parameters that must match on resume."""
 
 _STATE = ("run", "plan", "history", "overrides")
 
@@ -99,10 +99,10 @@ class Accountant:
         """How many of the next `steps` steps fit into the budget."""
         return steps if self.plan.max_epsilon is None else max(0, min(steps, self._left(steps)))
 
-    def why_over(self) -> str:
+    def exhausted_reason(self) -> str:
         """What the budget was and what was spent, when no further step fits."""
         return (
-            f"The privacy budget is spent: epsilon is {rounded_up(self.epsilon())} after {self.steps} steps, and one "
+            f"The privacy budget is spent: epsilon is {round_up(self.epsilon())} after {self.steps} steps, and one "
             f"more would exceed max_epsilon={self.plan.max_epsilon}. Keep the model as it is, or decide on a larger "
             "budget: max_epsilon=... in DifferentialPrivacyArguments."
         )
@@ -116,18 +116,18 @@ class Accountant:
         """
         plan, room = self.plan, self._room(1)
         if room < 1:
-            raise PrivacyBudgetError(self.why_over())
+            raise PrivacyBudgetError(self.exhausted_reason())
         if self._ledger is not None:
             self._ledger.charge(self.run, plan.noise_multiplier, plan.sample_rate, at_most=room)
-        self._counted = merged([*self._counted, (plan.noise_multiplier, plan.sample_rate, 1)])
+        self._counted = merge_steps([*self._counted, (plan.noise_multiplier, plan.sample_rate, 1)])
 
     def settle(self) -> None:
         """Hand back what the ledger recorded ahead: call it at checkpoints and at a clean end."""
         if self._ledger is not None:
             self._ledger.settle()
 
-    def start_afresh(self, *, again: bool) -> None:
-        """Begin without a checkpoint; `again` if earlier starts of this run may have ended before the first one.
+    def on_fresh_start(self, *, retry: bool) -> None:
+        """Begin without a checkpoint; `retry` if earlier starts of this run may have ended before the first one.
 
         Then the steps of the run that the ledger saw last are this run's: nothing was saved of them, but somebody may
         have seen their results. Steps of other runs are not counted, and the log says so.
@@ -138,7 +138,7 @@ class Accountant:
         if self._ledger is None or not (runs := self._ledger.runs()):
             return
         path = self._ledger.path
-        if again:
+        if retry:
             self.run = next(iter(runs))
             _log.warning(
                 "there is no checkpoint to go on from, but the privacy ledger %s has %d steps of earlier starts, which "
@@ -177,14 +177,14 @@ class Accountant:
                 "that a private run has written, or begin afresh with the model alone if it never saw private data."
             )
         self._compare_plan(state["plan"])
-        history = merged(state["history"])
+        history = merge_steps(state["history"])
         overrides = tuple(dict.fromkeys((*self.overrides, *map(str, state["overrides"]))))
         run = str(state["run"])
         if self._ledger is not None and (missing := _beyond(self._ledger.spent(run), history)):
             self._accept_missing(self._ledger, run, missing, history)
             overrides = tuple(dict.fromkeys((*overrides, NO_LEDGER)))
         self.run, self.overrides, self._counted = run, overrides, history
-        self._tell_what_was_lost(history)
+        self._warn_of_lost_steps(history)
 
     def _compare_plan(self, earlier: Mapping[str, Any]) -> None:
         changed = [
@@ -209,7 +209,7 @@ class Accountant:
             )
         ledger.carry(run, missing)
 
-    def _tell_what_was_lost(self, history: list[Entry]) -> None:
+    def _warn_of_lost_steps(self, history: list[Entry]) -> None:
         lost = self.steps - sum(steps for _, _, steps in history)
         if lost:
             _log.warning(

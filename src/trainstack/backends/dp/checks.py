@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, check_delta_for, sampling_rate
 from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.base import GradientMode, Run, rows_of
-from trainstack.backends.dp.modes.probing import Plain, undisturbed
+from trainstack.backends.dp.modes.probing import NoAutocast, deterministic_forward
 from trainstack.backends.dp.sampling import check_records
 from trainstack.backends.dp.torch_names import BATCH_NORMS, INSTANCE_NORMS, pytree
 from trainstack.backends.single_process import move_to_device
@@ -27,12 +27,12 @@ from trainstack.backends.workload import TrainingSet, Workload
 from trainstack.errors import ConfigurationError
 
 
-def impossible(work: Workload, args: DifferentialPrivacyArguments) -> list[str]:
+def setup_problems(work: Workload, args: DifferentialPrivacyArguments) -> list[str]:
     """Why a private run cannot even be begun; empty if it can."""
     return [*_about_data(work.data, args), *_about_parameters(work)]
 
 
-def unsafe(work: Workload) -> list[str]:
+def static_problems(work: Workload) -> list[str]:
     """What can be seen to break the guarantee without running the module; empty if nothing is."""
     return [*_about_modules(work.module), *_about_clipping(work)]
 
@@ -75,14 +75,17 @@ def _about_parameters(work: Workload) -> Iterator[str]:
             holders[key] = holders.get(key, 0) + 1
     twice = [names.get(key, "?") for key, count in holders.items() if count > 1]
     if twice:
-        yield f"{_listed(twice)}: in more than one optimizer, so released twice. Give each parameter to one optimizer."
+        yield (
+            f"{_format_names(twice)}: in more than one optimizer, so released twice. Give each parameter to one "
+            "optimizer."
+        )
     loose = [names[id(p)] for p in work.parameters if p.requires_grad and id(p) not in holders]
     if loose:
         yield (
-            f"{_listed(loose)}: trainable, but in no optimizer. Give them to an optimizer, or freeze them: "
+            f"{_format_names(loose)}: trainable, but in no optimizer. Give them to an optimizer, or freeze them: "
             "requires_grad_(False)."
         )
-    foreign = sum(id(p) not in names for p in work.trained)
+    foreign = sum(id(p) not in names for p in work.optimized_params)
     if foreign:
         yield (
             f"{foreign} parameters of the optimizers are not parameters of the module. Make the optimizer from "
@@ -92,13 +95,16 @@ def _about_parameters(work: Workload) -> Iterator[str]:
 
 
 def _about_shapes_and_dtypes(work: Workload, names: Mapping[int, str]) -> Iterator[str]:
-    for p in work.trained:
+    for p in work.optimized_params:
         name = names.get(id(p), "?")
         if isinstance(p, UninitializedParameter):
             yield f"{name}: has no shape yet. Run the module once on a batch before training."
-    coarse = [p for p in work.trained if p.dtype not in (torch.float32, torch.float64)]
+    coarse = [p for p in work.optimized_params if p.dtype not in (torch.float32, torch.float64)]
     if coarse:
-        which, dtypes = _listed(names.get(id(p), "?") for p in coarse), _listed({str(p.dtype) for p in coarse})
+        which, dtypes = (
+            _format_names(names.get(id(p), "?") for p in coarse),
+            _format_names({str(p.dtype) for p in coarse}),
+        )
         yield (
             f"{which}: {dtypes} is too coarse for clipping and noise. Keep parameters in float32; half precision is "
             "what backend='sp-dp-bf16' is for."
@@ -143,7 +149,7 @@ def _about_clipping(work: Workload) -> Iterator[str]:
         )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     names = sorted(names)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
@@ -153,7 +159,7 @@ _LOOKED_AT, _SECONDS = 300, 1.0
 """How many records are loaded to choose among, and how long that may take."""
 
 
-def probe_records(data: TrainingSet, count: int = _RECORDS) -> Tensor:
+def choose_probe_records(data: TrainingSet, count: int = _RECORDS) -> Tensor:
     """Some records: indices, int64.
 
     Some hundreds, drawn by the operating system, are loaded one by one. The longest of them is taken, the shortest, and
@@ -230,16 +236,16 @@ def neighbour_problems(mode: GradientMode, run: Run, data: TrainingSet, index: T
     """What the neighbour probe finds on the records `index`, in sentences; nothing if each has a bounded influence."""
     clipper = mode.clipper
     try:
-        in_full = _Summing(mode, lambda model, batch: run(Plain(model), batch), data)
-        yield from _problems(_Summing(mode, run, data), in_full, index)
+        in_full = _ClippedSum(mode, lambda model, batch: run(NoAutocast(model), batch), data)
+        yield from _problems(_ClippedSum(mode, run, data), in_full, index)
     finally:
-        mode.take()
+        mode.pop_sums()
         mode.clipper = clipper
 
 
-def _problems(sum_of: _Summing, in_full: _Summing, index: Tensor) -> Iterator[str]:
+def _problems(sum_of: _ClippedSum, in_full: _ClippedSum, index: Tensor) -> Iterator[str]:
     alone = torch.stack([in_full(index[i : i + 1], _NO_LIMIT) for i in range(len(index))])
-    limit = _limit_that_clips(alone)
+    limit = _probe_clipping_norm(alone)
     if limit == 0.0:
         yield (
             "no record has a gradient by itself: the loss is nan or inf, or it only compares records with each other. "
@@ -264,13 +270,13 @@ def _problems(sum_of: _Summing, in_full: _Summing, index: Tensor) -> Iterator[st
         )
 
 
-def _limit_that_clips(gradients: Tensor) -> float:
+def _probe_clipping_norm(gradients: Tensor) -> float:
     """A hundredth of the shortest gradient among the records that have one."""
     norms = gradients.norm(dim=1)
     return min((float(norm) for norm in norms if norm > 0), default=0.0) / 100
 
 
-class _Summing:
+class _ClippedSum:
     """The sum of clipped gradients of some records, as training would have it."""
 
     def __init__(self, mode: GradientMode, run: Run, data: TrainingSet) -> None:
@@ -280,11 +286,11 @@ class _Summing:
         self._mode.clipper = FlatClipper(limit)
         batch = move_to_device(self._data.fetch(index), self._mode.trained[0].device)
         check_records(batch, len(index))
-        with undisturbed(self._mode.module) as states:
+        with deterministic_forward(self._mode.module) as states:
             if self._mode.one_by_one:
                 for i in range(len(index)):
                     states.restore()  # with the same random numbers, however many records come before it
                     self._mode.add(self._run, rows_of(batch, len(index), slice(i, i + 1)), 1)
             else:
                 self._mode.add(self._run, batch, len(index))
-        return torch.cat([part.flatten() for part in self._mode.take()])
+        return torch.cat([part.flatten() for part in self._mode.pop_sums()])

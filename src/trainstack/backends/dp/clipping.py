@@ -131,7 +131,7 @@ class AdaptiveClipper(FlatClipper):
         super().__init__(limit)
         self.counts = torch.zeros(())
 
-    def take_counts(self) -> Tensor:
+    def pop_counts(self) -> Tensor:
         """`counts`, which begin at zero again."""
         counts, self.counts = self.counts, torch.zeros(())
         return counts

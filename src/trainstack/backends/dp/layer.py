@@ -51,7 +51,7 @@ class DP(AbstractTrainerBackendDecorator):
     private: ClassVar[bool] = True
     bounds_gradients: ClassVar[bool] = True
     configured_by: ClassVar[Mapping[type, str]] = {DifferentialPrivacyArguments: "args"}
-    state_must_survive: ClassVar[bool] = True
+    requires_state: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class DP(AbstractTrainerBackendDecorator):
     def _make_mechanism(self, work: Workload, args: DifferentialPrivacyArguments) -> Mechanism:
         from trainstack.backends.dp.setup import make_mechanism
 
-        ledger = self._ledger or (work.folder and work.folder / "privacy-ledger.jsonl")
+        ledger = self._ledger or (work.run_dir and work.run_dir / "privacy-ledger.jsonl")
         return make_mechanism(work, args, ledger, lambda model, batch: self._run(work, model, batch, step=1))
 
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
@@ -100,16 +100,16 @@ class DP(AbstractTrainerBackendDecorator):
         """Charge the step, then release the noisy mean of the clipped gradients; returns its norm."""
         return self._ready.release(work)
 
-    def start_afresh(self, *, again: bool) -> None:
-        self._ready.start_afresh(again=again)
-        self.inner.start_afresh(again=again)
+    def on_fresh_start(self, *, retry: bool) -> None:
+        self._ready.on_fresh_start(retry=retry)
+        self.inner.on_fresh_start(retry=retry)
 
     @property
     def sampling(self) -> Sampling | None:
         return None if self._mechanism is None else self._mechanism.sampling
 
     @property
-    def stated_records(self) -> int | None:
+    def public_dataset_size(self) -> int | None:
         return None if self._args is None else self._args.dataset_size
 
     @property

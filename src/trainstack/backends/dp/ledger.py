@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from trainstack._files import make_directories, sync_directory
-from trainstack.backends.dp.accounting import merged
+from trainstack.backends.dp.accounting import merge_steps
 from trainstack.backends.dp.epsilon import Entry
 from trainstack.errors import PrivacyLedgerError
 
@@ -179,9 +179,9 @@ class SpendLedger:
             PrivacyLedgerError: the file is damaged or has become shorter.
         """
         self._note(self._file.read_new())
-        self._forget_the_block_of_a_parent()
+        self._discard_block_after_fork()
         recorded = self._recorded.get(run, Counter())
-        return merged(
+        return merge_steps(
             [(sigma, q, steps - self._unused[run, sigma, q]) for (sigma, q), steps in recorded.items() if steps]
         )
 
@@ -196,7 +196,7 @@ class SpendLedger:
 
     def reserved(self, run: str, sigma: float, q: float) -> int:
         """How many steps of `run` this process has recorded ahead and may take without looking at the file."""
-        self._forget_the_block_of_a_parent()
+        self._discard_block_after_fork()
         return self._unused[run, float(sigma), float(q)]
 
     def charge(self, run: str, sigma: float, q: float, *, at_most: int = BLOCK) -> None:
@@ -205,7 +205,7 @@ class SpendLedger:
         Raises:
             PrivacyLedgerError: it cannot be recorded; the step must not be taken.
         """
-        self._forget_the_block_of_a_parent()
+        self._discard_block_after_fork()
         key = (run, float(sigma), float(q))
         if self._unused[key] == 0:
             ahead = max(1, min(self._block, at_most))
@@ -219,7 +219,7 @@ class SpendLedger:
         Raises:
             PrivacyLedgerError: it cannot be recorded; then those steps stay spent.
         """
-        self._forget_the_block_of_a_parent()
+        self._discard_block_after_fork()
         while self._unused:
             key, steps = self._unused.popitem()  # first: a crash in between must not leave them both free and usable
             if steps:
@@ -246,7 +246,7 @@ class SpendLedger:
             except (KeyError, TypeError, ValueError) as error:
                 raise PrivacyLedgerError(f"{self.path} is not a privacy ledger: it holds {record}.") from error
 
-    def _forget_the_block_of_a_parent(self) -> None:
+    def _discard_block_after_fork(self) -> None:
         """A forked process may not take the steps that its parent recorded for itself."""
         if os.getpid() != self._process:
             self._process = os.getpid()

@@ -13,7 +13,7 @@ from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.budget import Accountant
 from trainstack.backends.dp.clipping import AdaptiveClipper
 from trainstack.backends.dp.modes.base import GradientMode, Run
-from trainstack.backends.dp.modes.probing import Watch
+from trainstack.backends.dp.modes.probing import WriteDetector
 from trainstack.backends.dp.randomness import Randomness
 from trainstack.backends.dp.sampling import count_records
 from trainstack.backends.dp.statement import private_statement
@@ -49,7 +49,7 @@ class Mechanism:
         self.args, self.accountant, self.mode, self.sampling = args, accountant, mode, sampling
         self._randomness, self._world = randomness, world
         self._released = 0
-        self._watch = Watch(mode.module)
+        self._write_detector = WriteDetector(mode.module)
 
     def add(self, run: Run, batch: Any) -> Any:
         """Add a micro-batch to the step under way; returns what `train_step` returned, without its graph.
@@ -58,9 +58,9 @@ class Mechanism:
             PrivacyError: `train_step` wrote into a parameter or buffer, which thereby learns without noise.
         """
         batch = move_to_device(batch, self._world.device)
-        self._watch.begin()
+        self._write_detector.begin()
         outputs = self.mode.add(run, batch, count_records(batch))
-        changed = self._watch.changed()
+        changed = self._write_detector.changed()
         if changed is not None:
             raise PrivacyError(
                 f"{changed} changes in a forward pass: it would learn from records without clipping and noise. Let "
@@ -70,9 +70,9 @@ class Mechanism:
 
     def discard(self) -> None:
         """Forget what a step that was broken off has added up: a record would count twice in the next one."""
-        self.mode.take()
+        self.mode.pop_sums()
         if isinstance(self.mode.clipper, AdaptiveClipper):
-            self.mode.clipper.take_counts()
+            self.mode.clipper.pop_counts()
 
     def release(self, work: Workload) -> Tensor:
         """End the step: charge it, add noise to the sum over all processes, and set the gradients.
@@ -86,18 +86,18 @@ class Mechanism:
         self.check_parameters(work)
         self.accountant.charge()
         self._released += 1
-        sums = self.mode.take()
+        sums = self.mode.pop_sums()
         clipper = self.mode.clipper
         adaptive = clipper if isinstance(clipper, AdaptiveClipper) else None
-        counts = [] if adaptive is None else [adaptive.take_counts().to(sums[0].device).reshape(1)]
+        counts = [] if adaptive is None else [adaptive.pop_counts().to(sums[0].device).reshape(1)]
         flat = torch.cat([part.flatten() for part in sums] + counts)
         if self._world.is_main:
             flat += self._noise(len(flat), adaptive, flat.device)
-        self._world.comm.add_up(flat)
+        self._world.comm.all_reduce_(flat)
         flat /= self.accountant.plan.expected_batch_size
         gradient = flat if adaptive is None else flat[:-1]
         parts = torch.split(gradient, [part.numel() for part in sums])
-        for parameter in work.trained:
+        for parameter in work.optimized_params:
             parameter.grad = None  # nothing but what is released here may reach an optimizer
         for parameter, part in zip(self.mode.trained, parts, strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
@@ -136,7 +136,7 @@ class Mechanism:
             PrivacyError: it is not.
         """
         mine = {id(p) for p in self.mode.trained}
-        if any({id(p) for p in ps if p.requires_grad} != mine for ps in (work.trained, work.parameters)):
+        if any({id(p) for p in ps if p.requires_grad} != mine for ps in (work.optimized_params, work.parameters)):
             raise PrivacyError(
                 "the parameters that are trained have changed since training was made ready, so their gradients are "
                 "not those that are clipped. Freeze and unfreeze before the Trainer runs, or train each phase with a "
@@ -166,9 +166,9 @@ class Mechanism:
         if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
             self.mode.clipper.limit = float(state["clipping_norm"])
 
-    def start_afresh(self, *, again: bool) -> None:
-        """Begin without a checkpoint; the steps of earlier starts count if this is one of them `again`."""
-        self._account(lambda: self.accountant.start_afresh(again=again))
+    def on_fresh_start(self, *, retry: bool) -> None:
+        """Begin without a checkpoint; the steps of earlier starts count if this is one of them `retry`."""
+        self._account(lambda: self.accountant.on_fresh_start(retry=retry))
 
     def _account(self, look: Callable[[], None]) -> None:
         """Let the main process, which has the ledger, `look` into it; the others follow."""
@@ -178,8 +178,8 @@ class Mechanism:
                 look()
             except Exception as error:
                 failure = error
-        comm.agree(failure, "reading the privacy account")
-        spent = comm.share(self.accountant.get_state())
+        comm.raise_if_any(failure, "reading the privacy account")
+        spent = comm.broadcast_object(self.accountant.get_state())
         if not self._world.is_main:
             self.accountant.update_state(spent)
 

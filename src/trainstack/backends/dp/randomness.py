@@ -21,10 +21,10 @@ class Randomness(ABC):
     """Where masks and noise come from.
 
     Attributes:
-        everywhere_alike: whether all processes draw the same masks.
+        same_on_all_ranks: whether all processes draw the same masks.
     """
 
-    everywhere_alike = True
+    same_on_all_ranks = True
 
     def begin(self) -> None:  # noqa: B027 - most keep nothing from step to step
         """Steps are going to be drawn from here on, on all processes; those drawn ahead before were not made."""
@@ -67,19 +67,19 @@ class SeededRandomness(Randomness):
         self._times_begun += 1
 
     def mask(self, step: int, records: int, rate: float) -> Tensor:
-        self._refuse_forked()
+        self._check_not_forked()
         stream = np.random.Philox(key=self._mask_key, counter=[0, 0, step, self._times_begun])
         return _chosen(np.random.Generator(stream).random(records) < rate)
 
     def normal(self, step: int, count: int, device: torch.device) -> Tensor:
-        self._refuse_forked()
+        self._check_not_forked()
         if device.type == "cpu":
             return torch.from_numpy(self._host.standard_normal(count)).float()
         if device not in self._noise:
             self._noise[device] = torch.Generator(device).manual_seed(secrets.randbits(64))
         return torch.randn(count, generator=self._noise[device], device=device, dtype=torch.float32)
 
-    def _refuse_forked(self) -> None:
+    def _check_not_forked(self) -> None:
         if os.getpid() != self._process:
             raise PrivacyError(
                 "a private run goes on in a forked process: it would have the same noise as its parent's, and two runs "
@@ -94,7 +94,7 @@ class SystemRandomness(Randomness):
     floating-point numbers (Holohan and Braghin: Secure Random Sampling in Differential Privacy, 2021).
     """
 
-    everywhere_alike = False
+    same_on_all_ranks = False
 
     def mask(self, step: int, records: int, rate: float) -> Tensor:
         return _chosen(_uniform(records) < rate)

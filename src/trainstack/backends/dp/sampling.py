@@ -63,7 +63,7 @@ class PoissonSampling(Sampling):
         randomness: where the sample comes from. Where processes draw alike, they cut one sample; else each draws
             among the records that are its own, which is the same law.
         steps_allowed: how many of so many next steps the budget allows, as the main process knows it.
-        why_over: why it allows no more.
+        exhausted_reason: why it allows no more.
         discard: forgets what a step that was broken off has added up.
     """
 
@@ -75,30 +75,30 @@ class PoissonSampling(Sampling):
         world: World,
         randomness: Randomness,
         steps_allowed: Callable[[int], int],
-        why_over: Callable[[], str],
+        exhausted_reason: Callable[[], str],
         discard: Callable[[], None],
     ) -> None:
         self._records, self._rate, self._randomness = records, rate, randomness
         self._rank, self._size, self._comm = world.rank, world.size, world.comm
-        self._steps_allowed, self._why_over, self._discard = steps_allowed, why_over, discard
+        self._steps_allowed, self._exhausted_reason, self._discard = steps_allowed, exhausted_reason, discard
 
     def begin(self) -> None:
         self._randomness.begin()
         self._discard()
 
     def draw(self, step: int) -> Draw:
-        if self._randomness.everywhere_alike or self._size == 1:
+        if self._randomness.same_on_all_ranks or self._size == 1:
             chosen = self._randomness.mask(step, self._records, self._rate)
-            return Draw(mine=chosen[self._rank :: self._size], total=float(len(chosen)))
+            return Draw(local=chosen[self._rank :: self._size], total=float(len(chosen)))
         own = len(range(self._rank, self._records, self._size))
         mine = self._randomness.mask(step, own, self._rate) * self._size + self._rank
-        return Draw(mine=mine, total=self._records * self._rate)
+        return Draw(local=mine, total=self._records * self._rate)
 
     def check(self, batch: Any, records: int) -> None:
         check_records(batch, records)
 
     def steps_allowed(self, steps: int) -> int:
-        return int(self._comm.share(self._steps_allowed(steps)))
+        return int(self._comm.broadcast_object(self._steps_allowed(steps)))
 
-    def why_over(self) -> str:
-        return self._why_over()
+    def exhausted_reason(self) -> str:
+        return self._exhausted_reason()

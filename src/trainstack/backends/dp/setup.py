@@ -10,7 +10,7 @@ from torch import nn
 
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan, plan_privacy
 from trainstack.backends.dp.budget import Accountant
-from trainstack.backends.dp.checks import impossible, neighbour_problems, probe_records, unsafe
+from trainstack.backends.dp.checks import choose_probe_records, neighbour_problems, setup_problems, static_problems
 from trainstack.backends.dp.clipping import (
     AdaptiveClipper,
     AutomaticClipper,
@@ -45,18 +45,18 @@ def make_mechanism(
     Raises:
         PrivacyError: all reasons for which the promise could not be kept, each with what to write instead.
     """
-    faults, seen = impossible(work, args), unsafe(work)
+    faults, seen = setup_problems(work, args), static_problems(work)
     if faults or (seen and args.on_unsafe == "error"):
-        raise PrivacyError(_told([*faults, *seen]))
+        raise PrivacyError(_refusal_message([*faults, *seen]))
     assert work.data is not None
     comm = work.world.comm
     plan = _plan(work.data, args)
     _agree_on(comm, work, plan, args)
-    _share_weights(comm, work.module)
+    _broadcast_weights(comm, work.module)
     mode, found = _mode(work, work.data, args, run)
     if found and args.on_unsafe == "error":
         mode.close()
-        raise PrivacyError(_told(found))
+        raise PrivacyError(_refusal_message(found))
     book = SpendLedger(ledger) if ledger is not None and work.world.is_main else None
     accountant = Accountant(plan, args, book)
     accountant.overrides = (*seen, *found, *((SEEDED,) if args.debug_seed is not None else ()))
@@ -67,7 +67,7 @@ def make_mechanism(
         world=work.world,
         randomness=randomness,
         steps_allowed=accountant.steps_allowed,
-        why_over=accountant.why_over,
+        exhausted_reason=accountant.exhausted_reason,
         discard=lambda: mechanism.discard(),
     )
     mechanism = Mechanism(
@@ -84,11 +84,11 @@ def _plan(data: TrainingSet, args: DifferentialPrivacyArguments) -> PrivacyPlan:
             args, expected_batch_size=data.global_batch, dataset_size=data.length, steps=data.total_steps
         )
     except ConfigurationError as error:
-        raise PrivacyError(_told([str(error)])) from error
+        raise PrivacyError(_refusal_message([str(error)])) from error
     counted = args.count_noise_multiplier
     if counted is not None and plan.noise_multiplier >= 2 * counted:
         raise PrivacyError(
-            _told(
+            _refusal_message(
                 [
                     f"count_noise_multiplier={counted}: the count of unclipped records would spend more than the whole "
                     f"step, whose noise multiplier is {plan.noise_multiplier:.4g}. Write more than "
@@ -103,19 +103,19 @@ def _mode(
     work: Workload, data: TrainingSet, args: DifferentialPrivacyArguments, run: Run
 ) -> tuple[GradientMode, list[str]]:
     """How gradients are taken, and what the neighbour probe has against it."""
-    trained = tuple(p for p in work.trained if p.requires_grad)
+    trained = tuple(p for p in work.optimized_params if p.requires_grad)
     names = {id(p): name for name, p in work.module.named_parameters()}
     was_training = {part: part.training for part in work.module.modules()}
     work.module.train()
     try:
         clipper = _clipper(args, [names[id(p)] for p in trained])
-        index = work.world.comm.share(probe_records(data) if work.world.is_main else None)
+        index = work.world.comm.broadcast_object(choose_probe_records(data) if work.world.is_main else None)
         batch = move_to_device(data.fetch(index), work.world.device)
         check_records(batch, len(index))
         mode = choose_mode(args.grad_mode, work.module, trained, clipper, run, batch, len(index))
         return mode, list(neighbour_problems(mode, run, data, index))
     except ConfigurationError as error:
-        raise PrivacyError(_told([str(error)])) from error
+        raise PrivacyError(_refusal_message([str(error)])) from error
     finally:
         for part, training in was_training.items():
             part.training = training
@@ -135,7 +135,7 @@ def _randomness(args: DifferentialPrivacyArguments, comm: Communicator) -> Rando
         return DebugRandomness(args.debug_seed)
     if args.secure:
         return SystemRandomness()
-    return SeededRandomness(comm.share(secrets.randbits(128)))
+    return SeededRandomness(comm.broadcast_object(secrets.randbits(128)))
 
 
 def _agree_on(comm: Communicator, work: Workload, plan: PrivacyPlan, args: DifferentialPrivacyArguments) -> None:
@@ -151,12 +151,12 @@ def _agree_on(comm: Communicator, work: Workload, plan: PrivacyPlan, args: Diffe
             )
 
 
-def _share_weights(comm: Communicator, module: nn.Module) -> None:
+def _broadcast_weights(comm: Communicator, module: nn.Module) -> None:
     if comm.size > 1:
         for tensor in (*module.parameters(), *module.buffers()):
-            comm.take_from_main(tensor.data)
+            comm.broadcast_(tensor.data)
 
 
-def _told(reasons: list[str]) -> str:
+def _refusal_message(reasons: list[str]) -> str:
     head = "private training is refused, for what it promises would not hold:"
     return "\n".join([head, *(f"- {reason}" for reason in reasons)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from trainstack.backends.dp.accounting import epsilon_of, merged
+from trainstack.backends.dp.accounting import epsilon_of, merge_steps
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan
 from trainstack.backends.dp.epsilon import Entry, fixed_order_epsilon, opacus_version
 from trainstack.backends.privacy_statement import PrivacyStatement
@@ -42,7 +42,7 @@ def private_statement(
         world_size: processes.
         overrides: every other reason for which the guarantee does not hold.
     """
-    entries = tuple(merged(history))
+    entries = tuple(merge_steps(history))
     epsilon = epsilon_of(entries, plan.delta, plan.accountant, eps_error=plan.eps_error)
     reasons = list(dict.fromkeys((*overrides, *_reasons(args, epsilon))))
     return PrivacyStatement(

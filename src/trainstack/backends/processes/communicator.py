@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from trainstack.backends.processes.watchdog import Lookout
+from trainstack.backends.processes.watchdog import PeerWatchdog
 from trainstack.errors import PeerError
 
 
@@ -35,11 +35,11 @@ class Communicator:
         """Each of `values` summed over the processes, in float64 and in the order of the ranks."""
         return [sum(column) for column in zip(*self.gather(list(values)), strict=True)]
 
-    def share(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """The value of rank 0, on every process."""
         return value
 
-    def share_rows(self, rows: Tensor, counts: Sequence[int], chunk: int | None = None) -> Tensor:
+    def all_gather_rows(self, rows: Tensor, counts: Sequence[int], chunk: int | None = None) -> Tensor:
         """All processes' rows, one below the other in the order of the ranks.
 
         Args:
@@ -49,13 +49,13 @@ class Communicator:
         """
         return rows
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce_(self, tensor: Tensor) -> None:
         """Replace `tensor` in place by its sum over the processes; on the device on which gradients are."""
 
-    def take_from_main(self, tensor: Tensor) -> None:
+    def broadcast_(self, tensor: Tensor) -> None:
         """Replace `tensor` in place by that of rank 0; on the device on which gradients are."""
 
-    def agree(self, error: BaseException | None, doing: str) -> None:
+    def raise_if_any(self, error: BaseException | None, doing: str) -> None:
         """Go on together or stop together.
 
         Args:
@@ -73,14 +73,14 @@ class Communicator:
             if text is not None:
                 raise PeerError(f"{doing} failed on rank {rank}, so all processes stop. There: {text}")
 
-    def post(self, name: str, text: str) -> None:
+    def put(self, name: str, text: str) -> None:
         """Leave `text` under `name` for the other processes; nobody waits."""
 
-    def posted(self, names: Sequence[str]) -> list[str] | None:
+    def get_if_all(self, names: Sequence[str]) -> list[str] | None:
         """The texts under `names` once all of them are there, else None; nobody waits."""
         return None
 
-    def together(self, where: Callable[[], str]) -> AbstractContextManager[None]:
+    def fail_together(self, where: Callable[[], str]) -> AbstractContextManager[None]:
         """A context around what all processes do together: when one of them fails in it, all do, and say why.
 
         It may stand within another one, and does nothing there.
@@ -107,23 +107,23 @@ class GroupCommunicator(Communicator):
     def __init__(self, group: dist.ProcessGroup, store: Store, groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self._group, self._groups = group, tuple(groups)
         self._for_gradients = groups[0] if groups else group
-        self._lookout: Lookout | None = None
-        self._lookouts = self._heeded = 0
+        self._watchdog: PeerWatchdog | None = None
+        self._num_watchdogs = self._acknowledged = 0
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        # A group may serve one run after another. A connection of its own waits for nobody who waits on the store.
-        self._store = PrefixStore(f"trainstack/run/{self.share(uuid.uuid4().hex)}", store.clone())  # type: ignore[attr-defined]  # missing in the stubs
+        # A group may serve several runs. Use a separate connection: a blocking wait on the shared one would stall us.
+        self._store = PrefixStore(f"trainstack/run/{self.broadcast_object(uuid.uuid4().hex)}", store.clone())  # type: ignore[attr-defined]  # missing in the stubs
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def share(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         box = [value]
         dist.broadcast_object_list(box, group=self._group, group_src=0)
         return box[0]
 
-    def share_rows(self, rows: Tensor, counts: Sequence[int], chunk: int | None = None) -> Tensor:
+    def all_gather_rows(self, rows: Tensor, counts: Sequence[int], chunk: int | None = None) -> Tensor:
         whole = rows.new_empty((sum(counts), *rows.shape[1:]))
         begin = 0
         for rank, count in enumerate(counts):
@@ -135,42 +135,42 @@ class GroupCommunicator(Communicator):
             begin += count
         return whole
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce_(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self._for_gradients)
 
-    def take_from_main(self, tensor: Tensor) -> None:
+    def broadcast_(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, group=self._for_gradients, group_src=0)
 
-    def post(self, name: str, text: str) -> None:
+    def put(self, name: str, text: str) -> None:
         self._store.set(f"said/{name}", text)
 
-    def posted(self, names: Sequence[str]) -> list[str] | None:
+    def get_if_all(self, names: Sequence[str]) -> list[str] | None:
         keys = [f"said/{name}" for name in names]
         return [self._store.get(key).decode() for key in keys] if self._store.check(keys) else None
 
     @contextmanager
-    def together(self, where: Callable[[], str]) -> Iterator[None]:
-        if self.size == 1 or self._lookout is not None:
+    def fail_together(self, where: Callable[[], str]) -> Iterator[None]:
+        if self.size == 1 or self._watchdog is not None:
             yield
             return
-        self._lookouts += 1
-        self._lookout = lookout = Lookout(
-            self._store, self.rank, self.size, self._lookouts, self._heeded, where, self._cut
+        self._num_watchdogs += 1
+        self._watchdog = watchdog = PeerWatchdog(
+            self._store, self.rank, self.size, self._num_watchdogs, self._acknowledged, where, self._abort_collectives
         )
-        lookout.start()
+        watchdog.start()
         try:
             yield
         except BaseException as error:
-            origin = lookout.judge(error)
-            self._heeded = lookout.failed
+            origin = watchdog.resolve_error(error)
+            self._acknowledged = watchdog.failed
             if origin is error:
                 raise
             raise origin from error
         finally:
-            self._lookout = None
-            lookout.stop()
+            self._watchdog = None
+            watchdog.stop()
 
-    def _cut(self) -> None:
+    def _abort_collectives(self) -> None:
         """Make all collectives of our groups fail here, those under way in another thread included.
 
         gloo knows no way to abort, but a wait that has run out closes every connection of its group: so wait a moment

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from trainstack.backends.processes import slurm
 from trainstack.backends.processes.variables import Variables
 from trainstack.errors import ConfigurationError
-from trainstack.ranks import exchange, here
+from trainstack.ranks import exchange, host_identity
 
 Launcher = Literal["torchrun", "slurm", "openmpi", "explicit", "group"]
 LOOPBACK = "127.0.0.1"
@@ -21,7 +21,7 @@ _DEFAULT_PORT = 29500  # torchrun's, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ProcessInfo:
     """This process among all processes of the run.
 
     Args:
@@ -95,9 +95,9 @@ class DistributedTrainingArguments:
         _check(self.timeout_s > 0, f"timeout_s={self.timeout_s}: write a number of seconds above 0.")
 
 
-def find_place(
+def detect_process_info(
     environ: Mapping[str, str] | None = None, explicit: DistributedTrainingArguments | None = None
-) -> Place | None:
+) -> ProcessInfo | None:
     """The place that a launcher has given this process, or None where no launcher has.
 
     Explicit arguments first, then torchrun's variables, then those of Open MPI, then SLURM's. (Open MPI goes before
@@ -113,13 +113,13 @@ def find_place(
     """
     found = os.environ if environ is None else environ
     if explicit is not None:
-        return _explicit_place(explicit, Variables(found, "the arguments given"))
+        return _explicit_info(explicit, Variables(found, "the arguments given"))
     if found.get("RANK"):
-        return _torchrun_place(Variables(found, "torchrun"))
+        return _torchrun_info(Variables(found, "torchrun"))
     if found.get("OMPI_COMM_WORLD_RANK"):
-        return _openmpi_place(Variables(found, "Open MPI"))
+        return _openmpi_info(Variables(found, "Open MPI"))
     if slurm.started_by_srun(found):
-        return _slurm_place(Variables(found, "srun"))
+        return _slurm_info(Variables(found, "srun"))
     for name, alone in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         if (found.get(name) or alone) != alone:
             raise ConfigurationError(
@@ -129,8 +129,9 @@ def find_place(
     return None
 
 
-def launched_size(environ: Mapping[str, str]) -> int:
-    """How many processes the launcher of this one has started; 1 where none has. `find_place` wants to know more.
+def launcher_world_size(environ: Mapping[str, str]) -> int:
+    """How many processes the launcher of this one has started; 1 where none has. `detect_process_info` wants to know
+    more.
 
     Raises:
         ConfigurationError: the variable that says it is missing or no number.
@@ -143,19 +144,19 @@ def launched_size(environ: Mapping[str, str]) -> int:
     return Variables(environ, "torchrun").number("WORLD_SIZE", default=1)
 
 
-def place_of_group() -> Place:
+def process_info_of_group() -> ProcessInfo:
     """The place in a process group that already exists, whoever made it.
 
     Every process of the group has to call this: they tell each other through the group's store where they run.
     LOCAL_RANK is believed where every process of this machine has one of its own.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    said = [text.rpartition("|") for text in exchange("place", f"{here()}|{os.environ.get('LOCAL_RANK', '')}")]
+    said = [text.rpartition("|") for text in exchange("place", f"{host_identity()}|{os.environ.get('LOCAL_RANK', '')}")]
     machines = [machine for machine, _, _ in said]
     mates = [other for other in range(size) if machines[other] == machines[rank]]
     numbers = [said[mate][2] for mate in mates]
     trusted = sorted(numbers) == sorted(map(str, range(len(mates))))
-    return Place(
+    return ProcessInfo(
         rank=rank,
         size=size,
         local_rank=int(said[rank][2]) if trusted else mates.index(rank),
@@ -168,7 +169,7 @@ def place_of_group() -> Place:
     )
 
 
-def how_to_launch(backend: str) -> str:
+def launch_help(backend: str) -> str:
     """The answer to a backend of several processes that nobody has launched."""
     return (
         f"backend {backend!r} joins several processes, and no launcher has started this one: neither torchrun's "
@@ -181,7 +182,7 @@ def how_to_launch(backend: str) -> str:
     )
 
 
-def _explicit_place(said: DistributedTrainingArguments, variables: Variables) -> Place:
+def _explicit_info(said: DistributedTrainingArguments, variables: Variables) -> ProcessInfo:
     for name, value in (("RANK", said.global_rank), ("WORLD_SIZE", said.world_size), ("LOCAL_RANK", said.local_rank)):
         if variables.number(name, default=value) != value:
             raise ConfigurationError(
@@ -193,7 +194,7 @@ def _explicit_place(said: DistributedTrainingArguments, variables: Variables) ->
     local_size = 1 if alone else told or None
     # Ranks are placed machine by machine; without the number on each machine only the first can be told.
     node_rank = said.global_rank // local_size if local_size else None
-    return Place(
+    return ProcessInfo(
         rank=said.global_rank,
         size=said.world_size,
         local_rank=said.local_rank,
@@ -206,7 +207,7 @@ def _explicit_place(said: DistributedTrainingArguments, variables: Variables) ->
     )
 
 
-def _torchrun_place(variables: Variables) -> Place:
+def _torchrun_info(variables: Variables) -> ProcessInfo:
     """torchrun, `launch`, Ray, Kubeflow and scripts that export torch's `env://` variables."""
     rank, size = variables.rank("RANK", "WORLD_SIZE")
     alone = size == 1
@@ -217,7 +218,7 @@ def _torchrun_place(variables: Variables) -> Place:
         local_size = max(local_size, local_rank + 1)
     variables.check_rank("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
     variables.check_rank("LOCAL_WORLD_SIZE", local_size - 1, "WORLD_SIZE", size)
-    return Place(
+    return ProcessInfo(
         rank=rank,
         size=size,
         local_rank=local_rank,
@@ -230,7 +231,7 @@ def _torchrun_place(variables: Variables) -> Place:
     )
 
 
-def _openmpi_place(variables: Variables) -> Place:
+def _openmpi_info(variables: Variables) -> ProcessInfo:
     rank, size = variables.rank("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     local_rank, local_size = variables.rank("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     variables.check_same("WORLD_SIZE", size, "OMPI_COMM_WORLD_SIZE")
@@ -239,7 +240,7 @@ def _openmpi_place(variables: Variables) -> Place:
     # All processes of one mpirun share its name: two runs on one machine meet at two ports.
     name = variables.text("PMIX_NAMESPACE", default=variables.text("OMPI_MCA_ess_base_jobid", default=""))
     port = slurm.port_of(zlib.crc32(name.encode())) if name else _DEFAULT_PORT
-    return Place(
+    return ProcessInfo(
         rank=rank,
         size=size,
         local_rank=local_rank,
@@ -255,7 +256,7 @@ def _openmpi_place(variables: Variables) -> Place:
     )
 
 
-def _slurm_place(variables: Variables) -> Place:
+def _slurm_info(variables: Variables) -> ProcessInfo:
     size_name = _slurm_size_name(variables)
     rank, size = variables.rank("SLURM_PROCID", size_name)
     variables.check_same("WORLD_SIZE", size, size_name)
@@ -265,7 +266,7 @@ def _slurm_place(variables: Variables) -> Place:
     variables.check_rank("SLURM_NODEID", node_rank, "the number of machines", len(tasks))
     variables.check_rank("SLURM_LOCALID", local_rank, "the tasks of this machine", tasks[node_rank])
     job, step = variables.number("SLURM_JOB_ID", default=0), variables.number("SLURM_STEP_ID", default=0)
-    return Place(
+    return ProcessInfo(
         rank=rank,
         size=size,
         local_rank=local_rank,

@@ -51,7 +51,7 @@ def _flatten(value: Any, leaves: list[Any]) -> Any:
         return {key: _flatten(item, leaves) for key, item in value.items()}
     if _is_structure(value):
         return _like(value, [_flatten(item, leaves) for item in value])
-    if isinstance(value, list) and not value and not isinstance(value, Column):
+    if isinstance(value, list) and not value and not isinstance(value, StepList):
         return value
     leaves.append(value)
     return _Leaf()
@@ -59,12 +59,12 @@ def _flatten(value: Any, leaves: list[Any]) -> Any:
 
 def _is_structure(value: Any) -> bool:
     """Whether `value` holds things to be joined one by one; a list of plain objects is one thing, to be lengthened."""
-    if isinstance(value, Column) or not isinstance(value, list | tuple):
+    if isinstance(value, StepList) or not isinstance(value, list | tuple):
         return False
-    return any(isinstance(item, Tensor | dict | Column) or _is_structure(item) for item in value)
+    return any(isinstance(item, Tensor | dict | StepList) or _is_structure(item) for item in value)
 
 
-class Column(list[Any]):
+class StepList(list[Any]):
     """A list that has one item a step, whatever the items are: processes' columns are put one below the other."""
 
 
@@ -100,7 +100,7 @@ def _describe(leaf: Any) -> Any:
 
 def _join(comm: Communicator, leaf: Any, told: list[Any], like: Any, chunk: int | None) -> Any:
     if like[0] == "objects":
-        return Column(item for facts in told if facts is not None for item in facts[1])
+        return StepList(item for facts in told if facts is not None for item in facts[1])
     _, _, row, dtype, device = like
     counts = [0 if facts is None else facts[1] for facts in told]
     if leaf is None:
@@ -108,7 +108,7 @@ def _join(comm: Communicator, leaf: Any, told: list[Any], like: Any, chunk: int 
     else:
         rows = (leaf.reshape(1) if leaf.dim() == 0 else leaf).detach().to("cpu").contiguous()
         device = str(leaf.device)
-    return comm.share_rows(rows, counts, chunk).to(device)
+    return comm.all_gather_rows(rows, counts, chunk).to(device)
 
 
 def _rebuild(plan: Any, leaves: Any) -> Any:

@@ -11,16 +11,16 @@ from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from trainstack.backends.processes.environment import Place
+from trainstack.backends.processes.environment import ProcessInfo
 from trainstack.errors import TrainstackError
 
 _POLL_S = 0.02
 
-_kept: dict[int, Store] = {}
-"""By port, what this process hosts until it ends: another one may be on its way to the next meeting there already."""
+_hosted_stores: dict[int, Store] = {}
+"""Stores hosted by this process, by port; kept alive because another rank may still connect."""
 
 
-def open_store(place: Place, timeout_s: float, environ: Mapping[str, str] | None = None) -> Store:
+def rendezvous_store(place: ProcessInfo, timeout_s: float, environ: Mapping[str, str] | None = None) -> Store:
     """The store to hand to `torch.distributed.init_process_group(store=...)`.
 
     It may hold what an earlier group has left: torchrun's agent keeps its store when it starts the workers again, and a
@@ -43,13 +43,13 @@ def open_store(place: Place, timeout_s: float, environ: Mapping[str, str] | None
             multi_tenant=not hosted,
         )
     except DistError as error:
-        raise TrainstackError(_why_alone(place, timeout_s, error)) from error
+        raise TrainstackError(_rendezvous_error_message(place, timeout_s, error)) from error
     if place.rank == 0 and place.size > 1 and not hosted:
-        _kept[place.master_port] = store
-    return PrefixStore(f"trainstack/{agree(store, place.rank, place.size, timeout_s)}", store)
+        _hosted_stores[place.master_port] = store
+    return PrefixStore(f"trainstack/{agree_on_group_name(store, place.rank, place.size, timeout_s)}", store)
 
 
-def _why_alone(place: Place, timeout_s: float, error: Exception) -> str:
+def _rendezvous_error_message(place: ProcessInfo, timeout_s: float, error: Exception) -> str:
     point = f"{place.master_addr}:{place.master_port}"
     if "EADDRINUSE" in str(error):
         return (
@@ -63,7 +63,7 @@ def _why_alone(place: Place, timeout_s: float, error: Exception) -> str:
     )
 
 
-def agree(store: Store, rank: int, size: int, timeout_s: float) -> str:
+def agree_on_group_name(store: Store, rank: int, size: int, timeout_s: float) -> str:
     """A name that all of this group have, and no other group: rank 0 invents it, the others answer to it.
 
     An answer to the name of an earlier group does no harm: rank 0 counts only answers to its own, and a process

@@ -32,7 +32,7 @@ _THREAD = re.compile(r"hread 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
-class Place(NamedTuple):
+class StackFrame(NamedTuple):
     """A line of a stack."""
 
     file: str
@@ -40,7 +40,7 @@ class Place(NamedTuple):
     function: str
 
 
-def of_thread(thread: int) -> str:
+def summarize_thread(thread: int) -> str:
     """Where the thread with this ident is now; "" if it is gone.
 
     A thread that runs changes its frames while another one walks them in Python, at which CPython may crash.
@@ -53,26 +53,26 @@ def of_thread(thread: int) -> str:
     return ""
 
 
-def _frames_of(thread: int, dump: str) -> list[Place]:
+def _frames_of(thread: int, dump: str) -> list[StackFrame]:
     """What a dump of `faulthandler` says of one thread, the innermost frame first."""
     for part in dump.split("\n\n"):
         head, *lines = part.splitlines() or [""]
         found = _THREAD.search(head)
         if found and int(found[1], 16) == thread:
-            return [Place(m[1], int(m[2]), m[3]) for line in lines if (m := _FRAME.match(line))]
+            return [StackFrame(m[1], int(m[2]), m[3]) for line in lines if (m := _FRAME.match(line))]
     return []
 
 
-def of_traceback(raised: TracebackType | None) -> str:
+def summarize_traceback(raised: TracebackType | None) -> str:
     """Where an exception comes from."""
     frames = traceback.walk_tb(raised)
-    return _line(Place(frame.f_code.co_filename, number, frame.f_code.co_name) for frame, number in frames)
+    return _line(StackFrame(frame.f_code.co_filename, number, frame.f_code.co_name) for frame, number in frames)
 
 
-def _line(stack: Iterable[Place]) -> str:
+def _line(stack: Iterable[StackFrame]) -> str:
     """`train > train_epoch > ... > train_step, at train.py:41: time.sleep(60)`: what is neither torch's nor Python's,
     from the first function of this library on."""
-    places = [place for place in stack if _tells(place.file)]
+    places = [place for place in stack if _is_informative(place.file)]
     first = next((at for at, place in enumerate(places) if place.file.startswith(_OURS)), 0)
     if not places:
         return ""
@@ -87,7 +87,7 @@ def _bare(name: str) -> str:
     return name if name.startswith("__") else name.removeprefix("_")
 
 
-def _tells(file: str) -> bool:
+def _is_informative(file: str) -> bool:
     if file.startswith(_TORCH) or file.startswith("<frozen "):
         return False
     return not file.startswith(_PYTHON) or "-packages" in file
@@ -119,7 +119,7 @@ _ADVICE = (
 )
 
 
-class Lookout(threading.Thread):
+class PeerWatchdog(threading.Thread):
     """A thread that looks at the store once a second while the processes work together; a step costs nothing more.
 
     It leaves word of where this process is, answers when another one asks, and when another one has failed it
@@ -129,14 +129,14 @@ class Lookout(threading.Thread):
         store: the group's, with keys of this run only.
         rank: of this process.
         size: how many there are.
-        number: counts the lookouts of a run, alike in all its processes.
+        number: counts the watchdogs of a run, alike in all its processes.
         heeded: up to which number failures were raised here before; they are not heard again. A later one may still be
-            of an earlier lookout: another process failed in it when this one was through already.
+            of an earlier watchdog: another process failed in it when this one was through already.
         where: what to say beside the place in the code, such as the step.
         cut: makes every collective of this process fail, those under way included.
 
     Attributes:
-        failed: the number of what `judge` has judged.
+        failed: the number of what `resolve_error` has judged.
     """
 
     def __init__(
@@ -145,79 +145,85 @@ class Lookout(threading.Thread):
         rank: int,
         size: int,
         number: int,
-        heeded: int,
+        acknowledged: int,
         where: Callable[[], str],
-        cut: Callable[[], None],
+        abort_collectives: Callable[[], None],
     ) -> None:
-        super().__init__(name="trainstack-lookout", daemon=True)
-        self._store, self._rank, self._size, self._where, self._cut = store, rank, size, where, cut
-        self._number, self._heeded, self.failed = number, heeded, number
+        super().__init__(name="trainstack-watchdog", daemon=True)
+        self._store, self._rank, self._size, self._where, self._abort_collectives = (
+            store,
+            rank,
+            size,
+            where,
+            abort_collectives,
+        )
+        self._number, self._acknowledged, self.failed = number, acknowledged, number
         self._pause = max(PAUSE_S, size / 100)
         self._watched = threading.get_ident()
-        self._fell: str | None = None
-        self._told: PeerError | None = None
-        self._over = threading.Event()
+        self._failed_at: str | None = None
+        self._peer_error: PeerError | None = None
+        self._stopping = threading.Event()
 
     def run(self) -> None:
         """Look until told to stop, or until the store is gone and with it everybody to talk to."""
         with suppress(RuntimeError):
-            while not self._look() and not self._over.wait(self._pause):
+            while not self._poll() and not self._stopping.wait(self._pause):
                 pass
 
     def stop(self) -> None:
         """Look no more, and tell those who may still ask."""
-        self._over.set()
+        self._stopping.set()
         self.join(self._pause + GRACE_S)
         with suppress(RuntimeError):
-            if self._fell is not None:
+            if self._failed_at is not None:
                 self._store.set(f"heard/{self._number}/{self._rank}", "")
             self._store.set(f"place/{self._rank}", f"{self._where()}; its trainer is at work no more")
 
-    def judge(self, error: BaseException) -> BaseException:
+    def resolve_error(self, error: BaseException) -> BaseException:
         """What is to be raised for `error`: itself, left for the others to read, or what another process has left.
 
         Where processes are missed and none has left word, all are asked where they are.
         """
-        self._fell = f"{self._where()}; {of_traceback(error.__traceback__)}"
+        self._failed_at = f"{self._where()}; {summarize_traceback(error.__traceback__)}"
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         if type(error) is RuntimeError or isinstance(error, dist.DistError):
             with suppress(RuntimeError):
-                self._told = self._told or self._failure()
-            if self._told is not None:
-                return self._told
+                self._peer_error = self._peer_error or self._failure()
+            if self._peer_error is not None:
+                return self._peer_error
             if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST):
                 error = PeerError(self._report(error))
                 text = str(error)
         with suppress(RuntimeError):  # where the store is gone, there is nobody left to tell
-            self._leave(text)
+            self._publish_failure(text)
             if self._rank == 0:
-                self._wait_until_heard()
+                self._wait_for_acknowledgements()
         return error
 
-    def _leave(self, text: str) -> None:
-        """Leave word of a failure, unless another process has done so in this lookout."""
+    def _publish_failure(self, text: str) -> None:
+        """Leave word of a failure, unless another process has done so in this watchdog."""
         before = self._store.get("failure").decode() if self._store.check(["failure"]) else ""
         if not before or int(before.partition("\n")[0]) < self._number:
             self._store.compare_set("failure", before, f"{self._number}\n{self._rank}\n{text}")
 
-    def _wait_until_heard(self) -> None:
+    def _wait_for_acknowledgements(self) -> None:
         """The store may live in this process, and this process may be about to end."""
         deadline, deaf = time.monotonic() + self._pause + ANSWER_S, set(range(1, self._size))
         while deaf and time.monotonic() < deadline:
             deaf -= {rank for rank in deaf if self._store.check([f"heard/{self._number}/{rank}"])}
             time.sleep(_POLL_S)
 
-    def _look(self) -> bool:
+    def _poll(self) -> bool:
         """Whether there is nothing more to look for."""
-        here = self._fell or f"{self._where()}; {of_thread(self._watched)}"
+        here = self._failed_at or f"{self._where()}; {summarize_thread(self._watched)}"
         self._store.set(f"place/{self._rank}", here)
         if self._store.check(["asked"]):
             self._store.compare_set(f"{self._store.get('asked').decode()}/{self._rank}", "", here)
-        self._told = self._failure()
-        if self._told is None:
+        self._peer_error = self._failure()
+        if self._peer_error is None:
             return False
-        if not self._over.wait(GRACE_S):
-            self._cut()
+        if not self._stopping.wait(GRACE_S):
+            self._abort_collectives()
         return True
 
     def _failure(self) -> PeerError | None:
@@ -225,7 +231,7 @@ class Lookout(threading.Thread):
         if not self._store.check(["failure"]):
             return None
         number, rank, text = self._store.get("failure").decode().split("\n", 2)
-        if int(number) <= self._heeded or int(rank) == self._rank:
+        if int(number) <= self._acknowledged or int(rank) == self._rank:
             return None
         self.failed = max(self.failed, int(number))
         self._store.set(f"heard/{number}/{self._rank}", "")
@@ -235,18 +241,18 @@ class Lookout(threading.Thread):
         said = _WHERE_TORCH_SAW_IT.sub("", str(error)).partition(". This is typically")[0].strip()
         missed = f"rank {self._rank} has lost touch with another process ({said}).\n"
         try:
-            places, silent = self._places()
+            places, silent = self._locate_ranks()
         except RuntimeError:
-            return missed + f"The group's store is gone as well, so nobody can be asked. It was at {self._fell}"
+            return missed + f"The group's store is gone as well, so nobody can be asked. It was at {self._failed_at}"
         lines = [f"  {_ranks(ranks)}: {place}" for place, ranks in places.items()]
         return missed + "\n".join([*lines, *([_SILENT] if silent else []), _ADVICE])
 
-    def _places(self) -> tuple[dict[str, list[int]], set[int]]:
+    def _locate_ranks(self) -> tuple[dict[str, list[int]], set[int]]:
         """Ask everybody; the ranks at each place, and those that do not answer."""
-        assert self._fell is not None
+        assert self._failed_at is not None
         answer = f"answer/{self._number}"
         self._store.set("asked", answer)
-        self._store.set(f"{answer}/{self._rank}", self._fell)
+        self._store.set(f"{answer}/{self._rank}", self._failed_at)
         deadline, silent = time.monotonic() + self._pause + ANSWER_S, set(range(self._size))
         while silent and time.monotonic() < deadline:
             silent -= {rank for rank in silent if self._store.check([f"{answer}/{rank}"])}

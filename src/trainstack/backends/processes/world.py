@@ -65,7 +65,7 @@ def pick_device(wanted: DeviceChoice = "auto", local_rank: int = 0, local_size: 
     if isinstance(wanted, Sequence) and not isinstance(wanted, str):
         wanted = _one_of(wanted, local_rank, local_size)
     if isinstance(wanted, int):
-        wanted = torch.device(kind, _checked_index(wanted, wanted, count))
+        wanted = torch.device(kind, _check_index(wanted, wanted, count))
     device = torch.device(kind) if wanted == "auto" else _known(wanted)
     if device.type in ("cpu", "meta"):
         return device
@@ -76,7 +76,7 @@ def pick_device(wanted: DeviceChoice = "auto", local_rank: int = 0, local_size: 
         )
     if device.index is None:
         return torch.device(kind, _own_index(wanted, local_rank, local_size, count))
-    return torch.device(kind, _checked_index(wanted, device.index, count))
+    return torch.device(kind, _check_index(wanted, device.index, count))
 
 
 def _known(name: str | torch.device) -> torch.device:
@@ -88,11 +88,11 @@ def _known(name: str | torch.device) -> torch.device:
         ) from error
 
 
-def _checked_index(wanted: Device, index: int, count: int) -> int:
+def _check_index(wanted: Device, index: int, count: int) -> int:
     if not 0 <= index < count:
         raise ConfigurationError(
-            f"device={_written(wanted)}: torch finds {count} accelerators on this machine. Write the number of one, "
-            "counted from 0, or 'auto' or 'cpu'."
+            f"device={_format_device(wanted)}: torch finds {count} accelerators on this machine. Write the number of "
+            "one, counted from 0, or 'auto' or 'cpu'."
         )
     return index
 
@@ -104,8 +104,8 @@ def _own_index(wanted: Device, local_rank: int, local_size: int | None, count: i
     if max(local_rank + 1, local_size or 0) <= count:
         return local_rank
     raise ConfigurationError(
-        f"device={_written(wanted)}: {local_size or f'at least {local_rank + 1}'} processes on this machine, and torch "
-        f"finds {count} accelerators. Start one process for each, or write device='cpu'; where each process sees "
+        f"device={_format_device(wanted)}: {local_size or f'at least {local_rank + 1}'} processes on this machine, and "
+        f"torch finds {count} accelerators. Start one process for each, or write device='cpu'; where each process sees "
         "devices of its own, name one of them: device='cuda:0'."
     )
 
@@ -119,7 +119,7 @@ def _is_bound(count: int) -> bool:
     return count == 1 and any(devices and "," not in devices for devices in visible)
 
 
-def _written(wanted: Device) -> str:
+def _format_device(wanted: Device) -> str:
     return repr(str(wanted) if isinstance(wanted, torch.device) else wanted)
 
 

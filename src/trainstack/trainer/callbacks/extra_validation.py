@@ -7,7 +7,7 @@ from typing import Any
 
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.abstract_trainer import AbstractTrainer
-from trainstack.trainer.callbacks.monitored import Watch, Watched
+from trainstack.trainer.callbacks.monitored import BestValue, MonitoredValue
 from trainstack.trainer.evaluation.loader_pass import named_loaders
 from trainstack.trainer.events import Callback
 
@@ -34,7 +34,7 @@ class ExtraValidation(Callback):
         dataloaders: Mapping[str, Any],
         *,
         every_n_epochs: int = 1,
-        when_improved: Watched | None = None,
+        when_improved: MonitoredValue | None = None,
         mode: str = "auto",
     ) -> None:
         if not isinstance(dataloaders, Mapping) or not dataloaders:
@@ -43,22 +43,22 @@ class ExtraValidation(Callback):
             raise ConfigurationError(f"every_n_epochs={every_n_epochs!r}: write a whole number from 1 on.")
         self._loaders = named_loaders(dict(dataloaders), "the maker of ExtraValidation")
         self._every = every_n_epochs
-        self._watch = None if when_improved is None else Watch(when_improved, mode)
+        self._best_value = None if when_improved is None else BestValue(when_improved, mode)
 
     def on_epoch_end(self, trainer: AbstractTrainer, epoch: int) -> None:
         """Validate, if it is time."""
         due = (epoch + 1) % self._every == 0
-        if self._watch is not None:
+        if self._best_value is not None:
             measured = trainer.history.values_at(trainer.state.global_step)
-            due = bool(self._watch.improved(trainer, measured)) and due
+            due = bool(self._best_value.improved(trainer, measured)) and due
         if due:
             trainer.validate(self._loaders, log=True, keep_outputs=False)
 
     def get_state(self) -> dict[str, Any]:
         """The best value so far."""
-        return {} if self._watch is None else self._watch.get_state()
+        return {} if self._best_value is None else self._best_value.get_state()
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `get_state` returned."""
-        if self._watch is not None:
-            self._watch.update_state(state)
+        if self._best_value is not None:
+            self._best_value.update_state(state)

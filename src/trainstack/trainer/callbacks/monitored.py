@@ -14,10 +14,10 @@ from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.events import Callback
 
-Watched = str | Callable[[Mapping[str, float]], float | None]
+MonitoredValue = str | Callable[[Mapping[str, float]], float | None]
 
 
-class Watch:
+class BestValue:
     """Remembers the best value of a metric.
 
     Args:
@@ -29,13 +29,13 @@ class Watch:
     Attributes:
         best: the best value so far; None before the first.
         best_step: the global step it belongs to.
-        judged_at: the last global step that had a value.
+        updated_at: the last global step that had a value.
 
     Raises:
         ConfigurationError: the mode cannot be told, or `min_delta` is negative.
     """
 
-    def __init__(self, monitor: Watched | None = None, mode: str = "auto", min_delta: float = 0.0) -> None:
+    def __init__(self, monitor: MonitoredValue | None = None, mode: str = "auto", min_delta: float = 0.0) -> None:
         if not min_delta >= 0:
             raise ConfigurationError(f"min_delta={min_delta!r}: write a number from 0 on.")
         if callable(monitor) and mode not in ("min", "max"):
@@ -44,7 +44,7 @@ class Watch:
         self._mode, self._min_delta = mode, min_delta
         self._monitor = None if monitor is None else Monitor.of(str(getattr(monitor, "__name__", monitor)), mode)
         self.best: float | None = None
-        self.best_step = self.judged_at = -1
+        self.best_step = self.updated_at = -1
 
     def of(self, trainer: AbstractTrainer) -> Monitor:
         """What is watched."""
@@ -60,10 +60,10 @@ class Watch:
         """
         step, monitor = trainer.state.global_step, self.of(trainer)
         value = results.get(monitor.name) if self._function is None else self._function(results)
-        value = trainer.world.comm.share(value)
-        if value is None or step == self.judged_at:
+        value = trainer.world.comm.broadcast_object(value)
+        if value is None or step == self.updated_at:
             return None
-        self.judged_at, value = step, float(value)
+        self.updated_at, value = step, float(value)
         sign = 1 if monitor.mode == "min" else -1
         better = self.best is None or sign * value < sign * self.best - self._min_delta
         if not (better and math.isfinite(value)):
@@ -73,28 +73,28 @@ class Watch:
 
     def get_state(self) -> dict[str, Any]:
         """What it remembers."""
-        return {"best": self.best, "best_step": self.best_step, "judged_at": self.judged_at}
+        return {"best": self.best, "best_step": self.best_step, "judged_at": self.updated_at}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `get_state` returned."""
         self.best = None if state["best"] is None else float(state["best"])
-        self.best_step, self.judged_at = int(state["best_step"]), int(state["judged_at"])
+        self.best_step, self.updated_at = int(state["best_step"]), int(state["judged_at"])
 
 
-class Watching(Callback):
+class MonitorCallback(Callback):
     """A callback that acts on a monitored value, after validations or, if there are none, at the end of epochs.
 
     Attributes:
-        watch: remembers the best value.
+        best_value: remembers the best value.
     """
 
     expects_all_events = False  # what matters is that the value comes
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
+    def __init__(self, best_value: BestValue) -> None:
+        self.best_value = best_value
         self._validated = False
 
-    def judge(self, trainer: AbstractTrainer, improved: bool) -> None:
+    def on_new_value(self, trainer: AbstractTrainer, improved: bool) -> None:
         """A value has come; `improved` says whether it is the best so far."""
         raise NotImplementedError
 
@@ -102,7 +102,7 @@ class Watching(Callback):
         """Judge what was measured, if the validation is part of a training."""
         if trainer.is_training:
             self._validated = True
-            self._look(trainer, results)
+            self._update(trainer, results)
 
     def on_epoch_end(self, trainer: AbstractTrainer) -> None:
         """Judge what was measured without a validation.
@@ -110,34 +110,37 @@ class Watching(Callback):
         Raises:
             ConfigurationError: a validation did not bring the metric, nor has anything else.
         """
-        self._look(trainer, trainer.history.values_at(trainer.state.global_step))
-        if self._validated and self.watch.judged_at < 0:
-            raise ConfigurationError(f"{self._in_vain(trainer)} Write one of these as monitor.")
+        self._update(trainer, trainer.history.values_at(trainer.state.global_step))
+        if self._validated and self.best_value.updated_at < 0:
+            raise ConfigurationError(f"{self._never_measured_message(trainer)} Write one of these as monitor.")
 
     def on_train_end(self, trainer: AbstractTrainer, status: str) -> None:
         """Say if no value has ever come."""
-        if status == "finished" and self.watch.judged_at < 0 and trainer.is_main_process:
-            RunLogger(trainer.args.log_level).warning(self._in_vain(trainer))
+        if status == "finished" and self.best_value.updated_at < 0 and trainer.is_main_process:
+            RunLogger(trainer.args.log_level).warning(self._never_measured_message(trainer))
 
-    def _look(self, trainer: AbstractTrainer, results: Mapping[str, float]) -> None:
-        improved = self.watch.improved(trainer, results)
+    def _update(self, trainer: AbstractTrainer, results: Mapping[str, float]) -> None:
+        improved = self.best_value.improved(trainer, results)
         if improved is not None:
-            self.judge(trainer, improved)
+            self.on_new_value(trainer, improved)
 
-    def _in_vain(self, trainer: AbstractTrainer) -> str:
+    def _never_measured_message(self, trainer: AbstractTrainer) -> str:
         recorded = ", ".join(sorted(trainer.history.get_metric_names())) or "nothing"
-        return f"{type(self).__name__} watches {self.watch.of(trainer).name!r}, which never came. Recorded: {recorded}."
+        return (
+            f"{type(self).__name__} watches {self.best_value.of(trainer).name!r}, which never came. Recorded: "
+            f"{recorded}."
+        )
 
     def get_state(self) -> dict[str, Any]:
         """The best value and when it came."""
-        return self.watch.get_state()
+        return self.best_value.get_state()
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `get_state` returned."""
-        self.watch.update_state(state)
+        self.best_value.update_state(state)
 
 
-class BestCheckpoint(Watching):
+class BestCheckpoint(MonitorCallback):
     """Exports the weights whenever a monitored value is the best so far, and puts them into the module at the end.
 
     What is exported are the weights that were evaluated: the averaged ones, where `EMA` evaluates those. The folder is
@@ -159,21 +162,21 @@ class BestCheckpoint(Watching):
 
     def __init__(
         self,
-        monitor: Watched | None = None,
+        monitor: MonitoredValue | None = None,
         *,
         mode: str = "auto",
         path: str | os.PathLike[str] | None = None,
         load_best_at_end: bool = True,
         min_delta: float = 0.0,
     ) -> None:
-        super().__init__(Watch(monitor, mode, min_delta))
+        super().__init__(BestValue(monitor, mode, min_delta))
         self._path, self._load_best_at_end = path, load_best_at_end
 
     def path_of(self, trainer: AbstractTrainer) -> Path:
         """The folder with the best weights of `trainer`."""
         return Path(trainer.args.output_dir) / "best" if self._path is None else Path(self._path)
 
-    def judge(self, trainer: AbstractTrainer, improved: bool) -> None:
+    def on_new_value(self, trainer: AbstractTrainer, improved: bool) -> None:
         """Export what is better than all before."""
         if improved:
             with trainer.evaluation_context():
@@ -182,12 +185,12 @@ class BestCheckpoint(Watching):
     def on_train_end(self, trainer: AbstractTrainer, status: str) -> None:
         """Load the best weights, unless the run is to go on."""
         super().on_train_end(trainer, status)
-        if self._load_best_at_end and self.watch.best is not None and status in ("finished", "stopped"):
+        if self._load_best_at_end and self.best_value.best is not None and status in ("finished", "stopped"):
             trainer.keep_trained_weights()
             trainer.load_export(self.path_of(trainer))
 
 
-class EarlyStopping(Watching):
+class EarlyStopping(MonitorCallback):
     """Stops the training once a monitored value has not become better for `patience` validations in a row.
 
     It is as if `trainer.request_stop` had been called: the last checkpoint is saved and the model exported. How long
@@ -208,14 +211,14 @@ class EarlyStopping(Watching):
     """
 
     def __init__(
-        self, monitor: Watched | None = None, *, mode: str = "auto", patience: int = 3, min_delta: float = 0.0
+        self, monitor: MonitoredValue | None = None, *, mode: str = "auto", patience: int = 3, min_delta: float = 0.0
     ) -> None:
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
             raise ConfigurationError(f"patience={patience!r}: write a whole number from 1 on.")
-        super().__init__(Watch(monitor, mode, min_delta))
+        super().__init__(BestValue(monitor, mode, min_delta))
         self.patience, self.waited = patience, 0
 
-    def judge(self, trainer: AbstractTrainer, improved: bool) -> None:
+    def on_new_value(self, trainer: AbstractTrainer, improved: bool) -> None:
         """Count, and stop if it has been too many."""
         self.waited = 0 if improved else self.waited + 1
         self.on_train_begin(trainer)
@@ -223,10 +226,13 @@ class EarlyStopping(Watching):
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
         """Stop again what was stopped before."""
         if self.waited >= self.patience:
-            name, best = self.watch.of(trainer).name, "none" if self.watch.best is None else f"{self.watch.best:.6g}"
+            name, best = (
+                self.best_value.of(trainer).name,
+                "none" if self.best_value.best is None else f"{self.best_value.best:.6g}",
+            )
             trainer.request_stop(
                 f"{name} has not become better for {self.waited} validations (best: {best}, at step "
-                f"{self.watch.best_step})"
+                f"{self.best_value.best_step})"
             )
 
     def get_state(self) -> dict[str, Any]:

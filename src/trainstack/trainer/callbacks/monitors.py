@@ -12,7 +12,7 @@ from trainstack.errors import ConfigurationError
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.events import Callback
 from trainstack.trainer.torch_settings import GIB, host_peak_gib
-from trainstack.trainer.tracking.history import as_of_now
+from trainstack.trainer.tracking.history import snapshot_value
 
 
 def record(trainer: AbstractTrainer, name: str, value: float | Tensor) -> None:
@@ -50,7 +50,7 @@ class LRMonitor(Callback):
             for position, group in enumerate(optimizer.param_groups):
                 name = f"{number}/" * (len(optimizers) > 1) + str(group.get("name", position))
                 for what, value in self._changing(group).items():
-                    record(trainer, f"schedule/{what}/{name}", as_of_now(value))
+                    record(trainer, f"schedule/{what}/{name}", snapshot_value(value))
 
     def _changing(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
         found = {"lr": group["lr"]} if "lr" in group else {}

@@ -44,7 +44,7 @@ class Clock:
             self._seconds[name] = self._seconds.get(name, 0.0) + now - since
         return now
 
-    def take(self) -> dict[str, float]:
+    def pop(self) -> dict[str, float]:
         """Seconds by name since the last call. Waits for the device."""
         for name, since, until in self._pending:
             until.synchronize()
@@ -115,7 +115,7 @@ class StepTimer(Callback):
 
     def on_log(self, trainer: AbstractTrainer) -> None:
         """Record."""
-        for name, seconds in {**self._host.take(), **self._device.take()}.items():
+        for name, seconds in {**self._host.pop(), **self._device.pop()}.items():
             record(trainer, f"time/{name}", seconds / max(1, self._steps))
         self._steps = 0
 

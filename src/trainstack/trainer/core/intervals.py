@@ -147,5 +147,5 @@ class ValidationSchedule:
             except Exception as error:
                 annotate(error, "raised in the function given as validate_every")
                 failure = error
-        comm.agree(failure, "asking validate_every")
-        return bool(comm.share(answer))
+        comm.raise_if_any(failure, "asking validate_every")
+        return bool(comm.broadcast_object(answer))

@@ -52,6 +52,6 @@ class RunLogger:
             _logger.log(level, message)
 
 
-def as_json(values: dict[str, Any]) -> Any:
+def to_jsonable(values: dict[str, Any]) -> Any:
     """`values` as JSON has them; what it has no word for, such as a writer, by the name of its type."""
     return json.loads(json.dumps(values, default=lambda value: type(value).__name__))

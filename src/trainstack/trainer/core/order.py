@@ -31,7 +31,7 @@ def mix(*numbers: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class RankSlice:
     """One process's part of one global batch.
 
     Attributes:
@@ -79,12 +79,12 @@ class DataOrder:
         """Samples of a full epoch, over all processes."""
         return self.length - self.length % self.global_batch if self.drop_last else self.length
 
-    def shares(self, epoch: int, start: int = 0) -> Iterator[Share]:
+    def local_batches(self, epoch: int, start: int = 0) -> Iterator[RankSlice]:
         """This process's share of each global batch of `epoch`, from the sample at position `start` on."""
         order = self.permutation(epoch)
         for begin in range(start, self.samples_per_epoch, self.global_batch):
             end = min(begin + self.global_batch, self.samples_per_epoch)
-            yield Share(
+            yield RankSlice(
                 micro_batches=self._cut(order[begin:end]),
                 samples=end - begin,
             )

@@ -66,7 +66,7 @@ def isolated_rng(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def host_rng_kept() -> Iterator[None]:
+def preserve_host_rng() -> Iterator[None]:
     """A block after which the generators of the host are what they were; for loading samples in this process."""
     python, numpy_state, torch_state = (
         random.getstate(),

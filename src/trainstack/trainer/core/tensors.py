@@ -15,14 +15,14 @@ from trainstack.errors import ModuleContractError, NonFiniteError, PeerError
 
 def finite_tensors(stack: TrainerBackend, work: Workload) -> frozenset[str]:
     """The names of what must stay finite: the parameters that are trained, and the buffers that are finite now."""
-    trained = {id(p) for p in work.trained}
+    trained = {id(p) for p in work.optimized_params}
     names = {name for name, p in work.module.named_parameters() if id(p) in trained}
     buffers = dict(work.module.named_buffers())
     finite = stack.read([torch.isfinite(buffer).all() for buffer in buffers.values()])
     return frozenset(names | {name for name, good in zip(buffers, finite, strict=True) if good})
 
 
-def refuse_poisoned(stack: TrainerBackend, module: nn.Module, watched: frozenset[str], step: int) -> None:
+def check_finite_weights(stack: TrainerBackend, module: nn.Module, watched: frozenset[str], step: int) -> None:
     """Refuse to keep weights or buffers that became inf or nan.
 
     Raises:

@@ -11,15 +11,15 @@ from trainstack.backends import World
 from trainstack.backends.fast_paths import fast_batches
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.core.logs import RunLogger
-from trainstack.trainer.core.random_state import host_rng_kept
+from trainstack.trainer.core.random_state import preserve_host_rng
 
 
-def keeps_state(loader: Any) -> bool:
+def is_stateful(loader: Any) -> bool:
     """Whether `loader` can say where it stands, and go on from there."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-class LoaderMemory:
+class LoaderState:
     """The state of the training loader over a restart.
 
     The loop takes no batch before the step that trains on it, so what the loader says at a step boundary is where
@@ -41,7 +41,7 @@ class LoaderMemory:
         """Whether a checkpoint's state waits for its loader."""
         return self._pending is not None
 
-    def meet(self, loader: Any) -> None:
+    def attach(self, loader: Any) -> None:
         """See a loader that is not iterated over yet."""
         self._lasting = loader is self._loader
         self._loader, self._iterated = loader, False
@@ -52,17 +52,17 @@ class LoaderMemory:
         Raises:
             CheckpointMismatchError: the loader does not take the checkpoint's state.
         """
-        self.meet(loader)
+        self.attach(loader)
         pending, self._pending = self._pending, None
         self._iterated, self._exhausted = True, False
-        if not keeps_state(loader):
+        if not is_stateful(loader):
             return fast_batches(loader, enabled=self._fast_paths), False
         if pending is None:
-            return self._watched(iter(loader)), False
+            return self._track_batches(iter(loader)), False
         try:
-            state = pending["loader"] if within else _after_an_epoch(loader, pending)
+            state = pending["loader"] if within else _state_for_next_epoch(loader, pending)
             loader.load_state_dict(state)
-            return self._watched(iter(loader)), within
+            return self._track_batches(iter(loader)), within
         except Exception as error:  # torchdata asserts; others raise what they like
             workers = getattr(loader, "num_workers", None)
             asked = "" if workers is None else f" (num_workers={workers} now)"
@@ -80,7 +80,7 @@ class LoaderMemory:
         """
         if self._pending is not None:
             return self._pending
-        if not self._iterated or not keeps_state(self._loader) or not (within or self._lasting):
+        if not self._iterated or not is_stateful(self._loader) or not (within or self._lasting):
             return None
         state = self._loader.state_dict()
         return None if state is None else {"loader": state, "exhausted": self._exhausted}
@@ -97,18 +97,18 @@ class LoaderMemory:
                 "with that of the first."
             )
 
-    def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _track_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         yield from batches
         self._exhausted = True
 
 
-def _after_an_epoch(loader: Any, pending: dict[str, Any]) -> Any:
+def _state_for_next_epoch(loader: Any, pending: dict[str, Any]) -> Any:
     """The state of `loader` at the beginning of the epoch that follows the one of `pending`.
 
     An iterator draws from the global generators when it is made. One made of the beginning's state draws what one of
     an unbroken run does; those made on the way there draw in vain.
     """
-    with host_rng_kept():
+    with preserve_host_rng():
         loader.load_state_dict(pending["loader"])
         iter(loader)
         if not pending["exhausted"]:  # that was the rest of an epoch that was cut short
@@ -116,7 +116,7 @@ def _after_an_epoch(loader: Any, pending: dict[str, Any]) -> Any:
         return loader.state_dict()
 
 
-def what_its_state_lacks(loader: Any) -> str:
+def missing_state_description(loader: Any) -> str:
     """In words, what the state of `loader` does not hold."""
     said = ""
     sampler = getattr(loader, "sampler", None)

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 from trainstack.errors import annotate
 from trainstack.trainer.core.order import mix
-from trainstack.trainer.core.random_state import host_rng_kept, seed_sample
+from trainstack.trainer.core.random_state import preserve_host_rng, seed_sample
 
 
-class Sheltered:
+class IgnoreSignalsInWorker:
     """A `worker_init_fn` for loaders: a worker lives until the training process has stopped.
 
     Terminals, torchrun and schedulers send signals to whole groups of processes. A worker that died of one would make
@@ -45,26 +45,26 @@ def _let_one_pass(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
 
 
-_endings: weakref.WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = weakref.WeakKeyDictionary()
+_live_iterators: weakref.WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def end_with(owner: object, iterator: Any) -> weakref.finalize[Any, Any]:
+def shutdown_workers_with(owner: object, iterator: Any) -> weakref.finalize[Any, Any]:
     """Let the workers behind a loader's iterator end with `owner`, and at the latest with Python.
 
     torch tells them to when the iterator is deleted. Where it is deleted as part of a reference cycle, though, the
     queue through which they are told is closed before: then each is waited for in vain for 10 s. And when Python ends
-    they get a single SIGTERM, which they let pass (see `Sheltered`), and are waited for for ever.
+    they get a single SIGTERM, which they let pass (see `IgnoreSignalsInWorker`), and are waited for for ever.
 
     Returns:
         ends them when called; once, however often it is called.
     """
-    if iterator not in _endings:
+    if iterator not in _live_iterators:
         # torch 2.13.0. In a torch without this method the workers end when torch ends them, with the delays above.
         shut_down = getattr(iterator, "_shutdown_workers", None)
         ending = weakref.finalize(owner, shut_down or _nothing)
         ending.atexit = False  # would come too late: what is registered here comes before torch's own
-        _endings[iterator] = ending
-    return _endings[iterator]
+        _live_iterators[iterator] = ending
+    return _live_iterators[iterator]
 
 
 def _nothing() -> None:
@@ -72,8 +72,8 @@ def _nothing() -> None:
 
 
 @atexit.register
-def _end_all() -> None:
-    for ending in list(_endings.values()):
+def _shutdown_all() -> None:
+    for ending in list(_live_iterators.values()):
         ending()
 
 
@@ -150,7 +150,7 @@ class Fetcher:
 
     def load(self, epoch: int, index: Tensor) -> Any:
         """One collated batch, loaded in this process."""
-        with host_rng_kept():
+        with preserve_host_rng():
             samples = self._seeded.__getitems__([(epoch, i) for i in index.tolist()])
             return self.loader.collate_fn(samples)
 
@@ -160,7 +160,7 @@ class Fetcher:
             self._workers = self._make_workers()
         iterator = iter(self._workers)
         if self.loader.num_workers > 0:
-            ending = end_with(self, iterator)
+            ending = shutdown_workers_with(self, iterator)
             try:
                 yield from iterator
             finally:
@@ -168,7 +168,7 @@ class Fetcher:
                     ending()
             return
         while True:
-            with host_rng_kept():
+            with preserve_host_rng():
                 batch = next(iterator, None)
             if batch is None:
                 return
@@ -184,7 +184,7 @@ class Fetcher:
             collate_fn=mine.collate_fn,
             pin_memory=mine.pin_memory,
             timeout=mine.timeout,
-            worker_init_fn=Sheltered(mine.worker_init_fn),
+            worker_init_fn=IgnoreSignalsInWorker(mine.worker_init_fn),
             multiprocessing_context=mine.multiprocessing_context,
             generator=torch.Generator().manual_seed(mix(self.seed) >> 1),
             persistent_workers=mine.persistent_workers,

@@ -19,7 +19,7 @@ from trainstack.trainer.core.order import DataOrder
 from trainstack.trainer.data.loading import Fetcher
 
 
-class Window(NamedTuple):
+class StepBatches(NamedTuple):
     """What one global step trains on, on this process.
 
     Attributes:
@@ -37,11 +37,11 @@ class Window(NamedTuple):
     counted: int | None = None
 
 
-Weigher = Callable[[Any], float]
+WeightFn = Callable[[Any], float]
 ORDERED = (RandomSampler, SequentialSampler)
 
 
-def why_foreign(loader: Any) -> str | None:
+def unsupported_order_reason(loader: Any) -> str | None:
     """Why the library cannot order the data behind `loader` itself; None if it can."""
     if not isinstance(loader, DataLoader):
         return f"it is a {type(loader).__name__}, not a DataLoader"
@@ -60,8 +60,8 @@ def why_foreign(loader: Any) -> str | None:
     return None
 
 
-def refuse_shared_out(loader: Any, world_size: int) -> None:
-    """The library shares data out among processes; of a part that a sampler has left, it would use but a part.
+def check_not_presharded(loader: Any, world_size: int) -> None:
+    """Refuse a sampler that shards the data: the library would shard it a second time.
 
     Raises:
         ModuleContractError: the sampler or batch sampler of `loader` is for several processes, and there are several.
@@ -77,9 +77,9 @@ def refuse_shared_out(loader: Any, world_size: int) -> None:
             )
 
 
-def order_in_words(loader: Any) -> str:
+def describe_order(loader: Any) -> str:
     """How the samples behind `loader` come in training."""
-    if why_foreign(loader) is not None:
+    if unsupported_order_reason(loader) is not None:
         return "in the loader's own order"
     return "in data set order" if isinstance(loader.sampler, SequentialSampler) else "shuffled"
 
@@ -91,32 +91,32 @@ class OrderedSource:
     Args:
         fetcher: loads samples by index.
         order: which samples, when.
-        weigh: the user's `batch_weight`, or None where a batch counts as its samples.
-        comm: tells what the other processes' batches weigh, where `weigh` has to be asked.
+        weight_fn: the user's `batch_weight`, or None where a batch counts as its samples.
+        comm: tells what the other processes' batches weigh, where `weight_fn` has to be asked.
     """
 
     fetcher: Fetcher
     order: DataOrder
-    weigh: Weigher | None = None
+    weight_fn: WeightFn | None = None
     comm: Communicator = field(default_factory=Communicator)
 
-    def windows(self, epoch: int, samples_done: int, batches_done: int) -> Iterator[Window]:
+    def iter_steps(self, epoch: int, samples_done: int, batches_done: int) -> Iterator[StepBatches]:
         """The windows of `epoch` that follow the first `samples_done` samples."""
-        shares, ahead = tee(self.order.shares(epoch, samples_done))
+        shares, ahead = tee(self.order.local_batches(epoch, samples_done))
         batches = self.fetcher.batches(epoch, (index for share in ahead for index in share.micro_batches))
         for share in shares:
             own = list(islice(batches, len(share.micro_batches)))
-            if self.weigh is None:
+            if self.weight_fn is None:
                 counts = [len(index) for index in share.micro_batches]
                 total = float(share.samples)
             else:
-                counts = [float(self.weigh(batch)) for batch in own]  # type: ignore[misc]
+                counts = [float(self.weight_fn(batch)) for batch in own]  # type: ignore[misc]
                 total = self.comm.sum([math.fsum(counts)])[0]
-            yield _window(own, counts, total, share.samples)
+            yield _step_batches(own, counts, total, share.samples)
 
 
 @dataclass(slots=True)
-class ForeignSource:
+class CustomOrderSource:
     """Any iterable of ready-made batches, taken in the order in which it gives them.
 
     Every process reads all of them and trains on each `world_size`-th.
@@ -124,31 +124,35 @@ class ForeignSource:
 
     batches: Iterable[Any]
     accumulation: int
-    weigh: Weigher
+    weight_fn: WeightFn
     rank: int = 0
     world_size: int = 1
 
-    def windows(self, epoch: int, samples_done: int, batches_done: int) -> Iterator[Window]:
+    def iter_steps(self, epoch: int, samples_done: int, batches_done: int) -> Iterator[StepBatches]:
         """The windows that follow the first `batches_done` batches; those are read, now, and put aside."""
         stream = iter(self.batches)
         for _ in islice(stream, batches_done * self.world_size):
             pass
         return map(self._whole, stream) if self.accumulation == self.world_size == 1 else self._cut(stream)
 
-    def _cut(self, stream: Iterator[Any]) -> Iterator[Window]:
+    def _cut(self, stream: Iterator[Any]) -> Iterator[StepBatches]:
         while window := list(islice(stream, self.accumulation * self.world_size)):
-            counts = [float(self.weigh(batch)) for batch in window]
+            counts = [float(self.weight_fn(batch)) for batch in window]
             mine = slice(self.rank, None, self.world_size)
-            yield _window(window[mine], counts[mine], math.fsum(counts), 0)
+            yield _step_batches(window[mine], counts[mine], math.fsum(counts), 0)
 
-    def _whole(self, batch: Any) -> Window:
+    def _whole(self, batch: Any) -> StepBatches:
         """The window of a step that has one micro-batch."""
-        count = float(self.weigh(batch))
-        return Window((batch,), _WHOLE, count, 0) if 0 < count < math.inf else _window([batch], [count], count, 0)
+        count = float(self.weight_fn(batch))
+        return (
+            StepBatches((batch,), _WHOLE, count, 0)
+            if 0 < count < math.inf
+            else _step_batches([batch], [count], count, 0)
+        )
 
 
 @dataclass(slots=True)
-class OwnSource:
+class PreshardedSource:
     """Ready-made batches of each process's own, taken in the order in which they come.
 
     A step is over the next batches of all processes together. One whose batches have ended joins in without any until
@@ -157,37 +161,37 @@ class OwnSource:
 
     batches: Iterable[Any]
     accumulation: int
-    weigh: Weigher
+    weight_fn: WeightFn
     comm: Communicator
 
-    def windows(self) -> Iterator[Window]:
+    def iter_steps(self) -> Iterator[StepBatches]:
         """The windows of one pass, as many on every process."""
         stream = iter(self.batches)
         while True:
             own = list(islice(stream, self.accumulation))
-            counts = [float(self.weigh(batch)) for batch in own]
+            counts = [float(self.weight_fn(batch)) for batch in own]
             total, going_on = self.comm.sum([math.fsum(counts), float(bool(own))])
             if not going_on:
                 return
-            yield _window(own, counts, total, 0)
+            yield _step_batches(own, counts, total, 0)
 
 
-Source = OrderedSource | ForeignSource
+Source = OrderedSource | CustomOrderSource
 
 
-def _window(batches: list[Any], counts: Sequence[float], total: float, samples: int) -> Window:
+def _step_batches(batches: list[Any], counts: Sequence[float], total: float, samples: int) -> StepBatches:
     """What one process does in a step of `total` items; micro-batches that count nothing come first, so that the last
     one, which sums gradients over the processes, has something to add."""
-    shares = _shares_of(counts, total)
+    shares = _weights_of(counts, total)
     if not batches:
-        return Window([EMPTY], [0.0], total, samples)
+        return StepBatches([EMPTY], [0.0], total, samples)
     if not shares[-1]:
         order = sorted(range(len(batches)), key=lambda position: shares[position] > 0)
         batches, shares = [batches[i] for i in order], [shares[i] for i in order]
-    return Window(batches, shares, total, samples)
+    return StepBatches(batches, shares, total, samples)
 
 
-def _shares_of(counts: Sequence[float], total: float) -> Sequence[float]:
+def _weights_of(counts: Sequence[float], total: float) -> Sequence[float]:
     if len(counts) == 1 and counts[0] == total and total > 0:
         return _WHOLE
     if not 0 <= total < float("inf") or min(counts, default=0) < 0:
@@ -201,14 +205,14 @@ def _shares_of(counts: Sequence[float], total: float) -> Sequence[float]:
 _WHOLE = (1.0,)
 
 
-def own_weigher(module: Any) -> Weigher | None:
+def custom_batch_weight(module: Any) -> WeightFn | None:
     """The module's `batch_weight` if it has one of its own; None where a batch counts as its samples."""
     weigh = getattr(module, "batch_weight", None)
     return None if getattr(weigh, "counts_samples", False) else weigh
 
 
 @dataclass(slots=True)
-class SampledSource:
+class PoissonSource:
     """A map-style data set, sampled anew in each global step.
 
     What counters and logs are told is what was planned: how many records were really drawn is not for them to know.
@@ -225,7 +229,7 @@ class SampledSource:
     data: TrainingSet
     accumulation: int
 
-    def windows(self, epoch: int, first_step: int, steps: int) -> Iterator[Window]:
+    def iter_steps(self, epoch: int, first_step: int, steps: int) -> Iterator[StepBatches]:
         """At most `steps` windows, the first of them for global step `first_step`; fewer if sampling is over."""
         last = first_step + self.sampling.steps_allowed(steps)
         self.sampling.begin()
@@ -236,14 +240,14 @@ class SampledSource:
             own = list(islice(batches, len(counts)))
             for batch, count in zip(own, counts, strict=True):
                 self.sampling.check(batch, count)
-            yield self._window(own, counts, draw.total)
+            yield self._step_batches(own, counts, draw.total)
 
     def _cut(self, draw: Draw) -> tuple[Tensor, ...]:
         """Parts of nearly equal size, none larger than fits."""
-        pieces = -(-len(draw.mine) // self.data.most_at_once)
-        return torch.tensor_split(draw.mine, pieces) if pieces else ()
+        pieces = -(-len(draw.local) // self.data.max_micro_batch)
+        return torch.tensor_split(draw.local, pieces) if pieces else ()
 
-    def _window(self, batches: list[Any], counts: Sequence[int], total: float) -> Window:
+    def _step_batches(self, batches: list[Any], counts: Sequence[int], total: float) -> StepBatches:
         planned = self.data.global_batch
         shares = [count / total for count in counts] if batches else [0.0]
-        return Window(batches or [EMPTY], shares, float(planned), planned, self.accumulation)
+        return StepBatches(batches or [EMPTY], shares, float(planned), planned, self.accumulation)

@@ -16,22 +16,22 @@ from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.order import DataOrder
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.data.loader_state import LoaderMemory, keeps_state, what_its_state_lacks
+from trainstack.trainer.data.loader_state import LoaderState, is_stateful, missing_state_description
 from trainstack.trainer.data.loading import Fetcher
 from trainstack.trainer.data.step_batches import (
-    ForeignSource,
+    CustomOrderSource,
     OrderedSource,
-    SampledSource,
-    Window,
-    order_in_words,
-    own_weigher,
-    refuse_shared_out,
-    why_foreign,
+    PoissonSource,
+    StepBatches,
+    check_not_presharded,
+    custom_batch_weight,
+    describe_order,
+    unsupported_order_reason,
 )
 from trainstack.trainer.module_interface import ModuleInterface
 
 
-class FewBatches:
+class OverfitSubset:
     """Cuts loaders down to the samples of the first `number` global batches of the first epoch.
 
     Samples are loaded anew each time, with their augmentation. Every process and every resumed run picks the same ones.
@@ -52,7 +52,7 @@ class FewBatches:
         Raises:
             ConfigurationError: the library does not know the samples behind it.
         """
-        reason = why_foreign(loader)
+        reason = unsupported_order_reason(loader)
         if reason is not None:
             raise ConfigurationError(
                 f"overfit_batches={self._number}: which samples the training loader gives is not known, since "
@@ -99,12 +99,12 @@ class TrainingData:
         world: how many processes share the data.
         seed: of the order.
         log: is told what cannot be promised.
-        stated_records: how long the plan takes a data set to be, where the true length is not to be told.
+        public_dataset_size: how long the plan takes a data set to be, where the true length is not to be told.
 
     Attributes:
         plan: the run's step arithmetic.
         loader: what the module returned last.
-        loader_memory: the state of a loader that keeps one.
+        loader_state: the state of a loader that keeps one.
         training_set: what the layers of the stack may know of the data.
     """
 
@@ -115,20 +115,20 @@ class TrainingData:
         world: World,
         seed: int,
         log: RunLogger,
-        stated_records: int | None = None,
+        public_dataset_size: int | None = None,
     ) -> None:
         self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
-        self._stated_records = stated_records
+        self._public_dataset_size = public_dataset_size
         self._fetcher: Fetcher | None = None
         self._fast_paths = fast_paths_enabled(args.fast_paths)
         self._order: DataOrder | None = None
         self._said = False
         self.loader: Any = None
-        self._few = FewBatches(args.overfit_batches, args.global_batch_size(world.size), seed)
-        self.loader_memory = LoaderMemory(log, fast_paths=self._fast_paths)
+        self._overfit = OverfitSubset(args.overfit_batches, args.global_batch_size(world.size), seed)
+        self.loader_state = LoaderState(log, fast_paths=self._fast_paths)
         self.plan = self._make_plan(None)
         loader = self._ask()
-        self.loader_memory.meet(loader)
+        self.loader_state.attach(loader)
         self.plan = self._make_plan(loader)
         self.training_set = self._training_set(loader)
         if loader is not None and self.plan.steps_per_epoch is None:
@@ -138,7 +138,7 @@ class TrainingData:
                 "plan with a number."
             )
 
-    def windows(self, state: RunState, sampling: Sampling | None = None) -> Iterator[Window]:
+    def iter_steps(self, state: RunState, sampling: Sampling | None = None) -> Iterator[StepBatches]:
         """The global steps of `state.epoch` that are still to be made, their samples drawn by `sampling` if given.
 
         Raises:
@@ -151,18 +151,18 @@ class TrainingData:
                 f"{type(self._module).__name__}.get_train_dataloader returned None. Return a DataLoader: "
                 "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))."
             )
-        reason, self._order = why_foreign(loader), None
+        reason, self._order = unsupported_order_reason(loader), None
         if sampling is not None:
             return self._sampled(loader, sampling, state)
-        _keep_order(state, order_in_words(loader))
+        _keep_order(state, describe_order(loader))
         if reason is None:
-            return self._ordered(loader).windows(state.epoch, state.samples_in_epoch, state.batches_in_epoch)
-        self._say_foreign(reason, loader, state)
-        batches, positioned = self.loader_memory.begin(loader, within=state.batches_in_epoch > 0)
-        source = ForeignSource(
+            return self._ordered(loader).iter_steps(state.epoch, state.samples_in_epoch, state.batches_in_epoch)
+        self._log_custom_order(reason, loader, state)
+        batches, positioned = self.loader_state.begin(loader, within=state.batches_in_epoch > 0)
+        source = CustomOrderSource(
             batches, self.plan.accumulation, self._module.batch_weight, self._world.rank, self._world.size
         )
-        return source.windows(state.epoch, state.samples_in_epoch, 0 if positioned else state.batches_in_epoch)
+        return source.iter_steps(state.epoch, state.samples_in_epoch, 0 if positioned else state.batches_in_epoch)
 
     def close(self) -> None:
         """End the loader's workers; another pass starts new ones."""
@@ -176,36 +176,38 @@ class TrainingData:
         """The samples of a micro-batch of the step after those that `state` counts; None where that is not known."""
         if self._order is None or self._args.overfit_batches:
             return None
-        share = next(self._order.shares(state.epoch, state.samples_in_epoch), None)
+        share = next(self._order.local_batches(state.epoch, state.samples_in_epoch), None)
         if share is None or position >= len(share.micro_batches):
             return None
-        known = len(share.micro_batches) == 1 or own_weigher(self._module) is None  # else they may have changed places
+        known = (
+            len(share.micro_batches) == 1 or custom_batch_weight(self._module) is None
+        )  # else they may have changed places
         rows = share.micro_batches[position : position + 1] if known else share.micro_batches
         return [index for row in rows for index in row.tolist()]
 
     def _training_set(self, loader: Any) -> TrainingSet:
-        problem = "get_train_dataloader returned None" if loader is None else why_foreign(loader)
+        problem = "get_train_dataloader returned None" if loader is None else unsupported_order_reason(loader)
         return TrainingSet(
             length=None if problem else len(loader.dataset),
             fetch=lambda index: self._fetcher_of(loader).load(0, index),
             global_batch=self.plan.global_batch,
-            most_at_once=self._args.gpu_batch_size_limit,
+            max_micro_batch=self._args.gpu_batch_size_limit,
             total_steps=self.plan.total_steps,
             problem=problem,
         )
 
-    def _sampled(self, loader: Any, sampling: Sampling, state: RunState) -> Iterator[Window]:
+    def _sampled(self, loader: Any, sampling: Sampling, state: RunState) -> Iterator[StepBatches]:
         plan = self.plan
         assert plan.steps_per_epoch is not None
-        problem = why_foreign(loader)
+        problem = unsupported_order_reason(loader)
         if problem is not None or len(loader.dataset) != self.training_set.length:
             raise ModuleContractError(
                 f"get_train_dataloader returned a loader over {problem or f'{len(loader.dataset)} samples'}; the run "
                 f"was planned for a sample of {self.training_set.length} with indices. Return the same data in every "
                 "epoch."
             )
-        source = SampledSource(self._fetcher_of(loader), sampling, self.training_set, plan.accumulation)
-        return source.windows(state.epoch, state.global_step + 1, plan.steps_per_epoch - state.steps_in_epoch)
+        source = PoissonSource(self._fetcher_of(loader), sampling, self.training_set, plan.accumulation)
+        return source.iter_steps(state.epoch, state.global_step + 1, plan.steps_per_epoch - state.steps_in_epoch)
 
     def _fetcher_of(self, loader: Any) -> Fetcher:
         if self._fetcher is None or not self._fetcher.serves(loader):
@@ -230,26 +232,26 @@ class TrainingData:
                 f"get_train_dataloader returned a {type(loader).__name__}, which cannot be iterated over. "
                 "Return a DataLoader."
             )
-        refuse_shared_out(loader, self._world.size)
+        check_not_presharded(loader, self._world.size)
         asked, has = self.plan.micro_batch, getattr(loader, "batch_size", None)
-        if loader is not None and why_foreign(loader) is None and has != asked:
+        if loader is not None and unsupported_order_reason(loader) is None and has != asked:
             raise ModuleContractError(
                 f"get_train_dataloader was called with batch_size={asked} and returned a loader with "
                 f"batch_size={has}. Pass batch_size on to the DataLoader, and set train_batch_size and "
                 "gpu_batch_size_limit in TrainerArguments."
             )
         self.loader = loader
-        return self._few.of(loader) if loader is not None and self._args.overfit_batches else loader
+        return self._overfit.of(loader) if loader is not None and self._args.overfit_batches else loader
 
-    def few_to_validate(self, batch_size: int) -> Any:
+    def overfit_val_loader(self, batch_size: int) -> Any:
         """With `overfit_batches`, a loader over what is trained on, in fixed order; else None."""
         loader = self._ask() if self._args.overfit_batches else None
         return None if loader is None else like(loader, loader.dataset, batch_size)
 
     def _make_plan(self, loader: Any) -> TrainingPlan:
         args, lengths = self._args, {}
-        if loader is not None and why_foreign(loader) is None:
-            records = self._stated_records or len(loader.dataset)
+        if loader is not None and unsupported_order_reason(loader) is None:
+            records = self._public_dataset_size or len(loader.dataset)
             lengths = {"dataset_length": records, "drop_last": loader.drop_last}
             if not len(loader.dataset):
                 raise ModuleContractError(_EMPTY)
@@ -288,14 +290,14 @@ class TrainingData:
             shuffle=not isinstance(loader.sampler, SequentialSampler),
             drop_last=loader.drop_last,
         )
-        return OrderedSource(self._fetcher_of(loader), order, own_weigher(self._module), world.comm)
+        return OrderedSource(self._fetcher_of(loader), order, custom_batch_weight(self._module), world.comm)
 
     def _planned_length(self, loader: Any) -> int:
         length, planned = len(loader.dataset), self.plan.samples_per_epoch
         kept = length - length % self.plan.global_batch if loader.drop_last else length
         return length if kept == planned else -1
 
-    def _say_foreign(self, reason: str, loader: Any, state: RunState) -> None:
+    def _log_custom_order(self, reason: str, loader: Any, state: RunState) -> None:
         if self._said:
             return
         self._said = True
@@ -306,8 +308,10 @@ class TrainingData:
             if done
             else "A resume within an epoch reads and puts aside the batches seen before."
         )
-        if keeps_state(loader) and (not done or self.loader_memory.is_pending):
-            resume = "Its state is saved with each checkpoint, and given back on resume." + what_its_state_lacks(loader)
+        if is_stateful(loader) and (not done or self.loader_state.is_pending):
+            resume = "Its state is saved with each checkpoint, and given back on resume." + missing_state_description(
+                loader
+            )
         self._log.warning(
             f"the training data comes in the loader's own order, since {reason}. Its batches are used as they come: a "
             f"global step takes {self.plan.accumulation} of them, and the library cannot promise that each sample is "

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainstack.backends.processes.gathering import Column
+from trainstack.backends.processes.gathering import StepList
 from trainstack.errors import ModuleContractError
 
 
@@ -90,7 +90,7 @@ class _Node:
     def join(self) -> Any:
         raise AssertionError("abstract")
 
-    def _refuse(self, value: Any, expected: str) -> ModuleContractError:
+    def _mismatch_error(self, value: Any, expected: str) -> ModuleContractError:
         return ModuleContractError(
             f"{self.path}: earlier steps returned {expected} here, this one returned {type(value).__name__}. "
             "Return the same structure from every step."
@@ -107,7 +107,7 @@ class _Tensors(_Node):
 
     def add(self, value: Any, device: torch.device | None) -> None:
         if not isinstance(value, Tensor):
-            raise self._refuse(value, "a tensor")
+            raise self._mismatch_error(value, "a tensor")
         if value.requires_grad:
             value = value.detach()
         if value.untyped_storage().nbytes() > value.nbytes:
@@ -146,11 +146,11 @@ class _Objects(_Node):
     def add(self, value: Any, device: torch.device | None) -> None:
         holds_tensors = isinstance(value, list) and any(isinstance(item, Tensor | dict | tuple) for item in value)
         if holds_tensors or isinstance(value, Tensor | dict | tuple):
-            raise self._refuse(value, f"a {type(self.kept[0]).__name__}" if self.kept else "a plain object")
+            raise self._mismatch_error(value, f"a {type(self.kept[0]).__name__}" if self.kept else "a plain object")
         self.kept.append(value.copy() if isinstance(value, np.ndarray) else value)
 
-    def join(self) -> Column:
-        return Column(self.kept)
+    def join(self) -> StepList:
+        return StepList(self.kept)
 
 
 class _Items(_Node):
@@ -166,7 +166,7 @@ class _Items(_Node):
     def add(self, value: Any, device: torch.device | None) -> None:
         same_kind = isinstance(value, dict) if self.kind is dict else isinstance(value, list | tuple)
         if not same_kind:
-            raise self._refuse(value, f"a {self.kind.__name__}")
+            raise self._mismatch_error(value, f"a {self.kind.__name__}")
         pairs = _pairs(value)
         if len(pairs) != len(self.children) or any(key not in self.children for key, _ in pairs):
             raise ModuleContractError(

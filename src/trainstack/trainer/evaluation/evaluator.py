@@ -22,8 +22,8 @@ from trainstack.trainer.evaluation.loader_pass import (
     eval_mode,
     evaluation_batches,
     evaluation_pass,
-    miscounted,
     named_loaders,
+    sample_count_mismatch,
 )
 from trainstack.trainer.evaluation.metrics import Metrics, numbers_in
 from trainstack.trainer.events import Event
@@ -53,7 +53,7 @@ class StopRequests(Protocol):
     def interrupts(self) -> bool:
         """Whether the validation is to be broken off."""
 
-    def settle(self) -> None:
+    def stop_if_requested(self) -> None:
         """Stop on all processes, if any has been asked to."""
 
 
@@ -92,7 +92,7 @@ class Evaluator:
         """The module's loaders for `stage` by name; empty if it has none."""
         module, where = self._context.module, "get_val_dataloaders" if stage is Stage.VAL else "get_test_dataloaders"
         size = self._context.args.val_batch_size or self._data.plan.micro_batch
-        few = self._data.few_to_validate(size) if stage is Stage.VAL else None
+        few = self._data.overfit_val_loader(size) if stage is Stage.VAL else None
         validates = self._context.val_step or type(module).val_step is not ModuleInterface.val_step
         if few is not None and validates:
             return {"default": few}
@@ -106,18 +106,18 @@ class Evaluator:
             self.evaluate(Stage.VAL, loaders, keep=self._hooks.val_outputs, reporter=reporter)
         self.has_validated = True
 
-    def try_out(self, batches: int) -> None:
+    def sanity_check(self, batches: int) -> None:
         """Run `val_step` and the metrics over the first `batches` of each loader, and forget about it."""
         with self._isolated_rng():
             loaders = self.loaders_of(Stage.VAL)
         try:
-            with self._context.sink.redirected(RunHistory(), self._context.state) as history:
+            with self._context.sink.redirect(RunHistory(), self._context.state) as history:
                 self.evaluate(Stage.VAL, loaders, keep=False, history=history, only=batches)
         except Exception as error:
             annotate(error, "while sanity_val_steps tried out the validation before training")
             raise
 
-    def by_itself(
+    def run_standalone(
         self, stage: Stage, dataloaders: Any, log: bool | None, keep_outputs: bool = True
     ) -> EvaluationOutputs:
         """Evaluate the module's loaders for `stage`, or others.
@@ -130,7 +130,7 @@ class Evaluator:
         """
         context = self._context
         recorded = context.history if log or (log is None and context.busy) else RunHistory()
-        with context.sink.redirected(recorded, context.state) as history:
+        with context.sink.redirect(recorded, context.state) as history:
             given = named_loaders(dataloaders, "the caller") if dataloaders is not None else self.loaders_of(stage)
             if not given and stage is Stage.TEST:
                 raise ModuleContractError(
@@ -229,30 +229,30 @@ class Evaluator:
         evaluation.run(
             batches,
             progress,
-            interrupted=None if reporter is None else self._stopper.interrupts,
-            also=None if measured is None else measured.add,
+            should_stop=None if reporter is None else self._stopper.interrupts,
+            on_batch=None if measured is None else measured.add,
         )
         progress.end_validation()
         if evaluation.slip is not None:
-            self._say_once(evaluation.slip)
+            self._warn_once(evaluation.slip)
         comm = world.comm if in_parts else Communicator()
-        told = world.comm.gather((evaluation.batches, evaluation.samples, evaluation.broken_off))
+        told = world.comm.gather((evaluation.batches, evaluation.samples, evaluation.stopped_early))
         if any(broken_off for *_, broken_off in told):
-            self._stopper.settle()
+            self._stopper.stop_if_requested()
         if not sum(batches for batches, *_ in told):
             context.log.warning(f"the {stage.name.lower()} loader {key!r} gave no batch at all.")
         elif limit is None:
             counts = [samples for _, samples, _ in told] if in_parts else [evaluation.samples]
-            which, what = f"{stage.name.lower()} loader {key!r}", miscounted(loader, counts)
+            which, what = f"{stage.name.lower()} loader {key!r}", sample_count_mismatch(loader, counts)
             if what is not None:
-                self._say_once(f"{which}: {what}")
+                self._warn_once(f"{which}: {what}")
         values = {"loss": evaluation.mean_loss(comm), **({} if measured is None else measured.results(comm))}
         if evaluation.outputs is None:
             return None, values
         outputs = evaluation.outputs.all_outputs
         return (stack.gather(outputs) if in_parts else outputs), values
 
-    def _say_once(self, what: str) -> None:
+    def _warn_once(self, what: str) -> None:
         if what not in self._said:
             self._said.add(what)
             self._context.log.warning(what)
@@ -268,7 +268,7 @@ class Evaluator:
                 full = f"{place}/{inner}"
                 if number is None:
                     named[full] = value
-                    self._say_once(
+                    self._warn_once(
                         f"{full} is not one number, so it is returned by validate and test, and not recorded."
                     )
                 else:

@@ -19,12 +19,12 @@ from trainstack.errors import ModuleContractError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.core.tensors import samples_in
 from trainstack.trainer.data.loading import Fetcher
-from trainstack.trainer.data.step_batches import own_weigher, refuse_shared_out, why_foreign
+from trainstack.trainer.data.step_batches import check_not_presharded, custom_batch_weight, unsupported_order_reason
 from trainstack.trainer.evaluation.collector import OutputCollector
 from trainstack.trainer.tracking.progress import ProgressDisplay
 
 
-def what_is_no_loss(outputs: Any, stage: Stage) -> str | None:
+def number_loss_message(outputs: Any, stage: Stage) -> str | None:
     """The warning for a plain number in the place of the loss; None where there is none, and for predictions."""
     loss = loss_item(outputs)
     if stage is Stage.PREDICT or not is_number(loss):
@@ -97,8 +97,8 @@ def evaluation_batches(
     Raises:
         ModuleContractError: a sampler has shared the data out already.
     """
-    refuse_shared_out(loader, world.size)
-    if why_foreign(loader) is not None:
+    check_not_presharded(loader, world.size)
+    if unsupported_order_reason(loader) is not None:
         own = islice(fast_batches(loader, enabled=fast_paths), limit)
         return Batches(((batch, None) for batch in own), False)
     size = loader.batch_size
@@ -114,7 +114,7 @@ def evaluation_batches(
     return Batches(zip(batches, map(len, indices), strict=True), True)
 
 
-def miscounted(loader: Any, counts: Sequence[int | None]) -> str | None:
+def sample_count_mismatch(loader: Any, counts: Sequence[int | None]) -> str | None:
     """What to say where the samples evaluated are not those of the data set, each once; None where they are.
 
     Args:
@@ -130,7 +130,8 @@ def miscounted(loader: Any, counts: Sequence[int | None]) -> str | None:
         return None
     return (
         f"{evaluated} samples were evaluated and the data set has {length}: metrics are over other samples than its "
-        f"own, each once. The loader keeps its own order, since {why_foreign(loader) or 'its batches differ'}. Give it "
+        "own, each once. The loader keeps its own order, since "
+        f"{unsupported_order_reason(loader) or 'its batches differ'}. Give it "
         "sampler=sampler(dataset) with the sampler that the method is handed, which also shares the data among "
         "processes; for a part of the data give it a torch.utils.data.Subset."
     )
@@ -174,7 +175,7 @@ class Evaluation:
         outputs: what was collected; None where nothing was to be.
         batches: how many were evaluated.
         samples: how many they held; None where that could not be counted.
-        broken_off: whether `run` ended before the last.
+        stopped_early: whether `run` ended before the last.
         slip: what to say of what the first step returned in place of its loss; None for nothing.
     """
 
@@ -185,7 +186,7 @@ class Evaluation:
         self.outputs = OutputCollector() if keep_outputs else None
         self.batches = 0
         self.samples: int | None = 0
-        self.broken_off = False
+        self.stopped_early = False
         self.slip: str | None = None
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
@@ -194,12 +195,12 @@ class Evaluation:
         self,
         pairs: Iterable[tuple[Any, int | None]],
         progress: ProgressDisplay,
-        interrupted: Callable[[], bool] | None = None,
-        also: Callable[[Any, Any], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+        on_batch: Callable[[Any, Any], None] | None = None,
     ) -> None:
         """Evaluate batches, each with its number of samples if that is known, and let `progress` look.
 
-        It is broken off after a batch at which `interrupted` says so. `also` is given what each step returned, and
+        It is broken off after a batch at which `should_stop` says so. `on_batch` is given what each step returned, and
         its batch.
         """
         forward, work, stage, step = self.stack.forward, self.work, self.stage, self.step
@@ -211,16 +212,16 @@ class Evaluation:
                     outputs = forward(work, stage, batch, step)
                     if collect is not None:
                         collect(outputs)
-                    if also is not None:
-                        also(outputs, batch)
+                    if on_batch is not None:
+                        on_batch(outputs, batch)
                     if type(outputs) is not Tensor or not outputs.dim():
                         self._keep_loss(outputs, batch, samples)
                     counted += _count(batch) if samples is None else samples
                     self.batches += 1
-                    if self.batches >= progress.next_look:
-                        progress.look(self.batches, lambda: None)
-                    if interrupted is not None and interrupted():
-                        self.broken_off = True
+                    if self.batches >= progress.next_poll:
+                        progress.poll(self.batches, lambda: None)
+                    if should_stop is not None and should_stop():
+                        self.stopped_early = True
                         break
         except Exception as error:
             annotate(error, f"in batch {self.batches} of {stage.name.lower()} at global step {step}")
@@ -231,12 +232,12 @@ class Evaluation:
         loss = _loss_in(outputs)
         if loss is not None:
             self._losses.append(loss)
-            self._weights.append(self._weigh(batch, samples))
+            self._weights.append(self._weight_of(batch, samples))
         elif not self.batches:
-            self.slip = what_is_no_loss(outputs, self.stage)
+            self.slip = number_loss_message(outputs, self.stage)
 
-    def _weigh(self, batch: Any, samples: int | None) -> float:
-        weigh = own_weigher(self.work.module)
+    def _weight_of(self, batch: Any, samples: int | None) -> float:
+        weigh = custom_batch_weight(self.work.module)
         if weigh is not None:
             return float(weigh(batch))
         return float(samples_in(batch) if samples is None else samples)

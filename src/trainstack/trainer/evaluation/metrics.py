@@ -100,7 +100,7 @@ class MetricPass:
         for name, metric in metrics.items():
             if isinstance(metric, nn.Module):
                 metric.to(world.device)
-            with _said(name, metric, "reset"):
+            with _annotate_metric_errors(name, metric, "reset"):
                 metric.reset()
 
     def add(self, outputs: Any, batch: Any) -> None:
@@ -129,7 +129,7 @@ class MetricPass:
                 self._update(move_to_device(inputs, self._world.device))
         values = {}
         for name, metric in self._metrics.items():
-            with _said(name, metric, "compute"), _by_itself(metric):
+            with _annotate_metric_errors(name, metric, "compute"), _without_sync(metric):
                 if self._updates:
                     values[name] = metric.compute()
                 metric.reset()
@@ -138,7 +138,7 @@ class MetricPass:
     def _update(self, inputs: tuple[Any, ...] | dict[str, Any]) -> None:
         self._updates += 1
         for name, metric in self._metrics.items():
-            with _said(name, metric, "update"), _by_itself(metric), torch.no_grad():
+            with _annotate_metric_errors(name, metric, "update"), _without_sync(metric), torch.no_grad():
                 self._feed[name](inputs)
 
 
@@ -190,7 +190,7 @@ def _checked(name: Any) -> str:
 
 
 @contextmanager
-def _said(name: str, metric: Metric, method: str) -> Iterator[None]:
+def _annotate_metric_errors(name: str, metric: Metric, method: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -198,18 +198,18 @@ def _said(name: str, metric: Metric, method: str) -> Iterator[None]:
         raise
 
 
-def _alone() -> bool:
+def _not_distributed() -> bool:
     return False
 
 
 @contextmanager
-def _by_itself(metric: Metric) -> Iterator[None]:
+def _without_sync(metric: Metric) -> Iterator[None]:
     """A block in which metrics of torchmetrics do not look for other processes: they have everybody's batches."""
     parts: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else [metric]
     synced = [(part, part.distributed_available_fn) for part in parts if hasattr(part, "distributed_available_fn")]
     try:
         for part, _ in synced:
-            part.distributed_available_fn = _alone
+            part.distributed_available_fn = _not_distributed
         yield
     finally:
         for part, before in synced:

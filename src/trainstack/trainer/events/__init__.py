@@ -2,6 +2,6 @@
 
 from trainstack.trainer.events.bus import Events
 from trainstack.trainer.events.event import Callback, Event
-from trainstack.trainer.events.filters import Filter, only
+from trainstack.trainer.events.filters import Filter, call_filter
 
-__all__ = ["Callback", "Event", "Events", "Filter", "only"]
+__all__ = ["Callback", "Event", "Events", "Filter", "call_filter"]

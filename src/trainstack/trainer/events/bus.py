@@ -11,13 +11,13 @@ from trainstack.errors import ConfigurationError, StopTraining, annotate
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.events.event import SPANS, Callback, Event
-from trainstack.trainer.events.filters import Filter, filter_of, fitted, name_of
-from trainstack.trainer.events.weight_swap import Aside
+from trainstack.trainer.events.filters import Filter, adapt_arity, filter_of, name_of
+from trainstack.trainer.events.weight_swap import WeightSwap
 
 Value = TypeVar("Value")
 
 
-def made(callbacks: Iterable[Any] | None) -> list[Callback]:
+def instantiate(callbacks: Iterable[Any] | None) -> list[Callback]:
     """Callbacks as objects, each a different one.
 
     Raises:
@@ -37,7 +37,7 @@ def made(callbacks: Iterable[Any] | None) -> list[Callback]:
     return objects
 
 
-def numbered(pairs: Iterable[tuple[str, Value]], taken: Iterable[str | None] = ()) -> dict[str, Value]:
+def unique_keys(pairs: Iterable[tuple[str, Value]], taken: Iterable[str | None] = ()) -> dict[str, Value]:
     """`pairs` as a dict; the second of one name gets "-2" behind it, and so on."""
     named: dict[str, Value] = {}
     used = set(taken)
@@ -51,14 +51,14 @@ def numbered(pairs: Iterable[tuple[str, Value]], taken: Iterable[str | None] = (
     return named
 
 
-def point_at_slips(callback: Callback, log: RunLogger) -> None:
+def warn_on_typos(callback: Callback, log: RunLogger) -> None:
     """Warn of methods that are called like an event, but for a slip."""
     known = [event.method for event in Event]
     for name in dir(type(callback)):
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.7) if name.startswith("on_") else []
         if close and name not in known:
             log.warning(
-                f"{type(callback).__name__}.{name} is called like no event and never called by the trainer. "
+                f"{type(callback).__name__}.{name} does not match any event and will never be called. "
                 f"Did you mean {close[0]!r}?"
             )
 
@@ -93,7 +93,7 @@ class Subscription:
     ) -> None:
         self.event, self.label, self.filter, self.priority, self.key = event, label, counts, priority, key
         self.came, self.is_expected = False, True
-        self._function = fitted(function, ("trainer", *event.gives), f"Event.{event.name}")
+        self._function = adapt_arity(function, ("trainer", *event.gives), f"Event.{event.name}")
 
     def call(self, trainer: AbstractTrainer, *given: Any) -> None:
         """The event has come."""
@@ -108,10 +108,10 @@ class Subscription:
             raise
 
     @property
-    def why_never(self) -> str | None:
+    def never_ran_reason(self) -> str | None:
         """Why it has never run, if it has not."""
         if self.filter is not None:
-            return self.filter.why_never() if not self.filter.num_executed else None
+            return self.filter.never_ran_reason() if not self.filter.num_executed else None
         return None if self.came else "the event never came"
 
 
@@ -136,7 +136,7 @@ class Events:
     Attributes:
         callbacks: the objects, by their key in checkpoints.
         trainer: the one they are given.
-        aside: where trained weights lie while others are in the module, after a training.
+        weight_swap: where trained weights lie while others are in the module, after a training.
         is_training: whether `train()` is under way.
 
     Raises:
@@ -152,14 +152,14 @@ class Events:
         self._calls: dict[int, list[Callable[[], None]]] = {}
         self._unclaimed: dict[str, Any] | None = None
         self.is_training = False
-        self.aside = Aside()
+        self.weight_swap = WeightSwap()
         self._add_methods(module, type(module).__name__, 0)
-        self.callbacks: dict[str, Callback] = numbered(
-            ((c.state_key or type(c).__name__, c) for c in made(callbacks)), taken={OWN}
+        self.callbacks: dict[str, Callback] = unique_keys(
+            ((c.state_key or type(c).__name__, c) for c in instantiate(callbacks)), taken={OWN}
         )
         for key, callback in self.callbacks.items():
             self._add_methods(callback, key, callback.priority)
-            point_at_slips(callback, self._log)
+            warn_on_typos(callback, self._log)
 
     def _add_methods(self, owner: Any, key: str, priority: int) -> None:
         for event in Event:
@@ -174,7 +174,7 @@ class Events:
         """Subscribe `function`; in the loop it takes effect with the next epoch."""
         name = name_of(function)
         taken = {s.key for others in self._subscriptions.values() for s in others}
-        key = next(iter(numbered([(f"{name}@{event.value}", None)], taken=taken)))
+        key = next(iter(unique_keys([(f"{name}@{event.value}", None)], taken=taken)))
         self._add(Subscription(event, function, name, counts, priority, key))
 
     def _add(self, subscription: Subscription) -> None:
@@ -243,7 +243,7 @@ class Events:
             ConfigurationError: the function needs more than the trainer.
         """
         called = name_of(function)
-        call = fitted(function, ("trainer",), f"call_at_step({step}, {called})")
+        call = adapt_arity(function, ("trainer",), f"call_at_step({step}, {called})")
 
         def run() -> None:
             try:
@@ -268,7 +268,7 @@ class Events:
         for key in self._unclaimed or ():
             self._say(f"the checkpoint has a state of {key!r}, which this trainer does not have; it is left out.")
         self._unclaimed, self.is_training = None, True
-        self.aside.put_back()
+        self.weight_swap.swap_out()
         self.fire(Event.TRAIN_BEGIN)
 
     def end_train(self, status: str) -> None:
@@ -292,8 +292,8 @@ class Events:
         for subscription in (s for others in self._subscriptions.values() for s in others):
             came = subscription.filter is not None and subscription.filter.num_called > 0
             expected = subscription.is_expected and subscription.event.is_certain
-            if subscription.why_never is not None and (came or expected):
-                self._log.warning(f"{subscription.label} has never run: {subscription.why_never}.")
+            if subscription.never_ran_reason is not None and (came or expected):
+                self._log.warning(f"{subscription.label} has never run: {subscription.never_ran_reason}.")
 
     # --- checkpoints ---------------------------------------------------------------------------------------
 
@@ -325,7 +325,7 @@ class Events:
         return {s.key: s.filter for s in every if s.filter is not None and s.key is not None}
 
 
-def checked_event(event: Any) -> Event:
+def check_event(event: Any) -> Event:
     """`event`, if it is one that is still to come.
 
     Raises:
@@ -336,5 +336,5 @@ def checked_event(event: Any) -> Event:
             f"on({event!r}): that is no event. Write one of {', '.join(f'Event.{e.name}' for e in Event)}."
         )
     if event is Event.INIT:
-        raise ConfigurationError("on(Event.INIT): that is over once there is a trainer. Write on_init of a Callback.")
+        raise ConfigurationError("Event.INIT has already fired when a Trainer exists. Define Callback.on_init instead.")
     return event

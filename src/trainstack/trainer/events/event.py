@@ -23,7 +23,7 @@ class Event(Enum):
     READY = ("ready", "", "the module, its optimizers and the plan are made; a checkpoint's states are not yet back", 1)
     LOAD_CHECKPOINT = ("load_checkpoint", "checkpoint", "the run has taken all it goes on with from a checkpoint", 0)
     TRAIN_BEGIN = ("train_begin", "", "`train()` begins, also where it goes on after an interruption", 1)
-    EPOCH_BEGIN = ("epoch_begin", "epoch", "an epoch begins, or is gone on with; epochs are counted from 0", 1)
+    EPOCH_BEGIN = ("epoch_begin", "epoch", "an epoch begins or resumes; epochs are counted from 0", 1)
     TRAIN_EPOCH_BEGIN = ("train_epoch_begin", "epoch", "right after that, before data is asked for", 1)
     FETCH_DATA_BEGIN = ("fetch_data_begin", "", "before the micro-batches of a global step are fetched", 1)
     FETCH_DATA_END = ("fetch_data_end", "batches", "they are here: a sequence, on the host as a rule", 1)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from trainstack.errors import ConfigurationError
 
 
-def fitted(function: Callable[..., Any], given: Sequence[str], where: str) -> Callable[..., Any]:
+def adapt_arity(function: Callable[..., Any], given: Sequence[str], where: str) -> Callable[..., Any]:
     """`function`, to be called with all that is `given`, of which it gets as many as it takes, from the left.
 
     A parameter with a default is only filled if it is called like what is given in its place.
@@ -78,7 +78,7 @@ class Filter:
             raise ConfigurationError(f"when={when!r}: write a function, when(trainer) -> bool.")
         self.num_called = self.num_executed = 0
         self._every, self._once = every or 1, once
-        self._when = None if when is None else fitted(when, ("trainer", "filter"), "when")
+        self._when = None if when is None else adapt_arity(when, ("trainer", "filter"), "when")
         self._ran = False
 
     def passes(self, trainer: Any) -> bool:
@@ -96,7 +96,7 @@ class Filter:
         self.num_called -= 1
         self.num_executed -= self._ran
 
-    def why_never(self) -> str:
+    def never_ran_reason(self) -> str:
         """For a subscriber that never ran."""
         return f"the event came {self.num_called} times, at none of which its filter let it run"
 
@@ -110,7 +110,7 @@ class Filter:
         self._ran = bool(state["ran"])
 
 
-def only(
+def call_filter(
     *, every: int | None = None, once: int | bool | None = None, when: Callable[..., Any] | None = None
 ) -> Callable[[Function], Function]:
     """Decorate a method of a `Callback`: it runs at some of its event's occurrences only, each object counting its own.
@@ -136,6 +136,6 @@ def only(
 
 
 def filter_of(method: Callable[..., Any]) -> Filter | None:
-    """A new filter as `only` asked for at `method`; None if it did not."""
+    """A new filter as `call_filter` asked for at `method`; None if it did not."""
     settings = getattr(method, _FILTER, None)
     return None if settings is None else Filter(**settings)

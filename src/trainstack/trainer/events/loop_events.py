@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from trainstack.backends import EMPTY
-from trainstack.trainer.data.step_batches import Window
+from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.events.bus import Fire
 from trainstack.trainer.events.event import Event
 
@@ -14,17 +14,17 @@ Verb = TypeVar("Verb", bound=Callable[..., Any])
 Bind = Callable[[Event], Fire | None]
 
 
-def nobody(event: Event) -> None:
+def no_subscribers(event: Event) -> None:
     """The subscribers of a loop that has none."""
 
 
-def with_fetch_events(windows: Iterable[Window], bind: Bind) -> Iterable[Window]:
+def with_fetch_events(windows: Iterable[StepBatches], bind: Bind) -> Iterable[StepBatches]:
     """`windows`, with the events around getting each."""
     begin, end = bind(Event.FETCH_DATA_BEGIN), bind(Event.FETCH_DATA_END)
     if begin is None and end is None:
         return windows
 
-    def fetched() -> Iterator[Window]:
+    def fetched() -> Iterator[StepBatches]:
         source = iter(windows)
         while True:
             if begin is not None:
@@ -62,7 +62,7 @@ def with_batch_events(forward: Verb, backward: Verb, bind: Bind) -> tuple[Any, A
     return announced_forward, announced_backward
 
 
-def around(verb: Verb, before: Fire | None, after: Fire | None, *given: Any) -> Any:
+def with_events_around(verb: Verb, before: Fire | None, after: Fire | None, *given: Any) -> Any:
     """`verb` between two events that give `given`."""
     if before is None and after is None:
         return verb
@@ -78,7 +78,7 @@ def around(verb: Verb, before: Fire | None, after: Fire | None, *given: Any) -> 
     return announced
 
 
-def one_after_the_other(first: Fire | None, second: Fire | None, second_takes: slice = slice(None)) -> Fire | None:
+def chain(first: Fire | None, second: Fire | None, second_takes: slice = slice(None)) -> Fire | None:
     """Calls `first`, and `second` with a part of what it is given."""
     if second is None:
         return first

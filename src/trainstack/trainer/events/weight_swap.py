@@ -9,28 +9,28 @@ from itertools import chain
 from torch import Tensor, nn
 
 
-class Aside:
+class WeightSwap:
     """Where trained weights lie while the module has better ones, such as averages, until training goes on.
 
     Attributes:
-        is_laid: whether they lie here.
+        is_active: whether they lie here.
     """
 
     def __init__(self) -> None:
-        self.is_laid = False
+        self.is_active = False
         self._kept: list[tuple[Tensor, Tensor]] = []
 
-    def lay(self, module: nn.Module) -> None:
+    def swap_in(self, module: nn.Module) -> None:
         """From now on the module's parameters and buffers may be changed in place. Nothing if it is so already."""
-        if self.is_laid:
+        if self.is_active:
             return
         self._kept = [(tensor, tensor.data) for tensor in chain(module.parameters(), module.buffers())]
         for tensor, data in self._kept:
             tensor.data = data.clone()
-        self.is_laid = True
+        self.is_active = True
 
     @contextmanager
-    def put_back_for_now(self) -> Iterator[None]:
+    def original_weights(self) -> Iterator[None]:
         """A block in which the module has what was trained; for checkpoints."""
         others = [tensor.data for tensor, _ in self._kept]
         for tensor, data in self._kept:
@@ -41,8 +41,8 @@ class Aside:
             for (tensor, _), data in zip(self._kept, others, strict=True):
                 tensor.data = data
 
-    def put_back(self) -> None:
+    def swap_out(self) -> None:
         """Give the module back what was trained."""
         for tensor, data in self._kept:
             tensor.data = data
-        self._kept, self.is_laid = [], False
+        self._kept, self.is_active = [], False

@@ -13,7 +13,7 @@ from trainstack.backends import Communicator
 from trainstack.backends.fast_paths import fast_largest
 from trainstack.errors import NonFiniteError
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.data.step_batches import Window
+from trainstack.trainer.data.step_batches import StepBatches
 
 MAX_SKIPPED_IN_A_ROW = 50
 """So many steps may be skipped one after the other before the run is stopped."""
@@ -27,7 +27,7 @@ class StepEntry(NamedTuple):
         losses: of its micro-batches; 0-dim, detached, on the device.
         weights: the share of each of them.
         items: what its loss is a mean over.
-        moved: whether it moved the weights.
+        updated: whether it moved the weights.
         norm: joint L2 norm of the gradients before clipping, if one was computed.
     """
 
@@ -37,7 +37,7 @@ class StepEntry(NamedTuple):
     losses: Sequence[Tensor]
     weights: Sequence[float]
     items: float
-    moved: bool
+    updated: bool
     norm: Tensor | None
 
 
@@ -61,15 +61,15 @@ class LossMeter:
         self,
         read: Callable[[Sequence[Tensor]], list[float]],
         *,
-        tolerant: bool = False,
-        bounded: bool = False,
-        secret: bool = False,
+        skip_nonfinite: bool = False,
+        per_record_clipped: bool = False,
+        hide_loss: bool = False,
         comm: Communicator | None = None,
         weights: Callable[[], Mapping[str, Tensor]] | None = None,
         fast_paths: bool = True,
     ) -> None:
         self._read_values = read
-        self._tolerant, self._bounded, self._secret = tolerant, bounded, secret
+        self._skip_nonfinite, self._per_record_clipped, self._hide_loss = skip_nonfinite, per_record_clipped, hide_loss
         self._comm = comm or Communicator()
         self._weights = weights
         self._fast_paths = fast_paths
@@ -80,13 +80,13 @@ class LossMeter:
         self.skipped_in_a_row = 0
 
     def add_step(
-        self, state: RunState, window: Window, losses: Sequence[Tensor], moved: bool, norm: Tensor | None
+        self, state: RunState, step_batches: StepBatches, losses: Sequence[Tensor], updated: bool, norm: Tensor | None
     ) -> None:
         """Remember a global step that `state` counts already; nothing is read."""
         place = (state.global_step, state.epoch, state.steps_in_epoch)
-        self.entries.append(StepEntry(*place, losses, window.weights, window.items, moved, norm))
+        self.entries.append(StepEntry(*place, losses, step_batches.weights, step_batches.items, updated, norm))
 
-    def drain(self) -> None:
+    def flush(self) -> None:
         """Read what is pending from the device, and settle the means over all processes; all call it at the same step.
 
         Raises:
@@ -99,21 +99,21 @@ class LossMeter:
             self._read()
         except NonFiniteError as raised:
             error = raised
-        told = self._comm.gather((str(error) if error else None, self.interval.mine.parts, self.epoch.mine.parts))
+        told = self._comm.gather((str(error) if error else None, self.interval.local.parts, self.epoch.local.parts))
         if error is not None:
             raise error
         for message, _, _ in told:
             if message is not None:
                 raise NonFiniteError(message)
-        self.interval.settle([interval for _, interval, _ in told])
-        self.epoch.settle([epoch for _, _, epoch in told])
+        self.interval.sync([interval for _, interval, _ in told])
+        self.epoch.sync([epoch for _, _, epoch in told])
 
     def _read(self) -> None:
         largest, last = self._largest_weights(), self.entries[-1] if self.entries else None
         losses = self._read_values([loss for entry in self.entries for loss in entry.losses])
         norms = self._read_values([entry.norm for entry in self.entries if entry.norm is not None])
         entries, self.entries = self.entries, []
-        if all(map(math.isfinite, [*losses, *norms])) and all(entry.moved for entry in entries):
+        if all(map(math.isfinite, [*losses, *norms])) and all(entry.updated for entry in entries):
             self._count_all(entries, losses, norms)
         else:
             self._count_each(entries, losses, norms)
@@ -137,7 +137,7 @@ class LossMeter:
             self._count(entry, values, norm)
 
     def get_state(self) -> dict[str, Any]:
-        """What was settled by the last `drain` since the last log point and over the epoch."""
+        """What was settled by the last `flush` since the last log point and over the epoch."""
         return {
             "interval": self.interval.get_state(),
             "epoch": self.epoch.get_state(),
@@ -153,11 +153,11 @@ class LossMeter:
         self.skipped_in_a_row = state["skipped_in_a_row"]
 
     def _count(self, entry: StepEntry, values: list[float], norm: float | None) -> None:
-        if self._bounded:
+        if self._per_record_clipped:
             values = [value if math.isfinite(value) else 0.0 for value in values]
-        if entry.moved or not self._tolerant:
-            self._refuse_nonfinite_loss(entry, values)
-        if not entry.moved:
+        if entry.updated or not self._skip_nonfinite:
+            self._check_finite_loss(entry, values)
+        if not entry.updated:
             self.skipped_in_a_row += entry.items > 0
             if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
                 raise NonFiniteError(
@@ -170,7 +170,7 @@ class LossMeter:
         self.last_norm = norm
         if norm is not None and not math.isfinite(norm):
             raise NonFiniteError(f"the norm of the gradients is {norm} at {_place(entry)}. {_ADVICE}")
-        if self._secret:
+        if self._hide_loss:
             return
         part = _mean(entry, values) * entry.items
         self.interval.add_all([part], entry.items)
@@ -182,7 +182,7 @@ class LossMeter:
             return
         self.skipped_in_a_row = 0
         self.last_norm = norms[-1] if entries[-1].norm is not None else None
-        if self._secret:
+        if self._hide_loss:
             return
         left = iter(losses)
         parts = [_mean(entry, islice(left, len(entry.losses))) * entry.items for entry in entries]
@@ -190,7 +190,7 @@ class LossMeter:
         self.interval.add_all(parts, items)
         self.epoch.add_all(parts, items)
 
-    def _refuse_nonfinite_loss(self, entry: StepEntry, values: list[float]) -> None:
+    def _check_finite_loss(self, entry: StepEntry, values: list[float]) -> None:
         for position, (value, weight) in enumerate(zip(values, entry.weights, strict=True)):
             if weight and not math.isfinite(value):
                 raise NonFiniteError(f"the loss is {value} at {_place(entry)}, micro-batch {position}. {_ADVICE}")
@@ -261,33 +261,33 @@ class WeightedMean:
     """A mean of values over all processes: what they add up to, each with its share, and the items it is a mean over.
 
     Attributes:
-        settled: what all processes have added, up to the last `settle`.
-        mine: what this process has added since.
+        synced: what all processes have added, up to the last `sync`.
+        local: what this process has added since.
         items: on all processes together, every item once; the same number everywhere.
     """
 
-    __slots__ = ("items", "mine", "settled")
+    __slots__ = ("items", "local", "synced")
 
-    def __init__(self, settled: Sequence[float] = (), items: float = 0.0) -> None:
-        self.settled, self.mine, self.items = ExactSum(settled), ExactSum(), items
+    def __init__(self, synced: Sequence[float] = (), items: float = 0.0) -> None:
+        self.synced, self.local, self.items = ExactSum(synced), ExactSum(), items
 
     def add_all(self, parts: Sequence[float], items: float) -> None:
         """Add this process's parts of a mean over `items` items more."""
-        self.mine.add_all(parts)
+        self.local.add_all(parts)
         self.items += items
 
-    def settle(self, everyone: Sequence[Sequence[float]]) -> None:
-        """Add up what all processes had in `mine`."""
+    def sync(self, everyone: Sequence[Sequence[float]]) -> None:
+        """Add up what all processes had in `local`."""
         for parts in everyone:
-            self.settled.add_all(parts)
-        self.mine = ExactSum()
+            self.synced.add_all(parts)
+        self.local = ExactSum()
 
-    def take(self) -> float | None:
+    def pop(self) -> float | None:
         """The mean of what is settled, and start anew; None if nothing was added."""
-        mean = self.settled.value() / self.items if self.items else None
-        self.settled, self.items = ExactSum(), 0.0
+        mean = self.synced.value() / self.items if self.items else None
+        self.synced, self.items = ExactSum(), 0.0
         return mean
 
     def get_state(self) -> list[Any]:
         """What is settled."""
-        return [self.settled.canonical(), self.items]
+        return [self.synced.canonical(), self.items]

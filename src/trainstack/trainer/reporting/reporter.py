@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from trainstack.trainer.context import RunContext
-from trainstack.trainer.core.logs import as_json
+from trainstack.trainer.core.logs import to_jsonable
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.reporting.loss_meter import LossMeter
-from trainstack.trainer.tracking.history import as_of_now
+from trainstack.trainer.tracking.history import snapshot_value
 from trainstack.trainer.tracking.progress import NoProgress, ProgressDisplay, build_progress, format_plan_table
 from trainstack.trainer.tracking.writers import RunInfo, WriterGroup, build_writers
 
@@ -55,7 +55,7 @@ class Reporter:
                 resume_step=resume_step,
                 recorded_there=None if resume_step is None else self.history.flushed_at(resume_step),
                 log_dir=self._log_dir,
-                config=as_json({"backend": stack.spec, "arguments": arguments, "plan": plan.to_dict()}),
+                config=to_jsonable({"backend": stack.spec, "arguments": arguments, "plan": plan.to_dict()}),
             )
         )
         self._recorder = self._begin_report(plan, optimizers, resume_step)
@@ -84,15 +84,15 @@ class Reporter:
         self.history.current_epoch = state.epoch
         self.progress.start_epoch(state.epoch + 1, plan.epochs, plan.steps_per_epoch, state.steps_in_epoch)
 
-    def look(self, state: RunState) -> None:
+    def poll(self, state: RunState) -> None:
         """Let the display paint; it shows the loss of the last log point and reads nothing."""
-        self.progress.look(state.steps_in_epoch, lambda: self._last_loss)
+        self.progress.poll(state.steps_in_epoch, lambda: self._last_loss)
 
     def measure(self, state: RunState, meter: LossMeter, optimizers: Iterable[Optimizer]) -> None:
         """Read what has been measured since the last log point, and record it."""
-        meter.drain()
+        meter.flush()
         self.history.current_step = state.global_step
-        loss = meter.interval.take()
+        loss = meter.interval.pop()
         if loss is not None:
             self._last_loss = loss
             self.history.update_metric("train/loss", loss)
@@ -100,16 +100,16 @@ class Reporter:
             self.history.update_metric("train/grad_norm", meter.last_norm)
         rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
         for position, rate in enumerate(rates):
-            self.history.update_metric("lr" if len(rates) == 1 else f"lr/{position}", as_of_now(rate))
+            self.history.update_metric("lr" if len(rates) == 1 else f"lr/{position}", snapshot_value(rate))
         self._record_skips(state)
         if self._recorder is not None:
             self._recorder.sample(state.global_step)
 
     def end_training_epoch(self, state: RunState, meter: LossMeter) -> None:
         """The training part of an epoch is over."""
-        meter.drain()
+        meter.flush()
         self.history.current_step = state.global_step
-        loss = meter.epoch.take()
+        loss = meter.epoch.pop()
         if loss is not None:
             self.history.update_metric("train/loss_epoch", loss)
         self._record_skips(state)
@@ -149,14 +149,14 @@ class Reporter:
         """Write one line."""
         self._writers.text(line)
 
-    def end_private_run(self, why_over: str | None) -> None:
+    def end_private_run(self, exhausted_reason: str | None) -> None:
         """Say what a private run guarantees, and keep it beside the logs; nothing for other runs."""
         stack = self._context.stack
         if not stack.is_private:
             return
         statement = stack.privacy_statement()
-        if why_over is not None:
-            self.text(why_over)
+        if exhausted_reason is not None:
+            self.text(exhausted_reason)
         self.text(statement.text)
         if self._is_main:
             self._log_dir.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from trainstack.backends import TrainerBackend
 from trainstack.backends.spec import known_layers
 from trainstack.checkpointing import Checkpoint, WarmStartReport, warm_start
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
-from trainstack.checkpointing.finding import follow
+from trainstack.checkpointing.finding import resolve_pointer
 from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.arguments import TrainerArguments
@@ -21,14 +21,14 @@ from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.resume.run_checkpoint import check_plan, say_if_inexact
+from trainstack.trainer.resume.run_checkpoint import check_plan, warn_if_inexact
 from trainstack.trainer.schedulers.building import counts_at_end
 from trainstack.trainer.schedulers.stepping import Schedules
 
 _OF_OPTIMIZERS = ("optimizers", "schedulers", "scheduler_counts", "kinds")
 
 
-def what_the_mode_keeps(checkpoint: Checkpoint, args: TrainerArguments, stack: TrainerBackend) -> Checkpoint:
+def select_resume_state(checkpoint: Checkpoint, args: TrainerArguments, stack: TrainerBackend) -> Checkpoint:
     """The parts of `checkpoint` that `args.resume_mode` asks for.
 
     Raises:
@@ -44,7 +44,7 @@ def what_the_mode_keeps(checkpoint: Checkpoint, args: TrainerArguments, stack: T
         kept.trainer_state = {name: state[name] for name in _OF_OPTIMIZERS if name in state}
         kept.trainer_backend_state = checkpoint.trainer_backend_state
     else:
-        lost = [name for name in checkpoint.trainer_backend_state or {} if name in _must_survive(stack)]
+        lost = [name for name in checkpoint.trainer_backend_state or {} if name in _layers_requiring_state(stack)]
         if lost:
             raise CheckpointMismatchError(
                 f"resume_mode='weights' would lose the state of {lost}, which accounts for all that was done so far "
@@ -57,10 +57,10 @@ def what_the_mode_keeps(checkpoint: Checkpoint, args: TrainerArguments, stack: T
     return kept
 
 
-def _must_survive(stack: TrainerBackend) -> set[str]:
+def _layers_requiring_state(stack: TrainerBackend) -> set[str]:
     layers: list[TrainerBackend | type[TrainerBackend]] = [record.layer for record in known_layers().values()]
     layers += stack.layers()
-    return {layer.name for layer in layers if layer.state_must_survive}
+    return {layer.name for layer in layers if layer.requires_state}
 
 
 def start_from_weights(
@@ -84,22 +84,22 @@ def start_from_weights(
     if resumed:
         log.info(f"init_weights_from={os.fspath(source)!r} is not used: the run goes on from a checkpoint.")
         return None
-    source = follow(Path(source))
-    _refuse_private(source, context.stack)
+    source = resolve_pointer(Path(source))
+    _check_not_private(source, context.stack)
     weights = read_weights(source)
     report = warm_start(context.module, weights, strict=args.init_weights_strict, name=os.fspath(source))
     log.info(str(report)) if report.is_complete else log.warning(str(report))
     return report
 
 
-def _refuse_private(source: Path, stack: TrainerBackend) -> None:
-    """A checkpoint of a private run may only be gone on from with its accountant; an export is a release."""
+def _check_not_private(source: Path, stack: TrainerBackend) -> None:
+    """Weights of a private checkpoint may not be loaded without its accountant; an export may."""
     folder = _checkpoint_of(source)
     if folder is None:
         return
     content = read_manifest(folder)
     spec = (content.metadata or {}).get("backend", "")
-    private = [token for token in _must_survive(stack) if token and f"-{token}-" in f"-{spec}-"]
+    private = [token for token in _layers_requiring_state(stack) if token and f"-{token}-" in f"-{spec}-"]
     if content.kind == "checkpoint" and private:
         part = "" if folder == source else "a file of "
         raise CheckpointMismatchError(
@@ -125,7 +125,7 @@ def check_resumable(checkpoint: Checkpoint, context: RunContext, plan: TrainingP
         CheckpointMismatchError: it is of another data set, or of a loader that has to be split as it was.
     """
     state, log = context.state, context.log
-    say_if_inexact(checkpoint, log)
+    warn_if_inexact(checkpoint, log)
     check_plan(checkpoint, plan, state, log)
     if state.seed != context.args.seed:
         log.warning(f"the run began with seed={state.seed} and goes on with it; seed={context.args.seed} is not used.")
@@ -149,20 +149,20 @@ def check_schedules(schedules: Schedules, plan: TrainingPlan, state: RunState) -
             )
 
 
-def say_what_differs(checkpoint: Checkpoint, context: RunContext) -> None:
+def warn_of_differences(checkpoint: Checkpoint, context: RunContext) -> None:
     """Warn if the checkpoint was written under another backend or number of processes."""
-    _say_other_backend(checkpoint, context.stack.spec, context.log)
-    _say_other_processes(checkpoint, context.world.size, context.log)
+    _warn_if_backend_differs(checkpoint, context.stack.spec, context.log)
+    _warn_if_world_size_differs(checkpoint, context.world.size, context.log)
 
 
-def _say_other_backend(checkpoint: Checkpoint, spec: str, log: RunLogger) -> None:
+def _warn_if_backend_differs(checkpoint: Checkpoint, spec: str, log: RunLogger) -> None:
     """Layers without a state, such as 'bf16', leave no trace by which a change could be refused."""
     before = (checkpoint.metadata or {}).get("backend", spec)
     if before.partition("-")[2] != spec.partition("-")[2]:
         log.warning(f"the checkpoint was written under backend {before!r}; the run goes on under {spec!r}.")
 
 
-def _say_other_processes(checkpoint: Checkpoint, now: int, log: RunLogger) -> None:
+def _warn_if_world_size_differs(checkpoint: Checkpoint, now: int, log: RunLogger) -> None:
     before = len((checkpoint.rng_state or {}).get("ranks", ())) or now
     if before != now:
         log.warning(

@@ -110,11 +110,11 @@ def make_checkpoint(
         callback_states=context.events.get_state(),
         plan=plan.to_dict(),
         global_step=context.state.global_step,
-        metadata=facts_of(context) | aside,
+        metadata=metadata_of(context) | aside,
     )
 
 
-def facts_of(context: RunContext) -> dict[str, Any]:
+def metadata_of(context: RunContext) -> dict[str, Any]:
     """What should be readable in a manifest: the backend, the epoch under way, what was measured at this step, and what
     a private run has promised so far."""
     metrics, stack = context.history.values_at(context.state.global_step), context.stack
@@ -126,7 +126,7 @@ EXCEPTION = "exception"
 """The key in a checkpoint's metadata of what went wrong before it was written."""
 
 
-def say_if_inexact(checkpoint: Checkpoint, log: RunLogger) -> None:
+def warn_if_inexact(checkpoint: Checkpoint, log: RunLogger) -> None:
     """Warn that a run does not go on exactly where an exception ended it."""
     error = (checkpoint.metadata or {}).get(EXCEPTION)
     if error is not None:
@@ -172,9 +172,9 @@ def load_states(kind: str, owners: Sequence[Any], states: Sequence[Any], kinds: 
                 f"{kind} {position} is a {type(owner).__name__}; the checkpoint's is a {kinds[position]}. {how}"
             )
         if kind == "optimizer":
-            _say_other_settings(position, owner, state, log)
+            _warn_if_settings_differ(position, owner, state, log)
         else:
-            _say_other_length(position, owner, state, log)
+            _warn_if_length_differs(position, owner, state, log)
         try:
             owner.load_state_dict(state)
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
@@ -183,7 +183,7 @@ def load_states(kind: str, owners: Sequence[Any], states: Sequence[Any], kinds: 
             ) from error
 
 
-def _say_other_settings(position: int, optimizer: Optimizer, state: Mapping[str, Any], log: RunLogger) -> None:
+def _warn_if_settings_differ(position: int, optimizer: Optimizer, state: Mapping[str, Any], log: RunLogger) -> None:
     """Say which settings of a new optimizer the checkpoint's will replace."""
     name = f"optimizer {position} ({type(optimizer).__name__})"
     for mine, theirs in zip(optimizer.param_groups, state["param_groups"], strict=False):
@@ -196,7 +196,7 @@ def _say_other_settings(position: int, optimizer: Optimizer, state: Mapping[str,
                 )
 
 
-def _say_other_length(position: int, scheduler: Any, state: Mapping[str, Any], log: RunLogger) -> None:
+def _warn_if_length_differs(position: int, scheduler: Any, state: Mapping[str, Any], log: RunLogger) -> None:
     """Say that a schedule goes on as it was laid when the run began, also where the run has become longer since."""
     mine = scheduler.state_dict()
     for key in ("total_steps", "T_max", "total_iters", "lr_lambdas"):

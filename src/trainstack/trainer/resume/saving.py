@@ -18,12 +18,12 @@ from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.events import Event
-from trainstack.trainer.resume.run_checkpoint import facts_of
+from trainstack.trainer.resume.run_checkpoint import metadata_of
 
-_USUAL_GRACE_S = 30.0  # torchrun, Kubernetes, and SLURM's KillWait
+_DEFAULT_GRACE_PERIOD_S = 30.0  # torchrun, Kubernetes, and SLURM's KillWait
 
 
-class Grace:
+class SaveTimeBudget:
     """Warns, once, of saves that take so long that a run may be killed in the middle of its last one.
 
     Args:
@@ -36,10 +36,12 @@ class Grace:
 
     def __init__(self, seconds: float | None, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ
-        self.seconds = seconds or _seconds_in(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")) or _USUAL_GRACE_S
+        self.seconds = (
+            seconds or _parse_seconds(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")) or _DEFAULT_GRACE_PERIOD_S
+        )
         self._warned = False
 
-    def saved_in(self, seconds: float, log: RunLogger) -> None:
+    def record(self, seconds: float, log: RunLogger) -> None:
         """A save took `seconds`."""
         if seconds <= self.seconds / 2 or self._warned:
             return
@@ -52,7 +54,7 @@ class Grace:
         )
 
 
-def _seconds_in(text: str) -> float | None:
+def _parse_seconds(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
@@ -77,22 +79,22 @@ class Saver:
         take: makes the checkpoints that are written.
 
     Attributes:
-        save_asked: whether a checkpoint waits for the next step boundary.
-        pin_asked: whether the next checkpoint is to be kept for good.
-        paths_asked: where else it is to go, and whether once for the world or for each node.
+        pending_save: whether a checkpoint waits for the next step boundary.
+        pending_pin: whether the next checkpoint is to be kept for good.
+        pending_paths: where else it is to go, and whether once for the world or for each node.
         saved_at: global step and epoch of the newest checkpoint, loaded, written or under way; None once one failed.
-        grace: holds the time that saving takes against the time there is.
+        save_time_budget: holds the time that saving takes against the time there is.
         saved_as: where the newest that was written lies, if the checkpointer said so.
     """
 
     def __init__(self, context: RunContext, take: TakeCheckpoint) -> None:
         self._context, self._take_checkpoint = context, take
-        self.save_asked = self.pin_asked = False
-        self.paths_asked: list[tuple[str | os.PathLike[str], str]] = []
+        self.pending_save = self.pending_pin = False
+        self.pending_paths: list[tuple[str | os.PathLike[str], str]] = []
         self.saved_at: tuple[int, int] | None = None
         self._training = False
         self.saved_as: str | None = None
-        self.grace = Grace(context.args.stop_grace_s)
+        self.save_time_budget = SaveTimeBudget(context.args.stop_grace_s)
 
     def save(self, force: bool, *, unless_saved: bool = False) -> None:
         """Write a checkpoint of the run, which is at a step boundary, if it is due.
@@ -102,50 +104,50 @@ class Saver:
             unless_saved: not if this very place was saved already.
         """
         context, state = self._context, self._context.state
-        self.save_where_asked()
+        self.save_requested()
         place = (state.global_step, state.epoch)
         if (unless_saved and place == self.saved_at) or not context.checkpointer.is_due(state.last_epoch, force):
             return
         began = time.monotonic()
-        with context.events.aside.put_back_for_now():
-            checkpoint = self._take()
-            self.saved_as = self.on_main(
+        with context.events.weight_swap.original_weights():
+            checkpoint = self._capture()
+            self.saved_as = self.run_on_rank_zero(
                 lambda: context.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint"
             )
         self.saved_at = place
         if not self._training:
             self.finish()
-        self._hold_against_grace(time.monotonic() - began)
+        self._record_save_time(time.monotonic() - began)
 
-    def _take(self) -> Checkpoint:
-        pinned, self.pin_asked = self.pin_asked, False
+    def _capture(self) -> Checkpoint:
+        pinned, self.pending_pin = self.pending_pin, False
         checkpoint = self._take_checkpoint(pinned=pinned)
         self._context.events.fire(Event.SAVE_CHECKPOINT, checkpoint)
         return checkpoint
 
-    def save_where_asked(self) -> None:
+    def save_requested(self) -> None:
         """Write checkpoints as the folders that were asked for, apart from the checkpointer."""
-        asked, self.paths_asked = self.paths_asked, []
+        asked, self.pending_paths = self.pending_paths, []
         for path, once in asked:
             self._save_as(path, once)
 
     def _save_as(self, path: str | os.PathLike[str], once: str) -> None:
         world = self._context.world
-        with self._context.events.aside.put_back_for_now():
-            checkpoint, failure = self._take(), None
+        with self._context.events.weight_swap.original_weights():
+            checkpoint, failure = self._capture(), None
         if world.is_main if once == "world" else world.local_rank == 0:
             target = Path(path).absolute()
             try:
                 write_checkpoint(checkpoint, target.parent, target.name)
             except Exception as error:
                 failure = error
-        world.comm.agree(failure, "saving a checkpoint")
+        world.comm.raise_if_any(failure, "saving a checkpoint")
 
     def drop_requests(self) -> None:
         """Drop the requests that no step boundary serves any more; paths wait for the next checkpoint."""
-        self.save_asked = self.pin_asked = False
+        self.pending_save = self.pending_pin = False
 
-    def last_words(self) -> str:
+    def stop_message(self) -> str:
         """After which step the run was stopped, where that is saved, and how to go on."""
         state = self._context.state
         stood = f"after global step {state.global_step}"
@@ -160,7 +162,7 @@ class Saver:
         about: dict[str, Any] = {
             "plan": plan.to_dict(),
             "global_step": state.global_step,
-            "metadata": {**facts_of(context), "module": type(context.module).__name__},
+            "metadata": {**metadata_of(context), "module": type(context.module).__name__},
         }
         module_state = dict(context.module.get_state())
         context.events.fire(Event.SAVE_MODEL, module_state)
@@ -171,21 +173,21 @@ class Saver:
             else:
                 export_model(module_state, path, **about)
 
-        self.on_main(write, "exporting the model")
+        self.run_on_rank_zero(write, "exporting the model")
 
     def load(self) -> Checkpoint:
         """What the checkpointer finds, as `args.resume` says; an empty checkpoint if nothing."""
         context = self._context
         asked = () if context.args.resume is False else (context.args.resume,)
-        return self.on_main(lambda: context.checkpointer.load(*asked), "loading a checkpoint")
+        return self.run_on_rank_zero(lambda: context.checkpointer.load(*asked), "loading a checkpoint")
 
     def read_weights(self, path: str | os.PathLike[str]) -> dict[str, Tensor]:
         """The tensors at `path`, by name."""
-        return self.on_main(lambda: read_weights(path), "reading the weights to begin with")
+        return self.run_on_rank_zero(lambda: read_weights(path), "reading the weights to begin with")
 
     def read_export(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """The module's state in the export at `path`."""
-        return self.on_main(lambda: read_model(path), "reading an export of the model")
+        return self.run_on_rank_zero(lambda: read_model(path), "reading an export of the model")
 
     def begin_run(self, wake: Callable[[], None], *, resumed: bool) -> None:
         """Tell the checkpointer that training begins; from now on saves may go on in the background.
@@ -197,13 +199,13 @@ class Saver:
         self._training = True
         if self._context.world.is_main:
             self._context.checkpointer.watch(wake)
-        self.on_main(lambda: self._context.checkpointer.begin_run(resumed=resumed), "beginning the run")
+        self.run_on_rank_zero(lambda: self._context.checkpointer.begin_run(resumed=resumed), "beginning the run")
 
     def finish(self) -> None:
         """Wait until all checkpoints are safe, and raise what has failed."""
-        self.on_main(self._context.checkpointer.finish, "finishing the checkpoints")
+        self.run_on_rank_zero(self._context.checkpointer.finish, "finishing the checkpoints")
         self._training = False
-        self._hold_against_grace()
+        self._record_save_time()
 
     def finish_after(self, error: BaseException) -> None:
         """Wait for what the main process still writes when training ends by `error`; each process by itself.
@@ -231,31 +233,31 @@ class Saver:
         except Exception:
             self.saved_at = None
             raise
-        self._hold_against_grace()
+        self._record_save_time()
 
-    def _hold_against_grace(self, seconds: float = 0.0) -> None:
+    def _record_save_time(self, seconds: float = 0.0) -> None:
         """Warn if saving takes too long: `seconds` in the loop, or what the last save took until it was safe."""
         context = self._context
-        self.grace.saved_in(max(seconds, context.checkpointer.last_save_s or 0.0), context.log)
+        self.save_time_budget.record(max(seconds, context.checkpointer.last_save_s or 0.0), context.log)
 
-    def on_main(self, do: Callable[[], Result], what: str) -> Result:
+    def run_on_rank_zero(self, function: Callable[[], Result], what: str) -> Result:
         """Let the main process do something; the others get its result, or learn of its failure."""
         world = self._context.world
         result, failure = None, None
         if world.is_main:
             try:
-                result = do()
+                result = function()
             except Exception as error:
                 failure = error
         try:
-            world.comm.agree(failure, what)
+            world.comm.raise_if_any(failure, what)
         except Exception:
             self.saved_at = None  # the failure may be that of an earlier save in the background
             raise
-        return cast(Result, world.comm.share(result))
+        return cast(Result, world.comm.broadcast_object(result))
 
 
-def save_after(error: BaseException, context: RunContext, take: TakeCheckpoint, within_s: float) -> None:
+def save_after_exception(error: BaseException, context: RunContext, take: TakeCheckpoint, within_s: float) -> None:
     """Write what the main process has under a name of its own; says what came of it and raises nothing.
 
     The weights are mostly those of the last finished step, but nothing is certain after an exception. The other

@@ -12,17 +12,17 @@ from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import isolated_rng
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.core.tensors import samples_in
-from trainstack.trainer.data.step_batches import OwnSource
+from trainstack.trainer.data.step_batches import PreshardedSource
 from trainstack.trainer.evaluation.loader_pass import Evaluation, eval_mode, evaluation_pass
 from trainstack.trainer.events.hooks import Hooks
-from trainstack.trainer.run.loop import TrainLoop, train_windows
+from trainstack.trainer.run.loop import TrainLoop, train_steps
 from trainstack.trainer.schedulers.stepping import Schedules
 from trainstack.trainer.tracking.progress import NoProgress
 
-_DRAIN_EVERY = 1000
+_FLUSH_EVERY = 1000
 
 
-class LoopDriver:
+class DataLoaderRunner:
     """Runs the loop over dataloaders as they come; data order, checkpoints and logs are the trainer's business."""
 
     def __init__(self, stack: TrainerBackend, args: TrainerBackendArguments) -> None:
@@ -31,7 +31,7 @@ class LoopDriver:
         clipping = Clipping(kind="norm" if args.clip_grads else "none", limit=limit)
         world = stack.open(args.device)
         stack.place(args.model, world)
-        self._work = stack.prepare(Workload.of(args.model, args.optimizers, world, clipping))
+        self._work = stack.prepare(Workload.from_module(args.model, args.optimizers, world, clipping))
         self._schedules = Schedules(tuple(args.schedulers or ()))
 
     @property
@@ -47,7 +47,7 @@ class LoopDriver:
     def train(self, dataloader: Any, callback: Any) -> Any:
         """One pass over `dataloader`; returns the collected outputs, and raises on a non-finite loss at the end."""
         weigh = getattr(self._args.model, "batch_weight", samples_in)
-        source = OwnSource(dataloader, self._args.gradient_accumulation, weigh, self._work.world.comm)
+        source = PreshardedSource(dataloader, self._args.gradient_accumulation, weigh, self._work.world.comm)
         loop = TrainLoop(
             self._stack,
             self._work,
@@ -56,20 +56,20 @@ class LoopDriver:
             state=self._state,
             keep_epoch_outputs=True,
         )
-        loop.attend, loop.attend_at = (lambda: self._drain(loop)), self._state.global_step + _DRAIN_EVERY
-        with self._together():
-            train_windows(loop, islice(source.windows(), self._args.max_train_steps_per_epoch))
-            loop.meter.drain()
+        loop.on_due, loop.next_due_step = (lambda: self._flush(loop)), self._state.global_step + _FLUSH_EVERY
+        with self._fail_together():
+            train_steps(loop, islice(source.iter_steps(), self._args.max_train_steps_per_epoch))
+            loop.meter.flush()
         self._state.finish_epoch()
         assert loop.epoch_outputs is not None
         return loop.epoch_outputs.all_outputs
 
-    def _together(self) -> AbstractContextManager[None]:
-        return self._work.world.comm.together(lambda: f"global step {self._state.current_step}")
+    def _fail_together(self) -> AbstractContextManager[None]:
+        return self._work.world.comm.fail_together(lambda: f"global step {self._state.current_step}")
 
-    def _drain(self, loop: TrainLoop) -> None:
-        loop.meter.drain()
-        loop.attend_at = self._state.global_step + _DRAIN_EVERY
+    def _flush(self, loop: TrainLoop) -> None:
+        loop.meter.flush()
+        loop.next_due_step = self._state.global_step + _FLUSH_EVERY
 
     def validate(self, dataloader: Any) -> Any:
         """One pass over `dataloader`; returns the collected outputs."""

@@ -19,16 +19,16 @@ from trainstack.stage import Stage
 from trainstack.trainer.core.intervals import NEVER
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.data.step_batches import Window
+from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.evaluation.collector import OutputCollector
 from trainstack.trainer.events.event import Event
 from trainstack.trainer.events.hooks import Hooks, needs_outputs
 from trainstack.trainer.events.loop_events import (
     Bind,
-    around,
-    nobody,
-    one_after_the_other,
+    chain,
+    no_subscribers,
     with_batch_events,
+    with_events_around,
     with_fetch_events,
 )
 from trainstack.trainer.reporting.loss_meter import LossMeter
@@ -56,8 +56,9 @@ class TrainLoop:
     Attributes:
         meter: gets the losses.
         step_outputs, epoch_outputs: collectors; None where nobody reads them.
-        attend: called once `state.global_step` has reached `attend_at`, which it sets anew.
-        attend_at: see `attend`. A signal handler or another thread may call `wake` at any moment, which sets it to 0.
+        on_due: called once `state.global_step` has reached `next_due_step`, which it sets anew.
+        next_due_step: see `on_due`. A signal handler or another thread may call `wake` at any moment, which sets it to
+            0.
         failed_in: the micro-batch of its step, from 0, in which an exception was raised; None before, or elsewhere.
         frozen: parameters that are not trained for now, by `id`.
     """
@@ -73,7 +74,7 @@ class TrainLoop:
         skip_nonfinite: bool = False,
         keep_epoch_outputs: bool = False,
         measure_every: int = 1,
-        bind: Bind = nobody,
+        bind: Bind = no_subscribers,
         copy_losses: bool = False,
     ) -> None:
         self.bind, self.copy_losses = bind, copy_losses
@@ -86,9 +87,9 @@ class TrainLoop:
         unmeasured = work.clipping.kind == "none" and measure_every > 1 and not skip_nonfinite and not bounded
         self.meter = LossMeter(
             stack.read,
-            tolerant=skip_nonfinite,
-            bounded=bounded,
-            secret=any(layer.hides_losses for layer in stack.layers()),
+            skip_nonfinite=skip_nonfinite,
+            per_record_clipped=bounded,
+            hide_loss=any(layer.hides_losses for layer in stack.layers()),
             comm=work.world.comm,
             weights=(lambda: _weights(work.module)) if unmeasured else None,
             fast_paths=work.fast_paths,
@@ -96,14 +97,14 @@ class TrainLoop:
         self.step_outputs = OutputCollector(device=None) if hooks.step_outputs else None
         self.epoch_outputs = OutputCollector() if keep_epoch_outputs else None
         self.measure_every = measure_every
-        self.attend: Callable[[], None] = lambda: None
-        self.attend_at = NEVER
+        self.on_due: Callable[[], None] = lambda: None
+        self.next_due_step = NEVER
         self.failed_in: int | None = None
         self.frozen: dict[int, nn.Parameter] = {}
 
     def wake(self) -> None:
-        """Let `attend` be called after the step under way; threads and signal handlers may call this."""
-        self.attend_at = 0
+        """Let `on_due` be called after the step under way; threads and signal handlers may call this."""
+        self.next_due_step = 0
 
     def get_state(self) -> dict[str, Any]:
         """Counters, optimizers, schedulers and running means."""
@@ -134,21 +135,21 @@ class TrainLoop:
             self.schedules.update_counts(state["scheduler_counts"])
 
 
-def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
+def train_steps(loop: TrainLoop, windows: Iterable[StepBatches]) -> None:
     """Train on `windows`, one global step each.
 
     Raises:
         ModuleContractError: `train_step` did not return a loss to train on.
     """
     stack, state, step_schedulers = loop.stack, loop.state, loop.schedules.step
-    work, loop.failed_in = loop.work.refreshed(), None
+    work, loop.failed_in = loop.work.with_current_params(), None
     loop.work = work
     if loop.step_outputs is not None:
         loop.step_outputs.reset()
-    buffers = Buffers(work.module) if loop.skip_nonfinite else None
+    buffers = BufferSnapshot(work.module) if loop.skip_nonfinite else None
     clip, read, parameters, meter = stack.clip, stack.read, work.parameters, loop.meter
     dropped = {} if work.gradients_reduced_by is None else loop.frozen  # computed for the reducer, used by nobody
-    unmeasured, measure_every = work.unmeasured(), 1 if loop.skip_nonfinite else loop.measure_every
+    unmeasured, measure_every = work.without_grad_norm(), 1 if loop.skip_nonfinite else loop.measure_every
     run_micro_batches, after_step = _bind_micro_batches(loop), _bind_end_train_step(loop)
     step, drop_gradients = _bind_update(loop)
     _drop_gradients(parameters)
@@ -167,27 +168,27 @@ def train_windows(loop: TrainLoop, windows: Iterable[Window]) -> None:
         moved = step(work) and not left_out
         drop_gradients(parameters)
         if not moved and buffers is not None:
-            buffers.put_back()
+            buffers.restore()
         if moved:
             step_schedulers()
         _advance(state, window, moved)
         meter.add_step(state, window, losses, moved, norm)
         if after_step is not None:
             after_step()
-        if state.global_step >= loop.attend_at:
-            loop.attend()
+        if state.global_step >= loop.next_due_step:
+            loop.on_due()
 
 
-def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
+def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]]:
     """Forward and backward of a step's micro-batches, with every verb and hook looked up once; returns their losses."""
     stack, work, state = loop.stack, loop.work, loop.state
     accumulate, train = stack.accumulate, Stage.TRAIN
     forward, backward = with_batch_events(stack.forward, stack.backward, loop.bind)
-    end_backward = one_after_the_other(loop.hooks.end_backward, loop.bind(Event.AFTER_BACKWARD), slice(1, None))
+    end_backward = chain(loop.hooks.end_backward, loop.bind(Event.AFTER_BACKWARD), slice(1, None))
     collectors = [c.collect for c in (loop.step_outputs, loop.epoch_outputs) if c is not None]
     must_join, skip, copy = work.gradients_reduced_by is not None, loop.skip_nonfinite, loop.copy_losses
 
-    def run_micro_batches(window: Window) -> list[Tensor]:
+    def run_micro_batches(window: StepBatches) -> list[Tensor]:
         number, last, losses = state.global_step + 1, len(window.batches) - 1, []
         state.current_step = number
         position = 0
@@ -198,7 +199,7 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
                     outputs = forward(work, train, batch, number)
                     loss = find_loss(outputs)
                     if weight or must_join:
-                        backward(work, as_seen_by_all(loss) if skip else loss, weight)
+                        backward(work, propagate_nonfinite(loss) if skip else loss, weight)
                 losses.append(loss.detach().clone() if copy or loss.is_leaf else loss.detach())
                 if batch is EMPTY:
                     continue
@@ -217,8 +218,10 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[Window], list[Tensor]]:
 def _bind_update(loop: TrainLoop) -> tuple[Callable[[Workload], bool], Callable[[Iterable[nn.Parameter]], None]]:
     """The optimizers' step and the dropping of gradients, with the events around them."""
     bind, optimizers = loop.bind, loop.work.optimizers
-    step = around(loop.stack.step, bind(Event.BEFORE_OPTIMIZER_STEP), bind(Event.AFTER_OPTIMIZER_STEP), optimizers)
-    drop = around(_drop_gradients, bind(Event.BEFORE_ZERO_GRAD), bind(Event.AFTER_ZERO_GRAD), optimizers)
+    step = with_events_around(
+        loop.stack.step, bind(Event.BEFORE_OPTIMIZER_STEP), bind(Event.AFTER_OPTIMIZER_STEP), optimizers
+    )
+    drop = with_events_around(_drop_gradients, bind(Event.BEFORE_ZERO_GRAD), bind(Event.AFTER_ZERO_GRAD), optimizers)
     return step, drop
 
 
@@ -246,7 +249,7 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: weight for name, weight in module.named_parameters() if weight.requires_grad and weight.numel()}
 
 
-class Buffers:
+class BufferSnapshot:
     """The buffers of a module as they were before a step that may have to be left out, such as running statistics."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -257,21 +260,21 @@ class Buffers:
         """Remember them."""
         self._kept = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Make them what they were."""
         with torch.no_grad():
             for buffer, before in self._kept:
                 buffer.copy_(before)
 
 
-def _advance(state: RunState, window: Window, moved: bool) -> None:
-    micro_batches = len(window.batches) if window.counted is None else window.counted
+def _advance(state: RunState, step_batches: StepBatches, updated: bool) -> None:
+    micro_batches = len(step_batches.batches) if step_batches.counted is None else step_batches.counted
     state.global_step += 1
     state.steps_in_epoch += 1
-    state.samples_in_epoch += window.samples
+    state.samples_in_epoch += step_batches.samples
     state.batches += micro_batches
     state.batches_in_epoch += micro_batches
-    if not moved:
+    if not updated:
         state.skipped_steps += 1
 
 
@@ -280,7 +283,7 @@ def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def as_seen_by_all(loss: Tensor) -> Tensor:
+def propagate_nonfinite(loss: Tensor) -> Tensor:
     """`loss` with a gradient that is nan if `loss` is inf or nan.
 
     So the norm of the gradients alone, which is the same on every process, tells whether a step is to be skipped.

@@ -15,12 +15,12 @@ from trainstack.errors import NonFiniteError
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.data.step_batches import Window
+from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.reporting.loss_meter import MAX_SKIPPED_IN_A_ROW
-from trainstack.trainer.run.loop import TrainLoop, train_windows
-from trainstack.trainer.run.memory_fitting import undone
+from trainstack.trainer.run.loop import TrainLoop, train_steps
+from trainstack.trainer.run.memory_fitting import restore_after
 
 DIVERGED = 4.0
 """So many times the smallest running mean of the loss ends the search."""
@@ -29,7 +29,7 @@ SMOOTHING, SETTLED = 0.9, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundRates:
+class LRFinderResult:
     """What `find_lr` saw.
 
     Attributes:
@@ -59,37 +59,37 @@ class FoundRates:
 
 def try_rates(
     context: RunContext, data: TrainingData, work: Workload, start: float, end: float, steps: int
-) -> FoundRates:
+) -> LRFinderResult:
     """The trial of `find_lr`, which all processes make together."""
     rates, losses, means = list[float](), list[float](), list[float]()
-    with undone(context, work, seed=mix(context.state.seed, steps)) as state:
+    with restore_after(context, work, seed=mix(context.state.seed, steps)) as state:
         context.module.train()
         loop = TrainLoop(context.stack, work, Hooks(None), state=state)
         ramp = _Ramp(loop.work.optimizers, start, end, steps)
 
         def attend() -> None:
-            loop.meter.drain()
-            loss = loop.meter.interval.take()
+            loop.meter.flush()
+            loss = loop.meter.interval.pop()
             if loss is None:  # nothing moved
                 return
             rates.append(ramp.rate)
             losses.append(loss)
             means.append(SMOOTHING * means[-1] + (1 - SMOOTHING) * loss if means else loss)
-            ramp.go_on()
+            ramp.advance()
 
-        loop.attend, loop.attend_at = attend, 0
+        loop.on_due, loop.next_due_step = attend, 0
         with suppress(NonFiniteError):  # it has diverged
-            train_windows(loop, _windows(data, state, steps, means))
-    return FoundRates(rates=tuple(rates), losses=tuple(losses))
+            train_steps(loop, _iter_steps(data, state, steps, means))
+    return LRFinderResult(rates=tuple(rates), losses=tuple(losses))
 
 
-def _windows(data: TrainingData, state: RunState, steps: int, means: list[float]) -> Iterator[Window]:
+def _iter_steps(data: TrainingData, state: RunState, steps: int, means: list[float]) -> Iterator[StepBatches]:
     """Windows of as many epochs as it takes, until the loss diverges or steps tell nothing any more."""
     idle = known = 0
     for epoch in count():
         state.epoch = epoch
         state.samples_in_epoch = state.batches_in_epoch = state.steps_in_epoch = 0
-        for window in data.windows(state):
+        for window in data.iter_steps(state):
             idle, known = 0 if len(means) > known else idle + 1, len(means)
             diverged = len(means) > SETTLED and means[-1] > DIVERGED * min(means[SETTLED:])
             if diverged or len(means) >= steps or idle > MAX_SKIPPED_IN_A_ROW:
@@ -107,7 +107,7 @@ class _Ramp:
         self._shares = [rate / max(own) if max(own) else 1.0 for rate in own]
         self._set()
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         self.rate *= self._factor
         self._set()
 

@@ -37,7 +37,7 @@ def free_memory(device: torch.device) -> None:
 
 
 @contextmanager
-def undone(context: RunContext, work: Workload, seed: int) -> Iterator[RunState]:
+def restore_after(context: RunContext, work: Workload, seed: int) -> Iterator[RunState]:
     """A block that may train: weights, buffers, optimizers, layers, modes and random numbers are put back after it.
 
     Gradients are dropped, and what the module logs is forgotten. What a step changes beside these, such as a counter of
@@ -57,7 +57,7 @@ def undone(context: RunContext, work: Workload, seed: int) -> Iterator[RunState]
     modes = [(part, part.training) for part in module.modules()]
     state = copy.copy(context.state)
     try:
-        with context.sink.muted(state), isolated_rng(seed, context.world.device):
+        with context.sink.mute(state), isolated_rng(seed, context.world.device):
             yield state
     finally:
         with torch.no_grad():
@@ -114,7 +114,7 @@ def _fits_everywhere(context: RunContext, data: TrainingData, work: Workload) ->
     if not any(world.comm.gather(error is not None)):
         return True
     if data.plan.micro_batch == 1:
-        world.comm.agree(error, "a step with a single sample")
+        world.comm.raise_if_any(error, "a step with a single sample")
     return False
 
 
@@ -123,8 +123,8 @@ def _try_once(context: RunContext, data: TrainingData, work: Workload) -> None:
     stack, step = context.stack, context.state.global_step + 1
     samples = data.training_set
     batch = samples.fetch(torch.arange(min(data.plan.micro_batch, samples.length or 1)))
-    with undone(context, work, seed=mix(context.state.seed, step)):
-        kept = [torch.empty_like(p) for p in work.trained for _ in range(2)]
+    with restore_after(context, work, seed=mix(context.state.seed, step)):
+        kept = [torch.empty_like(p) for p in work.optimized_params for _ in range(2)]
         with stack.accumulate(work, False):
             stack.backward(work, find_loss(stack.forward(work, Stage.TRAIN, batch, step)), 1.0)
         del kept

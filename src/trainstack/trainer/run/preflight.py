@@ -12,12 +12,12 @@ from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.random_state import isolated_rng
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.module_checks import lacks
-from trainstack.trainer.schedulers.building import counts_at_end, why_too_short
+from trainstack.trainer.module_checks import lacks_method
+from trainstack.trainer.schedulers.building import counts_at_end, short_schedule_reason
 from trainstack.trainer.schedulers.stepping import Schedules
 
 
-def what_is_done(context: RunContext, plan: TrainingPlan) -> str:
+def already_finished_message(context: RunContext, plan: TrainingPlan) -> str:
     """Why a run that is over has nothing left to do, and what to write for more."""
     state = context.state
     if plan.max_steps is not None:
@@ -38,12 +38,14 @@ def _number(count: int, what: str) -> str:
     return f"{count} {what} is" if count == 1 else f"{count} {what}s are"
 
 
-def admit(context: RunContext, why_over: str | None, val_loaders: Callable[[], dict[str, Any]]) -> None:
+def check_can_train(
+    context: RunContext, exhausted_reason: str | None, val_loaders: Callable[[], dict[str, Any]]
+) -> None:
     """Refuse to train when no step may be made, or when its first validation is bound to fail.
 
     Args:
         context: of a run that is not over.
-        why_over: why no step may be made, if that is so.
+        exhausted_reason: why no step may be made, if that is so.
         val_loaders: gives the module's loaders for validation by name.
 
     Raises:
@@ -51,12 +53,12 @@ def admit(context: RunContext, why_over: str | None, val_loaders: Callable[[], d
         ModuleContractError: there is data to validate on, and no `val_step`.
     """
     module = context.module
-    if why_over is not None:
-        raise PrivacyBudgetError(why_over)
+    if exhausted_reason is not None:
+        raise PrivacyBudgetError(exhausted_reason)
     if (
         context.args.validate_every == 0
-        or not lacks(module, "val_step", context.val_step)
-        or lacks(module, "get_val_dataloaders")
+        or not lacks_method(module, "val_step", context.val_step)
+        or lacks_method(module, "get_val_dataloaders")
     ):
         return
     # the module is asked for its loaders once more, but only where that may find the fault
@@ -66,7 +68,7 @@ def admit(context: RunContext, why_over: str | None, val_loaders: Callable[[], d
         raise module._lacks("val_step", "get_val_dataloaders")
 
 
-def refuse_short_schedules(schedules: Schedules, plan: TrainingPlan, state: RunState, args: TrainerArguments) -> None:
+def check_schedule_lengths(schedules: Schedules, plan: TrainingPlan, state: RunState, args: TrainerArguments) -> None:
     """Refuse an extension beyond the end of a schedule.
 
     Args:
@@ -84,7 +86,7 @@ def refuse_short_schedules(schedules: Schedules, plan: TrainingPlan, state: RunS
         before, count = planned[position], counts[position]
         if count is None or before is None or count <= before:
             continue
-        what = why_too_short(scheduler, count, before)
+        what = short_schedule_reason(scheduler, count, before)
         if what is not None:
             end = f"epochs={args.epochs}" if args.max_steps is None else f"max_steps={args.max_steps}"
             raise ConfigurationError(

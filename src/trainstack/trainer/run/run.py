@@ -17,30 +17,30 @@ from trainstack.trainer.core.intervals import ValidationSchedule, whole_steps
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import capture_rng, isolated_rng, restore_rng
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.core.tensors import finite_tensors, refuse_diverged, refuse_poisoned
-from trainstack.trainer.data.step_batches import Window
+from trainstack.trainer.core.tensors import check_finite_weights, finite_tensors, refuse_diverged
+from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.evaluation.collector import as_arguments
 from trainstack.trainer.evaluation.evaluator import Evaluator
 from trainstack.trainer.evaluation.metrics import Metrics
 from trainstack.trainer.events import Event
 from trainstack.trainer.events.hooks import Hooks
-from trainstack.trainer.module_checks import check_signatures, checked_optimizers_schedulers
+from trainstack.trainer.module_checks import check_optimizers_schedulers, check_signatures
 from trainstack.trainer.reporting.reporter import Reporter
-from trainstack.trainer.resume.resuming import check_resumable, check_schedules, say_what_differs
+from trainstack.trainer.resume.resuming import check_resumable, check_schedules, warn_of_differences
 from trainstack.trainer.resume.run_checkpoint import make_checkpoint, rng_of_rank
 from trainstack.trainer.resume.saving import Saver
-from trainstack.trainer.run.loop import TrainLoop, train_windows
-from trainstack.trainer.run.preflight import refuse_short_schedules
+from trainstack.trainer.run.loop import TrainLoop, train_steps
+from trainstack.trainer.run.preflight import check_schedule_lengths
 from trainstack.trainer.run.stopping import Stopped, Stopper
 from trainstack.trainer.schedulers.building import make_schedules
-from trainstack.trainer.torch_settings import shape
+from trainstack.trainer.torch_settings import prepare_model
 from trainstack.trainer.tracking.log_sink import LogSink
 
 _MOST_SHOWN = 64
 
 
-def place_of_failure(state: RunState, data: TrainingData, position: int | None) -> str:
+def failure_location(state: RunState, data: TrainingData, position: int | None) -> str:
     """Where the step stood in which an exception was raised, worked out only now that it was.
 
     Args:
@@ -96,14 +96,14 @@ class Run:
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
         with isolated_rng(mix(state.seed), world.device):
-            self.data = TrainingData(module, args, world, state.seed, self.log, self.stack.stated_records)
+            self.data = TrainingData(module, args, world, state.seed, self.log, self.stack.public_dataset_size)
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
         module.plan = self.data.plan
         module._log_sink = context.sink = (module._log_sink or LogSink()).connect(context.history, state)
-        self.hooks = Hooks(module, stopper.ask)
-        shape(module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private)
-        with context.sink.muted(state):  # a layer may try the module out
+        self.hooks = Hooks(module, stopper.request)
+        prepare_model(module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private)
+        with context.sink.mute(state):  # a layer may try the module out
             self.loop = self._make_loop()
         self.evaluator = Evaluator(
             context,
@@ -121,9 +121,9 @@ class Run:
         epochs = max(1, ahead.epochs)
         self.stack.place(self.module, self.world)
         made = self.module.get_optimizers_schedulers(ahead.estimated_global_steps_per_epoch, epochs)
-        optimizers, schedulers = checked_optimizers_schedulers(made, self.module, self.log)
+        optimizers, schedulers = check_optimizers_schedulers(made, self.module, self.log)
         parts = (self.module, optimizers, self.world, args.clipping, self.data.training_set, args.output_dir)
-        work = self.stack.prepare(Workload.of(*parts, fast_paths=args.fast_paths))
+        work = self.stack.prepare(Workload.from_module(*parts, fast_paths=args.fast_paths))
         keep = args.collect_train_outputs
         return TrainLoop(
             self.stack,
@@ -154,7 +154,7 @@ class Run:
         windows = self._begin_epoch()
         reporter.start_epoch(state, self.data.plan)
         if state.validated < 0:
-            self._train_windows(windows, reporter, save, save_every)
+            self._train_steps(windows, reporter, save, save_every)
             if self.is_over:
                 reporter.progress.end_epoch()
                 return
@@ -170,24 +170,24 @@ class Run:
         self.events.fire(Event.EPOCH_END, state.epoch)
         state.finish_epoch()
         reporter.end_epoch(state, self.data.plan)
-        self._save(save, self.saver.save_asked)
-        self.stopper.settle()
+        self._save(save, self.saver.pending_save)
+        self.stopper.stop_if_requested()
 
-    def _train_windows(
-        self, windows: Iterator[Window], reporter: Reporter, save: Callable[[bool], None], save_every: int | None
+    def _train_steps(
+        self, windows: Iterator[StepBatches], reporter: Reporter, save: Callable[[bool], None], save_every: int | None
     ) -> None:
         state = self.state
-        self.loop.attend = lambda: self._attend(reporter, save, save_every)
-        self._set_next_attention(reporter, save_every)
+        self.loop.on_due = lambda: self._on_due(reporter, save, save_every)
+        self._set_next_due_step(reporter, save_every)
         try:
             with suppress(Stopped):
                 if state.validating >= 0:  # it was broken off there
                     self._validate_within(reporter)
-                train_windows(self.loop, islice(windows, self._steps_left()))
+                train_steps(self.loop, islice(windows, self._steps_left()))
         except Exception as error:
-            annotate(error, place_of_failure(state, self.data, self.loop.failed_in))
+            annotate(error, failure_location(state, self.data, self.loop.failed_in))
             raise
-        self.stopper.settle()
+        self.stopper.stop_if_requested()
         if not state.steps_in_epoch:
             raise ModuleContractError(
                 f"the loader that get_train_dataloader returned for epoch {state.epoch} gave no batch at all. Return a "
@@ -201,7 +201,7 @@ class Run:
         left += [] if most is None else [most - self.state.global_step]
         return max(0, min(left)) if left else None
 
-    def _begin_epoch(self) -> Iterator[Window]:
+    def _begin_epoch(self) -> Iterator[StepBatches]:
         """Call the hook and ask for data; within an epoch both see the random state that the epoch began with."""
         state, hook, device = self.state, self.hooks.begin_train_epoch, self.world.device
         within = state.steps_in_epoch > 0
@@ -215,7 +215,7 @@ class Run:
         if hook is not None:
             hook(state.global_step, state.epoch)
         self.events.fire(Event.TRAIN_EPOCH_BEGIN, state.epoch)
-        windows = self.data.windows(state, self.stack.sampling) if state.validated < 0 else iter(())
+        windows = self.data.iter_steps(state, self.stack.sampling) if state.validated < 0 else iter(())
         if within:
             restore_rng(now, device)
             self.pending_rng = None
@@ -229,7 +229,7 @@ class Run:
 
     def _save(self, save: Callable[[bool], None], force: bool) -> None:
         """Save at a step boundary, where everything that goes into a checkpoint fits together."""
-        self.context.busy = self.saver.save_asked = False
+        self.context.busy = self.saver.pending_save = False
         save(force)
         self.context.busy = True
 
@@ -244,7 +244,7 @@ class Run:
             collector.reset()
         self.events.fire(Event.TRAIN_EPOCH_END, self.state.epoch)
 
-    def _attend(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
+    def _on_due(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
         """What is due at this step: log, save, paint, stop, and moving on to the next step at which something is."""
         state, step = self.state, self.state.global_step
         if step % self.log_interval == 0 or step == self.data.plan.max_steps:
@@ -252,20 +252,20 @@ class Run:
             self.events.fire(Event.LOG, step)
             reporter.write()
         elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
-            self.loop.meter.drain()
+            self.loop.meter.flush()
             reporter.write()
         self.events.run_calls(step)
         if self.validation.is_due(step, state.steps_in_epoch, self.world.comm):
             self._validate_within(reporter)
-        if self.saver.save_asked or (save_every is not None and step % save_every == 0):
+        if self.saver.pending_save or (save_every is not None and step % save_every == 0):
             reporter.write()  # a history counts as written once it is saved
             self._save(save, True)
-        if state.steps_in_epoch >= reporter.progress.next_look:
-            reporter.look(state)
+        if state.steps_in_epoch >= reporter.progress.next_poll:
+            reporter.poll(state)
         if self.stopper.is_due(step):
             raise Stopped
-        self._set_next_attention(reporter, save_every)
-        self.saver.poll()  # after that: what fails later moves `attend_at` again
+        self._set_next_due_step(reporter, save_every)
+        self.saver.poll()  # after that: what fails later moves `next_due_step` again
 
     def _validate_within(self, reporter: Reporter) -> None:
         """Validate at a step boundary; one that is broken off is gone on with when the run is."""
@@ -274,17 +274,17 @@ class Run:
         self.state.validating = -1
         reporter.end_validation(self.state)
 
-    def _set_next_attention(self, reporter: Reporter, save_every: int | None) -> None:
+    def _set_next_due_step(self, reporter: Reporter, save_every: int | None) -> None:
         step = self.state.global_step
-        look = reporter.progress.next_look - self.state.steps_in_epoch
+        look = reporter.progress.next_poll - self.state.steps_in_epoch
         due = [self.next_log_step - step, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
-        due.append(max(1, self.stopper.next_look - step))
+        due.append(max(1, self.stopper.next_poll - step))
         due.append(self.validation.next_step(step) - step)
         due += [call_step - step for call_step in self.events.call_steps]
         if save_every is not None:
             due.append(save_every - step % save_every)
-        self.loop.attend_at = step + min(due)
-        if self.stopper.is_asked or self.saver.save_asked:  # looked at last: later ones call `wake` themselves
+        self.loop.next_due_step = step + min(due)
+        if self.stopper.is_requested or self.saver.pending_save:  # looked at last: later ones call `wake` themselves
             self.loop.wake()
 
     @property
@@ -305,12 +305,12 @@ class Run:
         return not state.steps_in_epoch or plan.ends_within_epoch(state.global_step, state.steps_in_epoch)
 
     @property
-    def why_over(self) -> str | None:
+    def exhausted_reason(self) -> str | None:
         """Why no further step may be made, as a sentence; None if one may, or if none is planned."""
         sampling, planned = self.stack.sampling, self.data.plan.total_steps
         if sampling is None or (planned is not None and self.state.global_step >= planned):
             return None
-        return sampling.why_over() if sampling.steps_allowed(1) == 0 else None
+        return sampling.exhausted_reason() if sampling.steps_allowed(1) == 0 else None
 
     def restore_rng_once(self) -> None:
         """Go on with the random state of the checkpoint, if that has not happened yet."""
@@ -320,13 +320,13 @@ class Run:
 
     # --- its end -------------------------------------------------------------------------------------------
 
-    def prolong(self, args: TrainerArguments) -> None:
+    def extend_training(self, args: TrainerArguments) -> None:
         """Extend the run to the end that `args` give.
 
         Raises:
             ConfigurationError: a schedule would end before the run does. The run is then unchanged.
         """
-        refuse_short_schedules(self.loop.schedules, self.data.plan, self.state, args)
+        check_schedule_lengths(self.loop.schedules, self.data.plan, self.state, args)
         self.context.args = args
         self.data.set_plan(self.data.plan.with_end(args.epochs, args.max_steps))
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
@@ -356,8 +356,8 @@ class Run:
         if self.hooks.end_train is not None:
             self.hooks.end_train(step)
         reporter.write()
-        reporter.end_private_run(self.why_over)
-        reporter.end("finished" if agreed is None else "stopped", agreed.reason if agreed else self.why_over)
+        reporter.end_private_run(self.exhausted_reason)
+        reporter.end("finished" if agreed is None else "stopped", agreed.reason if agreed else self.exhausted_reason)
 
     # --- checkpoints ---------------------------------------------------------------------------------------
 
@@ -378,10 +378,10 @@ class Run:
         context, plan, state = self.context, self.data.plan, self.state
         if after is not None:
             return make_checkpoint(context, plan, get_state, None, None, after=after)
-        self.loop.meter.drain()
-        refuse_poisoned(self.stack, self.module, self.watched, state.global_step)
+        self.loop.meter.flush()
+        check_finite_weights(self.stack, self.module, self.watched, state.global_step)
         refuse_diverged(self.stack, self.module, self.world.comm, state.global_step)
-        loader_state = self.data.loader_memory.get_state(within=state.steps_in_epoch > 0)
+        loader_state = self.data.loader_state.get_state(within=state.steps_in_epoch > 0)
         return make_checkpoint(context, plan, get_state, self.epoch_rng, loader_state, pinned=pinned)
 
     def resume(self, checkpoint: Checkpoint, update_state: Callable[[Mapping[str, Any] | None], None]) -> None:
@@ -414,8 +414,8 @@ class Run:
         rng = rng_of_rank(checkpoint.rng_state, self.world, state)
         if rng is not None:
             self.pending_rng, self.epoch_rng = rng["now"], rng["epoch"]
-        self.data.loader_memory.restore(saved.get("loaders"), self.world)
-        say_what_differs(checkpoint, context)
+        self.data.loader_state.restore(saved.get("loaders"), self.world)
+        warn_of_differences(checkpoint, context)
         self.saver.saved_at = (state.global_step, state.epoch)
         self.events.update_state(checkpoint.callback_states)
         self.events.fire(Event.LOAD_CHECKPOINT, checkpoint)

@@ -22,7 +22,7 @@ from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.run.loop import TrainLoop
 from trainstack.trainer.tracking.writers.console import Pace
 
-LOOK_S = 0.5
+POLL_S = 0.5
 """How often a process looks whether another one has been asked to stop."""
 
 
@@ -45,8 +45,9 @@ class Stopped(Exception):
 class Stopper:
     """Takes requests to stop and lets all processes agree on where.
 
-    `ask` sets flags and nothing else, so signal handlers and other threads may call it. A request with a signal goes
-    before one without. While nobody asks, a step costs nothing: a process listens to the others about twice a second.
+    `request` sets flags and nothing else, so signal handlers and other threads may call it. A request with a signal
+    goes before one without. While nobody asks, a step costs nothing: a process listens to the others about twice a
+    second.
 
     Attributes:
         agreed: what all processes have stopped for; None before.
@@ -61,33 +62,35 @@ class Stopper:
     def begin(self, loop: TrainLoop, world: World) -> None:
         """Training begins; all processes call it together. A request that was made before counts."""
         self.agreed, self._loop, self._world = None, loop, world
-        self._names = f"stop/{world.comm.share(uuid.uuid4().hex)}"  # a trainer before this one may have used the store
-        self._told: Request | None = None
+        self._names = (
+            f"stop/{world.comm.broadcast_object(uuid.uuid4().hex)}"  # a trainer before this one may have used the store
+        )
+        self._announced: Request | None = None
         self._published = False
         self._target: int | None = None
-        self._pace = Pace(LOOK_S, due_at_once=False)
+        self._pace = Pace(POLL_S, due_at_once=False)
 
     def end(self) -> Request | None:
         """Training is over; a request that came too late to be heeded, if there is one."""
         late, self._request, self._loop = self._request, None, None
         return late if self.agreed is None else None
 
-    def ask(self, reason: str, signal: int | None = None) -> None:
+    def request(self, reason: str, signal: int | None = None) -> None:
         """Ask for a stop at the next boundary that all processes agree on."""
         if self._request is None or (signal is not None and self._request.signal is None):
             self._request = Request(reason, signal)
         if self._loop is not None:
-            self._loop.attend_at = 0
+            self._loop.next_due_step = 0
 
     @property
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether a request is known on this process, so that every boundary has to be looked at."""
         return self._request is not None
 
     @property
-    def next_look(self) -> int:
+    def next_poll(self) -> int:
         """The global step at which to listen to the other processes."""
-        return self._pace.next_look if self._world.size > 1 else NEVER
+        return self._pace.next_poll if self._world.size > 1 else NEVER
 
     def is_due(self, step: int) -> bool:
         """Whether all processes stop after `step`, which this one has just finished.
@@ -104,13 +107,13 @@ class Stopper:
             PeerError: the processes do not wait for each other in each step, and this one has gone too far.
         """
         if self._world.size == 1:
-            return self.is_asked
-        if not self.is_asked and self._pace.look(step):
+            return self.is_requested
+        if not self.is_requested and self._pace.poll(step):
             self._listen()
-        if not self.is_asked:
+        if not self.is_requested:
             return False
         if self._target is None:
-            self._tell()
+            self._announce()
             self._target = self._find_target(step)
         if self._target is not None and step > self._target:
             raise PeerError(
@@ -124,10 +127,10 @@ class Stopper:
         if self._world.size > 1:
             if not self._is_urgent and self._pace.is_due():
                 self._listen()
-            self._tell()
+            self._announce()
         return self._is_urgent
 
-    def settle(self) -> None:
+    def stop_if_requested(self) -> None:
         """Between the parts of an epoch: stop if any process has been asked; all call it together.
 
         Raises:
@@ -143,17 +146,17 @@ class Stopper:
     def _is_urgent(self) -> bool:
         return self._request is not None and self._request.signal is not None
 
-    def _tell(self) -> None:
-        if self._request is not None and self._told != self._request:
-            self._told = self._request
-            self._world.comm.post(f"{self._names}/asked", json.dumps(self._request))
+    def _announce(self) -> None:
+        if self._request is not None and self._announced != self._request:
+            self._announced = self._request
+            self._world.comm.put(f"{self._names}/asked", json.dumps(self._request))
 
     def _listen(self) -> None:
         with self._pace.painting(), suppress(RuntimeError):  # a store that is gone shows elsewhere
-            found = self._world.comm.posted([f"{self._names}/asked"])
+            found = self._world.comm.get_if_all([f"{self._names}/asked"])
             if found is not None:
-                self.ask(*json.loads(found[0]))
-                self._told = self._request
+                self.request(*json.loads(found[0]))
+                self._announced = self._request
 
     def _find_target(self, step: int) -> int | None:
         world = self._world
@@ -161,8 +164,8 @@ class Stopper:
             torch.accelerator.synchronize(world.device)
         if not self._published:
             self._published = True
-            world.comm.post(f"{self._names}/{world.rank}", str(step))
-        steps = world.comm.posted([f"{self._names}/{rank}" for rank in range(world.size)])
+            world.comm.put(f"{self._names}/{world.rank}", str(step))
+        steps = world.comm.get_if_all([f"{self._names}/{rank}" for rank in range(world.size)])
         return None if steps is None else max(map(int, steps)) + 1
 
 
@@ -174,7 +177,7 @@ _AGAIN = b"\nCtrl-C: the run stops at the end of this step. Ctrl-C again stops i
 
 
 @contextmanager
-def signals_ask(stopper: Stopper, *, wanted: bool, says: bool) -> Iterator[None]:
+def stop_on_signals(stopper: Stopper, *, enabled: bool, announce: bool) -> Iterator[None]:
     """SIGTERM, SIGUSR1 and Ctrl-C ask `stopper` inside; a second Ctrl-C raises KeyboardInterrupt at once.
 
     A signal that the program ignores, or handles in a way of its own, is left alone. Outside of the main thread, where
@@ -182,12 +185,12 @@ def signals_ask(stopper: Stopper, *, wanted: bool, says: bool) -> Iterator[None]
 
     Args:
         stopper: asked.
-        wanted: False does nothing.
-        says: whether to tell who pressed Ctrl-C that it was noticed.
+        enabled: False does nothing.
+        announce: whether to tell who pressed Ctrl-C that it was noticed.
     """
     replaced: dict[int, Any] = {}
-    handler = _Handler(stopper, says)
-    if wanted and threading.current_thread() is threading.main_thread():
+    handler = _Handler(stopper, announce)
+    if enabled and threading.current_thread() is threading.main_thread():
         for number in (getattr(signal, name) for name in _HANDLED if hasattr(signal, name)):
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 replaced[number] = signal.signal(number, handler)
@@ -199,33 +202,35 @@ def signals_ask(stopper: Stopper, *, wanted: bool, says: bool) -> Iterator[None]
                 signal.signal(number, before)
 
 
-def end_by_signal(heeded: Request | None, late: Request | None, last_words: str, log: RunLogger | None) -> None:
+def raise_for_signal(
+    honoured: Request | None, after_end: Request | None, stop_message: str, log: RunLogger | None
+) -> None:
     """End `train()` if a signal has stopped it; a signal that came too late goes to whoever handles it now.
 
     Args:
-        heeded: what the run was stopped for, if it was.
-        late: what else was asked for, when there was nothing left to stop.
-        last_words: where the run was stopped, and what to do.
+        honoured: what the run was stopped for, if it was.
+        after_end: what else was asked for, when there was nothing left to stop.
+        stop_message: where the run was stopped, and what to do.
         log: told as well; None on processes that must not say anything.
 
     Raises:
         KeyboardInterrupt: for Ctrl-C.
         Preempted: for another signal.
     """
-    if heeded is not None and heeded.signal is not None:
-        text = f"stopped by {heeded.reason} {last_words}."
+    if honoured is not None and honoured.signal is not None:
+        text = f"stopped by {honoured.reason} {stop_message}."
         if log is not None:
             log.warning(text)
-        raise KeyboardInterrupt(text) if heeded.signal == signal.SIGINT else Preempted(text, heeded.signal)
-    if late is not None and late.signal is not None:
-        signal.raise_signal(late.signal)
+        raise KeyboardInterrupt(text) if honoured.signal == signal.SIGINT else Preempted(text, honoured.signal)
+    if after_end is not None and after_end.signal is not None:
+        signal.raise_signal(after_end.signal)
 
 
 class _Handler:
     """Runs between two instructions of whatever the main thread does, so it sets flags and writes past all buffers."""
 
-    def __init__(self, stopper: Stopper, says: bool) -> None:
-        self._stopper, self._says = stopper, says
+    def __init__(self, stopper: Stopper, announce: bool) -> None:
+        self._stopper, self._announce = stopper, announce
         self._pressed: float | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -233,8 +238,8 @@ class _Handler:
             now = time.monotonic()
             if self._pressed is not None and now - self._pressed > _SAME_PRESS_S:
                 raise KeyboardInterrupt
-            if self._pressed is None and self._says:
+            if self._pressed is None and self._announce:
                 with suppress(OSError):
                     os.write(2, _AGAIN)
             self._pressed = now if self._pressed is None else self._pressed
-        self._stopper.ask("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name, number)
+        self._stopper.request("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name, number)

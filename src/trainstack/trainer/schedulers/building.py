@@ -128,7 +128,7 @@ def counts_at_end(schedules: Schedules, plan: TrainingPlan, state: RunState) -> 
     return schedules.counts_after(steps, epochs)
 
 
-def why_too_short(scheduler: Any, count: int, planned: int) -> str | None:
+def short_schedule_reason(scheduler: Any, count: int, planned: int) -> str | None:
     """What is wrong with a schedule that is stepped until it has counted to `count`; None if nothing is known to be.
 
     Rates that merely stay where they are above zero are fine. The last update is made with the rate at `count - 1`.
@@ -143,9 +143,9 @@ def why_too_short(scheduler: Any, count: int, planned: int) -> str | None:
         start = scheduler._milestones[-1]
         if count <= start:
             return None
-        return why_too_short(scheduler._schedulers[-1], count - start, planned - start)
+        return short_schedule_reason(scheduler._schedulers[-1], count - start, planned - start)
     if isinstance(scheduler, ChainedScheduler):
-        found = (why_too_short(part, count, planned) for part in scheduler._schedulers)
+        found = (short_schedule_reason(part, count, planned) for part in scheduler._schedulers)
         return next((what for what in found if what is not None), None)
     if isinstance(scheduler, OneCycleLR) and count > scheduler.total_steps:
         return f"it ends after {scheduler.total_steps} of its steps, and torch refuses to make more"

@@ -132,7 +132,10 @@ class Schedules:
             call, monitor = scheduled.epoch_call, scheduled.config.monitor
             if call is not None and monitor is None:
                 _step(call)
-            elif call is not None and (value := _agreed(history, str(monitor), epoch, comm, may_lack)) is not None:
+            elif (
+                call is not None
+                and (value := _broadcast_value(history, str(monitor), epoch, comm, may_lack)) is not None
+            ):
                 _step(call, value)
 
     def counts_after(self, updates: int | None, epochs: int | None) -> list[int | None]:
@@ -200,7 +203,7 @@ def _step(call: Callable[..., Any], *value: float) -> None:
         ) from error
 
 
-def _agreed(history: RunHistory, name: str, epoch: int, comm: Communicator, may_lack: bool) -> float | None:
+def _broadcast_value(history: RunHistory, name: str, epoch: int, comm: Communicator, may_lack: bool) -> float | None:
     """The newest value of `name` if it is of `epoch`, as the main process has it; None if it is older.
 
     Raises:
@@ -213,6 +216,6 @@ def _agreed(history: RunHistory, name: str, epoch: int, comm: Communicator, may_
             value = record.value if record.epoch == epoch else None
         except ConfigurationError as error:
             failure = None if may_lack else ConfigurationError(f"a scheduler monitors {name!r}: {error}")
-    comm.agree(failure, "reading a monitored metric")
-    shared: float | None = comm.share(value)
+    comm.raise_if_any(failure, "reading a monitored metric")
+    shared: float | None = comm.broadcast_object(value)
     return shared

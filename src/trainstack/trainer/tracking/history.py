@@ -26,7 +26,7 @@ class Record(NamedTuple):
     epoch: int
 
 
-class Column:
+class MetricColumn:
     """The records of one metric as three packed arrays: 24 bytes a record."""
 
     __slots__ = ("epochs", "flushed", "name", "steps", "values")
@@ -53,7 +53,7 @@ class Column:
         return int(np.count_nonzero(np.array(self.steps)[: self.flushed] == step))
 
 
-def pack(columns: Iterable[Column]) -> dict[str, Any]:
+def pack(columns: Iterable[MetricColumn]) -> dict[str, Any]:
     """Names and lengths of `columns`, and their records one column after the other, as tensors."""
     kept = list(columns)
     return {
@@ -65,7 +65,7 @@ def pack(columns: Iterable[Column]) -> dict[str, Any]:
     }
 
 
-def unpack(state: Mapping[str, Any]) -> dict[str, Column]:
+def unpack(state: Mapping[str, Any]) -> dict[str, MetricColumn]:
     """The columns of what `pack` returned, by name; all records count as flushed.
 
     Raises:
@@ -77,7 +77,7 @@ def unpack(state: Mapping[str, Any]) -> dict[str, Column]:
     arrays = [_checked(state, key, sum(lengths)) for key in ("values", "steps", "epochs")]
     columns, start = {}, 0
     for name, length in zip(names, lengths, strict=True):
-        column = columns[name] = Column(name)
+        column = columns[name] = MetricColumn(name)
         own: tuple[array[Any], ...] = (column.values, column.steps, column.epochs)
         for packed, source in zip(own, arrays, strict=True):
             packed.frombytes(source[start : start + length].tobytes())
@@ -97,14 +97,14 @@ def _checked(state: Mapping[str, Any], key: str, length: int) -> np.ndarray[Any,
     return tensor.to("cpu").numpy()
 
 
-__all__ = ["Record", "RunHistory", "as_of_now"]
+__all__ = ["Record", "RunHistory", "snapshot_value"]
 
 # Controls, surrogates and line separators: what would break a line of a log or cannot be encoded at all.
 _FORBIDDEN_IN_NAMES = frozenset({"Cc", "Cs", "Zl", "Zp"})
 
 
 # A record whose value may still be on a device: column, value, version of the tensor when given, step, epoch.
-_Pending = tuple[Column, "float | torch.Tensor", int, int, int]
+_Pending = tuple[MetricColumn, "float | torch.Tensor", int, int, int]
 
 
 class RunHistory:
@@ -130,9 +130,9 @@ class RunHistory:
         """Forget every record, read or not, and count steps and epochs from 0 again."""
         self.current_step = 0
         self.current_epoch = 0
-        self._columns: dict[str, Column] = {}
+        self._columns: dict[str, MetricColumn] = {}
         self._pending: list[_Pending] = []
-        self._arrived: list[Column] = []
+        self._arrived: list[MetricColumn] = []
 
     def update_metric(
         self, name: str, value: float | torch.Tensor, *, step: int | None = None, epoch: int | None = None
@@ -156,7 +156,7 @@ class RunHistory:
             value = _number(value, name)
         column = self._columns.get(name)
         if column is None:
-            column = self._columns[_checked_name(name)] = Column(name)
+            column = self._columns[_checked_name(name)] = MetricColumn(name)
         self._arrived.append(column)
         if version < 0 and not self._pending:
             column.append(value, step, epoch)  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ class RunHistory:
 
     def flush(self) -> list[Record]:
         """Read what is pending; return the records new since the last flush, in order of arrival."""
-        self._settle()
+        self._read_pending()
         records = []
         for column in self._arrived:
             records.append(column.record(column.flushed))
@@ -196,7 +196,7 @@ class RunHistory:
 
     def values_at(self, step: int) -> dict[str, float]:
         """The newest value of each metric whose newest record belongs to `step`, by name."""
-        self._settle()
+        self._read_pending()
         return {name: c.values[-1] for name, c in sorted(self._columns.items()) if c.steps and c.steps[-1] == step}
 
     def records(self, name: str, first: int = 0) -> list[Record]:
@@ -216,12 +216,12 @@ class RunHistory:
     def all_arrays(self, *, read_device: bool = True) -> dict[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
         """`arrays` by name; without `read_device` only of what was read from the device before."""
         if read_device:
-            self._settle()
+            self._read_pending()
         return {name: (np.array(c.steps), np.array(c.values)) for name, c in self._columns.items() if c.values}
 
     def to_dict(self) -> dict[str, dict[str, list[Any]]]:
         """All records by name, as plain lists `value`, `step` and `epoch`."""
-        self._settle()
+        self._read_pending()
         return {
             name: {"value": c.values.tolist(), "step": c.steps.tolist(), "epoch": c.epochs.tolist()}
             for name, c in self._columns.items()
@@ -229,7 +229,7 @@ class RunHistory:
 
     def flushed_at(self, step: int) -> dict[str, int]:
         """How many records of each metric belong to `step` and were flushed."""
-        self._settle()
+        self._read_pending()
         counts = {name: column.flushed_at(step) for name, column in self._columns.items()}
         return {name: count for name, count in counts.items() if count}
 
@@ -238,7 +238,7 @@ class RunHistory:
 
         What has not been flushed counts as flushed once restored, so flush and write before taking a state.
         """
-        self._settle()
+        self._read_pending()
         counters = {"current_step": self.current_step, "current_epoch": self.current_epoch}
         return counters | pack(column for column in self._columns.values() if column.values)
 
@@ -259,8 +259,8 @@ class RunHistory:
         self.reset()
         self.current_step, self.current_epoch, self._columns = step, epoch, columns
 
-    def _column(self, name: str) -> Column:
-        self._settle()
+    def _column(self, name: str) -> MetricColumn:
+        self._read_pending()
         column = self._columns.get(f"{self.metric_name_prefix}{name}") or self._columns.get(name)
         if column is None:
             close = difflib.get_close_matches(str(name), self._columns, n=1)
@@ -269,7 +269,7 @@ class RunHistory:
             raise ConfigurationError(f"no metric {name!r} has been recorded.{hint} Recorded: {known}.")
         return column
 
-    def _settle(self) -> None:
+    def _read_pending(self) -> None:
         """Move what is pending into the columns, reading the device once per device and dtype."""
         if not self._pending:
             return
@@ -294,7 +294,7 @@ class RunHistory:
             )
 
 
-def as_of_now(value: float | torch.Tensor) -> float | torch.Tensor:
+def snapshot_value(value: float | torch.Tensor) -> float | torch.Tensor:
     """What can be recorded of a value that is changed in place later, such as a rate in a tensor: a copy of tensors."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 

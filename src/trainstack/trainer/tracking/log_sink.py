@@ -33,7 +33,7 @@ class LogSink:
         self.history.update_metric(name, value, step=self.state.current_step, epoch=self.state.epoch)
 
     @contextmanager
-    def redirected(self, history: RunHistory, state: RunState) -> Iterator[RunHistory]:
+    def redirect(self, history: RunHistory, state: RunState) -> Iterator[RunHistory]:
         """A block in which values go to `history`; afterwards they go where they went before."""
         before = self.history, self.state
         self.connect(history, state)
@@ -43,7 +43,7 @@ class LogSink:
             self.connect(*before)
 
     @contextmanager
-    def muted(self, state: RunState) -> Iterator[None]:
+    def mute(self, state: RunState) -> Iterator[None]:
         """A block in which values are checked and forgotten."""
-        with self.redirected(RunHistory(), state):
+        with self.redirect(RunHistory(), state):
             yield

@@ -19,23 +19,23 @@ NEVER = sys.maxsize
 class ProgressDisplay(ABC):
     """Shows how far a run is.
 
-    The loop calls `look` only when a step has been reached that `next_look` names, so that a step costs one
+    The loop calls `poll` only when a step has been reached that `next_poll` names, so that a step costs one
     comparison of integers:
 
-        if done >= display.next_look:
+        if done >= display.next_poll:
             display.look(done, loss)
 
     No method raises because the terminal is gone: the display falls silent.
     """
 
-    next_look: int = NEVER
+    next_poll: int = NEVER
 
     @abstractmethod
     def start_epoch(self, epoch: int, epochs: int, total_steps: int | None, done: int) -> None:
         """Epoch `epoch` (from 1) of `epochs` begins; `done` of its `total_steps` (None: unknown) are done."""
 
     @abstractmethod
-    def look(self, done: int, loss: Callable[[], float | None]) -> None:
+    def poll(self, done: int, loss: Callable[[], float | None]) -> None:
         """`done` steps are done. Paints if it is time; only then is `loss` called."""
 
     @abstractmethod
@@ -44,11 +44,11 @@ class ProgressDisplay(ABC):
 
     @abstractmethod
     def start_validation(self, key: str, total: int | None) -> None:
-        """`total` validation batches of data set `key` begin; `look` counts them until `end_validation`."""
+        """`total` validation batches of data set `key` begin; `poll` counts them until `end_validation`."""
 
     @abstractmethod
     def end_validation(self) -> None:
-        """The validation is over; `look` counts training steps again."""
+        """The validation is over; `poll` counts training steps again."""
 
     @abstractmethod
     def close(self) -> None:
@@ -56,11 +56,11 @@ class ProgressDisplay(ABC):
 
 
 class NoProgress(ProgressDisplay):
-    """Shows nothing: `next_look` is never reached."""
+    """Shows nothing: `next_poll` is never reached."""
 
     def start_epoch(self, epoch: int, epochs: int, total_steps: int | None, done: int) -> None: ...
 
-    def look(self, done: int, loss: Callable[[], float | None]) -> None: ...
+    def poll(self, done: int, loss: Callable[[], float | None]) -> None: ...
 
     def end_epoch(self, summary: str = "") -> None: ...
 
@@ -98,14 +98,14 @@ class PacedProgress(ProgressDisplay):
     def start_epoch(self, epoch: int, epochs: int, total_steps: int | None, done: int) -> None:
         self._enter(Phase(f"epoch {epoch}/{epochs}", total_steps, done, done, self.pace.clock()))
 
-    def look(self, done: int, loss: Callable[[], float | None]) -> None:
+    def poll(self, done: int, loss: Callable[[], float | None]) -> None:
         phase = self.phase
         if phase is not None:
             phase.done = done
-            if self.pace.look(done):
+            if self.pace.poll(done):
                 with self.pace.painting():
                     self.paint(phase, loss())
-        self._set_next_look()
+        self._set_next_poll()
 
     def start_validation(self, key: str, total: int | None) -> None:
         self._training = self.phase
@@ -116,11 +116,11 @@ class PacedProgress(ProgressDisplay):
         self.phase = None
         if training is not None:
             self._enter(training)
-        self._set_next_look()
+        self._set_next_poll()
 
     def close(self) -> None:
         self.phase = self._training = None
-        self.next_look = NEVER
+        self.next_poll = NEVER
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
@@ -128,11 +128,11 @@ class PacedProgress(ProgressDisplay):
         if self.pace.is_due():
             with self.pace.painting():
                 self.paint(phase, None)
-        self._set_next_look()
+        self._set_next_poll()
 
-    def _set_next_look(self) -> None:
+    def _set_next_poll(self) -> None:
         silent = self.stream.gone or self.phase is None
-        self.next_look = NEVER if silent else self.pace.next_look
+        self.next_poll = NEVER if silent else self.pace.next_poll
 
 
 class PlainProgress(PacedProgress):
@@ -158,7 +158,7 @@ class PlainProgress(PacedProgress):
 
     def end_epoch(self, summary: str = "") -> None:
         self.phase = None
-        self.next_look = NEVER
+        self.next_poll = NEVER
         if summary:
             self.stream.line(summary)
 
@@ -218,7 +218,7 @@ class RichProgress(PacedProgress):
             with self.pace.painting():
                 self.paint(self.phase, None)
         self.phase = None
-        self.next_look = NEVER
+        self.next_poll = NEVER
 
     def close(self) -> None:
         super().close()

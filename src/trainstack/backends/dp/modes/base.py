@@ -23,24 +23,24 @@ from trainstack.errors import ConfigurationError
 # torch.utils._pytree takes an unregistered dataclass for one leaf, checked in torch 2.13.0.
 
 
-def flattened(outputs: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+def flatten_outputs(outputs: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """The leaves of `outputs`, and the structure from which `pytree.tree_unflatten` makes the same with other leaves.
 
     In addition to the types that pytree knows, dataclasses and containers of any class are taken apart. Such a
     container comes back as a plain dict, list or tuple, and a dataclass as it was.
     """
-    leaves, structure = pytree.tree_flatten(_opened(outputs), is_leaf)
+    leaves, structure = pytree.tree_flatten(_open_fields(outputs), is_leaf)
     return leaves, structure
 
 
-def finished(outputs: Any, loss: Tensor) -> Any:
+def detach_outputs(outputs: Any, loss: Tensor) -> Any:
     """`outputs` without their graphs, with `loss` as the loss: a 0-dim leaf that requires a gradient."""
-    return with_loss(detached(outputs), loss.detach().clone().requires_grad_())
+    return with_loss(detach_tensors(outputs), loss.detach().clone().requires_grad_())
 
 
-def detached(outputs: Any) -> Any:
+def detach_tensors(outputs: Any) -> Any:
     """`outputs` with every tensor cut off its graph."""
-    leaves, structure = flattened(outputs)
+    leaves, structure = flatten_outputs(outputs)
     return pytree.tree_unflatten([v.detach() if isinstance(v, Tensor) else v for v in leaves], structure)
 
 
@@ -51,17 +51,17 @@ class _Fields:
         self.value = value
 
 
-def _opened(outputs: Any) -> Any:
+def _open_fields(outputs: Any) -> Any:
     return pytree.tree_map(_open, outputs)
 
 
 def _open(leaf: Any) -> Any:
     if isinstance(leaf, dict):  # of a class that pytree does not know, as below
-        return {key: _opened(value) for key, value in leaf.items()}
+        return {key: _open_fields(value) for key, value in leaf.items()}
     if is_dataclass(leaf) and not isinstance(leaf, type):
         return _Fields(leaf)
     if isinstance(leaf, list | tuple):
-        return [_opened(value) for value in leaf] if isinstance(leaf, list) else tuple(map(_opened, leaf))
+        return [_open_fields(value) for value in leaf] if isinstance(leaf, list) else tuple(map(_open_fields, leaf))
     return leaf
 
 
@@ -70,7 +70,7 @@ def _flatten_fields(node: _Fields) -> tuple[list[Any], tuple[Any, tuple[str, ...
     value = node.value
     names = dict.fromkeys([*(field.name for field in fields(value)), *getattr(value, "__dict__", ())])
     held = tuple(name for name in names if hasattr(value, name))
-    return [_opened(getattr(value, name)) for name in held], (type(value), held)
+    return [_open_fields(getattr(value, name)) for name in held], (type(value), held)
 
 
 def _rebuild_fields(values: Iterable[Any], context: tuple[Any, tuple[str, ...]]) -> Any:
@@ -118,7 +118,7 @@ class GradientMode(ABC):
         clipper: bounds what one record adds.
 
     Attributes:
-        sums: for each of `trained` the sum since `take`, float32, of its shape.
+        sums: for each of `trained` the sum since `pop_sums`, float32, of its shape.
     """
 
     name: ClassVar[str] = ""
@@ -155,11 +155,11 @@ class GradientMode(ABC):
             Exception: whatever `train_step` raises, as it is. The mode can go on after that.
         """
 
-    def explained(self, error: Exception) -> str:
+    def explain_error(self, error: Exception) -> str:
         """What it means that `add` raised `error` when the mode was tried on data with which `train_step` works."""
         return f"grad_mode={self.name!r} fails: {type(error).__name__}: {error}. Write grad_mode='vmap'."
 
-    def take(self) -> list[Tensor]:
+    def pop_sums(self) -> list[Tensor]:
         """`sums`, which begin at zero again."""
         sums, self.sums = self.sums, self._zeros()
         return sums
@@ -198,10 +198,10 @@ def rows_of(batch: Any, records: int, rows: slice) -> Any:
     Raises:
         Unsupported: part of the batch belongs to no record in particular.
     """
-    return _cut(batch, records, rows, "batch")
+    return _slice(batch, records, rows, "batch")
 
 
-def _cut(value: Any, records: int, rows: slice, place: str) -> Any:
+def _slice(value: Any, records: int, rows: slice, place: str) -> Any:
     if value is None:
         return None
     if isinstance(value, PackedSequence):
@@ -214,12 +214,12 @@ def _cut(value: Any, records: int, rows: slice, place: str) -> Any:
             )
         return value[rows]
     if isinstance(value, Mapping):
-        cut = {key: _cut(item, records, rows, f"{place}[{key!r}]") for key, item in value.items()}
+        cut = {key: _slice(item, records, rows, f"{place}[{key!r}]") for key, item in value.items()}
         return cut if type(value) is dict else type(value)(cut)  # type: ignore[call-arg]
     if isinstance(value, list | tuple):
         if _is_one_a_record(value, records):
             return value[rows]
-        parts = [_cut(item, records, rows, f"{place}[{i}]") for i, item in enumerate(value)]
+        parts = [_slice(item, records, rows, f"{place}[{i}]") for i, item in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     raise Unsupported(
         f"{place} is a {type(value).__name__}, which belongs to no record in particular. Let collate_fn return "
@@ -237,7 +237,7 @@ def _is_one_a_record(value: list[Any] | tuple[Any, ...], records: int) -> bool:
 
 
 @contextmanager
-def silenced(message: str) -> Iterator[None]:
+def suppress_warning(message: str) -> Iterator[None]:
     """A block in which warnings that begin with `message`, a regular expression, are not shown.
 
     `warnings.catch_warnings` would make Python forget which warnings it has shown, so that those of the user's code,

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, finished, full_float32
-from trainstack.backends.dp.modes.sites import Site, squared_norms
-from trainstack.backends.dp.modes.taps import Taps
+from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, detach_outputs, full_float32
+from trainstack.backends.dp.modes.sites import ParamUse, squared_norms
+from trainstack.backends.dp.modes.taps import OpInterceptor
 from trainstack.backends.losses import find_loss
 
 
@@ -29,24 +29,24 @@ class BookkeepingMode(GradientMode):
     name: ClassVar[str] = "bookkeeping"
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
-        with Taps(self.trained, self.names, records) as taps:
+        with OpInterceptor(self.trained, self.names, records) as taps:
             outputs = run(self.module, batch)
         mean = find_loss(outputs, records).mean()
-        sites = self._receive(taps.sites, mean, records)
-        outputs = finished(outputs, mean)
+        sites = self._receive(taps.uses, mean, records)
+        outputs = detach_outputs(outputs, mean)
         with torch.no_grad(), full_float32():
-            self._add_sites(sites, records)
+            self._add_uses(sites, records)
         return outputs
 
-    def _receive(self, sites: list[Site], mean: Tensor, records: int) -> list[Site]:
+    def _receive(self, uses: list[ParamUse], mean: Tensor, records: int) -> list[ParamUse]:
         """Give each site the gradient of its output; returns those on which the loss depends."""
         found = torch.autograd.grad(
             mean,
-            [*(site.edge for site in sites), *self.trained],  # type: ignore[arg-type]
+            [*(site.edge for site in uses), *self.trained],  # type: ignore[arg-type]
             grad_outputs=torch.full_like(mean, records),
             allow_unused=True,
         )
-        for name, gradient in zip(self.names, found[len(sites) :], strict=True):
+        for name, gradient in zip(self.names, found[len(uses) :], strict=True):
             if gradient is not None:
                 raise Unsupported(
                     f"{name} is used outside of the layers that bookkeeping knows (Linear, Conv, LayerNorm, RMSNorm, "
@@ -55,7 +55,7 @@ class BookkeepingMode(GradientMode):
                 )
         used = []
         with torch.no_grad(), full_float32():
-            for site, gradient in zip(sites, found, strict=False):
+            for site, gradient in zip(uses, found, strict=False):
                 if gradient is not None:
                     if site.was_changed:
                         raise Unsupported(
@@ -66,40 +66,40 @@ class BookkeepingMode(GradientMode):
                     used.append(site)
         return used
 
-    def _name_of(self, site: Site) -> str:
+    def _name_of(self, site: ParamUse) -> str:
         return self.names[next(i for i in (site.weight, site.bias) if i is not None)]
 
-    def _add_sites(self, sites: Sequence[Site], records: int) -> None:
-        shared = self._shared(sites)
+    def _add_uses(self, uses: Sequence[ParamUse], records: int) -> None:
+        shared = self._shared(uses)
         squares = {}
-        for site in sites:
+        for site in uses:
             squares.update(site.squares() if not shared else _of_others(site, shared))
         joint = {i: torch.stack([site.per_record()[i] for site in users]).sum(0) for i, users in shared.items()}
         squares.update({i: squared_norms(rows) for i, rows in joint.items()})
         nothing = self.sums[0].new_zeros(records)
         factors = self.clipper.factors(torch.stack([squares.get(i, nothing) for i in range(len(self.trained))]))
         if factors.dropped is not None:
-            for site in sites:
+            for site in uses:
                 site.drop(factors.dropped)
             joint = {i: rows.masked_fill(factors.dropped[:, None], 0.0) for i, rows in joint.items()}
-        for site in sites:
+        for site in uses:
             for i, total in site.weighted(factors.rows).items():
                 if i not in joint:
                     self.sums[i] += total.reshape(self.sums[i].shape)
         for i, rows in joint.items():
             self.sums[i] += (factors.rows[i] @ rows).reshape(self.sums[i].shape)
 
-    def _shared(self, sites: Sequence[Site]) -> dict[int, list[Site]]:
+    def _shared(self, uses: Sequence[ParamUse]) -> dict[int, list[ParamUse]]:
         """The parameters that are used more than once, with their sites."""
-        users: dict[int, list[Site]] = {}
-        for site in sites:
+        users: dict[int, list[ParamUse]] = {}
+        for site in uses:
             for i in (site.weight, site.bias):
                 if i is not None:
                     users.setdefault(i, []).append(site)
         return {i: found for i, found in users.items() if len(found) > 1}
 
 
-def _of_others(site: Site, shared: dict[int, list[Site]]) -> dict[int, Tensor]:
+def _of_others(site: ParamUse, shared: dict[int, list[ParamUse]]) -> dict[int, Tensor]:
     """The squared norms of a site's parameters that no other site uses."""
     if all(i is None or i in shared for i in (site.weight, site.bias)):
         return {}

@@ -16,12 +16,12 @@ from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
 from trainstack.backends.dp.modes.loop import LoopMode
 from trainstack.backends.dp.modes.opacus_modes import GhostMode, HooksMode
 from trainstack.backends.dp.modes.probing import (
-    Plain,
+    NoAutocast,
     RandomStates,
-    attributes_of,
     changed_tensors,
-    undisturbed,
-    values_of,
+    copy_tensors,
+    deterministic_forward,
+    plain_attributes,
 )
 from trainstack.backends.dp.modes.vmap import VmapMode
 from trainstack.backends.dp.torch_names import BATCH_NORMS
@@ -72,14 +72,16 @@ def choose_mode(
         raise ConfigurationError(f"grad_mode={asked!r}: write one of 'auto', {', '.join(map(repr, MODES))}.")
     if records < 2:
         raise ConfigurationError(f"a probe of {records} records cannot show whether records influence each other: 2.")
-    with undisturbed(module):
-        judge = Judge(module, trained, run, probe, records, _joint if asked == "ghost" else _levelled)
+    with deterministic_forward(module):
+        judge = ModeVerifier(
+            module, trained, run, probe, records, _unit_joint_norm if asked == "ghost" else _unit_norm_per_parameter
+        )
         if asked != "auto":
-            return judge.tried(MODES[asked], clipper)
+            return judge.verify(MODES[asked], clipper)
         reasons = []
         for kind in AUTOMATIC:
             try:
-                mode = judge.tried(kind, clipper)
+                mode = judge.verify(kind, clipper)
             except (Unsupported, MissingExtraError, torch.OutOfMemoryError) as error:
                 reasons.append(f"{kind.name}: {error}")
                 continue
@@ -89,7 +91,7 @@ def choose_mode(
     return LoopMode(module, trained, clipper)
 
 
-class Judge:
+class ModeVerifier:
     """Compares modes with the loop, which is run once.
 
     Raises:
@@ -102,41 +104,42 @@ class Judge:
     ) -> None:
         self._module, self._trained = module, tuple(trained)
         self._autocast = False
-        self._run, self._plain_run = run, lambda model, batch: run(Plain(model, self._note), batch)
-        before, states = values_of(module), RandomStates(module)
+        self._run, self._plain_run = run, lambda model, batch: run(NoAutocast(model, self._note), batch)
+        before, states = copy_tensors(module), RandomStates(module)
         half = rows_of(probe, records, slice(0, records // 2))
         try:
-            self._cases = [
-                self._case(batch, count, scaling, self._plain_run)
+            self._references = [
+                self._reference(batch, count, scaling, self._plain_run)
                 for batch, count in ((probe, records), (half, records // 2))
-                for scaling in (_whole, leveller)
+                for scaling in (_unscaled, leveller)
             ]
-            self._is_random = self._has_changed(self._cases[0])
-            self._refuse_what_learns(before)
-            self._refuse_what_remembers([rows_of(probe, records, slice(i, i + 1)) for i in range(records)], states)
-            self._rounded = self._case(probe, records, _whole, run) if self._autocast else None
+            self._is_random = self._has_changed(self._references[0])
+            self._check_not_learning(before)
+            self._check_stateless([rows_of(probe, records, slice(i, i + 1)) for i in range(records)], states)
+            self._rounded = self._reference(probe, records, _unscaled, run) if self._autocast else None
         except (Unsupported, ModuleContractError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise Unsupported(
-                f"train_step fails on a single record{_suspects(module)}: {error}. Let it take a batch of one, and put "
-                "the records along dimension 0 of everything that collate_fn returns."
+                f"train_step fails on a single record{_batch_normalizing_layers(module)}: {error}. Let it take a batch "
+                "of one, and put the records along dimension 0 of everything that collate_fn returns."
             ) from error
 
-    def _has_changed(self, first: _Case) -> bool:
+    def _has_changed(self, first: _Reference) -> bool:
         """Whether the records have other gradients than they had at first."""
-        again = self._case(first.batch, first.records, _whole, self._plain_run)
+        again = self._reference(first.batch, first.records, _unscaled, self._plain_run)
         return first.differs(again.sums, again.scales, _EXACT) is not None
 
-    def _refuse_what_remembers(self, singles: Sequence[Any], states: RandomStates) -> None:
+    def _check_stateless(self, singles: Sequence[Any], states: RandomStates) -> None:
         """What differs although all generators are where they were differs by what came before.
 
         One record is asked again after each of the others: after some of them, a memory may be where it was at first.
         """
         states.restore()
-        one = self._case(singles[0], 1, _whole, self._plain_run)
+        one = self._reference(singles[0], 1, _unscaled, self._plain_run)
         if not (
-            self._remembers(self._cases[0], states) or any(self._remembers(one, states, other) for other in singles[1:])
+            self._remembers(self._references[0], states)
+            or any(self._remembers(one, states, other) for other in singles[1:])
         ):
             return
         kept = [self._kept_after(single) for single in singles]
@@ -148,26 +151,27 @@ class Judge:
             "from the generators of torch, numpy and random, or from those that the module holds from the start."
         )
 
-    def _remembers(self, case: _Case, states: RandomStates, after: Any | None = None) -> bool:
+    def _remembers(self, case: _Reference, states: RandomStates, after: Any | None = None) -> bool:
         """Whether records have other gradients than at first after this one, with the random numbers as they were."""
         if after is not None:
-            self._case(after, 1, _whole, self._plain_run)
+            self._reference(after, 1, _unscaled, self._plain_run)
         states.restore()
         return self._has_changed(case)
 
     def _kept_after(self, record: Any) -> dict[str, str]:
-        self._case(record, 1, _whole, self._plain_run)
-        return attributes_of(self._module)
+        self._reference(record, 1, _unscaled, self._plain_run)
+        return plain_attributes(self._module)
 
-    def _refuse_what_learns(self, before: dict[str, Tensor]) -> None:
+    def _check_not_learning(self, before: dict[str, Tensor]) -> None:
         learning = changed_tensors(self._module, before)
         if learning:
             raise Unsupported(
                 f"{learning[0]} changes in a forward pass: it would learn from records without clipping and noise"
-                f"{_suspects(self._module)}. Use GroupNorm in place of BatchNorm, or freeze the layer in eval mode."
+                f"{_batch_normalizing_layers(self._module)}. Use GroupNorm in place of BatchNorm, or freeze the layer "
+                "in eval mode."
             )
 
-    def tried(self, kind: type[GradientMode], clipper: Clipper) -> GradientMode:
+    def verify(self, kind: type[GradientMode], clipper: Clipper) -> GradientMode:
         """A mode of this kind, if it agrees with the loop.
 
         Raises:
@@ -180,7 +184,7 @@ class Judge:
             mode.close()
             if isinstance(error, ConfigurationError | torch.OutOfMemoryError):
                 raise
-            raise Unsupported(mode.explained(error)) from error
+            raise Unsupported(mode.explain_error(error)) from error
         mode.clipper = clipper
         return mode
 
@@ -197,12 +201,12 @@ class Judge:
                 f"train_step draws random numbers, so grad_mode={mode.name!r} cannot be compared with the loop. Write "
                 "grad_mode='vmap', in which no record can influence another."
             )
-        for case in self._cases:
+        for case in self._references:
             self._compare(mode, case, self._plain_run, _EXACT)
         if self._rounded is not None:
             self._compare(mode, self._rounded, self._run, _ROUNDED)
 
-    def _compare(self, mode: GradientMode, case: _Case, run: Run, tolerance: float) -> None:
+    def _compare(self, mode: GradientMode, case: _Reference, run: Run, tolerance: float) -> None:
         wrong = case.differs(*self._sums(mode, case.batch, case.records, case.scaling, run), tolerance)
         if wrong is None or self._is_random:
             return
@@ -213,25 +217,25 @@ class Judge:
             "of its layer. Write grad_mode='vmap'."
         )
 
-    def _case(self, batch: Any, records: int, scaling: Scaling, run: Run) -> _Case:
-        loop = LoopMode(self._module, self._trained, _Scaler(scaling))
+    def _reference(self, batch: Any, records: int, scaling: Scaling, run: Run) -> _Reference:
+        loop = LoopMode(self._module, self._trained, _ScalingClipper(scaling))
         sums, scales = self._sums(loop, batch, records, scaling, run)
-        return _Case(batch=batch, records=records, scaling=scaling, sums=sums, scales=scales)
+        return _Reference(batch=batch, records=records, scaling=scaling, sums=sums, scales=scales)
 
     def _sums(
         self, mode: GradientMode, batch: Any, records: int, scaling: Scaling, run: Run
     ) -> tuple[list[Tensor], Tensor]:
         """The sums of a mode, and for each parameter the sum of the norms of what was added."""
-        mode.clipper = clipper = _Scaler(scaling)
+        mode.clipper = clipper = _ScalingClipper(scaling)
         mode.add(run, batch, records)
-        return mode.take(), clipper.scales
+        return mode.pop_sums(), clipper.scales
 
     def _note(self, autocast: bool) -> None:
         self._autocast |= autocast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
+class _Reference:
     """A batch, how its gradients are scaled, and what the loop makes of it."""
 
     batch: Any
@@ -249,22 +253,22 @@ class _Case:
         return wrong[0] if wrong else None
 
 
-def _whole(squares: Tensor, joint: Tensor) -> Tensor:
+def _unscaled(squares: Tensor, joint: Tensor) -> Tensor:
     """Gradients as they are: shows a wrong scale."""
     return torch.ones_like(squares)
 
 
-def _levelled(squares: Tensor, joint: Tensor) -> Tensor:
+def _unit_norm_per_parameter(squares: Tensor, joint: Tensor) -> Tensor:
     """Each record's gradient of each parameter at about norm 1: shows a wrong norm, and mistakes in small gradients."""
     return 1.0 / (squares.sqrt() + 1e-3 * joint + 1e-30)
 
 
-def _joint(squares: Tensor, joint: Tensor) -> Tensor:
+def _unit_joint_norm(squares: Tensor, joint: Tensor) -> Tensor:
     """Each record's gradient at norm 1, with one factor for all parameters, which is all that ghost clipping has."""
     return (1.0 / (joint + 1e-30)).expand_as(squares)
 
 
-class _Scaler(Clipper):
+class _ScalingClipper(Clipper):
     """A scaling in the place of a clipper, which also sums up the norms of what is added."""
 
     def __init__(self, scaling: Scaling) -> None:
@@ -282,7 +286,7 @@ class _Scaler(Clipper):
         return tuple(rows)
 
 
-def _suspects(module: nn.Module) -> str:
+def _batch_normalizing_layers(module: nn.Module) -> str:
     """The layers that normalise over the batch, in words."""
     names = [
         f"{name} ({type(layer).__name__})"

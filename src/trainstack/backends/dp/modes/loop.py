@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, finished, flattened, rows_of
+from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, detach_outputs, flatten_outputs, rows_of
 from trainstack.backends.dp.torch_names import pytree
 from trainstack.backends.losses import find_loss
 
@@ -25,8 +25,8 @@ class LoopMode(GradientMode):
             loss = one_loss(output)
             gradients = torch.autograd.grad(loss, self.trained, allow_unused=True)
             self._add_rows([g if g is None else g[None] for g in gradients], 1)
-            outputs.append(finished(output, loss))
-        return joined(outputs)
+            outputs.append(detach_outputs(output, loss))
+        return concatenate_outputs(outputs)
 
 
 def one_loss(outputs: Any) -> Tensor:
@@ -34,18 +34,18 @@ def one_loss(outputs: Any) -> Tensor:
     return find_loss(outputs, 1).reshape(())
 
 
-def joined(outputs: list[Any]) -> Any:
+def concatenate_outputs(outputs: list[Any]) -> Any:
     """Outputs of batches of one as those of one batch.
 
     The loss is the mean; tensors of shape `(1, ...)` become `(records, ...)`, other tensors are stacked; lists with one
     item become lists with `records`; what is no tensor is that of the first record.
     """
     loss = torch.stack([one_loss(output).detach() for output in outputs]).mean()
-    flat, structure = zip(*(flattened(output, _is_column) for output in outputs), strict=True)
+    flat, structure = zip(*(flatten_outputs(output, _is_column) for output in outputs), strict=True)
     if any(other != structure[0] for other in structure):
         raise Unsupported("train_step returns outputs of another structure for other records. Return the same keys.")
-    leaves = [_joined_leaf(values) for values in zip(*flat, strict=True)]
-    return finished(pytree.tree_unflatten(leaves, structure[0]), loss)
+    leaves = [_join_leaves(values) for values in zip(*flat, strict=True)]
+    return detach_outputs(pytree.tree_unflatten(leaves, structure[0]), loss)
 
 
 def _is_column(value: Any) -> bool:
@@ -53,15 +53,15 @@ def _is_column(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(pytree.tree_is_leaf(item) for item in value)
 
 
-def _joined_leaf(values: tuple[Any, ...]) -> Any:
+def _join_leaves(values: tuple[Any, ...]) -> Any:
     if isinstance(values[0], Tensor):
-        return stacked(values)
+        return stack_records(values)
     if all(isinstance(value, list) and len(value) == 1 for value in values):
         return [value[0] for value in values]
     return values[0]
 
 
-def stacked(values: tuple[Tensor, ...]) -> Any:
+def stack_records(values: tuple[Tensor, ...]) -> Any:
     """Tensors of one record each as one tensor; a list where their shapes differ."""
     if all(value.dim() and value.shape[0] == 1 for value in values):
         values = tuple(value[0] for value in values)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainstack.backends.dp.clipping import AdaptiveClipper, Clipper, PerLayerClipper
 from trainstack.backends.dp.epsilon import import_opacus
-from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, finished, rows_of, silenced
+from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, detach_outputs, rows_of, suppress_warning
 from trainstack.backends.losses import find_loss
 
 
@@ -25,18 +25,18 @@ class HooksMode(GradientMode):
 
     def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter], clipper: Clipper) -> None:
         super().__init__(module, trained, clipper)
-        self._hooks = attached("GradSampleHooks", "grad_mode='hooks'", module)
+        self._hooks = attach_hooks("GradSampleHooks", "grad_mode='hooks'", module)
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
         try:
             outputs = run(self.module, batch)
             loss = find_loss(outputs, records).mean()
-            with described(self.name, self.module):
+            with translate_opacus_errors(self.name, self.module):
                 loss.backward()  # type: ignore[no-untyped-call]
             self._add_rows([self._rows(i, records) for i in range(len(self.trained))], records)
         finally:
-            forget(self.module)
-        return finished(outputs, loss)
+            clear_opacus_state(self.module)
+        return detach_outputs(outputs, loss)
 
     def _rows(self, i: int, records: int) -> Tensor | None:
         parameter = self.trained[i]
@@ -54,7 +54,7 @@ class HooksMode(GradientMode):
         self._hooks.cleanup()
 
 
-def attached(kind: str, feature: str, module: nn.Module, **options: Any) -> Any:
+def attach_hooks(kind: str, feature: str, module: nn.Module, **options: Any) -> Any:
     """Opacus' hooks of this kind on `module`.
 
     Raises:
@@ -69,10 +69,10 @@ def attached(kind: str, feature: str, module: nn.Module, **options: Any) -> Any:
 
 
 @contextmanager
-def described(mode: str, module: nn.Module) -> Iterator[None]:
+def translate_opacus_errors(mode: str, module: nn.Module) -> Iterator[None]:
     """Says in one sentence on which layers opacus' hooks fail, and silences a warning that comes with every step."""
     try:
-        with silenced("Full backward hook is firing"):
+        with suppress_warning("Full backward hook is firing"):
             yield
     except torch.OutOfMemoryError:
         raise
@@ -91,7 +91,7 @@ def described(mode: str, module: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def forget(module: nn.Module) -> None:
+def clear_opacus_state(module: nn.Module) -> None:
     """Drop what a backward pass under opacus' hooks left behind, also one that failed half-way."""
     for parameter in module.parameters():
         parameter.grad = None
@@ -119,7 +119,7 @@ class GhostMode(GradientMode):
                 "grad_mode='ghost' clips all parameters together, with a limit that does not change. Write "
                 "clipping='flat' or 'automatic', or another grad_mode."
             )
-        self._hooks = attached("GradSampleHooksFastGradientClipping", "grad_mode='ghost'", module)
+        self._hooks = attach_hooks("GradSampleHooksFastGradientClipping", "grad_mode='ghost'", module)
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
         try:
@@ -131,23 +131,23 @@ class GhostMode(GradientMode):
                 )
             dropped = self._add_losses(losses, records)
         finally:
-            forget(self.module)
+            clear_opacus_state(self.module)
         if dropped is not None:
             for i in range(records):
                 if not dropped[i]:  # rare, so the simple way: each of the others for itself
                     self.add(run, rows_of(batch, records, slice(i, i + 1)), 1)
-        return finished(outputs, losses.mean())
+        return detach_outputs(outputs, losses.mean())
 
     def _add_losses(self, losses: Tensor, records: int) -> Tensor | None:
         """Add the clipped sum, unless there are records to be left out; returns which."""
-        with described(self.name, self.module):
+        with translate_opacus_errors(self.name, self.module):
             losses.mean().backward(retain_graph=True)  # type: ignore[no-untyped-call]
         factors = self.clipper.factors(torch.stack([self._squares(i, records) for i in range(len(self.trained))]))
         if factors.dropped is not None and bool(factors.dropped.any()):
             return factors.dropped
         self._hooks.disable_hooks()
         try:
-            with described(self.name, self.module):
+            with translate_opacus_errors(self.name, self.module):
                 sums = torch.autograd.grad(losses, self.trained, factors.rows[0].to(losses), allow_unused=True)
         finally:
             self._hooks.enable_hooks()

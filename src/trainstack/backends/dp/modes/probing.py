@@ -44,30 +44,32 @@ class RandomStates:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         for generator, state in self._own:
-            _put_back(generator, state)
+            _restore_generator(generator, state)
 
 
 def _generators_of(module: nn.Module) -> list[Any]:
     parts = list(module.modules())
     scopes = {kind.__module__ for part in parts for kind in type(part).__mro__}
-    held = [value for part in parts for value in _held(vars(part), _DEEP)]
-    beside = [value for scope in scopes if scope in sys.modules for value in _held(vars(sys.modules[scope]), 0)]
+    held = [value for part in parts for value in _generators_among(vars(part), _DEEP)]
+    beside = [
+        value for scope in scopes if scope in sys.modules for value in _generators_among(vars(sys.modules[scope]), 0)
+    ]
     return list({id(generator): generator for generator in (*held, *beside)}.values())
 
 
-def _held(values: dict[str, Any], deep: int) -> Iterator[Any]:
+def _generators_among(values: dict[str, Any], deep: int) -> Iterator[Any]:
     """The generators among the values, and so many levels below them."""
     for value in list(values.values()):
-        yield from _in(value, deep)
+        yield from _generators_in(value, deep)
 
 
-def _in(value: Any, deep: int) -> Iterator[Any]:
+def _generators_in(value: Any, deep: int) -> Iterator[Any]:
     if isinstance(value, _OWN):
         if not isinstance(value, random.SystemRandom):  # which has no state
             yield value
     elif deep:
         for item in islice(_items(value), _WIDE):
-            yield from _in(item, deep - 1)
+            yield from _generators_in(item, deep - 1)
 
 
 def _items(value: Any) -> Iterable[Any]:
@@ -86,7 +88,7 @@ def _state_of(generator: Any) -> Any:
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def _put_back(generator: Any, state: Any) -> None:
+def _restore_generator(generator: Any, state: Any) -> None:
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
@@ -96,7 +98,7 @@ def _put_back(generator: Any, state: Any) -> None:
 
 
 @contextmanager
-def undisturbed(module: nn.Module) -> Iterator[RandomStates]:
+def deterministic_forward(module: nn.Module) -> Iterator[RandomStates]:
     """Dropout does nothing, noise is constant and float32 is not rounded to TF32.
 
     Parameters, buffers, states of random generators and precisions are put back at the end.
@@ -107,7 +109,7 @@ def undisturbed(module: nn.Module) -> Iterator[RandomStates]:
     kept = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
     states = RandomStates(module)
     try:
-        with full_float32(), Calm():
+        with full_float32(), DisableRandomness():
             yield states
     finally:
         states.restore()
@@ -117,7 +119,7 @@ def undisturbed(module: nn.Module) -> Iterator[RandomStates]:
                     tensor.copy_(before)
 
 
-class Calm(TorchFunctionMode):
+class DisableRandomness(TorchFunctionMode):
     """Takes the randomness out of what draws from torch's generators in a forward pass."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -151,7 +153,7 @@ _NOISE_LIKE = {torch.rand_like, torch.randn_like}
 _NOISE = {torch.rand, torch.randn, torch.bernoulli, torch.normal}
 
 
-class Plain(nn.Module):
+class NoAutocast(nn.Module):
     """Calls a model without autocast, whatever is around it, so that differences are mistakes and not rounding.
 
     Tells `note` whether there was autocast.
@@ -168,13 +170,13 @@ class Plain(nn.Module):
             return self._model[0](*args, **kwargs)
 
 
-def values_of(module: nn.Module) -> dict[str, Tensor]:
+def copy_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters and buffers."""
     return {name: tensor.detach().clone() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
 def changed_tensors(module: nn.Module, before: dict[str, Tensor]) -> list[str]:
-    """The names of the parameters and buffers that are not what `values_of` found."""
+    """The names of the parameters and buffers that are not what `copy_tensors` found."""
     return [
         name
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
@@ -182,10 +184,10 @@ def changed_tensors(module: nn.Module, before: dict[str, Tensor]) -> list[str]:
     ]
 
 
-def attributes_of(module: nn.Module) -> dict[str, str]:
+def plain_attributes(module: nn.Module) -> dict[str, str]:
     """What modules hold as plain attributes, which are neither parameters nor buffers, in words."""
     return {
-        f"{name}.{key}" if name else key: _in_words(value)
+        f"{name}.{key}" if name else key: _describe_value(value)
         for name, part in module.named_modules()
         for key, value in vars(part).items()
         if key not in _OF_EVERY_MODULE
@@ -195,12 +197,12 @@ def attributes_of(module: nn.Module) -> dict[str, str]:
 _OF_EVERY_MODULE = set(vars(nn.Module()))
 
 
-def _in_words(value: object) -> str:
+def _describe_value(value: object) -> str:
     plain = type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__")
     return repr(vars(value)) if plain else repr(value)
 
 
-class Watch:
+class WriteDetector:
     """Notices a forward pass that writes into parameters or buffers; costs microseconds, and reads no values."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -213,21 +215,21 @@ class Watch:
             )  # torch 2.13.0; the public iterators give no way to see a swap
             for key in held
         ]
-        self._marks: list[tuple[int, int, int] | None] = []
+        self._fingerprints: list[tuple[int, int, int] | None] = []
 
     def begin(self) -> None:
         """Remember how everything is."""
-        self._marks = [_mark(held.get(key)) for held, key, _ in self._places]
+        self._fingerprints = [_fingerprint(held.get(key)) for held, key, _ in self._places]
 
     def changed(self) -> str | None:
         """The name of what has been written to or put in another's place since `begin`."""
-        for (held, key, name), mark in zip(self._places, self._marks, strict=True):
-            if _mark(held.get(key)) != mark:
+        for (held, key, name), mark in zip(self._places, self._fingerprints, strict=True):
+            if _fingerprint(held.get(key)) != mark:
                 return name
         return None
 
 
-def _mark(tensor: Tensor | None) -> tuple[int, int, int] | None:
+def _fingerprint(tensor: Tensor | None) -> tuple[int, int, int] | None:
     # torch 2.13.0: `_version` counts writes in place
     return None if tensor is None else (id(tensor), tensor.data_ptr(), tensor._version)
 

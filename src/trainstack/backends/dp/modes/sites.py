@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 
-class Site(ABC):
+class ParamUse(ABC):
     """One use of a weight, a bias or both.
 
     Attributes:
@@ -61,7 +61,7 @@ class Site(ABC):
         """Make the gradients of these records zero."""
 
 
-class DirectSite(Site):
+class DirectUse(ParamUse):
     """Keeps per-record gradients: for small parameters, and for what another use shares its parameter with."""
 
     def __init__(self, weight: int | None, bias: int | None) -> None:
@@ -81,7 +81,7 @@ class DirectSite(Site):
         self._rows = {which: row.masked_fill(dropped[:, None], 0.0) for which, row in self._rows.items()}
 
 
-class NormSite(DirectSite):
+class NormUse(DirectUse):
     """LayerNorm, RMSNorm (`spatial=0`) and GroupNorm: `y = normalised * weight + bias`.
 
     Args:
@@ -106,7 +106,7 @@ class NormSite(DirectSite):
         return products.reshape(records, -1, size).sum(1)
 
 
-class ElementwiseSite(DirectSite):
+class ElementwiseUse(DirectUse):
     """A parameter of which every record was given a copy: `G` of the copies are the per-record gradients.
 
     Args:
@@ -132,7 +132,7 @@ _EXACT = 1e-4
 Below, rounding could make it too small, and the record would be clipped too little; the share is taken instead."""
 
 
-class ProductSite(Site):
+class ProductUse(ParamUse):
     """Linear maps: a record's gradient is the sum over its positions of `g a^T`, with `A` `(records, positions, in)`.
 
     Where there are few positions for the size of the weight, the norm comes from the positions' inner products; else
@@ -203,7 +203,7 @@ class ProductSite(Site):
             self._weight_rows = self._weight_rows.masked_fill(dropped[:, None], 0.0)
 
 
-class ConvSite(DirectSite):
+class ConvUse(DirectUse):
     """Convolutions: the product of `G` with the patches that each output position saw, for each group.
 
     Args:
@@ -249,7 +249,7 @@ class ConvSite(DirectSite):
         return windows.reshape(*x.shape[:2], torch.Size(output).numel(), -1)
 
 
-class EmbeddingSite(Site):
+class EmbeddingUse(ParamUse):
     """Embedding: a record's gradient has in row `v` the sum of `G` over the positions that hold token `v`.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Taps` intercepts torch functions that a forward pass calls with a trained parameter.
+"""`OpInterceptor` intercepts torch functions that a forward pass calls with a trained parameter.
 
 Looking at functions rather than at modules means that a custom layer that calls `F.linear` is understood as well, and
 that a parameter that is used twice has two sites.
@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from trainstack.backends.dp.modes.base import Unsupported
-from trainstack.backends.dp.modes.sites import ConvSite, ElementwiseSite, EmbeddingSite, NormSite, ProductSite, Site
+from trainstack.backends.dp.modes.sites import ConvUse, ElementwiseUse, EmbeddingUse, NormUse, ParamUse, ProductUse
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -70,18 +70,18 @@ def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
 
 
-class Taps(TorchFunctionMode):
+class OpInterceptor(TorchFunctionMode):
     """While it is active, known uses of `trained` leave a site, and no edge to the parameter in the graph.
 
     So if the graph of the loss leads to a trained parameter all the same, it was used in a way that is not known.
 
     Attributes:
-        sites: in the order of use.
+        uses: in the order of use.
     """
 
     def __init__(self, trained: Sequence[nn.Parameter], names: Sequence[str], records: int) -> None:
         super().__init__()
-        self.sites: list[Site] = []
+        self.uses: list[ParamUse] = []
         self.records = records
         self.names = names
         self._number = {id(parameter): i for i, parameter in enumerate(trained)}
@@ -97,7 +97,7 @@ class Taps(TorchFunctionMode):
         """The number of a trained parameter, None for anything else."""
         return None if parameter is None else self._number.get(id(parameter))
 
-    def leave(self, site: Site, x: Tensor, output: Tensor, kept: Tensor | None = None) -> Tensor:
+    def record_use(self, site: ParamUse, x: Tensor, output: Tensor, kept: Tensor | None = None) -> Tensor:
         """Record `site`; returns the output to go on with."""
         if x.dim() == 0 or x.shape[0] % self.records or output.shape[0] % self.records:
             name = self.names[next(i for i in (site.weight, site.bias) if i is not None)]
@@ -106,14 +106,14 @@ class Taps(TorchFunctionMode):
                 "records in front. Write grad_mode='vmap', or give the layer an input for each record."
             )
         if not output.requires_grad:
-            output = _Anchored.apply(output, self._anchor)  # type: ignore[no-untyped-call]
+            output = _AttachToGraph.apply(output, self._anchor)  # type: ignore[no-untyped-call]
         site.keep(x if kept is None else kept)
         site.edge = get_gradient_edge(output)
-        self.sites.append(site)
+        self.uses.append(site)
         return output
 
 
-class _Anchored(torch.autograd.Function):
+class _AttachToGraph(torch.autograd.Function):
     """Makes a tensor part of a graph. Unlike a leaf it may then be changed in place, as by `ReLU(inplace=True)`."""
 
     @staticmethod
@@ -126,26 +126,26 @@ class _Anchored(torch.autograd.Function):
         return gradients[0], None
 
 
-def _cut_off(taps: Taps, parameter: Any) -> Any:
+def _detach(taps: OpInterceptor, parameter: Any) -> Any:
     """`parameter`, without its edge in the graph if it is trained."""
     return parameter if taps.number_of(parameter) is None else parameter.detach()
 
 
-def _copied(parameter: Tensor) -> Tensor:
+def _clone(parameter: Tensor) -> Tensor:
     """For outputs that would be a view of the parameter: nothing may be written through them."""
     return parameter.detach().clone()
 
 
-def _linear(taps: Taps, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(taps: OpInterceptor, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     w, b = taps.number_of(weight), taps.number_of(bias)
     if w is None and b is None:
         return func(input, weight, bias)  # type: ignore[no-any-return]
-    output = func(input, _cut_off(taps, weight), _cut_off(taps, bias))
-    return taps.leave(ProductSite(w, b), input, output)
+    output = func(input, _detach(taps, weight), _detach(taps, bias))
+    return taps.record_use(ProductUse(w, b), input, output)
 
 
 def _conv(
-    taps: Taps,
+    taps: OpInterceptor,
     func: Any,
     input: Tensor,
     weight: Tensor,
@@ -160,21 +160,21 @@ def _conv(
     if (w is None and b is None) or input.dim() != weight.dim():
         return func(input, weight, bias, *rest)  # type: ignore[no-any-return]
     kernel = tuple(weight.shape[2:])
-    dilations = _each(dilation, kernel)
-    site = ConvSite(
+    dilations = _per_dimension(dilation, kernel)
+    site = ConvUse(
         w,
         b,
         kernel=kernel,
-        stride=_each(stride, kernel),
+        stride=_per_dimension(stride, kernel),
         padding=_sides(padding, kernel, dilations),
         dilation=dilations,
         groups=groups,
     )
-    output = func(input, _cut_off(taps, weight), _cut_off(taps, bias), *rest)
-    return taps.leave(site, input, output)
+    output = func(input, _detach(taps, weight), _detach(taps, bias), *rest)
+    return taps.record_use(site, input, output)
 
 
-def _each(value: Any, kernel: tuple[int, ...]) -> tuple[int, ...]:
+def _per_dimension(value: Any, kernel: tuple[int, ...]) -> tuple[int, ...]:
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * len(kernel) if len(values) == 1 else values
 
@@ -186,11 +186,11 @@ def _sides(padding: Any, kernel: tuple[int, ...], dilations: tuple[int, ...]) ->
     if padding == "same":
         totals = [dilation * (size - 1) for dilation, size in zip(dilations, kernel, strict=True)]
         return [(total // 2, total - total // 2) for total in totals]
-    return [(side, side) for side in _each(padding, kernel)]
+    return [(side, side) for side in _per_dimension(padding, kernel)]
 
 
 def _norm(
-    taps: Taps,
+    taps: OpInterceptor,
     func: Any,
     input: Tensor,
     shape: Any,
@@ -200,19 +200,19 @@ def _norm(
 ) -> Tensor:
     """Layer norm; RMS norm, which has no bias; group norm, where `shape` is the number of groups."""
     w, b = taps.number_of(weight), taps.number_of(bias)
-    affine = {"weight": _cut_off(taps, weight)}
+    affine = {"weight": _detach(taps, weight)}
     if func is not F.rms_norm:
-        affine["bias"] = _cut_off(taps, bias)
+        affine["bias"] = _detach(taps, bias)
     output: Tensor = func(input, shape, **affine, **eps)
     if w is None and b is None:
         return output
     with torch.no_grad():
         plain = input if w is None else func(input, shape, **eps)
-    return taps.leave(NormSite(w, b, None if func is F.group_norm else len(shape)), input, output, plain)
+    return taps.record_use(NormUse(w, b, None if func is F.group_norm else len(shape)), input, output, plain)
 
 
 def _embedding(
-    taps: Taps,
+    taps: OpInterceptor,
     func: Any,
     input: Tensor,
     weight: Tensor,
@@ -228,11 +228,11 @@ def _embedding(
     if max_norm is not None or scale_grad_by_freq:
         what = "max_norm" if max_norm is not None else "scale_grad_by_freq"
         raise Unsupported(f"{taps.names[w]}: an Embedding with {what} lets records change each other. Leave it out.")
-    site = EmbeddingSite(w, weight.shape, padding_idx)
-    return taps.leave(site, input, func(input, weight.detach(), padding_idx))
+    site = EmbeddingUse(w, weight.shape, padding_idx)
+    return taps.record_use(site, input, func(input, weight.detach(), padding_idx))
 
 
-def _attention(taps: Taps, func: Any, *args: Any, **options: Any) -> Any:
+def _attention(taps: OpInterceptor, func: Any, *args: Any, **options: Any) -> Any:
     """`nn.MultiheadAttention` on one sequence. Its arguments are passed on by position up to the second bias."""
     query, key, value, _, heads, weight, bias, bias_k, _, add_zero, dropout, out_weight, out_bias = args[:13]
     if len(args) > 13 or not is_plain(query, key, value, bias_k, add_zero, options):
@@ -249,7 +249,7 @@ def _attention(taps: Taps, func: Any, *args: Any, **options: Any) -> Any:
     return mixed, None
 
 
-def _elementwise(taps: Taps, func: Any, left: Any, right: Any, **options: Any) -> Any:
+def _elementwise(taps: OpInterceptor, func: Any, left: Any, right: Any, **options: Any) -> Any:
     """A parameter that is broadcast over records: each record is given a copy, whose gradients are its own."""
     operands = [left, right]
     for mine, other in ((0, 1), (1, 0)):
@@ -257,21 +257,21 @@ def _elementwise(taps: Taps, func: Any, left: Any, right: Any, **options: Any) -
         if number is not None and _is_broadcast(operands[mine], operands[other], taps.records):
             ones = (1,) * (operands[other].dim() - operands[mine].dim())
             shape = (*ones, *operands[mine].shape)
-            copies = _copied(operands[mine]).reshape(shape).expand(taps.records, *shape[1:])
-            operands[mine] = taps.leave(ElementwiseSite(number, shape), copies, copies.view_as(copies))
+            copies = _clone(operands[mine]).reshape(shape).expand(taps.records, *shape[1:])
+            operands[mine] = taps.record_use(ElementwiseUse(number, shape), copies, copies.view_as(copies))
     return func(*operands, **options)
 
 
-def _expand(taps: Taps, func: Any, parameter: Tensor, *size: Any, **options: Any) -> Any:
+def _expand(taps: OpInterceptor, func: Any, parameter: Tensor, *size: Any, **options: Any) -> Any:
     """A parameter that is expanded over records, such as a class token."""
     number = taps.number_of(parameter)
-    copies = func(parameter if number is None else _copied(parameter), *size, **options)
+    copies = func(parameter if number is None else _clone(parameter), *size, **options)
     shape = (1,) * (copies.dim() - parameter.dim()) + tuple(parameter.shape)
     if number is None:
         return copies
     if copies.dim() == 0 or shape[0] != 1 or copies.shape[0] != taps.records:
         return func(parameter, *size, **options)
-    return taps.leave(ElementwiseSite(number, shape), copies, copies.view_as(copies))
+    return taps.record_use(ElementwiseUse(number, shape), copies, copies.view_as(copies))
 
 
 def _is_broadcast(parameter: Tensor, other: Any, records: int) -> bool:

@@ -19,11 +19,11 @@ from trainstack.backends.dp.modes.base import (
     GradientMode,
     Run,
     Unsupported,
-    detached,
-    finished,
-    flattened,
+    detach_outputs,
+    detach_tensors,
+    flatten_outputs,
     rows_of,
-    silenced,
+    suppress_warning,
 )
 from trainstack.backends.dp.modes.loop import one_loss
 from trainstack.backends.dp.torch_names import pytree
@@ -34,7 +34,7 @@ _FLOATS_AT_ONCE = 1 << 25
 _SLOW_OPERATION = "There is a performance drop because we have not yet implemented"
 
 
-class _Called(nn.Module):
+class _FunctionalModule(nn.Module):
     """Calls `module` with other parameters; what `run` is given as the model."""
 
     def __init__(self, module: nn.Module, parameters: dict[str, Tensor]) -> None:
@@ -46,7 +46,7 @@ class _Called(nn.Module):
         return functional_call(self._module[0], self._replaced, args, kwargs)
 
 
-class _WideNorms(TorchFunctionMode):
+class _Float32Norms(TorchFunctionMode):
     """Normalises bfloat16 in float32, as the kernels do inside.
 
     Vectorised, their backward pass returns float32 for a bfloat16 input, which the layer before then refuses.
@@ -77,9 +77,9 @@ class VmapMode(GradientMode):
             parts.append(self._add_chunk(run, part, rows.stop - rows.start))
         return _concatenated(parts, records)
 
-    def explained(self, error: Exception) -> str:
+    def explain_error(self, error: Exception) -> str:
         if not isinstance(error, RuntimeError | ValueError):
-            return super().explained(error)
+            return super().explain_error(error)
         text = str(error).strip().split("\n")[0][:300]
         return (
             f"train_step cannot be vectorised over records: {text} Avoid .item(), branches on values and buffers that "
@@ -92,22 +92,26 @@ class VmapMode(GradientMode):
         others: list[Any] = []
 
         def loss_of_one(trained: tuple[Tensor, ...], example: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-            model = _Called(self.module, dict(zip(self.names, trained, strict=True)))
+            model = _FunctionalModule(self.module, dict(zip(self.names, trained, strict=True)))
             one = pytree.tree_unflatten([None if v is None else v[None] for v in _like(leaves, example)], structure)
             outputs = run(model, one)
-            found, form = flattened(outputs)
+            found, form = flatten_outputs(outputs)
             others[:] = [form, *(None if isinstance(v, Tensor) else v for v in found)]
             return one_loss(outputs), tuple(v.detach() for v in found if isinstance(v, Tensor))
 
         each = vmap(grad_and_value(loss_of_one, has_aux=True), in_dims=(None, 0), randomness="different")
         parameters = tuple(p.detach() for p in self.trained)
-        with silenced(_SLOW_OPERATION), _WideNorms(), sdpa_kernel(SDPBackend.MATH):  # else attention is only repeated
+        with (
+            suppress_warning(_SLOW_OPERATION),
+            _Float32Norms(),
+            sdpa_kernel(SDPBackend.MATH),
+        ):  # else attention is only repeated
             gradients, (losses, tensors) = each(parameters, tuple(v for v in leaves if v is not None))
         self._add_rows(gradients, records)
         form, *values = others
         rows = iter([v.flatten(0, 1) if v.dim() > 1 and v.shape[1] == 1 else v for v in tensors])
         found = [next(rows) if value is None else value for value in values]
-        return losses, detached(pytree.tree_unflatten(found, form))
+        return losses, detach_tensors(pytree.tree_unflatten(found, form))
 
 
 def _tensors_of(batch: Any, records: int) -> tuple[list[Tensor | None], Any]:
@@ -133,7 +137,7 @@ def _concatenated(parts: list[tuple[Tensor, Any]], records: int) -> Any:
     if len(parts) == 1:
         outputs = parts[0][1]
     else:
-        flat, structure = zip(*(flattened(output) for _, output in parts), strict=True)
+        flat, structure = zip(*(flatten_outputs(output) for _, output in parts), strict=True)
         columns = [torch.cat(v) if isinstance(v[0], Tensor) else v[0] for v in zip(*flat, strict=True)]
         outputs = pytree.tree_unflatten(columns, structure[0])
-    return finished(outputs, losses.mean())
+    return detach_outputs(outputs, losses.mean())

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trainstack.trainer.reporting.report.markup import Markup, joined, tag
+from trainstack.trainer.reporting.report.markup import Markup, join_markup, tag
 from trainstack.trainer.reporting.report.panels import Panel, Series
 
 WIDTH, HEIGHT = 560, 240
@@ -130,7 +130,7 @@ def _legend_entry(one: Series) -> Markup:
     return tag(
         "span",
         tag("i", class_=f"c{one.colour % COLOURS}"),
-        joined(one.label, " "),
+        join_markup(one.label, " "),
         tag("b", last, data_last=last),
         tag("em", f" {one.not_finite} not finite") if one.not_finite else None,
     )

@@ -22,10 +22,10 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
     head = name + "".join(_attribute(key, value) for key, value in attributes.items() if value is not None)
     if name in _VOID and not children:
         return Markup(f"<{head}/>")
-    return Markup(f"<{head}>{joined(*children)}</{name}>")
+    return Markup(f"<{head}>{join_markup(*children)}</{name}>")
 
 
-def joined(*children: object) -> Markup:
+def join_markup(*children: object) -> Markup:
     """`children` one after the other, those escaped that are no `Markup`; None is nothing."""
     return Markup(
         "".join(

@@ -12,7 +12,7 @@ from trainstack.checkpointing import CheckpointInfo
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.reporting.report.chart import COLOURS, chart, number
 from trainstack.trainer.reporting.report.facts import Session
-from trainstack.trainer.reporting.report.markup import Markup, joined, table, tag
+from trainstack.trainer.reporting.report.markup import Markup, join_markup, table, tag
 from trainstack.trainer.reporting.report.panels import panels_of
 from trainstack.trainer.reporting.report.runs import ReportedRun
 
@@ -25,10 +25,10 @@ def flat(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", in_words(value)
+            yield f"{prefix}{name}", format_value(value)
 
 
-def in_words(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as one would write it in Python, long lists included."""
     return repr(list(value)) if isinstance(value, list | tuple) else repr(value)
 
@@ -92,7 +92,7 @@ def tiles_of(run: ReportedRun) -> Markup:
 def details_of(run: ReportedRun) -> Markup:
     """Plan, stack, checkpoints, privacy, arguments, model, environment and sessions, as far as they are known."""
     facts = run.facts
-    return joined(
+    return join_markup(
         tag(
             "div",
             tag(
@@ -121,7 +121,9 @@ def _checkpoints(run: ReportedRun) -> Markup:
     columns = ("name", "step", "measured there", "size", "written (UTC)")
     newest, older = run.checkpoints[-_MOST_CHECKPOINTS:], run.checkpoints[:-_MOST_CHECKPOINTS]
     rest = tag("summary", f"{len(older)} older"), table(columns, [_checkpoint(run, info) for info in older])
-    return joined(table(columns, [_checkpoint(run, info) for info in newest]), tag("details", *rest) if older else None)
+    return join_markup(
+        table(columns, [_checkpoint(run, info) for info in newest]), tag("details", *rest) if older else None
+    )
 
 
 def _checkpoint(run: ReportedRun, info: CheckpointInfo) -> tuple[str, ...]:
@@ -140,7 +142,7 @@ def _arguments(run: ReportedRun) -> Markup:
     given, default = dict(flat(run.facts.arguments)), dict(flat(TrainerArguments().to_dict()))
     chosen = [(tag("code", name), value) for name, value in given.items() if default.get(name) != value]
     others = [(tag("code", name), value) for name, value in given.items() if default.get(name) == value]
-    return joined(
+    return join_markup(
         table(("argument", "value"), chosen) if chosen else None,
         tag("details", tag("summary", f"{len(others)} as they are by default"), table(("", ""), others)),
     )
@@ -152,7 +154,7 @@ def _model(run: ReportedRun) -> Markup:
     if len(rows) == 1:
         return whole
     columns = ("part", "class", "parameters", "trained")
-    return joined(whole, tag("details", tag("summary", f"{len(rows) - 1} parts"), table(columns, rows[1:])))
+    return join_markup(whole, tag("details", tag("summary", f"{len(rows) - 1} parts"), table(columns, rows[1:])))
 
 
 def _sessions(sessions: tuple[Session, ...]) -> Markup:
@@ -291,7 +293,7 @@ def _policy() -> str:
 def _one(run: ReportedRun) -> Markup:
     facts = run.facts
     place = f"{facts.backend} on {facts.device}" if facts.backend else "known by its metrics alone"
-    return joined(
+    return join_markup(
         tag("div", tag("h1", facts.name), status_of(run), class_="head"),
         tag("p", place, class_="soft"),
         tiles_of(run),
@@ -303,7 +305,7 @@ def _one(run: ReportedRun) -> Markup:
 def _several(runs: Sequence[ReportedRun]) -> Markup:
     rows = [
         (
-            joined(tag("i", class_=f"c{number % COLOURS}"), run.label),
+            join_markup(tag("i", class_=f"c{number % COLOURS}"), run.label),
             run.facts.name,
             f"{run.facts.backend} on {run.facts.device}" if run.facts.backend else "-",
             status_of(run) or "-",
@@ -312,7 +314,7 @@ def _several(runs: Sequence[ReportedRun]) -> Markup:
         for number, run in enumerate(runs)
     ]
     differing = differing_rows(runs)
-    return joined(
+    return join_markup(
         tag("h1", f"{len(runs)} runs compared"),
         tag("h2", "Runs"),
         table(("run", "module", "backend", "status", "time"), rows),
@@ -326,7 +328,7 @@ def _charts(runs: Sequence[ReportedRun]) -> Markup:
     panels = panels_of(runs)
     left_out = any(run.facts.private for run in runs)
     note = "The training loss of a private run is not protected by noise and is left out." if left_out else None
-    return joined(
+    return join_markup(
         tag("h2", "Curves", tag("small", " over global steps; dotted lines end epochs") if len(runs) == 1 else None),
         tag("p", note, class_="soft") if note else None,
         tag("div", *map(chart, panels), class_="charts") if panels else tag("p", "No metrics.", class_="soft"),

@@ -113,14 +113,12 @@ def _sampled(run: ReportedRun) -> Mapping[str, Arrays]:
 
 def _series(label: str, steps: Iterable[int], values: Iterable[float], *, colour: int) -> Series:
     xs, ys = np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64)
-    kept = thinned(ys, MOST_POINTS)
+    kept = thin(ys, MOST_POINTS)
     lost = int(np.count_nonzero(~np.isfinite(ys)))
     return Series(label=label, steps=xs[kept].tolist(), values=ys[kept].tolist(), colour=colour, not_finite=lost)
 
 
-def thinned(
-    values: np.ndarray[tuple[int], np.dtype[np.float64]], most: int
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def thin(values: np.ndarray[tuple[int], np.dtype[np.float64]], most: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """At most about `most` positions of `values`, rising: the ends, and lowest and highest of each stretch between."""
     if len(values) <= most:
         return np.arange(len(values))

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from trainstack.checkpointing import AbstractCheckpointer, DefaultCheckpointer
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.context import RunContext
-from trainstack.trainer.core.logs import as_json
+from trainstack.trainer.core.logs import to_jsonable
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.reporting.report.facts import FILE_NAME, REPORT_NAME, RunFacts, Session, replace_file
 from trainstack.trainer.torch_settings import device_peak_gib, host_peak_gib
@@ -168,7 +168,7 @@ def begin_recording(
         device=str(device),
         private=stack.is_private,
         monitor=args.placed_checkpointer_args.monitor,
-        arguments=as_json(args.to_dict()),
+        arguments=to_jsonable(args.to_dict()),
         plan=(*plan.rows(), *optimizer_rows(optimizers)),
         stack=stack.explain(),
         model=model_rows(context.module),

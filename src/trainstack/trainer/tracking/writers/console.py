@@ -71,7 +71,7 @@ class QuietStream:
             stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
 
 
-_LOOKS_PER_SECOND = 40
+_POLLS_PER_SECOND = 40
 # A look costs about half a microsecond, so a longer stride would save nothing; it would only make the display
 # stand still for longer when steps suddenly become slow.
 _LONGEST_STRIDE = 128
@@ -79,7 +79,7 @@ _SHARE_OF_TIME = 0.01
 
 
 class Pace:
-    """Names the step to look at next (`next_look`) and says at a look whether painting is due.
+    """Names the step to look at next (`next_poll`) and says at a look whether painting is due.
 
     Two paints lie at least `interval` seconds apart, and so far that painting takes at most 1 % of the time.
     `clock` returns seconds. `due_at_once` makes the first look paint; otherwise it waits for `interval`.
@@ -87,7 +87,7 @@ class Pace:
 
     def __init__(self, interval: float, *, due_at_once: bool, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self.next_look = 0
+        self.next_poll = 0
         self._interval = interval
         self._due = clock() + (0.0 if due_at_once else interval)
         self.start(0)
@@ -97,18 +97,18 @@ class Pace:
         self._stride = 1
         self._last_done = done
         self._last_time = self.clock()
-        self.next_look = done + 1
+        self.next_poll = done + 1
 
-    def look(self, done: int) -> bool:
-        """Set `next_look` to the step that is due in a 40th of a second; return whether to paint now."""
+    def poll(self, done: int) -> bool:
+        """Set `next_poll` to the step that is due in a 40th of a second; return whether to paint now."""
         now = self.clock()
         elapsed = now - self._last_time
         steps = done - self._last_done
-        wanted = steps / (elapsed * _LOOKS_PER_SECOND) if elapsed > 0 else _LONGEST_STRIDE
+        wanted = steps / (elapsed * _POLLS_PER_SECOND) if elapsed > 0 else _LONGEST_STRIDE
         self._stride = max(1, min(int(wanted), 2 * self._stride, _LONGEST_STRIDE))
         self._last_time = now
         self._last_done = done
-        self.next_look = done + self._stride
+        self.next_poll = done + self._stride
         return now >= self._due
 
     def is_due(self) -> bool:

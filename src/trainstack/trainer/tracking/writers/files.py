@@ -97,7 +97,7 @@ class RowWriter(Writer):
         with self.path.open("rb+") as file:
             end = 0
             for row in file:
-                if not row.endswith(b"\n") or self._comes_again(row, run, left):
+                if not row.endswith(b"\n") or self._will_be_written_again(row, run, left):
                     cut = end if cut is None else cut
                 elif cut is not None:
                     kept.append(row)
@@ -107,7 +107,7 @@ class RowWriter(Writer):
                 file.seek(cut)
                 file.writelines(kept)
 
-    def _comes_again(self, row: bytes, run: RunInfo, left: dict[str, int] | None) -> bool:
+    def _will_be_written_again(self, row: bytes, run: RunInfo, left: dict[str, int] | None) -> bool:
         """Whether the resumed run will write `row` again; `left` counts down the rows of its first step to keep."""
         record, first = self.format.record(row), run.resume_step or 0
         if record is None or record.step != first or left is None:
