@@ -22,7 +22,7 @@ from tools.bench.report import versions
 from tools.bench.workloads import SEED
 from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.epsilon import import_opacus
-from trainstack.backends.dp.modes.choose import MODES
+from trainstack.backends.dp.modes.selection import MODES
 
 Step = Callable[[], object]
 

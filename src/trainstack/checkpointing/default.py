@@ -15,7 +15,7 @@ from trainstack.checkpointing.abstract import AbstractCheckpointer, Checkpoint
 from trainstack.checkpointing.arguments import DEFAULT_MONITOR, DefaultCheckpointerArguments
 from trainstack.checkpointing.async_writer import BackgroundWriter, HostBuffers
 from trainstack.checkpointing.directory import CheckpointInfo, has_prefix, name_of, scan
-from trainstack.checkpointing.finding import CheckpointFinder, checkpoints_of_run, checkpoints_with_prefix, folder_at
+from trainstack.checkpointing.lookup import CheckpointFinder, checkpoints_of_run, checkpoints_with_prefix, folder_at
 from trainstack.checkpointing.writing import Payload, commit, pack, write_checkpoint, write_model
 
 _DEFAULT_DIRECTORY = "checkpoints"

@@ -17,7 +17,7 @@ from trainstack.checkpointing import temp_dirs
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
 from trainstack.checkpointing.directory import CheckpointInfo, has_its_files, info_of, read_manifest
-from trainstack.checkpointing.finding import checkpoints_of_run, refresh_pointers
+from trainstack.checkpointing.lookup import checkpoints_of_run, refresh_pointers
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError
 
 LogFn = Callable[[int, str], None]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainstack.checkpointing.finding import resolve_pointer
+from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.reading import read_model
 from trainstack.checkpointing.tensorfile import read_unverified_tensors
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError

@@ -18,7 +18,7 @@ from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
 from trainstack.trainer.evaluation.metrics import Metric
 from trainstack.trainer.events import Callback, Event, Events, Filter, call_filter
 from trainstack.trainer.module_interface import CallbackInterface, ModuleInterface
-from trainstack.trainer.run.driver import DataLoaderRunner
+from trainstack.trainer.run.loop_runner import DataLoaderRunner
 from trainstack.trainer.run.lr_finder import LRFinderResult
 from trainstack.trainer.schedulers import SchedulerConfig, build_scheduler, placeholders
 from trainstack.trainer.tracking.history import Record, RunHistory

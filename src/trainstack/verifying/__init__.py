@@ -1,6 +1,6 @@
 """`verify_resume` proves that a run survives being killed."""
 
-from trainstack.verifying.comparing import Divergence
+from trainstack.verifying.comparison import Divergence
 from trainstack.verifying.report import KillEvent, ResumeReport
 from trainstack.verifying.verify import verify_resume
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainstack.verifying.comparing import Divergence
+from trainstack.verifying.comparison import Divergence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

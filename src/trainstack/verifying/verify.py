@@ -22,9 +22,9 @@ from trainstack.checkpointing.temp_dirs import TEMPORARY
 from trainstack.errors import ConfigurationError, LaunchError
 from trainstack.launching.options import check_not_in_worker, pickle_call
 from trainstack.trainer import ModuleInterface, TrainerArguments
-from trainstack.verifying.attempt import read_untracked, start_trial
-from trainstack.verifying.comparing import checkpoints_of, compare
+from trainstack.verifying.comparison import checkpoints_of, compare
 from trainstack.verifying.report import KillEvent, ResumeReport
+from trainstack.verifying.trial import read_untracked, start_trial
 
 MOST_KILLS = 4
 """In one training: with more, each process would be killed before it has come anywhere."""

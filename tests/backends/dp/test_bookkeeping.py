@@ -13,8 +13,8 @@ from tests.helpers.private_shapes import run, trained
 from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.base import Unsupported
 from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
-from trainstack.backends.dp.modes.choose import choose_mode
 from trainstack.backends.dp.modes.loop import LoopMode
+from trainstack.backends.dp.modes.selection import choose_mode
 
 
 class Regression(nn.Module):

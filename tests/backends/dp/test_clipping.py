@@ -18,8 +18,8 @@ from trainstack.backends.dp.clipping import (
     PerLayerClipper,
     per_layer_clipper,
 )
-from trainstack.backends.dp.modes.choose import MODES, choose_mode
 from trainstack.backends.dp.modes.loop import LoopMode
+from trainstack.backends.dp.modes.selection import MODES, choose_mode
 from trainstack.errors import ConfigurationError
 
 SQUARES = torch.tensor([[9.0, 0.0, 1e-4], [16.0, 0.0, 0.0]])  # norms 5, 0 and 0.01

@@ -18,7 +18,7 @@ from tests.helpers.private_runs import private, promise
 from tests.helpers.private_shapes import Plain, reference, run, trained, vectors
 from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.base import GradientMode
-from trainstack.backends.dp.modes.choose import MODES, choose_mode
+from trainstack.backends.dp.modes.selection import MODES, choose_mode
 
 
 class Failing(Plain):

@@ -20,7 +20,7 @@ from tests.helpers.private_runs import private, promise
 from tests.helpers.private_shapes import Plain, run, trained, vectors
 from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.base import GradientMode, Unsupported
-from trainstack.backends.dp.modes.choose import choose_mode
+from trainstack.backends.dp.modes.selection import choose_mode
 
 GLOBAL = np.random.default_rng(0)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.helpers.private_shapes import SHAPES, make, reference, run, trained
 from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.base import GradientMode, Unsupported
-from trainstack.backends.dp.modes.choose import MODES, choose_mode
+from trainstack.backends.dp.modes.selection import MODES, choose_mode
 
 BATCH_NORM = r"norm \(BatchNorm1d\) normalises records by each other"
 COUPLED = "normalised over the batch"

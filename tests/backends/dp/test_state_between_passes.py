@@ -18,7 +18,7 @@ from tests.helpers.private_shapes import Plain, Sequence, make, reference, run, 
 from trainstack.backends.dp.clipping import AdaptiveClipper, FlatClipper
 from trainstack.backends.dp.modes import vmap
 from trainstack.backends.dp.modes.base import Unsupported
-from trainstack.backends.dp.modes.choose import MODES, choose_mode
+from trainstack.backends.dp.modes.selection import MODES, choose_mode
 from trainstack.errors import ConfigurationError
 
 SCALAR = [mode for mode in MODES if mode != "ghost"]

@@ -21,7 +21,7 @@ from trainstack.backends.dp.clipping import (
 from trainstack.backends.dp.ledger import SpendLedger
 from trainstack.backends.dp.mechanism import Mechanism
 from trainstack.backends.dp.modes.base import GradientMode, Run
-from trainstack.backends.dp.modes.choose import choose_mode
+from trainstack.backends.dp.modes.selection import choose_mode
 from trainstack.backends.dp.randomness import DebugRandomness, Randomness, SeededRandomness, SystemRandomness
 from trainstack.backends.dp.sampling import PoissonSampling, check_records
 from trainstack.backends.dp.statement import SEEDED

@@ -11,7 +11,7 @@ from trainstack.trainer.callbacks.freezer import Freezer
 from trainstack.trainer.callbacks.monitored import BestCheckpoint, EarlyStopping
 from trainstack.trainer.callbacks.monitors import GradNormMonitor, LRMonitor, MemoryMonitor, MovingAverage
 from trainstack.trainer.callbacks.profiler import Profiler
-from trainstack.trainer.callbacks.small import LimitBatches, SyncBatchNorm
+from trainstack.trainer.callbacks.settings import LimitBatches, SyncBatchNorm
 from trainstack.trainer.callbacks.timing import StepTimer, ThroughputMonitor
 from trainstack.trainer.events import Callback
 

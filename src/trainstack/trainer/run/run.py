@@ -27,7 +27,7 @@ from trainstack.trainer.events import Event
 from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.module_checks import check_optimizers_schedulers, check_signatures
 from trainstack.trainer.reporting.reporter import Reporter
-from trainstack.trainer.resume.resuming import check_resumable, check_schedules, warn_of_differences
+from trainstack.trainer.resume.restoring import check_resumable, check_schedules, warn_of_differences
 from trainstack.trainer.resume.run_checkpoint import make_checkpoint, rng_of_rank
 from trainstack.trainer.resume.saving import Saver
 from trainstack.trainer.run.loop import TrainLoop, train_steps

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, detach_outputs, full_float32
-from trainstack.backends.dp.modes.sites import ParamUse, squared_norms
-from trainstack.backends.dp.modes.taps import OpInterceptor
+from trainstack.backends.dp.modes.op_interceptor import OpInterceptor
+from trainstack.backends.dp.modes.param_uses import ParamUse, squared_norms
 from trainstack.backends.losses import find_loss
 
 

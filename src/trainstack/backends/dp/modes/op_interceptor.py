@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from trainstack.backends.dp.modes.base import Unsupported
-from trainstack.backends.dp.modes.sites import ConvUse, ElementwiseUse, EmbeddingUse, NormUse, ParamUse, ProductUse
+from trainstack.backends.dp.modes.param_uses import ConvUse, ElementwiseUse, EmbeddingUse, NormUse, ParamUse, ProductUse
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 

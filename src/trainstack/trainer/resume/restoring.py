@@ -13,7 +13,7 @@ from trainstack.backends import TrainerBackend
 from trainstack.backends.spec import known_layers
 from trainstack.checkpointing import Checkpoint, WarmStartReport, warm_start
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
-from trainstack.checkpointing.finding import resolve_pointer
+from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.arguments import TrainerArguments

@@ -22,7 +22,7 @@ import torch
 
 from trainstack.errors import LaunchError
 from trainstack.trainer import Trainer, seed_everything
-from trainstack.verifying.comparing import fingerprints, untracked_state
+from trainstack.verifying.comparison import fingerprints, untracked_state
 
 POLL_INTERVAL_S = 0.002
 _UNTRACKED = "forgotten.json"
