@@ -30,6 +30,7 @@ from trainstack.backends.dp.audit.subject import Subject
 from trainstack.backends.dp.gaussian import gaussian_delta
 from trainstack.errors import ConfigurationError
 
+pytestmark = pytest.mark.slow
 RUNS = 5
 
 PROBES: dict[str, Any] = {
