@@ -34,6 +34,7 @@ from trainstack.backends.dp import DifferentialPrivacyArguments, epsilon_of
 from trainstack.backends.dp.epsilon import gaussian_delta
 from trainstack.errors import ConfigurationError
 
+pytestmark = pytest.mark.slow
 RUNS = 5
 
 PROBES: dict[str, Any] = {

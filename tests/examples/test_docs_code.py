@@ -14,6 +14,7 @@ import pytest
 
 from tools.pages import PAGES, ROOT, Runner, blocks_of
 
+pytestmark = pytest.mark.processes
 ANYTHING = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 LINK = re.compile(r"\]\((?P<target>[^)\s#:]+)(?:#[^)]*)?\)")
 

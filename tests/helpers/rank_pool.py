@@ -33,6 +33,7 @@ class RankPool:
 
     def __init__(self, root: Path) -> None:
         self.left: list[list[str]] = []
+        self._jobs = 0
         self._server = subprocess.Popen(
             [sys.executable, "-W", "error", "-m", "tests.helpers.rank_pool"],
             cwd=root,
@@ -52,11 +53,14 @@ class RankPool:
         """
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(job) + "\n")
+        self._jobs += 1
+        self._server.stdin.write(json.dumps({**job, "number": self._jobs}) + "\n")
         self._server.stdin.flush()
-        line = self._server.stdout.readline()
-        assert line, "the server of the rank pool has ended"
-        answer = json.loads(line)
+        answer: dict[str, Any] = {"number": 0}
+        while answer["number"] != self._jobs:  # an interrupted test has not read its answer
+            line = self._server.stdout.readline()
+            assert line, "the server of the rank pool has ended"
+            answer = json.loads(line)
         if answer["left"]:
             self.left.append(answer["left"])
         statuses: list[int] = answer["statuses"]
@@ -118,7 +122,7 @@ class _Server:
             self._kept = {size: kept for size, kept in self._kept.items() if kept[1] is not ranks}
             _end(ranks)
         statuses = [0 if answer is not None else rank.status for rank, answer in zip(ranks, answers, strict=True)]
-        return {"statuses": statuses, "left": left}
+        return {"number": job["number"], "statuses": statuses, "left": left}
 
     def _ranks(self, job: dict[str, Any]) -> list[_Rank]:
         """Kept ranks, or new ones. Rank 0 keeps its store, and so its port; each group takes another prefix."""

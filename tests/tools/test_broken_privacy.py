@@ -7,6 +7,8 @@ import pytest
 from tools import broken_privacy
 from tools.bench.__main__ import main
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_table_tells_who_was_caught_and_who_was_blamed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from trainstack.backends.dp.accounting import merge_steps
 from trainstack.backends.dp.epsilon import clt_epsilon
 from trainstack.errors import ConfigurationError
 
+pytestmark = pytest.mark.slow
 SIGMAS = st.floats(0.4, 20)
 RATES = st.floats(1e-5, 1.0)
 STEPS = st.integers(1, 20_000)

@@ -42,6 +42,7 @@ def streams(directory: str, stop_at: int | None = None, **changes: Any) -> dict[
     """A loader that keeps its own place, and weights from elsewhere."""
     from tests.trainer.data.test_loader_state import EVERY_STEP, Reads, Stream
 
+    Stream.reads = 0
     module = Reads(lambda data, sampler, size: Stream(data, size), stop_at=stop_at)
     made: dict[str, Any] = {"checkpointer_args": EVERY_STEP, "resume": "auto", "gpu_batch_size_limit": 2, **changes}
     torch.manual_seed(RANK)

@@ -97,5 +97,21 @@ def test_a_case_that_hangs_ends_with_the_place_where_it_was(monkeypatch: pytest.
         assert "in hang" in rank["stderr"]
 
 
+def test_a_test_that_is_interrupted_leaves_its_answer_to_nobody(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Interrupted:
+        def readline(self) -> str:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_pool()._server, "stdout", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            run(monkeypatch, tmp_path, "nothing")
+    answers = run(monkeypatch, tmp_path, "nothing", fresh=True)
+
+    assert [rank["left"] for rank in answers] == [None, None]
+
+
 def hang() -> None:
     time.sleep(3600)
