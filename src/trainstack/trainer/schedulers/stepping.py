@@ -130,12 +130,11 @@ class Schedules:
         """
         for scheduled in self._scheduled:
             call, monitor = scheduled.epoch_call, scheduled.config.monitor
-            if call is not None and monitor is None:
+            if call is None:
+                continue
+            if monitor is None:
                 _step(call)
-            elif (
-                call is not None
-                and (value := _broadcast_value(history, str(monitor), epoch, comm, may_lack)) is not None
-            ):
+            elif (value := _broadcast_value(history, monitor, epoch, comm, may_lack)) is not None:
                 _step(call, value)
 
     def counts_after(self, updates: int | None, epochs: int | None) -> list[int | None]:

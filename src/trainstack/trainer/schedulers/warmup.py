@@ -125,13 +125,7 @@ def inverse_sqrt(optimizer: Optimizer, *, warmup: int, start_ratio: float = 0.0)
 
 
 def _descending(
-    optimizer: Optimizer,
-    total_steps: Any,
-    warmup: Any,
-    decay: Any,
-    start_ratio: Any,
-    final_ratio: Any,
-    shape: str,
+    optimizer: Optimizer, total_steps: Any, warmup: Any, decay: Any, start_ratio: Any, final_ratio: Any, shape: str
 ) -> LambdaLR:
     total = _whole("total_steps", total_steps)
     up = _part("warmup", warmup, total)
