@@ -16,11 +16,11 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, train
-from trainstack.trainer.reporting.report import read_run
 from trainstack.trainer.reporting.report.chart import Scale, chart
 from trainstack.trainer.reporting.report.facts import RunFacts
 from trainstack.trainer.reporting.report.markup import Markup, tag
 from trainstack.trainer.reporting.report.panels import Panel, Series, panels_of, thin
+from trainstack.trainer.reporting.report.runs import read_run
 
 SAVING = ts.DefaultCheckpointerArguments()
 

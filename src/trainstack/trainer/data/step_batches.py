@@ -27,7 +27,7 @@ class StepBatches(NamedTuple):
         weights: the share of each in the step; over all processes they sum to one (to zero if nothing counts).
         items: what the step's loss is a mean over, on all processes together: samples, tokens, ...
         samples: samples on all processes together; 0 where unknown.
-        counted: how many micro-batches counters are told of, where that is not how many there are.
+        counted: how many micro-batches counters count, where that is not how many there are.
     """
 
     batches: Sequence[Any]
@@ -205,7 +205,7 @@ def custom_batch_weight(module: Any) -> WeightFn | None:
 class PoissonSource:
     """A map-style data set, sampled anew in each global step.
 
-    What counters and logs are told is what was planned: how many records were really drawn is not for them to know.
+    Counters and logs get the planned numbers, since the number of records that were drawn is private.
 
     Args:
         fetcher: loads records by index.

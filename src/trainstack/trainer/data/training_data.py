@@ -90,8 +90,8 @@ class TrainingData:
         args: batch sizes and caps.
         world: how many processes share the data.
         seed: of the order.
-        log: is told what cannot be promised.
-        public_dataset_size: how long the plan takes a data set to be, where the true length is not to be told.
+        log: for warnings about the order of the data.
+        public_dataset_size: how long the plan takes a data set to be, where the true length is private.
 
     Attributes:
         plan: the run's step arithmetic.

@@ -59,7 +59,9 @@ class RowWriter(Writer):
             raise ConfigurationError(f"the path {path} is not a file; give the path of a file.")
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size > 0:
-            if run.resume_step is None or not self._is_ours():
+            with path.open("rb") as file:
+                is_ours = self.format.is_ours(file.readline())
+            if run.resume_step is None or not is_ours:
                 path.rename(free_name(path))
             else:
                 self._cut_off(run)
@@ -84,10 +86,6 @@ class RowWriter(Writer):
         file, self._file = self._file, None
         if file is not None:
             file.close()
-
-    def _is_ours(self) -> bool:
-        with self.path.open("rb") as file:
-            return self.format.is_ours(file.readline())
 
     def _cut_off(self, run: RunInfo) -> None:
         """Remove, in place, a torn last row and the rows that will come again."""
@@ -229,10 +227,10 @@ def read_history(path: str | PathLike[str]) -> RunHistory:
 
 def _file(path: Path) -> Path:
     if path.is_dir():
-        found = [path / f"metrics{suffix}" for suffix in _FORMATS if (path / f"metrics{suffix}").is_file()]
-        if not found:
-            raise ConfigurationError(f"the folder {path} has neither metrics.csv nor metrics.jsonl in it.")
-        return found[0]
+        for file in (path / f"metrics{suffix}" for suffix in _FORMATS):
+            if file.is_file():
+                return file
+        raise ConfigurationError(f"the folder {path} has neither metrics.csv nor metrics.jsonl in it.")
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}; name a metrics.csv or metrics.jsonl, or its folder.")
     return path

@@ -148,7 +148,7 @@ class MlflowWriter(Tracker):
 
 
 class TrackioWriter(Tracker):
-    """Logs to trackio, in a database on this machine unless told otherwise; arguments and plan are the run's config.
+    """Logs to trackio, by default in a database on this machine; arguments and plan are the run's config.
 
     Args:
         project: the name of trackio's project.
