@@ -219,7 +219,7 @@ def curve(values: list[float]) -> Series:
 
 def test_nothing_is_done_between_log_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    monkeypatch.setattr("trainstack.trainer.torch_settings.host_peak_gib", lambda: looked.append(1) or 0.0)
+    monkeypatch.setattr("trainstack.trainer.reporting.report.recorder.host_peak_gib", lambda: looked.append(1) or 0.0)
     trainer = ts.Trainer(Classifier(), arguments(tmp_path, epochs=5, log_every=10, writers=["csv"]))
     trainer.train()
     assert len(looked) == trainer.global_steps_finished // 10

@@ -52,7 +52,7 @@ def is_number_of_steps(value: Any) -> bool:
 
 
 def check_validate_every(value: Any) -> None:
-    """Refuse what does not say how often to validate.
+    """Refuse a value that is no interval between validations.
 
     Raises:
         ConfigurationError: saying what to write instead.

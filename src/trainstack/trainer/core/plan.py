@@ -85,7 +85,7 @@ class TrainingPlan:
             world_size: number of processes.
             epochs: of the whole run.
             dataset_length: samples in the data set, where the library orders them.
-            loader_length: otherwise, batches of a loader with an order of its own, which the processes take in turn.
+            loader_length: otherwise, batches of a loader with a custom order, which the processes take in turn.
             drop_last: leave out a last global batch that is not full.
             max_steps_per_epoch: cap on global steps an epoch.
             max_steps: global steps of the whole run, whatever `epochs` says; a float is a fraction of theirs.

@@ -12,11 +12,7 @@ from trainstack.backends.fast_paths import fast_batches
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.random_state import preserve_host_rng
-
-
-def is_stateful(loader: Any) -> bool:
-    """Whether `loader` can return its position, and go on from there."""
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+from trainstack.trainer.core.state import is_stateful
 
 
 class LoaderState:

@@ -6,7 +6,6 @@ import atexit
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -36,13 +35,9 @@ class IgnoreSignalsInWorker:
         for name in ("SIGINT", "SIGUSR1"):
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _let_one_pass)
+        signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
         if self._then is not None:
             self._then(worker)
-
-
-def _let_one_pass(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)
 
 
 _live_iterators: weakref.WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = weakref.WeakKeyDictionary()
@@ -51,9 +46,9 @@ _live_iterators: weakref.WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = we
 def shutdown_workers_with(owner: object, iterator: Any) -> weakref.finalize[Any, Any]:
     """Let the workers behind a loader's iterator end with `owner`, and at the latest with Python.
 
-    torch tells them to when the iterator is deleted. Where it is deleted as part of a reference cycle, though, the
-    queue through which they are told is closed before: then each is waited for in vain for 10 s. And when Python ends
-    they get a single SIGTERM, which they let pass (see `IgnoreSignalsInWorker`), and are waited for for ever.
+    torch ends them when it deletes the iterator. Where it deletes it as part of a reference cycle, though, the queue
+    for that message is closed before, and torch waits 10 s in vain for each. When Python ends, they get a single
+    SIGTERM, which they ignore (see `IgnoreSignalsInWorker`), and torch waits for ever.
 
     Returns:
         ends them when called; once, however often it is called.

@@ -196,7 +196,7 @@ _WHOLE = (1.0,)
 
 
 def custom_batch_weight(module: Any) -> WeightFn | None:
-    """The module's `batch_weight` if it has one of its own; None where a batch counts as its samples."""
+    """The module's `batch_weight` if it overrides the method; None where a batch counts as its samples."""
     weigh = getattr(module, "batch_weight", None)
     return None if getattr(weigh, "counts_samples", False) else weigh
 

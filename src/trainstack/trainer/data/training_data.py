@@ -16,8 +16,8 @@ from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.order import DataOrder
 from trainstack.trainer.core.plan import TrainingPlan
-from trainstack.trainer.core.state import RunState
-from trainstack.trainer.data.loader_state import LoaderState, is_stateful, missing_state_description
+from trainstack.trainer.core.state import RunState, is_stateful
+from trainstack.trainer.data.loader_state import LoaderState, missing_state_description
 from trainstack.trainer.data.loading import Fetcher, loading_options
 from trainstack.trainer.data.step_batches import (
     CustomOrderSource,

@@ -194,7 +194,7 @@ class Evaluator:
     def _evaluating(self, seed: int, announced: bool) -> Iterator[None]:
         """A block inside callbacks' contexts, and between the events of a validation if it is `announced`.
 
-        Subscribers get random numbers of their own, like all of an evaluation. One that is broken off does not end, and
+        Subscribers draw from separate generators, like all of an evaluation. One that is broken off does not end, and
         one that only tries out a few batches is not announced.
         """
         context, events = self._context, self._context.events

@@ -72,7 +72,7 @@ def evaluation_batches(
 
     A map-style data set is cut into batches in data set order, whatever the sampler, and these into one run of
     neighbours a process. So the batches are the same on any number of processes, and outputs joined in the order of the
-    ranks are in data set order. A loader with an order of its own is read and evaluated as it comes, and wholly on each
+    ranks are in data set order. A loader with a custom order is read and evaluated as it comes, and wholly on each
     process.
 
     Args:
@@ -107,7 +107,7 @@ def evaluation_batches(
 
 
 def sample_count_mismatch(loader: Any, counts: Sequence[int | None]) -> str | None:
-    """What to say where the samples evaluated are not those of the data set, each once; None where they are.
+    """The warning where the samples evaluated are not those of the data set, each once; None where they are.
 
     Args:
         loader: what was evaluated, to its end.
@@ -168,7 +168,7 @@ class Evaluation:
         batches: how many were evaluated.
         samples: how many they held; None where that could not be counted.
         stopped_early: whether `run` ended before the last.
-        loss_message: what to say of what the first step returned in place of its loss; None for nothing.
+        loss_message: the warning about what the first step returned in place of its loss; None for none.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ class Reporter:
         self._writers.text(format_plan_table(rows))
 
     def start_epoch(self, state: RunState, plan: TrainingPlan) -> None:
-        """An epoch begins, or goes on after a resume."""
+        """An epoch begins, or continues after a resume."""
         self._epoch_began = time.perf_counter()
         self.history.current_epoch = state.epoch
         self.progress.start_epoch(state.epoch + 1, plan.epochs, plan.steps_per_epoch, state.steps_in_epoch)
@@ -156,7 +156,7 @@ class Reporter:
             (self._log_dir / "privacy_statement.json").write_text(statement.to_json() + "\n", encoding="utf-8")
 
     def end(self, status: str, reason: str | None = None) -> None:
-        """Write the report of a run that has ended, and where it lies; a report that fails is said, and no more.
+        """Write the report of a run that has ended, and log its path; a report that fails is a warning.
 
         Args:
             status: "finished", "stopped", "interrupted" or "failed".

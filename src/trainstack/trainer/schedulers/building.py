@@ -29,7 +29,7 @@ def is_scheduler_factory(value: Any) -> bool:
 
 
 def make_schedules(returned: Sequence[Any], optimizers: Sequence[Optimizer], plan: TrainingPlan) -> Schedules:
-    """Make what is still to be made, and put each scheduler in its rhythm.
+    """Make what is still to be made, and give each scheduler its interval.
 
     Args:
         returned: schedulers and factories, bare or in a `SchedulerConfig`.
@@ -39,7 +39,7 @@ def make_schedules(returned: Sequence[Any], optimizers: Sequence[Optimizer], pla
 
     Raises:
         ModuleContractError: a factory makes no scheduler of its optimizer, or has none.
-        ConfigurationError: a rhythm does not suit its scheduler, or a placeholder has no value.
+        ConfigurationError: an interval does not suit its scheduler, or a placeholder has no value.
     """
     configs = [value if isinstance(value, SchedulerConfig) else SchedulerConfig(value) for value in returned]
     made = []
@@ -50,7 +50,7 @@ def make_schedules(returned: Sequence[Any], optimizers: Sequence[Optimizer], pla
         if is_timm_scheduler(scheduler):
             scheduler = TimmSchedulerAdapter(scheduler)
         made.append(replace(config, scheduler=scheduler))
-        _check_rhythm(made[-1])
+        _check_interval(made[-1])
     return Schedules(made)
 
 
@@ -76,7 +76,7 @@ def _make(factory: Any, position: int, optimizers: Sequence[Optimizer], plan: Tr
     return scheduler
 
 
-def _check_rhythm(config: SchedulerConfig) -> None:
+def _check_interval(config: SchedulerConfig) -> None:
     scheduler = config.scheduler
     kind = type(scheduler.scheduler if isinstance(scheduler, TimmSchedulerAdapter) else scheduler).__name__
     if isinstance(scheduler, TimmSchedulerAdapter):
@@ -104,7 +104,7 @@ def _check_rhythm(config: SchedulerConfig) -> None:
 
 
 def counts_at_end(schedules: Schedules, plan: TrainingPlan, state: RunState) -> list[int | None]:
-    """What each scheduler will have counted to when the run that stands at `state` is over; None if unknown."""
+    """What each scheduler will have counted to when the run with counters `state` is over; None if unknown."""
     per_epoch = plan.steps_per_epoch
     epochs: int | None = plan.epochs - state.epoch
     steps = None if per_epoch is None else (plan.epochs - state.epoch) * per_epoch - state.steps_in_epoch

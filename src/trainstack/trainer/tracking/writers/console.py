@@ -30,7 +30,7 @@ class QuietStream:
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        """Whether a terminal that is still there lies beneath."""
+        """Whether the stream is a terminal that is still there."""
         try:
             return self._stream is not None and self._stream.isatty()
         except (OSError, ValueError):
@@ -70,7 +70,7 @@ class QuietStream:
             stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
 
 
-_POLLS_PER_SECOND = 40
+_POLLS_PER_SECOND = 40  # four for each paint of the bar, which is painted at most ten times a second
 # A poll costs about half a microsecond. A longer stride would save nothing, and the display would react later when
 # steps suddenly become slow.
 _LONGEST_STRIDE = 128

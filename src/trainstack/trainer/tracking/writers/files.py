@@ -59,9 +59,7 @@ class RowWriter(Writer):
             raise ConfigurationError(f"the path {path} is not a file; give the path of a file.")
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size > 0:
-            with path.open("rb") as file:
-                is_ours = self.format.is_ours(file.readline())
-            if run.resume_step is None or not is_ours:
+            if run.resume_step is None or not self._is_ours():
                 path.rename(free_name(path))
             else:
                 self._cut_off(run)
@@ -86,6 +84,10 @@ class RowWriter(Writer):
         file, self._file = self._file, None
         if file is not None:
             file.close()
+
+    def _is_ours(self) -> bool:
+        with self.path.open("rb") as file:
+            return self.format.is_ours(file.readline())
 
     def _cut_off(self, run: RunInfo) -> None:
         """Remove, in place, a torn last row and the rows that will come again."""

@@ -169,7 +169,7 @@ class TrackioWriter(Tracker):
         own: dict[str, Any] = {"config": dict(run.config), "embed": False} | self._options
         if known is not None:
             own |= {"name": known, "resume": "must"}
-        # In a context of its own, since it would end the run that is current in ours, be it another trainer's.
+        # In a new context, since trackio ends the run that is current in this one, which may be another trainer's.
         self._run = Context().run(trackio.init, self._project, **own)
         return str(self._run.name)
 
