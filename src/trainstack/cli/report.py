@@ -9,7 +9,9 @@ from typing import Any
 
 from trainstack.cli.printing import print_line
 from trainstack.errors import ConfigurationError
-from trainstack.trainer.reporting.report import REPORT_NAME, page_of, read_run, replace_file
+from trainstack.trainer.reporting.report.facts import REPORT_NAME, replace_file
+from trainstack.trainer.reporting.report.page import page_of
+from trainstack.trainer.reporting.report.runs import read_run
 
 _COMPARISON_NAME = "comparison.html"
 

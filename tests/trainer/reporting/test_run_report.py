@@ -16,11 +16,11 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, train
-from trainstack.trainer.reporting.report import read_run
 from trainstack.trainer.reporting.report.chart import Scale, chart
 from trainstack.trainer.reporting.report.facts import RunFacts
 from trainstack.trainer.reporting.report.markup import Markup, tag
 from trainstack.trainer.reporting.report.panels import Panel, Series, panels_of, thin
+from trainstack.trainer.reporting.report.runs import read_run
 
 SAVING = ts.DefaultCheckpointerArguments()
 
@@ -219,7 +219,7 @@ def curve(values: list[float]) -> Series:
 
 def test_nothing_is_done_between_log_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    monkeypatch.setattr("trainstack.trainer.torch_settings.host_peak_gib", lambda: looked.append(1) or 0.0)
+    monkeypatch.setattr("trainstack.trainer.reporting.report.recorder.host_peak_gib", lambda: looked.append(1) or 0.0)
     trainer = ts.Trainer(Classifier(), arguments(tmp_path, epochs=5, log_every=10, writers=["csv"]))
     trainer.train()
     assert len(looked) == trainer.global_steps_finished // 10

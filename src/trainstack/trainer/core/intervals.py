@@ -10,7 +10,7 @@ from typing import Any
 
 from trainstack.backends import Communicator
 from trainstack.errors import ConfigurationError, annotate
-from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.core.plan import TrainingPlan, fraction_of_steps
 
 NEVER = 1 << 62
 """A step that no run reaches."""
@@ -52,7 +52,7 @@ def is_number_of_steps(value: Any) -> bool:
 
 
 def check_validate_every(value: Any) -> None:
-    """Refuse what does not say how often to validate.
+    """Refuse a value that is no interval between validations.
 
     Raises:
         ConfigurationError: saying what to write instead.
@@ -72,14 +72,7 @@ def steps_of(name: str, every: int | float, plan: TrainingPlan) -> Fraction:
     Raises:
         ConfigurationError: a fraction of a number that is not known; `name` is what the user set.
     """
-    if not isinstance(every, float):
-        return Fraction(every)
-    if plan.total_steps is None:
-        raise ConfigurationError(
-            f"{name}={every} is a fraction of all global steps of the run, and how many those are is unknown: "
-            "the training loader has no length. Write a whole number of steps, or give the loader a length."
-        )
-    return Fraction(str(every)) * plan.total_steps  # as written: 0.07 of 100 is 7
+    return fraction_of_steps(name, every, plan.total_steps) if isinstance(every, float) else Fraction(every)
 
 
 def whole_steps(name: str, every: int | float, plan: TrainingPlan) -> int:

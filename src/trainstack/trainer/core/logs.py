@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _logger = logging.getLogger("trainstack")
@@ -50,6 +51,15 @@ class RunLogger:
     def _log(self, level: int, message: str) -> None:
         if level >= self._level:
             _logger.log(level, message)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`("a.b", 1)` for `{"a": {"b": 1}}`, and so on for all of `values`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def to_jsonable(values: dict[str, Any]) -> Any:

@@ -71,6 +71,7 @@ class DataOrder:
         """The order of the whole epoch: an int64 tensor of shape `(length,)`."""
         if not self.shuffle:
             return torch.arange(self.length)
+        # Shifted by one: a seed of 63 bits is the same number whether it is read with a sign or without.
         generator = torch.Generator().manual_seed(mix(self.seed, epoch) >> 1)
         return torch.randperm(self.length, generator=generator)
 
@@ -84,13 +85,7 @@ class DataOrder:
         order = self.permutation(epoch)
         for begin in range(start, self.samples_per_epoch, self.global_batch):
             end = min(begin + self.global_batch, self.samples_per_epoch)
-            yield RankSlice(
-                micro_batches=self._cut(order[begin:end]),
-                samples=end - begin,
-            )
-
-    def _cut(self, batch: Tensor) -> tuple[Tensor, ...]:
-        low, extra = divmod(len(batch), self.world_size)
-        begin = self.rank * low + min(self.rank, extra)
-        mine = batch[begin : begin + low + (self.rank < extra)]
-        return torch.split(mine, self.micro_batch) if len(mine) else ()
+            low, extra = divmod(end - begin, self.world_size)
+            first = begin + self.rank * low + min(self.rank, extra)
+            mine = order[first : first + low + (self.rank < extra)]
+            yield RankSlice(micro_batches=torch.split(mine, self.micro_batch) if len(mine) else (), samples=end - begin)

@@ -15,6 +15,20 @@ def largest_divisor(number: int, limit: int) -> int:
     return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
 
 
+def fraction_of_steps(name: str, fraction: float, steps: int | None) -> Fraction:
+    """`fraction` of all global `steps` of a run, taken as written: 0.07 of 100 is 7.
+
+    Raises:
+        ConfigurationError: their number is not known; `name` is the argument that the user set.
+    """
+    if steps is None:
+        raise ConfigurationError(
+            f"{name}={fraction} is a fraction of all global steps of the run, and how many those are is unknown: "
+            "the training loader has no length. Write a whole number of steps, or give the loader a length."
+        )
+    return Fraction(str(fraction)) * steps
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
     """How many samples, micro-batches and global steps a run consists of.
@@ -71,7 +85,7 @@ class TrainingPlan:
             world_size: number of processes.
             epochs: of the whole run.
             dataset_length: samples in the data set, where the library orders them.
-            loader_length: otherwise, batches of a loader with an order of its own, which the processes take in turn.
+            loader_length: otherwise, batches of a loader with a custom order, which the processes take in turn.
             drop_last: leave out a last global batch that is not full.
             max_steps_per_epoch: cap on global steps an epoch.
             max_steps: global steps of the whole run, whatever `epochs` says; a float is a fraction of theirs.
@@ -181,12 +195,7 @@ def _limited(max_steps: int | float | None, steps: int | None, epochs: int) -> t
         return None, epochs
     if not isinstance(max_steps, float):
         return max_steps, -(-max_steps // steps) if steps else epochs
-    if steps is None:
-        raise ConfigurationError(
-            f"max_steps={max_steps} is a fraction of all global steps of the run, and how many those are is unknown: "
-            "the training loader has no length. Write a whole number of steps, or give the loader a length."
-        )
-    whole = max(1, math.ceil(Fraction(str(max_steps)) * steps * epochs))  # as written: 0.07 of 100 is 7
+    whole = max(1, math.ceil(fraction_of_steps("max_steps", max_steps, None if steps is None else steps * epochs)))
     return whole, -(-whole // steps) if steps else epochs
 
 
@@ -202,8 +211,7 @@ def _lengths(
         tail = rest if rest and not drop_last else min(global_batch, samples)
         batches = -(-samples // micro)
     elif loader is not None:
-        batches = loader
-        steps = -(-loader // in_step)
+        batches, steps = loader, -(-loader // in_step)
     return {
         "samples_per_epoch": samples,
         "last_step_samples": tail,

@@ -68,17 +68,12 @@ def isolated_rng(seed: int, device: torch.device) -> Iterator[None]:
 @contextmanager
 def preserve_host_rng() -> Iterator[None]:
     """A block after which the generators of the host are what they were; for loading samples in this process."""
-    python, numpy_state, torch_state = (
-        random.getstate(),
-        np.random.get_state(legacy=False),
-        torch.get_rng_state(),
-    )
+    host = torch.device("cpu")
+    saved = capture_rng(host)
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
+        restore_rng(saved, host)
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
@@ -87,6 +82,7 @@ def seed_sample(seed: int, epoch: int, index: int) -> None:
     Whatever process, worker or micro-batch loads sample `index` in `epoch`, it draws the same numbers.
     """
     key = mix(seed, epoch, index)
+    # Shifted by one: a seed of 63 bits is the same number whether it is read with a sign or without.
     torch.default_generator.manual_seed(key >> 1)
     np.random.seed(key & 0xFFFFFFFF)
     random.seed(key)

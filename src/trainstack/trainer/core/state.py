@@ -100,7 +100,7 @@ class UserState(dict[str, Any]):
 
     def get_state(self) -> dict[str, Any]:
         """The values, and the states of the objects, by name."""
-        objects = {name: item.state_dict() for name, item in self.items() if _has_state(item)}
+        objects = {name: item.state_dict() for name, item in self.items() if is_stateful(item)}
         return {"values": {name: item for name, item in self.items() if name not in objects}, "objects": objects}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ class UserState(dict[str, Any]):
             CheckpointMismatchError: an object is missing here whose state it has.
         """
         objects = state["objects"]
-        missing = sorted(name for name in objects if not _has_state(self.get(name)))
+        missing = sorted(name for name in objects if not is_stateful(self.get(name)))
         if missing:
             raise CheckpointMismatchError(
                 f"the checkpoint has the state of {', '.join(f'user_state.{name}' for name in missing)}, and there is "
@@ -121,5 +121,6 @@ class UserState(dict[str, Any]):
             self[name].load_state_dict(saved)
 
 
-def _has_state(item: Any) -> bool:
+def is_stateful(item: Any) -> bool:
+    """Whether `item` has `state_dict` and `load_state_dict`."""
     return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))

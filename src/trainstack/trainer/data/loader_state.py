@@ -12,21 +12,17 @@ from trainstack.backends.fast_paths import fast_batches
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.random_state import preserve_host_rng
-
-
-def is_stateful(loader: Any) -> bool:
-    """Whether `loader` can say where it stands, and go on from there."""
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+from trainstack.trainer.core.state import is_stateful
 
 
 class LoaderState:
     """The state of the training loader over a restart.
 
-    The loop takes no batch before the step that trains on it, so what the loader says at a step boundary is where
-    training stands.
+    The loop takes no batch before the step that trains on it, so at a step boundary the loader's state is the position
+    of training.
 
     Args:
-        log: is told what cannot be exact.
+        log: for warnings about what cannot be exact.
         fast_paths: whether torch's loaders may be read by `fast_batches`.
     """
 

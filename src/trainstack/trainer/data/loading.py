@@ -6,7 +6,6 @@ import atexit
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -36,13 +35,9 @@ class IgnoreSignalsInWorker:
         for name in ("SIGINT", "SIGUSR1"):
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _let_one_pass)
+        signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
         if self._then is not None:
             self._then(worker)
-
-
-def _let_one_pass(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)
 
 
 _live_iterators: weakref.WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = weakref.WeakKeyDictionary()
@@ -51,9 +46,9 @@ _live_iterators: weakref.WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = we
 def shutdown_workers_with(owner: object, iterator: Any) -> weakref.finalize[Any, Any]:
     """Let the workers behind a loader's iterator end with `owner`, and at the latest with Python.
 
-    torch tells them to when the iterator is deleted. Where it is deleted as part of a reference cycle, though, the
-    queue through which they are told is closed before: then each is waited for in vain for 10 s. And when Python ends
-    they get a single SIGTERM, which they let pass (see `IgnoreSignalsInWorker`), and are waited for for ever.
+    torch ends them when it deletes the iterator. Where it deletes it as part of a reference cycle, though, the queue
+    for that message is closed before, and torch waits 10 s in vain for each. When Python ends, they get a single
+    SIGTERM, which they ignore (see `IgnoreSignalsInWorker`), and torch waits for ever.
 
     Returns:
         ends them when called; once, however often it is called.
@@ -61,14 +56,10 @@ def shutdown_workers_with(owner: object, iterator: Any) -> weakref.finalize[Any,
     if iterator not in _live_iterators:
         # torch 2.13.0. In a torch without this method the workers end when torch ends them, with the delays above.
         shut_down = getattr(iterator, "_shutdown_workers", None)
-        ending = weakref.finalize(owner, shut_down or _nothing)
+        ending = weakref.finalize(owner, shut_down or (lambda: None))
         ending.atexit = False  # would come too late: what is registered here comes before torch's own
         _live_iterators[iterator] = ending
     return _live_iterators[iterator]
-
-
-def _nothing() -> None:
-    """In place of a method that torch lacks."""
 
 
 @atexit.register
@@ -83,7 +74,9 @@ class SeededDataset(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        self.fetches_batches = _fetches_batches(dataset)
+        while type(dataset) is Subset:  # which loads many samples at once only where its own data set does
+            dataset = dataset.dataset
+        self.fetches_batches = callable(getattr(dataset, "__getitems__", None))
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
         """The samples of one micro-batch; a key is (epoch, index)."""
@@ -101,11 +94,12 @@ class SeededDataset(Dataset[Any]):
         return samples
 
 
-def _fetches_batches(dataset: Any) -> bool:
-    """Whether the data set itself, not only torch's `Subset` around it, loads many samples at once."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return callable(getattr(dataset, "__getitems__", None))
+def loading_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The arguments of `DataLoader` that make another one load and collate as `loader` does."""
+    names = ["num_workers", "collate_fn", "pin_memory", "timeout", "multiprocessing_context"]
+    if loader.num_workers > 0:  # DataLoader refuses the argument without workers
+        names.append("prefetch_factor")
+    return {name: getattr(loader, name) for name in names}
 
 
 class Fetcher:
@@ -157,7 +151,15 @@ class Fetcher:
     def _from_workers(self, epoch: int, indices: Iterable[Tensor]) -> Iterator[Any]:
         self._keys.now = ([(epoch, i) for i in index.tolist()] for index in indices)
         if self._workers is None:
-            self._workers = self._make_workers()
+            self._workers = DataLoader(
+                self._seeded,
+                batch_sampler=self._keys,
+                worker_init_fn=IgnoreSignalsInWorker(self.loader.worker_init_fn),
+                # Shifted by one: a seed of 63 bits is the same number whether it is read with a sign or without.
+                generator=torch.Generator().manual_seed(mix(self.seed) >> 1),
+                persistent_workers=self.loader.persistent_workers,
+                **loading_options(self.loader),
+            )
         iterator = iter(self._workers)
         if self.loader.num_workers > 0:
             ending = shutdown_workers_with(self, iterator)
@@ -173,23 +175,6 @@ class Fetcher:
             if batch is None:
                 return
             yield batch
-
-    def _make_workers(self) -> DataLoader[Any]:
-        mine = self.loader
-        options: dict[str, Any] = {"prefetch_factor": mine.prefetch_factor} if mine.num_workers > 0 else {}
-        return DataLoader(
-            self._seeded,
-            batch_sampler=self._keys,
-            num_workers=mine.num_workers,
-            collate_fn=mine.collate_fn,
-            pin_memory=mine.pin_memory,
-            timeout=mine.timeout,
-            worker_init_fn=IgnoreSignalsInWorker(mine.worker_init_fn),
-            multiprocessing_context=mine.multiprocessing_context,
-            generator=torch.Generator().manual_seed(mix(self.seed) >> 1),
-            persistent_workers=mine.persistent_workers,
-            **options,
-        )
 
 
 class _KeyBatches:
@@ -215,10 +200,7 @@ def _plain_tensors(loader: DataLoader[Any]) -> tuple[tuple[Tensor, ...], Tensor 
         chosen = rows if chosen is None else rows[chosen]
         dataset = dataset.dataset
     usual = loader.collate_fn is default_collate and loader.num_workers == 0 and not loader.pin_memory
-    if not usual or type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
+    if not usual or type(dataset) is not TensorDataset:
         return None
-    return dataset.tensors, chosen
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_contiguous()
+    plain = all(type(t) is Tensor and t.layout is torch.strided and t.is_contiguous() for t in dataset.tensors)
+    return (dataset.tensors, chosen) if plain else None

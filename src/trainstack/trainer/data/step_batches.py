@@ -27,7 +27,7 @@ class StepBatches(NamedTuple):
         weights: the share of each in the step; over all processes they sum to one (to zero if nothing counts).
         items: what the step's loss is a mean over, on all processes together: samples, tokens, ...
         samples: samples on all processes together; 0 where unknown.
-        counted: how many micro-batches counters are told of, where that is not how many there are.
+        counted: how many micro-batches counters count, where that is not how many there are.
     """
 
     batches: Sequence[Any]
@@ -38,7 +38,6 @@ class StepBatches(NamedTuple):
 
 
 WeightFn = Callable[[Any], float]
-ORDERED = (RandomSampler, SequentialSampler)
 
 
 def unsupported_order_reason(loader: Any) -> str | None:
@@ -52,7 +51,7 @@ def unsupported_order_reason(loader: Any) -> str | None:
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         return "it has its own batch sampler, or no automatic batching"
     sampler: Any = loader.sampler
-    if type(sampler) not in ORDERED:
+    if type(sampler) not in (RandomSampler, SequentialSampler):
         return f"its sampler is a {type(sampler).__name__}"
     dataset: Any = loader.dataset
     if len(sampler) != len(dataset) or getattr(sampler, "replacement", False):
@@ -101,7 +100,7 @@ class OrderedSource:
     comm: Communicator = field(default_factory=Communicator)
 
     def iter_steps(self, epoch: int, samples_done: int, batches_done: int) -> Iterator[StepBatches]:
-        """The windows of `epoch` that follow the first `samples_done` samples."""
+        """The steps of `epoch` that follow the first `samples_done` samples."""
         shares, ahead = tee(self.order.local_batches(epoch, samples_done))
         batches = self.fetcher.batches(epoch, (index for share in ahead for index in share.micro_batches))
         for share in shares:
@@ -129,26 +128,24 @@ class CustomOrderSource:
     world_size: int = 1
 
     def iter_steps(self, epoch: int, samples_done: int, batches_done: int) -> Iterator[StepBatches]:
-        """The windows that follow the first `batches_done` batches; those are read, now, and put aside."""
+        """The steps that follow the first `batches_done` batches; those are read, now, and put aside."""
         stream = iter(self.batches)
         for _ in islice(stream, batches_done * self.world_size):
             pass
-        return map(self._whole, stream) if self.accumulation == self.world_size == 1 else self._cut(stream)
+        return map(self._single, stream) if self.accumulation == self.world_size == 1 else self._cut(stream)
 
     def _cut(self, stream: Iterator[Any]) -> Iterator[StepBatches]:
-        while window := list(islice(stream, self.accumulation * self.world_size)):
-            counts = [float(self.weight_fn(batch)) for batch in window]
+        while together := list(islice(stream, self.accumulation * self.world_size)):
+            counts = [float(self.weight_fn(batch)) for batch in together]
             mine = slice(self.rank, None, self.world_size)
-            yield _step_batches(window[mine], counts[mine], math.fsum(counts), 0)
+            yield _step_batches(together[mine], counts[mine], math.fsum(counts), 0)
 
-    def _whole(self, batch: Any) -> StepBatches:
-        """The window of a step that has one micro-batch."""
+    def _single(self, batch: Any) -> StepBatches:
+        """The micro-batches of a step that has one: what `_step_batches` does, faster."""
         count = float(self.weight_fn(batch))
-        return (
-            StepBatches((batch,), _WHOLE, count, 0)
-            if 0 < count < math.inf
-            else _step_batches([batch], [count], count, 0)
-        )
+        if 0 < count < math.inf:
+            return StepBatches((batch,), _WHOLE, count, 0)
+        return _step_batches([batch], [count], count, 0)
 
 
 @dataclass(slots=True)
@@ -165,7 +162,7 @@ class PreshardedSource:
     comm: Communicator
 
     def iter_steps(self) -> Iterator[StepBatches]:
-        """The windows of one pass, as many on every process."""
+        """The steps of one pass, as many on every process."""
         stream = iter(self.batches)
         while True:
             own = list(islice(stream, self.accumulation))
@@ -176,37 +173,30 @@ class PreshardedSource:
             yield _step_batches(own, counts, total, 0)
 
 
-Source = OrderedSource | CustomOrderSource
-
-
 def _step_batches(batches: list[Any], counts: Sequence[float], total: float, samples: int) -> StepBatches:
     """What one process does in a step of `total` items; micro-batches that count nothing come first, so that the last
     one, which sums gradients over the processes, has something to add."""
-    shares = _weights_of(counts, total)
+    if len(counts) == 1 and counts[0] == total and total > 0:
+        return StepBatches(batches, _WHOLE, total, samples)
+    if not 0 <= total < math.inf or min(counts, default=0) < 0:
+        raise ModuleContractError(
+            f"batch_weight returned {list(counts)}: return how many items the loss of the batch is a mean over, "
+            "a finite number >= 0."
+        )
     if not batches:
         return StepBatches([EMPTY], [0.0], total, samples)
+    shares = [count / total if total else 0.0 for count in counts]
     if not shares[-1]:
         order = sorted(range(len(batches)), key=lambda position: shares[position] > 0)
         batches, shares = [batches[i] for i in order], [shares[i] for i in order]
     return StepBatches(batches, shares, total, samples)
 
 
-def _weights_of(counts: Sequence[float], total: float) -> Sequence[float]:
-    if len(counts) == 1 and counts[0] == total and total > 0:
-        return _WHOLE
-    if not 0 <= total < float("inf") or min(counts, default=0) < 0:
-        raise ModuleContractError(
-            f"batch_weight returned {list(counts)}: return how many items the loss of the batch is a mean over, "
-            "a finite number >= 0."
-        )
-    return [count / total if total else 0.0 for count in counts]
-
-
 _WHOLE = (1.0,)
 
 
 def custom_batch_weight(module: Any) -> WeightFn | None:
-    """The module's `batch_weight` if it has one of its own; None where a batch counts as its samples."""
+    """The module's `batch_weight` if it overrides the method; None where a batch counts as its samples."""
     weigh = getattr(module, "batch_weight", None)
     return None if getattr(weigh, "counts_samples", False) else weigh
 
@@ -215,7 +205,7 @@ def custom_batch_weight(module: Any) -> WeightFn | None:
 class PoissonSource:
     """A map-style data set, sampled anew in each global step.
 
-    What counters and logs are told is what was planned: how many records were really drawn is not for them to know.
+    Counters and logs get the planned numbers, since the number of records that were drawn is private.
 
     Args:
         fetcher: loads records by index.
@@ -230,7 +220,7 @@ class PoissonSource:
     accumulation: int
 
     def iter_steps(self, epoch: int, first_step: int, steps: int) -> Iterator[StepBatches]:
-        """At most `steps` windows, the first of them for global step `first_step`; fewer if sampling is over."""
+        """At most `steps` steps, the first of them for global step `first_step`; fewer if sampling is over."""
         last = first_step + self.sampling.steps_allowed(steps)
         self.sampling.begin()
         draws, ahead = tee(self.sampling.draw(step) for step in range(first_step, last))

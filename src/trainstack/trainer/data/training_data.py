@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
@@ -15,9 +16,9 @@ from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.order import DataOrder
 from trainstack.trainer.core.plan import TrainingPlan
-from trainstack.trainer.core.state import RunState
-from trainstack.trainer.data.loader_state import LoaderState, is_stateful, missing_state_description
-from trainstack.trainer.data.loading import Fetcher
+from trainstack.trainer.core.state import RunState, is_stateful
+from trainstack.trainer.data.loader_state import LoaderState, missing_state_description
+from trainstack.trainer.data.loading import Fetcher, loading_options
 from trainstack.trainer.data.step_batches import (
     CustomOrderSource,
     OrderedSource,
@@ -59,12 +60,14 @@ class OverfitSubset:
                 f"{reason}. Use a DataLoader over a map-style data set, or overfit_batches=0."
             )
         if self._subset is None or self._subset.dataset is not loader.dataset:
-            shuffled = not isinstance(loader.sampler, SequentialSampler)
-            length = len(loader.dataset)
             order = DataOrder(
-                length=length, global_batch=self._global_batch, micro_batch=1, seed=self._seed, shuffle=shuffled
+                length=len(loader.dataset),
+                global_batch=self._global_batch,
+                micro_batch=1,
+                seed=self._seed,
+                shuffle=not isinstance(loader.sampler, SequentialSampler),
             )
-            wanted = length if self._number < 0 else self._number * self._global_batch
+            wanted = None if self._number < 0 else self._number * self._global_batch
             self._subset = Subset(loader.dataset, order.permutation(0)[:wanted].tolist())
         return like(loader, self._subset, loader.batch_size)
 
@@ -72,19 +75,8 @@ class OverfitSubset:
 def like(loader: DataLoader[Any], dataset: Any, batch_size: int | None) -> DataLoader[Any]:
     """A loader over `dataset` that loads and collates as `loader` does."""
     sampler = SequentialSampler if isinstance(loader.sampler, SequentialSampler) else RandomSampler
-    options: dict[str, Any] = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers > 0 else {}
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler(dataset),
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        **options,
-    )
+    options = {"sampler": sampler(dataset), "worker_init_fn": loader.worker_init_fn, **loading_options(loader)}
+    return DataLoader(dataset, batch_size=batch_size, **options)
 
 
 _EMPTY = "get_train_dataloader gives a loader over an empty data set; there is nothing to train on."
@@ -98,8 +90,8 @@ class TrainingData:
         args: batch sizes and caps.
         world: how many processes share the data.
         seed: of the order.
-        log: is told what cannot be promised.
-        public_dataset_size: how long the plan takes a data set to be, where the true length is not to be told.
+        log: for warnings about the order of the data.
+        public_dataset_size: how long the plan takes a data set to be, where the true length is private.
 
     Attributes:
         plan: the run's step arithmetic.
@@ -122,7 +114,7 @@ class TrainingData:
         self._fetcher: Fetcher | None = None
         self._fast_paths = fast_paths_enabled(args.fast_paths)
         self._order: DataOrder | None = None
-        self._said = False
+        self._custom_order_logged = False
         self.loader: Any = None
         self._overfit = OverfitSubset(args.overfit_batches, args.global_batch_size(world.size), seed)
         self.loader_state = LoaderState(log, fast_paths=self._fast_paths)
@@ -179,9 +171,8 @@ class TrainingData:
         share = next(self._order.local_batches(state.epoch, state.samples_in_epoch), None)
         if share is None or position >= len(share.micro_batches):
             return None
-        known = (
-            len(share.micro_batches) == 1 or custom_batch_weight(self._module) is None
-        )  # else they may have changed places
+        # With weights of the user's, micro-batches may have changed places.
+        known = len(share.micro_batches) == 1 or custom_batch_weight(self._module) is None
         rows = share.micro_batches[position : position + 1] if known else share.micro_batches
         return [index for row in rows for index in row.tolist()]
 
@@ -256,8 +247,8 @@ class TrainingData:
             if not len(loader.dataset):
                 raise ModuleContractError(_EMPTY)
         elif loader is not None:
-            length = _length_of(loader)
-            lengths = {} if length is None else {"loader_length": length}
+            with suppress(TypeError):  # it has no length
+                lengths = {"loader_length": len(loader)}
         return TrainingPlan.make(
             train_batch_size=args.global_batch_size(self._world.size),
             gpu_batch_size_limit=args.gpu_batch_size_limit,
@@ -270,18 +261,19 @@ class TrainingData:
 
     def _ordered(self, loader: Any) -> OrderedSource:
         plan, world = self.plan, self._world
-        if len(loader.dataset) != self._planned_length(loader):
+        length = len(loader.dataset)
+        if plan.samples_per_epoch != (length - length % plan.global_batch if loader.drop_last else length):
             raise ModuleContractError(
-                f"get_train_dataloader returned a data set of {len(loader.dataset)} samples; the run was planned for "
+                f"get_train_dataloader returned a data set of {length} samples; the run was planned for "
                 f"{plan.samples_per_epoch}. Return data of the same length in every epoch."
             )
-        if plan.global_batch > len(loader.dataset) and loader.drop_last:
+        if plan.global_batch > length and loader.drop_last:
             raise ConfigurationError(
-                f"train_batch_size={plan.global_batch} with drop_last=True and {len(loader.dataset)} samples leaves no "
-                "global step at all. Lower train_batch_size or write drop_last=False."
+                f"train_batch_size={plan.global_batch} with drop_last=True and {length} samples leaves no global step "
+                "at all. Lower train_batch_size or write drop_last=False."
             )
         order = self._order = DataOrder(
-            length=len(loader.dataset),
+            length=length,
             global_batch=plan.global_batch,
             micro_batch=plan.micro_batch,
             world_size=world.size,
@@ -292,15 +284,10 @@ class TrainingData:
         )
         return OrderedSource(self._fetcher_of(loader), order, custom_batch_weight(self._module), world.comm)
 
-    def _planned_length(self, loader: Any) -> int:
-        length, planned = len(loader.dataset), self.plan.samples_per_epoch
-        kept = length - length % self.plan.global_batch if loader.drop_last else length
-        return length if kept == planned else -1
-
     def _log_custom_order(self, reason: str, loader: Any, state: RunState) -> None:
-        if self._said:
+        if self._custom_order_logged:
             return
-        self._said = True
+        self._custom_order_logged = True
         done = state.batches_in_epoch
         resume = (
             f"The first {done} batches of this epoch are read and put aside; whether the rest is what an unbroken run "
@@ -309,9 +296,8 @@ class TrainingData:
             else "A resume within an epoch reads and puts aside the batches seen before."
         )
         if is_stateful(loader) and (not done or self.loader_state.is_pending):
-            resume = "Its state is saved with each checkpoint, and given back on resume." + missing_state_description(
-                loader
-            )
+            resume = "Its state is saved with each checkpoint, and given back on resume."
+            resume += missing_state_description(loader)
         self._log.warning(
             f"the training data comes in the loader's own order, since {reason}. Its batches are used as they come: a "
             f"global step takes {self.plan.accumulation} of them, and the library cannot promise that each sample is "
@@ -328,10 +314,3 @@ def _keep_order(state: RunState, order: str) -> None:
             "epoch began with from get_train_dataloader, or resume from a checkpoint at an epoch's end."
         )
     state.order = order
-
-
-def _length_of(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None

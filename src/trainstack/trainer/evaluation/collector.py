@@ -144,8 +144,7 @@ class _Objects(_Node):
         self.kept: list[Any] = []
 
     def add(self, value: Any, device: torch.device | None) -> None:
-        holds_tensors = isinstance(value, list) and any(isinstance(item, Tensor | dict | tuple) for item in value)
-        if holds_tensors or isinstance(value, Tensor | dict | tuple):
+        if isinstance(value, Tensor) or _has_items(value):
             raise self._mismatch_error(value, f"a {type(self.kept[0]).__name__}" if self.kept else "a plain object")
         self.kept.append(value.copy() if isinstance(value, np.ndarray) else value)
 
@@ -164,8 +163,7 @@ class _Items(_Node):
         self.children = {key: _make_node(value, f"{path}[{key!r}]") for key, value in _pairs(outputs)}
 
     def add(self, value: Any, device: torch.device | None) -> None:
-        same_kind = isinstance(value, dict) if self.kind is dict else isinstance(value, list | tuple)
-        if not same_kind:
+        if not isinstance(value, dict if self.kind is dict else list | tuple):
             raise self._mismatch_error(value, f"a {self.kind.__name__}")
         pairs = _pairs(value)
         if len(pairs) != len(self.children) or any(key not in self.children for key, _ in pairs):
@@ -188,8 +186,10 @@ def _pairs(outputs: Any) -> list[tuple[Any, Any]]:
 def _make_node(value: Any, path: str) -> _Node:
     if isinstance(value, Tensor):
         return _Tensors(path)
-    if isinstance(value, dict | tuple) or (
-        isinstance(value, list) and any(isinstance(item, Tensor | dict | tuple) for item in value)
-    ):
-        return _Items(path, value)
-    return _Objects(path)
+    return _Items(path, value) if _has_items(value) else _Objects(path)
+
+
+def _has_items(value: Any) -> bool:
+    """Whether `value` is collected item by item, not as an object."""
+    nested = isinstance(value, list) and any(isinstance(item, Tensor | dict | tuple) for item in value)
+    return nested or isinstance(value, dict | tuple)

@@ -85,7 +85,7 @@ class Evaluator:
     ) -> None:
         self.metrics = metrics
         self._context, self._data, self._hooks, self._stopper, self._work = context, data, hooks, stopper, work
-        self._said = set[str]()
+        self._logged = set[str]()
         self.has_validated = False
 
     def loaders_of(self, stage: Stage) -> dict[str, Any]:
@@ -140,8 +140,8 @@ class Evaluator:
             keep = keep_outputs or self._hooks.val_outputs
             outputs = self.evaluate(stage, given, keep=keep, history=history)
             if history is not context.history:
-                logged = {name: history.get_latest_metric(name) for name in sorted(history.get_metric_names())}
-                outputs.metrics = logged | outputs.metrics
+                names = sorted(history.get_metric_names())
+                outputs.metrics = {name: history.get_latest_metric(name) for name in names} | outputs.metrics
             return outputs
 
     def evaluate(
@@ -194,11 +194,10 @@ class Evaluator:
     def _evaluating(self, seed: int, announced: bool) -> Iterator[None]:
         """A block inside callbacks' contexts, and between the events of a validation if it is `announced`.
 
-        Subscribers get random numbers of their own, like all of an evaluation. One that is broken off does not end, and
+        Subscribers draw from separate generators, like all of an evaluation. One that is broken off does not end, and
         one that only tries out a few batches is not announced.
         """
-        context = self._context
-        events = context.events
+        context, events = self._context, self._context.events
         with isolated_rng(seed, context.world.device):
             if announced:
                 events.fire(Event.VALIDATION_BEGIN)
@@ -233,29 +232,27 @@ class Evaluator:
             on_batch=None if measured is None else measured.add,
         )
         progress.end_validation()
-        if evaluation.slip is not None:
-            self._warn_once(evaluation.slip)
+        self._warn_once(evaluation.loss_message)
         comm = world.comm if in_parts else Communicator()
-        told = world.comm.gather((evaluation.batches, evaluation.samples, evaluation.stopped_early))
-        if any(broken_off for *_, broken_off in told):
+        by_rank = world.comm.gather((evaluation.batches, evaluation.samples, evaluation.stopped_early))
+        if any(stopped_early for *_, stopped_early in by_rank):
             self._stopper.stop_if_requested()
-        if not sum(batches for batches, *_ in told):
+        if not any(batches for batches, *_ in by_rank):
             context.log.warning(f"the {stage.name.lower()} loader {key!r} gave no batch at all.")
         elif limit is None:
-            counts = [samples for _, samples, _ in told] if in_parts else [evaluation.samples]
-            which, what = f"{stage.name.lower()} loader {key!r}", sample_count_mismatch(loader, counts)
-            if what is not None:
-                self._warn_once(f"{which}: {what}")
+            counts = [samples for _, samples, _ in by_rank] if in_parts else [evaluation.samples]
+            what = sample_count_mismatch(loader, counts)
+            self._warn_once(what and f"{stage.name.lower()} loader {key!r}: {what}")
         values = {"loss": evaluation.mean_loss(comm), **({} if measured is None else measured.results(comm))}
         if evaluation.outputs is None:
             return None, values
         outputs = evaluation.outputs.all_outputs
         return (stack.gather(outputs) if in_parts else outputs), values
 
-    def _warn_once(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            self._context.log.warning(what)
+    def _warn_once(self, message: str | None) -> None:
+        if message is not None and message not in self._logged:
+            self._logged.add(message)
+            self._context.log.warning(message)
 
     def _record(self, stage: Stage, key: str, values: Mapping[str, Any], history: RunHistory) -> dict[str, Any]:
         """Record what is a number under its full name; returns everything under such names."""

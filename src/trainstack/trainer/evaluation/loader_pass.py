@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def number_loss_message(outputs: Any, stage: Stage) -> str | None:
 
 
 EVALUATION_EPOCH = (1 << 32) - 1
-"""Stands for the epoch in the seeds of evaluated samples: their augmentation is the same every time."""
+"""In the place of the epoch in the seeds of evaluated samples: their augmentation is the same every time."""
 
 
 def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
@@ -65,34 +65,26 @@ def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
     return named
 
 
-class Batches(NamedTuple):
-    """What one process evaluates.
-
-    Attributes:
-        pairs: each batch with its number of samples, None where that is not known.
-        in_parts: whether the other processes evaluate the rest; else each evaluates everything.
-    """
-
-    pairs: Iterator[tuple[Any, int | None]]
-    in_parts: bool
-
-
 def evaluation_batches(
     loader: Any, *, seed: int, world: World, limit: int | None = None, fast_paths: bool = True
-) -> Batches:
+) -> tuple[Iterator[tuple[Any, int | None]], bool]:
     """The batches of `loader` that this process evaluates.
 
     A map-style data set is cut into batches in data set order, whatever the sampler, and these into one run of
     neighbours a process. So the batches are the same on any number of processes, and outputs joined in the order of the
-    ranks are in data set order. A loader with an order of its own is read and
-    evaluated as it comes, and wholly on each process.
+    ranks are in data set order. A loader with a custom order is read and evaluated as it comes, and wholly on each
+    process.
 
     Args:
         loader: what the module returned.
         seed: of the samples' own random numbers.
         world: this process's place.
         limit: batches on each process, at most.
-        fast_paths: whether torch's loaders may be read by the short ways of `fast_paths.py` and `fetching.py`.
+        fast_paths: whether torch's loaders may be read by `fast_batches`, and rows of a `TensorDataset` at once.
+
+    Returns:
+        each batch with its number of samples, None where that is not known; and whether the other processes evaluate
+        the rest, else each evaluates everything.
 
     Raises:
         ModuleContractError: a sampler has shared the data out already.
@@ -100,7 +92,7 @@ def evaluation_batches(
     check_not_presharded(loader, world.size)
     if unsupported_order_reason(loader) is not None:
         own = islice(fast_batches(loader, enabled=fast_paths), limit)
-        return Batches(((batch, None) for batch in own), False)
+        return ((batch, None) for batch in own), False
     size = loader.batch_size
     number = -(-len(loader.dataset) // size)
     if limit is not None:
@@ -111,11 +103,11 @@ def evaluation_batches(
     mine = torch.arange(min(begin * size, end), end)  # a process may get nothing
     indices = torch.split(mine, size) if len(mine) else ()
     batches = Fetcher(loader, seed, fast_paths=fast_paths).batches(EVALUATION_EPOCH, indices)
-    return Batches(zip(batches, map(len, indices), strict=True), True)
+    return zip(batches, map(len, indices), strict=True), True
 
 
 def sample_count_mismatch(loader: Any, counts: Sequence[int | None]) -> str | None:
-    """What to say where the samples evaluated are not those of the data set, each once; None where they are.
+    """The warning where the samples evaluated are not those of the data set, each once; None where they are.
 
     Args:
         loader: what was evaluated, to its end.
@@ -131,9 +123,9 @@ def sample_count_mismatch(loader: Any, counts: Sequence[int | None]) -> str | No
     return (
         f"{evaluated} samples were evaluated and the data set has {length}: metrics are over other samples than its "
         "own, each once. The loader keeps its own order, since "
-        f"{unsupported_order_reason(loader) or 'its batches differ'}. Give it "
-        "sampler=sampler(dataset) with the sampler that the method is handed, which also shares the data among "
-        "processes; for a part of the data give it a torch.utils.data.Subset."
+        f"{unsupported_order_reason(loader) or 'its batches differ'}. Give it sampler=sampler(dataset) with the "
+        "sampler that the method is handed, which also shares the data among processes; for a part of the data give it "
+        "a torch.utils.data.Subset."
     )
 
 
@@ -176,7 +168,7 @@ class Evaluation:
         batches: how many were evaluated.
         samples: how many they held; None where that could not be counted.
         stopped_early: whether `run` ended before the last.
-        slip: what to say of what the first step returned in place of its loss; None for nothing.
+        loss_message: the warning about what the first step returned in place of its loss; None for none.
     """
 
     def __init__(
@@ -184,10 +176,9 @@ class Evaluation:
     ) -> None:
         self.stack, self.work, self.stage, self.step = stack, work, stage, step
         self.outputs = OutputCollector() if keep_outputs else None
-        self.batches = 0
+        self.batches, self.stopped_early = 0, False
         self.samples: int | None = 0
-        self.stopped_early = False
-        self.slip: str | None = None
+        self.loss_message: str | None = None
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
 
@@ -198,7 +189,7 @@ class Evaluation:
         should_stop: Callable[[], bool] | None = None,
         on_batch: Callable[[Any, Any], None] | None = None,
     ) -> None:
-        """Evaluate batches, each with its number of samples if that is known, and let `progress` look.
+        """Evaluate batches, each with its number of samples if that is known, and poll `progress`.
 
         It is broken off after a batch at which `should_stop` says so. `on_batch` is given what each step returned, and
         its batch.
@@ -229,18 +220,17 @@ class Evaluation:
         self.samples = None if math.isnan(counted) else int(counted)
 
     def _keep_loss(self, outputs: Any, batch: Any, samples: int | None) -> None:
-        loss = _loss_in(outputs)
-        if loss is not None:
-            self._losses.append(loss)
-            self._weights.append(self._weight_of(batch, samples))
+        """Keep the loss in `outputs`, if it is a 0-dim floating tensor; other outputs are predictions."""
+        loss = loss_item(outputs)
+        if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
+            self._losses.append(loss.detach())
+            weigh = custom_batch_weight(self.work.module)
+            if weigh is None:
+                self._weights.append(float(samples_in(batch) if samples is None else samples))
+            else:
+                self._weights.append(float(weigh(batch)))
         elif not self.batches:
-            self.slip = number_loss_message(outputs, self.stage)
-
-    def _weight_of(self, batch: Any, samples: int | None) -> float:
-        weigh = custom_batch_weight(self.work.module)
-        if weigh is not None:
-            return float(weigh(batch))
-        return float(samples_in(batch) if samples is None else samples)
+            self.loss_message = number_loss_message(outputs, self.stage)
 
     def mean_loss(self, comm: Communicator) -> float | None:
         """The mean of the losses that the step returned, weighted by `batch_weight`; None if it returned none.
@@ -259,11 +249,3 @@ def _count(batch: Any) -> float:
         return samples_in(batch)
     except ModuleContractError:
         return math.nan
-
-
-def _loss_in(outputs: Any) -> Tensor | None:
-    """The loss of an evaluation, if it is a 0-dim floating tensor; other outputs are predictions."""
-    loss = loss_item(outputs)
-    if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
-        return loss.detach()
-    return None

@@ -198,18 +198,14 @@ def _annotate_metric_errors(name: str, metric: Metric, method: str) -> Iterator[
         raise
 
 
-def _not_distributed() -> bool:
-    return False
-
-
 @contextmanager
 def _without_sync(metric: Metric) -> Iterator[None]:
-    """A block in which metrics of torchmetrics do not look for other processes: they have everybody's batches."""
+    """A block in which metrics of torchmetrics do not synchronize: they have the batches of all processes."""
     parts: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else [metric]
     synced = [(part, part.distributed_available_fn) for part in parts if hasattr(part, "distributed_available_fn")]
     try:
         for part, _ in synced:
-            part.distributed_available_fn = _not_distributed
+            part.distributed_available_fn = lambda: False
         yield
     finally:
         for part, before in synced:

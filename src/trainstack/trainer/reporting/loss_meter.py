@@ -16,7 +16,7 @@ from trainstack.trainer.core.state import RunState
 from trainstack.trainer.data.step_batches import StepBatches
 
 MAX_SKIPPED_IN_A_ROW = 50
-"""So many steps may be skipped one after the other before the run is stopped."""
+"""Steps that may be skipped in a row before the run is stopped; by then amp has halved its scale of 2**16 to 2**-34."""
 
 
 class StepEntry(NamedTuple):
@@ -49,12 +49,12 @@ class LossMeter:
 
     Args:
         read: the verb of the stack that brings values to the host.
-        tolerant: a non-finite loss is no error where its step moved nothing.
-        bounded: a non-finite loss is no error at all, for it had no influence; it counts as 0.
-        secret: losses are not to be told.
+        skip_nonfinite: a non-finite loss is no error where its step moved nothing.
+        per_record_clipped: a non-finite loss is no error at all, for it had no influence; it counts as 0.
+        hide_loss: losses are not recorded.
         comm: how the processes of the run talk.
-        weights: what is trained, by name, to be looked at where not every step's gradients are measured.
-        fast_paths: whether the weights may be looked at in one call.
+        weights: what is trained, by name, for a check where not every step's gradients are measured.
+        fast_paths: whether the weights may be checked in one call.
     """
 
     def __init__(
@@ -70,12 +70,9 @@ class LossMeter:
     ) -> None:
         self._read_values = read
         self._skip_nonfinite, self._per_record_clipped, self._hide_loss = skip_nonfinite, per_record_clipped, hide_loss
-        self._comm = comm or Communicator()
-        self._weights = weights
-        self._fast_paths = fast_paths
+        self._comm, self._weights, self._fast_paths = comm or Communicator(), weights, fast_paths
         self.entries: list[StepEntry] = []
-        self.interval = WeightedMean()
-        self.epoch = WeightedMean()
+        self.interval, self.epoch = WeightedMean(), WeightedMean()
         self.last_norm: float | None = None
         self.skipped_in_a_row = 0
 
@@ -99,42 +96,35 @@ class LossMeter:
             self._read()
         except NonFiniteError as raised:
             error = raised
-        told = self._comm.gather((str(error) if error else None, self.interval.local.parts, self.epoch.local.parts))
+        everyone = self._comm.gather((str(error) if error else None, self.interval.local.parts, self.epoch.local.parts))
         if error is not None:
             raise error
-        for message, _, _ in told:
+        for message, _, _ in everyone:
             if message is not None:
                 raise NonFiniteError(message)
-        self.interval.sync([interval for _, interval, _ in told])
-        self.epoch.sync([epoch for _, _, epoch in told])
+        self.interval.sync([interval for _, interval, _ in everyone])
+        self.epoch.sync([epoch for _, _, epoch in everyone])
 
     def _read(self) -> None:
-        largest, last = self._largest_weights(), self.entries[-1] if self.entries else None
-        losses = self._read_values([loss for entry in self.entries for loss in entry.losses])
-        norms = self._read_values([entry.norm for entry in self.entries if entry.norm is not None])
-        entries, self.entries = self.entries, []
-        if all(map(math.isfinite, [*losses, *norms])) and all(entry.updated for entry in entries):
-            self._count_all(entries, losses, norms)
-        else:
-            self._count_each(entries, losses, norms)
-        for name, value in largest.items():
-            if last is not None and not math.isfinite(value):
-                raise NonFiniteError(
-                    f"the weight {name!r} is inf or nan after {_place(last)}: in that step or in one before it, its "
-                    f"gradient was. {_ADVICE}"
-                )
-
-    def _largest_weights(self) -> dict[str, float]:
         weights = {} if self._weights is None else self._weights()
-        norms = fast_largest([weight.detach() for weight in weights.values()], enabled=self._fast_paths)
-        return dict(zip(weights, self._read_values(norms), strict=True))
-
-    def _count_each(self, entries: Sequence[StepEntry], losses: Sequence[float], norms: Sequence[float]) -> None:
-        left, norms_left = iter(losses), iter(norms)
-        for entry in entries:
-            values = list(islice(left, len(entry.losses)))
-            norm = next(norms_left) if entry.norm is not None else None
-            self._count(entry, values, norm)
+        maxima = fast_largest([weight.detach() for weight in weights.values()], enabled=self._fast_paths)
+        largest = dict(zip(weights, self._read_values(maxima), strict=True))
+        losses = self._read_values([loss for entry in self.entries for loss in entry.losses])
+        grad_norms = self._read_values([entry.norm for entry in self.entries if entry.norm is not None])
+        entries, self.entries = self.entries, []
+        if all(map(math.isfinite, [*losses, *grad_norms])) and all(entry.updated for entry in entries):
+            self._count_all(entries, losses, grad_norms)
+        else:
+            left, norms_left = iter(losses), iter(grad_norms)
+            for entry in entries:
+                values = list(islice(left, len(entry.losses)))
+                self._count(entry, values, next(norms_left) if entry.norm is not None else None)
+        for name, value in largest.items():
+            if entries and not math.isfinite(value):
+                raise NonFiniteError(
+                    f"the weight {name!r} is inf or nan after {_place(entries[-1])}: in that step or in one before it, "
+                    f"its gradient was. {_ADVICE}"
+                )
 
     def get_state(self) -> dict[str, Any]:
         """What was settled by the last `flush` since the last log point and over the epoch."""
@@ -149,14 +139,15 @@ class LossMeter:
         """Take back what `get_state` returned."""
         self.entries = []
         self.interval, self.epoch = WeightedMean(*state["interval"]), WeightedMean(*state["epoch"])
-        self.last_norm = state["last_norm"]
-        self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.last_norm, self.skipped_in_a_row = state["last_norm"], state["skipped_in_a_row"]
 
     def _count(self, entry: StepEntry, values: list[float], norm: float | None) -> None:
         if self._per_record_clipped:
             values = [value if math.isfinite(value) else 0.0 for value in values]
         if entry.updated or not self._skip_nonfinite:
-            self._check_finite_loss(entry, values)
+            for position, (value, weight) in enumerate(zip(values, entry.weights, strict=True)):
+                if weight and not math.isfinite(value):
+                    raise NonFiniteError(f"the loss is {value} at {_place(entry)}, micro-batch {position}. {_ADVICE}")
         if not entry.updated:
             self.skipped_in_a_row += entry.items > 0
             if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
@@ -190,11 +181,6 @@ class LossMeter:
         self.interval.add_all(parts, items)
         self.epoch.add_all(parts, items)
 
-    def _check_finite_loss(self, entry: StepEntry, values: list[float]) -> None:
-        for position, (value, weight) in enumerate(zip(values, entry.weights, strict=True)):
-            if weight and not math.isfinite(value):
-                raise NonFiniteError(f"the loss is {value} at {_place(entry)}, micro-batch {position}. {_ADVICE}")
-
 
 _ADVICE = (
     "No checkpoint was written after it. Write nonfinite='skip' to leave such steps out and count them, or "
@@ -225,10 +211,6 @@ class ExactSum:
     def add_all(self, values: Sequence[float]) -> None:
         """Add many values."""
         self.parts = _parts_of([*self.parts, *values])
-
-    def canonical(self) -> list[float]:
-        """Parts that depend on the sum alone, not on how it came about: each is what is left of it, rounded."""
-        return _parts_of(self.parts)
 
     def value(self) -> float:
         """The sum, rounded once."""
@@ -289,5 +271,5 @@ class WeightedMean:
         return mean
 
     def get_state(self) -> list[Any]:
-        """What is settled."""
-        return [self.synced.canonical(), self.items]
+        """What is settled, in parts that depend on the sum alone, not on how it came about."""
+        return [_parts_of(self.synced.parts), self.items]

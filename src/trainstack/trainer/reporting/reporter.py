@@ -58,28 +58,21 @@ class Reporter:
                 config=to_jsonable({"backend": stack.spec, "arguments": arguments, "plan": plan.to_dict()}),
             )
         )
-        self._recorder = self._begin_report(plan, optimizers, resume_step)
+        if self._is_main and context.args.wants_report:
+            from trainstack.trainer.reporting.report.recorder import begin_recording  # runs without a report skip it
+
+            try:
+                self._recorder = begin_recording(context, plan, optimizers, resume_step)
+            except Exception as error:  # training is what counts
+                self._log.warning(f"there will be no run report: {type(error).__name__}: {error}")
         layers = "\n".join(f"{layer.name}: {layer.summary}" for layer in stack.layers())
         rows = [("backend", f"{stack.spec} on {context.world.device}"), ("stack", layers), *plan.rows()]
         if resume_step is not None:
             rows.append(("resumed", f"after global step {resume_step}"))
         self._writers.text(format_plan_table(rows))
 
-    def _begin_report(
-        self, plan: TrainingPlan, optimizers: Iterable[Optimizer], resume_step: int | None
-    ) -> RunRecorder | None:
-        if not self._is_main or not self._context.args.wants_report:
-            return None
-        from trainstack.trainer.reporting.report.recorder import begin_recording  # not needed by runs without a report
-
-        try:
-            return begin_recording(self._context, plan, optimizers, resume_step)
-        except Exception as error:  # training is what counts
-            self._log.warning(f"there will be no run report: {type(error).__name__}: {error}")
-            return None
-
     def start_epoch(self, state: RunState, plan: TrainingPlan) -> None:
-        """An epoch begins, or goes on after a resume."""
+        """An epoch begins, or continues after a resume."""
         self._epoch_began = time.perf_counter()
         self.history.current_epoch = state.epoch
         self.progress.start_epoch(state.epoch + 1, plan.epochs, plan.steps_per_epoch, state.steps_in_epoch)
@@ -127,11 +120,10 @@ class Reporter:
         shown = [
             f"{record.name.removesuffix('_epoch')} {record.value:.4g}"
             for record in latest
-            if record.epoch == epoch and record.name not in _LEFT_OUT
+            if record.epoch == epoch and record.name not in ("train/loss", "train/grad_norm", "lr")
         ]
-        seconds = f"{time.perf_counter() - self._epoch_began:.1f} s"
         head = f"epoch {epoch + 1}/{plan.epochs}  step {state.global_step}"
-        self._writers.text("  ".join([head, *shown, seconds]))
+        self._writers.text("  ".join([head, *shown, f"{time.perf_counter() - self._epoch_began:.1f} s"]))
 
     def end_validation(self, state: RunState) -> None:
         """A validation within an epoch is over: write what is new, and one line about it."""
@@ -164,7 +156,7 @@ class Reporter:
             (self._log_dir / "privacy_statement.json").write_text(statement.to_json() + "\n", encoding="utf-8")
 
     def end(self, status: str, reason: str | None = None) -> None:
-        """Write the report of a run that has ended, and where it lies; a report that fails is said, and no more.
+        """Write the report of a run that has ended, and log its path; a report that fails is a warning.
 
         Args:
             status: "finished", "stopped", "interrupted" or "failed".
@@ -181,7 +173,7 @@ class Reporter:
             self._log.warning(f"the run report could not be written: {type(error).__name__}: {error}")
 
     def fail(self, error: BaseException) -> None:
-        """The run ends by `error`; of a private run only its kind is told, for the message may hold values."""
+        """The run ends by `error`; of a private run only its type is shown, for the message may hold values."""
         message = "" if self._context.stack.is_private else " ".join(str(error).split())
         reason = f"{type(error).__name__}: {message}" if message else type(error).__name__
         self.end("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", reason)
@@ -190,6 +182,3 @@ class Reporter:
         """Leave the terminal and the files in order."""
         self.progress.close()
         self._writers.close()
-
-
-_LEFT_OUT = ("train/loss", "train/grad_norm", "lr")

@@ -9,17 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch.optim import Optimizer, lr_scheduler
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    CosineAnnealingLR,
-    LambdaLR,
-    LinearLR,
-    LRScheduler,
-    OneCycleLR,
-    PolynomialLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-)
 
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.core.plan import TrainingPlan
@@ -40,7 +29,7 @@ def is_scheduler_factory(value: Any) -> bool:
 
 
 def make_schedules(returned: Sequence[Any], optimizers: Sequence[Optimizer], plan: TrainingPlan) -> Schedules:
-    """Make what is still to be made, and put each scheduler in its rhythm.
+    """Make what is still to be made, and give each scheduler its interval.
 
     Args:
         returned: schedulers and factories, bare or in a `SchedulerConfig`.
@@ -50,7 +39,7 @@ def make_schedules(returned: Sequence[Any], optimizers: Sequence[Optimizer], pla
 
     Raises:
         ModuleContractError: a factory makes no scheduler of its optimizer, or has none.
-        ConfigurationError: a rhythm does not suit its scheduler, or a placeholder has no value.
+        ConfigurationError: an interval does not suit its scheduler, or a placeholder has no value.
     """
     configs = [value if isinstance(value, SchedulerConfig) else SchedulerConfig(value) for value in returned]
     made = []
@@ -61,7 +50,7 @@ def make_schedules(returned: Sequence[Any], optimizers: Sequence[Optimizer], pla
         if is_timm_scheduler(scheduler):
             scheduler = TimmSchedulerAdapter(scheduler)
         made.append(replace(config, scheduler=scheduler))
-        _check_rhythm(made[-1])
+        _check_interval(made[-1])
     return Schedules(made)
 
 
@@ -87,38 +76,35 @@ def _make(factory: Any, position: int, optimizers: Sequence[Optimizer], plan: Tr
     return scheduler
 
 
-def _check_rhythm(config: SchedulerConfig) -> None:
+def _check_interval(config: SchedulerConfig) -> None:
     scheduler = config.scheduler
+    kind = type(scheduler.scheduler if isinstance(scheduler, TimmSchedulerAdapter) else scheduler).__name__
     if isinstance(scheduler, TimmSchedulerAdapter):
-        _check_timm(config, type(scheduler.scheduler).__name__)
-    elif isinstance(scheduler, ReduceLROnPlateau):
+        if (config.interval, config.frequency, config.monitor) != (None, 1, None):
+            raise ConfigurationError(
+                f"{kind} is one of timm's schedulers, which are told of every update and every epoch and choose "
+                "themselves. Return it without interval, frequency and monitor."
+            )
+        if hasattr(scheduler.scheduler, "lr_scheduler"):
+            raise ConfigurationError(
+                f"timm's {kind} does not keep its whole state, so a resumed run would follow another schedule. Write "
+                "SchedulerConfig(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), monitor='val/loss')."
+            )
+    elif isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         if config.monitor is None:
             raise ConfigurationError(
                 "ReduceLROnPlateau steps on a value at an epoch's end. Say which: "
                 "SchedulerConfig(scheduler, monitor='val/loss')."
             )
-    elif config.monitor is not None and isinstance(scheduler, LRScheduler):
+    elif config.monitor is not None and isinstance(scheduler, lr_scheduler.LRScheduler):
         raise ConfigurationError(
-            f"SchedulerConfig(monitor={config.monitor!r}): {type(scheduler).__name__} takes no value when it steps. "
+            f"SchedulerConfig(monitor={config.monitor!r}): {kind} takes no value when it steps. "
             "Leave monitor out, or use ReduceLROnPlateau."
         )
 
 
-def _check_timm(config: SchedulerConfig, kind: str) -> None:
-    if (config.interval, config.frequency, config.monitor) != (None, 1, None):
-        raise ConfigurationError(
-            f"{kind} is one of timm's schedulers, which are told of every update and every epoch and choose "
-            "themselves. Return it without interval, frequency and monitor."
-        )
-    if hasattr(config.scheduler.scheduler, "lr_scheduler"):
-        raise ConfigurationError(
-            f"timm's {kind} does not keep its whole state, so a resumed run would follow another schedule. Write "
-            "SchedulerConfig(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), monitor='val/loss')."
-        )
-
-
 def counts_at_end(schedules: Schedules, plan: TrainingPlan, state: RunState) -> list[int | None]:
-    """What each scheduler will have counted to when the run that stands at `state` is over; None if unknown."""
+    """What each scheduler will have counted to when the run with counters `state` is over; None if unknown."""
     per_epoch = plan.steps_per_epoch
     epochs: int | None = plan.epochs - state.epoch
     steps = None if per_epoch is None else (plan.epochs - state.epoch) * per_epoch - state.steps_in_epoch
@@ -139,36 +125,30 @@ def short_schedule_reason(scheduler: Any, count: int, planned: int) -> str | Non
         planned: likewise, of the run as it was planned; who has planned to go beyond a cosine means to swing.
     """
     # torch 2.13.0: there is no public way to the parts of these two schedulers.
-    if isinstance(scheduler, SequentialLR):
+    if isinstance(scheduler, lr_scheduler.SequentialLR):
         start = scheduler._milestones[-1]
         if count <= start:
             return None
         return short_schedule_reason(scheduler._schedulers[-1], count - start, planned - start)
-    if isinstance(scheduler, ChainedScheduler):
+    if isinstance(scheduler, lr_scheduler.ChainedScheduler):
         found = (short_schedule_reason(part, count, planned) for part in scheduler._schedulers)
         return next((what for what in found if what is not None), None)
-    if isinstance(scheduler, OneCycleLR) and count > scheduler.total_steps:
+    if isinstance(scheduler, lr_scheduler.OneCycleLR) and count > scheduler.total_steps:
         return f"it ends after {scheduler.total_steps} of its steps, and torch refuses to make more"
-    if isinstance(scheduler, CosineAnnealingLR) and planned <= scheduler.T_max < count:
+    if isinstance(scheduler, lr_scheduler.CosineAnnealingLR) and planned <= scheduler.T_max < count:
         return f"after T_max={scheduler.T_max} of its steps the rate would rise again"
-    if _is_zero(scheduler, count - 1):
-        return "it ends before, and the rate of the last update would be 0"
-    return None
-
-
-def _is_zero(scheduler: Any, step: int) -> bool:
-    """Whether every rate is 0 after `step` steps, where that can be computed."""
-    if isinstance(scheduler, PolynomialLR) or (isinstance(scheduler, LinearLR) and scheduler.end_factor == 0):
-        return step >= scheduler.total_iters
-    return isinstance(scheduler, LambdaLR) and all(function(step) == 0 for function in scheduler.lr_lambdas)
+    to_zero = isinstance(scheduler, lr_scheduler.LinearLR) and scheduler.end_factor == 0
+    if to_zero or isinstance(scheduler, lr_scheduler.PolynomialLR):
+        is_zero = count - 1 >= scheduler.total_iters
+    else:
+        is_zero = isinstance(scheduler, lr_scheduler.LambdaLR) and not any(f(count - 1) for f in scheduler.lr_lambdas)
+    return "it ends before, and the rate of the last update would be 0" if is_zero else None
 
 
 _WHOLE_RUN: dict[str, Any] = {"total_steps": placeholders.TOTAL_STEPS}
-_SHAPES: dict[str, Any] = {
-    "warmup_cosine": functools.partial(warmup.warmup_cosine, **_WHOLE_RUN),
-    "warmup_linear": functools.partial(warmup.warmup_linear, **_WHOLE_RUN),
-    "warmup_stable_decay": functools.partial(warmup.warmup_stable_decay, **_WHOLE_RUN),
-    "inverse_sqrt": warmup.inverse_sqrt,
+_OVER_WHOLE_RUN = (warmup.warmup_cosine, warmup.warmup_linear, warmup.warmup_stable_decay)
+_SHAPES: dict[str, Any] = {"inverse_sqrt": warmup.inverse_sqrt} | {
+    shape.__name__: functools.partial(shape, **_WHOLE_RUN) for shape in _OVER_WHOLE_RUN
 }
 
 

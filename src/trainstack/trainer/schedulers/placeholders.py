@@ -18,7 +18,19 @@ from trainstack.errors import ConfigurationError
 if TYPE_CHECKING:
     from trainstack.trainer.core.plan import TrainingPlan
 
-_UNKNOWN = "the training loader has no length. Give it one (__len__, its number of batches)"
+_Operator = Callable[[Any, Any], "Expression"]
+
+
+def _operators(function: Callable[..., Any], symbol: str) -> tuple[_Operator, _Operator]:
+    """The method of `self symbol other`, and that of `other symbol self`."""
+
+    def expression(left: Any, right: Any) -> Expression:
+        for operand in (left, right):
+            if isinstance(operand, bool) or not isinstance(operand, int | float | Lazy):
+                return NotImplemented  # type: ignore[no-any-return]
+        return Expression(function, symbol, (left, right))
+
+    return expression, lambda self, other: expression(other, self)
 
 
 class Lazy:
@@ -26,35 +38,11 @@ class Lazy:
 
     __slots__ = ()
 
-    def __add__(self, other: Any) -> Expression:
-        return _binary(operator.add, "+", self, other)
-
-    def __radd__(self, other: Any) -> Expression:
-        return _binary(operator.add, "+", other, self)
-
-    def __sub__(self, other: Any) -> Expression:
-        return _binary(operator.sub, "-", self, other)
-
-    def __rsub__(self, other: Any) -> Expression:
-        return _binary(operator.sub, "-", other, self)
-
-    def __mul__(self, other: Any) -> Expression:
-        return _binary(operator.mul, "*", self, other)
-
-    def __rmul__(self, other: Any) -> Expression:
-        return _binary(operator.mul, "*", other, self)
-
-    def __truediv__(self, other: Any) -> Expression:
-        return _binary(operator.truediv, "/", self, other)
-
-    def __rtruediv__(self, other: Any) -> Expression:
-        return _binary(operator.truediv, "/", other, self)
-
-    def __floordiv__(self, other: Any) -> Expression:
-        return _binary(operator.floordiv, "//", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Expression:
-        return _binary(operator.floordiv, "//", other, self)
+    __add__, __radd__ = _operators(operator.add, "+")
+    __sub__, __rsub__ = _operators(operator.sub, "-")
+    __mul__, __rmul__ = _operators(operator.mul, "*")
+    __truediv__, __rtruediv__ = _operators(operator.truediv, "/")
+    __floordiv__, __rfloordiv__ = _operators(operator.floordiv, "//")
 
     def __neg__(self) -> Expression:
         return Expression(operator.neg, "-", (self,))
@@ -102,10 +90,16 @@ class Expression(Lazy):
     symbol: str
     operands: tuple[Any, ...]
 
+    @property
+    def is_compound(self) -> bool:
+        """Whether it is written with a symbol between two operands."""
+        return len(self.operands) == 2 and self.function is not round
+
     def __repr__(self) -> str:
-        parts = [f"({part!r})" if _is_compound(part) else repr(part) for part in self.operands]
-        if len(parts) == 2 and self.function is not round:
-            return f" {self.symbol} ".join(parts)
+        if self.is_compound:
+            compound = [isinstance(part, Expression) and part.is_compound for part in self.operands]
+            parts = zip(self.operands, compound, strict=True)
+            return f" {self.symbol} ".join(f"({part!r})" if inner else repr(part) for part, inner in parts)
         return f"{self.symbol}({', '.join(map(repr, self.operands))})"
 
 
@@ -150,7 +144,10 @@ def _number(value: Any, plan: TrainingPlan) -> Any:
         number = getattr(plan, value.field)
         if number is None:
             otherwise = ", or set max_steps in TrainerArguments" if value.field == "total_steps" else ""
-            raise ConfigurationError(f"{value!r} has no value: {_UNKNOWN}{otherwise}.")
+            raise ConfigurationError(
+                f"{value!r} has no value: the training loader has no length. Give it one (__len__, its number of "
+                f"batches){otherwise}."
+            )
         return number
     if not isinstance(value, Expression):
         return value
@@ -158,14 +155,3 @@ def _number(value: Any, plan: TrainingPlan) -> Any:
         return value.function(*(_number(operand, plan) for operand in value.operands))
     except ArithmeticError as error:
         raise ConfigurationError(f"{value!r} cannot be computed with the numbers of this run: {error}.") from error
-
-
-def _binary(function: Callable[..., Any], symbol: str, left: Any, right: Any) -> Expression:
-    for operand in (left, right):
-        if isinstance(operand, bool) or not isinstance(operand, int | float | Lazy):
-            return NotImplemented  # type: ignore[no-any-return]
-    return Expression(function, symbol, (left, right))
-
-
-def _is_compound(operand: Any) -> bool:
-    return isinstance(operand, Expression) and len(operand.operands) == 2 and operand.function is not round

@@ -15,7 +15,7 @@ from trainstack.trainer.tracking.history import RunHistory
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """A scheduler with a rhythm of its own; one that is returned bare steps after every update.
+    """A scheduler with an interval; one that is returned without a config steps after every update.
 
     Args:
         scheduler: the scheduler, or a function of the optimizer that makes it.
@@ -60,7 +60,7 @@ def is_timm_scheduler(scheduler: Any) -> bool:
 
 
 class TimmSchedulerAdapter:
-    """Counts for a timm scheduler, which keeps no count itself, so that it goes on after a resume.
+    """Counts for a timm scheduler, which keeps no count itself, so that a resumed run continues them.
 
     Args:
         scheduler: an object with timm's methods; decides itself whether updates or epochs matter.
@@ -99,7 +99,7 @@ class Schedules:
     """Steps schedulers when they are due.
 
     Args:
-        configs: made schedulers, bare or with a rhythm.
+        configs: made schedulers, some of them in a `SchedulerConfig`.
 
     Attributes:
         schedulers: the schedulers themselves, whose states a checkpoint keeps.
@@ -130,12 +130,11 @@ class Schedules:
         """
         for scheduled in self._scheduled:
             call, monitor = scheduled.epoch_call, scheduled.config.monitor
-            if call is not None and monitor is None:
+            if call is None:
+                continue
+            if monitor is None:
                 _step(call)
-            elif (
-                call is not None
-                and (value := _broadcast_value(history, str(monitor), epoch, comm, may_lack)) is not None
-            ):
+            elif (value := _broadcast_value(history, monitor, epoch, comm, may_lack)) is not None:
                 _step(call, value)
 
     def counts_after(self, updates: int | None, epochs: int | None) -> list[int | None]:
@@ -153,7 +152,7 @@ class Schedules:
 
 
 class _Scheduled:
-    """One scheduler in its rhythm."""
+    """One scheduler and its interval."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config, self.scheduler, self.waited = config, config.scheduler, 0

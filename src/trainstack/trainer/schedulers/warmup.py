@@ -1,6 +1,6 @@
 """Warm-up schedules as plain torch schedulers in closed form.
 
-`total_steps` and `warmup` count steps of the scheduler: global steps, unless its rhythm says otherwise. A whole number
+`total_steps` and `warmup` count steps of the scheduler: global steps, unless its interval is another. A whole number
 is so many steps; a float below 1 is a fraction of `total_steps`, rounded. The k-th update uses the value at step k - 1.
 """
 
@@ -125,13 +125,7 @@ def inverse_sqrt(optimizer: Optimizer, *, warmup: int, start_ratio: float = 0.0)
 
 
 def _descending(
-    optimizer: Optimizer,
-    total_steps: Any,
-    warmup: Any,
-    decay: Any,
-    start_ratio: Any,
-    final_ratio: Any,
-    shape: str,
+    optimizer: Optimizer, total_steps: Any, warmup: Any, decay: Any, start_ratio: Any, final_ratio: Any, shape: str
 ) -> LambdaLR:
     total = _whole("total_steps", total_steps)
     up = _part("warmup", warmup, total)

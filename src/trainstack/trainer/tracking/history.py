@@ -8,6 +8,7 @@ import operator
 import unicodedata
 from array import array
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -32,11 +33,8 @@ class MetricColumn:
     __slots__ = ("epochs", "flushed", "name", "steps", "values")
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.values = array("d")
-        self.steps = array("q")
-        self.epochs = array("q")
-        self.flushed = 0
+        self.name, self.flushed = name, 0
+        self.values, self.steps, self.epochs = array("d"), array("q"), array("q")
 
     def append(self, value: float, step: int, epoch: int) -> None:
         """Add a record."""
@@ -48,21 +46,18 @@ class MetricColumn:
         """The record at `index`."""
         return Record(self.name, self.values[index], self.steps[index], self.epochs[index])
 
-    def flushed_at(self, step: int) -> int:
-        """How many of the records that were flushed belong to `step`."""
-        return int(np.count_nonzero(np.array(self.steps)[: self.flushed] == step))
+
+_DTYPES = {"values": "float64", "steps": "int64", "epochs": "int64"}
 
 
 def pack(columns: Iterable[MetricColumn]) -> dict[str, Any]:
     """Names and lengths of `columns`, and their records one column after the other, as tensors."""
     kept = list(columns)
-    return {
-        "names": [column.name for column in kept],
-        "lengths": [len(column.values) for column in kept],
-        "values": _joined([column.values for column in kept], np.float64),
-        "steps": _joined([column.steps for column in kept], np.int64),
-        "epochs": _joined([column.epochs for column in kept], np.int64),
-    }
+    state: dict[str, Any] = {"names": [c.name for c in kept], "lengths": [len(c.values) for c in kept]}
+    for key, dtype in _DTYPES.items():
+        parts = [np.array(getattr(column, key), dtype) for column in kept]
+        state[key] = torch.from_numpy(np.concatenate([np.empty(0, dtype), *parts]))
+    return state
 
 
 def unpack(state: Mapping[str, Any]) -> dict[str, MetricColumn]:
@@ -74,37 +69,26 @@ def unpack(state: Mapping[str, Any]) -> dict[str, MetricColumn]:
     names, lengths = list(map(str, state["names"])), list(map(int, state["lengths"]))
     if len(set(names)) != len(names) or len(lengths) != len(names) or min(lengths, default=1) < 1:
         raise ValueError("names and lengths do not fit each other")
-    arrays = [_checked(state, key, sum(lengths)) for key in ("values", "steps", "epochs")]
+    arrays = {key: _checked(state, key, sum(lengths)) for key in _DTYPES}
     columns, start = {}, 0
     for name, length in zip(names, lengths, strict=True):
         column = columns[name] = MetricColumn(name)
-        own: tuple[array[Any], ...] = (column.values, column.steps, column.epochs)
-        for packed, source in zip(own, arrays, strict=True):
-            packed.frombytes(source[start : start + length].tobytes())
+        for key, source in arrays.items():
+            getattr(column, key).frombytes(source[start : start + length].tobytes())
         column.flushed = length
         start += length
     return columns
 
 
-def _joined(parts: list[array[Any]], dtype: type) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([np.empty(0, dtype), *(np.array(part, dtype) for part in parts)]))
-
-
 def _checked(state: Mapping[str, Any], key: str, length: int) -> np.ndarray[Any, Any]:
-    tensor, dtype = state[key], torch.float64 if key == "values" else torch.int64
+    tensor, dtype = state[key], getattr(torch, _DTYPES[key])
     if not isinstance(tensor, torch.Tensor) or tensor.dtype is not dtype or tensor.shape != (length,):
         raise ValueError(f"{key!r} is not a tensor of {length} {dtype} values")
     return tensor.to("cpu").numpy()
 
 
-__all__ = ["Record", "RunHistory", "snapshot_value"]
-
 # Controls, surrogates and line separators: what would break a line of a log or cannot be encoded at all.
 _FORBIDDEN_IN_NAMES = frozenset({"Cc", "Cs", "Zl", "Zp"})
-
-
-# A record whose value may still be on a device: column, value, version of the tensor when given, step, epoch.
-_Pending = tuple[MetricColumn, "float | torch.Tensor", int, int, int]
 
 
 class RunHistory:
@@ -131,7 +115,8 @@ class RunHistory:
         self.current_step = 0
         self.current_epoch = 0
         self._columns: dict[str, MetricColumn] = {}
-        self._pending: list[_Pending] = []
+        # Records whose values may still be on a device: column, value, version of the tensor when given, step, epoch.
+        self._pending: list[tuple[MetricColumn, float | torch.Tensor, int, int, int]] = []
         self._arrived: list[MetricColumn] = []
 
     def update_metric(
@@ -230,7 +215,8 @@ class RunHistory:
     def flushed_at(self, step: int) -> dict[str, int]:
         """How many records of each metric belong to `step` and were flushed."""
         self._read_pending()
-        counts = {name: column.flushed_at(step) for name, column in self._columns.items()}
+        columns = self._columns.items()
+        counts = {name: int(np.count_nonzero(np.array(c.steps)[: c.flushed] == step)) for name, c in columns}
         return {name: count for name, count in counts.items() if count}
 
     def get_state(self) -> dict[str, Any]:
@@ -278,13 +264,10 @@ class RunHistory:
         self._pending = []
         spoilt: list[tuple[str, int]] = []
         for column, value, version, step, epoch in pending:
-            if isinstance(value, torch.Tensor):
-                number = next(read)
-                if value._version != version:
-                    spoilt.append((column.name, step))
-                    number = math.nan
-            else:
-                number = value
+            number = next(read) if isinstance(value, torch.Tensor) else value
+            if isinstance(value, torch.Tensor) and value._version != version:
+                spoilt.append((column.name, step))
+                number = math.nan
             column.append(number, step, epoch)
         if spoilt:
             name, step = spoilt[0]
@@ -329,11 +312,9 @@ def _read_in_bulk(tensors: list[torch.Tensor]) -> list[float]:
 
 
 def _number(value: object, name: str) -> float:
-    try:
+    with suppress(OverflowError):
         if isinstance(value, Real):
             return float(value)
-    except OverflowError:
-        pass
     raise ConfigurationError(
         f"metric {name!r} was given {value!r} ({type(value).__name__}); "
         "give a number that a float can hold, or a tensor with one element."
@@ -341,11 +322,9 @@ def _number(value: object, name: str) -> float:
 
 
 def _whole(value: int, what: str, name: str) -> int:
-    try:
+    with suppress(TypeError):
         return operator.index(value)
-    except TypeError:
-        problem = f"metric {name!r} was given {what}={value!r}; give a whole number."
-    raise ConfigurationError(problem)
+    raise ConfigurationError(f"metric {name!r} was given {what}={value!r}; give a whole number.")
 
 
 def _checked_name(name: object) -> str:

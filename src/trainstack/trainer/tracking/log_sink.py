@@ -16,7 +16,7 @@ class LogSink:
     A module keeps one sink, whichever trainers run it one after the other; the one made ready last is connected.
 
     Attributes:
-        history: records the values; one that nobody reads, before `connect`.
+        history: records the values; before `connect`, one that is thrown away.
         state: gives the step and the epoch.
     """
 

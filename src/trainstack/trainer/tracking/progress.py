@@ -23,7 +23,7 @@ class ProgressDisplay(ABC):
     comparison of integers:
 
         if done >= display.next_poll:
-            display.look(done, loss)
+            display.poll(done, loss)
 
     No method raises because the terminal is gone: the display falls silent.
     """
@@ -59,15 +59,10 @@ class NoProgress(ProgressDisplay):
     """Shows nothing: `next_poll` is never reached."""
 
     def start_epoch(self, epoch: int, epochs: int, total_steps: int | None, done: int) -> None: ...
-
     def poll(self, done: int, loss: Callable[[], float | None]) -> None: ...
-
     def end_epoch(self, summary: str = "") -> None: ...
-
     def start_validation(self, key: str, total: int | None) -> None: ...
-
     def end_validation(self) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -99,12 +94,11 @@ class PacedProgress(ProgressDisplay):
         self._enter(Phase(f"epoch {epoch}/{epochs}", total_steps, done, done, self.pace.clock()))
 
     def poll(self, done: int, loss: Callable[[], float | None]) -> None:
-        phase = self.phase
-        if phase is not None:
-            phase.done = done
+        if self.phase is not None:
+            self.phase.done = done
             if self.pace.poll(done):
                 with self.pace.painting():
-                    self.paint(phase, loss())
+                    self.paint(self.phase, loss())
         self._set_next_poll()
 
     def start_validation(self, key: str, total: int | None) -> None:
@@ -112,10 +106,9 @@ class PacedProgress(ProgressDisplay):
         self._enter(Phase(f"validation {key}", total, 0, 0, self.pace.clock()))
 
     def end_validation(self) -> None:
-        training, self._training = self._training, None
-        self.phase = None
-        if training is not None:
-            self._enter(training)
+        self.phase, self._training = self._training, None
+        if self.phase is not None:
+            self._enter(self.phase)
         self._set_next_poll()
 
     def close(self) -> None:
@@ -125,10 +118,13 @@ class PacedProgress(ProgressDisplay):
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         self.pace.start(phase.done)
-        if self.pace.is_due():
-            with self.pace.painting():
-                self.paint(phase, None)
+        self._paint_if_due()
         self._set_next_poll()
+
+    def _paint_if_due(self) -> None:
+        if self.phase is not None and self.pace.is_due():
+            with self.pace.painting():
+                self.paint(self.phase, None)
 
     def _set_next_poll(self) -> None:
         silent = self.stream.gone or self.phase is None
@@ -214,9 +210,7 @@ class RichProgress(PacedProgress):
     def end_epoch(self, summary: str = "") -> None:
         if summary:
             self._lines.append(summary)
-        if self.phase is not None and self.pace.is_due():
-            with self.pace.painting():
-                self.paint(self.phase, None)
+        self._paint_if_due()
         self.phase = None
         self.next_poll = NEVER
 

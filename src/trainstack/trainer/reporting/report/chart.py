@@ -53,7 +53,9 @@ def chart(panel: Panel) -> Markup:
     """`panel` with its title and legend. Values that are inf or nan are gaps, and counted in the legend."""
     finite = [v for one in panel.series for v in one.values if math.isfinite(v)]
     steps = [step for one in panel.series for step in one.steps]
-    x, y = _step_scale(steps), _value_scale(panel.title, finite)
+    low, high = min(steps, default=0), max(steps, default=1)
+    room = 1 if low == high else 0
+    x, y = Scale(low - room, high + room, LEFT, WIDTH - RIGHT), _value_scale(panel.title, finite)
     drawing = tag(
         "svg",
         *_grid(x, y, panel.epoch_ends),
@@ -73,11 +75,6 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e7 else f"{value:.4g}"
 
 
-def _step_scale(steps: Sequence[float]) -> Scale:
-    low, high = min(steps, default=0), max(steps, default=1)
-    return Scale(low - 1 if low == high else low, high + 1 if low == high else high, LEFT, WIDTH - RIGHT)
-
-
 def _value_scale(title: str, values: Sequence[float]) -> Scale:
     low, high = min(values, default=0.0), max(values, default=1.0)
     if not title.startswith(_LINEAR) and low > 0 and math.log10(high) - math.log10(low) >= _LOG_FROM:
@@ -92,16 +89,14 @@ def _value_scale(title: str, values: Sequence[float]) -> Scale:
 
 def _grid(x: Scale, y: Scale, epoch_ends: Sequence[int]) -> Iterator[Markup]:
     for value in y.ticks(5):
-        at = y(value)
-        yield tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at)
-        yield tag("text", number(value), class_="y", x=LEFT - 8, y=at + 3.5)
+        yield tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y(value), y2=y(value))
+        yield tag("text", number(value), class_="y", x=LEFT - 8, y=y(value) + 3.5)
     for value in x.ticks(6):
         if float(value).is_integer():
             yield tag("text", number(value), class_="x", x=x(value), y=HEIGHT - 8)
-    if len(epoch_ends) <= _MOST_EPOCHS:
-        for step in epoch_ends:
-            if x.low < step < x.high:
-                yield tag("line", class_="epoch", x1=x(step), x2=x(step), y1=TOP, y2=HEIGHT - BOTTOM)
+    for step in epoch_ends if len(epoch_ends) <= _MOST_EPOCHS else ():
+        if x.low < step < x.high:
+            yield tag("line", class_="epoch", x1=x(step), x2=x(step), y1=TOP, y2=HEIGHT - BOTTOM)
     yield tag("line", class_="axis", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM)
 
 

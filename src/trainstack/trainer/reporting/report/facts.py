@@ -49,7 +49,7 @@ class RunFacts:
     Attributes:
         name: of the module's class.
         backend, device: what it runs on.
-        private: whether the stack has a privacy layer: then the training loss is not to be told.
+        private: whether the stack has a privacy layer: then the training loss is not shown.
         monitor: the metric that tells how good the weights are.
         arguments: `TrainerArguments.to_dict()`.
         plan: rows of (what, value).
@@ -94,7 +94,7 @@ class RunFacts:
             if values.pop("format") != FORMAT:
                 raise ValueError("it is of another format")
             sessions = tuple(
-                Session(**{**made, "samples": tuple(map(tuple, made["samples"]))}) for made in values.pop("sessions")
+                Session(**{**s, "samples": tuple(map(tuple, s["samples"]))}) for s in values.pop("sessions")
             )
             values |= {name: tuple(map(tuple, values[name])) for name in ("plan", "model", "environment")}
             return cls(**values, sessions=sessions)

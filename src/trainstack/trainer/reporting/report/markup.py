@@ -19,7 +19,11 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
     An underscore at an attribute's end is left out, others become hyphens: `class_`, `stroke_width`. An attribute of
     None is left out, one of True has no value.
     """
-    head = name + "".join(_attribute(key, value) for key, value in attributes.items() if value is not None)
+    head = name
+    for key, value in attributes.items():
+        if value is not None:
+            head += f" {key.removesuffix('_').replace('_', '-')}"
+            head += "" if value is True else f'="{escape(str(value), quote=True)}"'
     if name in _VOID and not children:
         return Markup(f"<{head}/>")
     return Markup(f"<{head}>{join_markup(*children)}</{name}>")
@@ -27,13 +31,8 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
 
 def join_markup(*children: object) -> Markup:
     """`children` one after the other, those escaped that are no `Markup`; None is nothing."""
-    return Markup(
-        "".join(
-            child if isinstance(child, Markup) else escape(str(child), quote=True)
-            for child in children
-            if child is not None
-        )
-    )
+    known = (child for child in children if child is not None)
+    return Markup("".join(c if isinstance(c, Markup) else escape(str(c), quote=True) for c in known))
 
 
 def table(columns: tuple[str, ...], rows: object, *, class_: str | None = None) -> Markup:
@@ -41,8 +40,3 @@ def table(columns: tuple[str, ...], rows: object, *, class_: str | None = None) 
     head = tag("thead", tag("tr", *(tag("th", column) for column in columns))) if any(columns) else None
     body = tag("tbody", *(tag("tr", *(tag("td", cell) for cell in row)) for row in rows))  # type: ignore[attr-defined]
     return tag("div", tag("table", head, body), class_=f"scroll {class_ or ''}".strip())
-
-
-def _attribute(key: str, value: object) -> str:
-    name = key.removesuffix("_").replace("_", "-")
-    return f" {name}" if value is True else f' {name}="{escape(str(value), quote=True)}"'

@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from trainstack.checkpointing import CheckpointInfo
 from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.core.logs import flatten
 from trainstack.trainer.reporting.report.chart import COLOURS, chart, number
 from trainstack.trainer.reporting.report.facts import Session
 from trainstack.trainer.reporting.report.markup import Markup, join_markup, table, tag
 from trainstack.trainer.reporting.report.panels import panels_of
 from trainstack.trainer.reporting.report.runs import ReportedRun
 
-_NOT_SET = "-"
 
-
-def flat(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested arguments as ("outer.inner", value in words)."""
-    for name, value in arguments.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", format_value(value)
-
-
-def format_value(value: Any) -> str:
-    """A value as one would write it in Python, long lists included."""
-    return repr(list(value)) if isinstance(value, list | tuple) else repr(value)
+def format_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Nested arguments as `{"outer.inner": value}`, each value as one would write it in Python."""
+    return {name: repr(list(v) if isinstance(v, tuple) else v) for name, v in flatten(arguments)}
 
 
 def differing_rows(runs: Sequence[ReportedRun]) -> list[tuple[str | Markup, ...]]:
@@ -40,7 +30,7 @@ def differing_rows(runs: Sequence[ReportedRun]) -> list[tuple[str | Markup, ...]
     """
     described = [_described(run) for run in runs]
     names = [name for name in dict.fromkeys(name for one in described for name in one) if name != "output_dir"]
-    rows = [(name, *(one.get(name, _NOT_SET) for one in described)) for name in names]
+    rows = [(name, *(one.get(name, "-") for one in described)) for name in names]
     return [(tag("code", name), *values) for name, *values in rows if len(set(values)) > 1]
 
 
@@ -48,7 +38,7 @@ def _described(run: ReportedRun) -> dict[str, str]:
     facts = run.facts
     extra = {f"{part}: {what}": value for part in ("plan", "environment") for what, value in getattr(facts, part)}
     parameters = {"module: parameters": f"{facts.model[0][2]:,}"} if facts.model else {}
-    return {"module": facts.name, **parameters, **dict(flat(facts.arguments)), "backend": facts.backend, **extra}
+    return {"module": facts.name, **parameters, **format_arguments(facts.arguments), "backend": facts.backend, **extra}
 
 
 _MOST_METRICS = 3
@@ -127,8 +117,8 @@ def _checkpoints(run: ReportedRun) -> Markup:
 
 
 def _checkpoint(run: ReportedRun, info: CheckpointInfo) -> tuple[str, ...]:
-    told = [name for name in info.metrics if not run.is_secret(name)]
-    ordered = sorted(told, key=lambda name: (name != run.facts.monitor, not name.startswith("val/")))
+    shown = [name for name in info.metrics if not run.is_secret(name)]
+    ordered = sorted(shown, key=lambda name: (name != run.facts.monitor, not name.startswith("val/")))
     return (
         info.name + (" (kept for good)" if info.pinned else ""),
         "-" if info.global_step is None else number(info.global_step),
@@ -139,7 +129,7 @@ def _checkpoint(run: ReportedRun, info: CheckpointInfo) -> tuple[str, ...]:
 
 
 def _arguments(run: ReportedRun) -> Markup:
-    given, default = dict(flat(run.facts.arguments)), dict(flat(TrainerArguments().to_dict()))
+    given, default = format_arguments(run.facts.arguments), format_arguments(TrainerArguments().to_dict())
     chosen = [(tag("code", name), value) for name, value in given.items() if default.get(name) != value]
     others = [(tag("code", name), value) for name, value in given.items() if default.get(name) == value]
     return join_markup(
@@ -150,10 +140,10 @@ def _arguments(run: ReportedRun) -> Markup:
 
 def _model(run: ReportedRun) -> Markup:
     rows = [(tag("code", name), kind, number(size), number(trained)) for name, kind, size, trained in run.facts.model]
-    whole = table(("part", "class", "parameters", "trained"), rows[:1])
+    columns = ("part", "class", "parameters", "trained")
+    whole = table(columns, rows[:1])
     if len(rows) == 1:
         return whole
-    columns = ("part", "class", "parameters", "trained")
     return join_markup(whole, tag("details", tag("summary", f"{len(rows) - 1} parts"), table(columns, rows[1:])))
 
 
@@ -172,12 +162,10 @@ def _sessions(sessions: tuple[Session, ...]) -> Markup:
 
 
 def _time(seconds: float) -> str:
+    whole = round(seconds)
     if seconds < 60:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole // 60 % 60} min"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole // 60 % 60} min"
 
 
 STYLE = """
@@ -271,10 +259,12 @@ def page_of(runs: Sequence[ReportedRun]) -> str:
     """The page of one run, or the comparison of several."""
     title = f"{runs[0].facts.name}: run report" if len(runs) == 1 else f"{len(runs)} runs compared"
     body = _one(runs[0]) if len(runs) == 1 else _several(runs)
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"  # no script but ours runs
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_policy()),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("title", title),
         tag("style", Markup(STYLE)),
@@ -282,12 +272,6 @@ def page_of(runs: Sequence[ReportedRun]) -> str:
     made = f"Made by trainstack on {datetime.now():%Y-%m-%d at %H:%M}. Nothing is loaded from anywhere."
     main = tag("main", body, tag("footer", made))
     return "<!doctype html>\n" + tag("html", head, tag("body", main, tag("script", Markup(SCRIPT))), lang="en") + "\n"
-
-
-def _policy() -> str:
-    """Browsers load nothing, and run no script but ours."""
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
 def _one(run: ReportedRun) -> Markup:

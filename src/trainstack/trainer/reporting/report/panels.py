@@ -61,18 +61,12 @@ def _of_one(run: ReportedRun) -> list[Panel]:
 
 def _of_several(runs: Sequence[ReportedRun]) -> list[Panel]:
     curves = [{**run.shown_curves, **_sampled(run)} for run in runs]
-    names = sorted(set().union(*curves), key=lambda name: (_place(_title_of(name)), name))
-    return [
-        Panel(
-            title=name,
-            series=tuple(
-                _series(run.label, *own[name], colour=i)
-                for i, (run, own) in enumerate(zip(runs, curves, strict=True))
-                if name in own
-            ),
-        )
-        for name in names
-    ]
+    panels = []
+    for name in sorted(set().union(*curves), key=lambda name: (_place(_title_of(name)), name)):
+        having = [i for i, own in enumerate(curves) if name in own]
+        series = (_series(runs[i].label, *curves[i][name], colour=i) for i in having)
+        panels.append(Panel(title=name, series=tuple(series)))
+    return panels
 
 
 def _title_of(name: str) -> str:

@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainstack.checkpointing import AbstractCheckpointer, DefaultCheckpointer
+from trainstack.checkpointing import DefaultCheckpointer
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import to_jsonable
@@ -45,11 +46,14 @@ class RunRecorder:
         self._clock = time.perf_counter()
         self._session = Session(began=time.time(), first_step=resume_step or 0)
         directory.mkdir(parents=True, exist_ok=True)
-        earlier = self._earlier_sessions() if resume_step is not None else ()
-        if resume_step is None:
-            for name in (FILE_NAME, REPORT_NAME):
-                if (directory / name).exists():
-                    (directory / name).rename(free_name(directory / name))
+        earlier: tuple[Session, ...] = ()
+        if resume_step is not None:
+            with suppress(OSError, ConfigurationError):  # the run began elsewhere, or without a report
+                earlier = RunFacts.read(directory).sessions
+        else:
+            for file in (directory / FILE_NAME, directory / REPORT_NAME):
+                if file.exists():
+                    file.rename(free_name(file))
         self._facts = replace(facts, sessions=(*earlier, self._session))
         self._facts.write(directory)
 
@@ -78,15 +82,8 @@ class RunRecorder:
         from trainstack.trainer.reporting.report.page import page_of
         from trainstack.trainer.reporting.report.runs import ReportedRun, checkpoints_of
 
-        seconds = round(time.perf_counter() - self._clock, 3)
-        ended = replace(
-            self._session,
-            status=status,
-            reason=reason,
-            seconds=seconds,
-            last_step=step,
-            samples=tuple(self._samples),
-        )
+        seconds, samples = round(time.perf_counter() - self._clock, 3), tuple(self._samples)
+        ended = replace(self._session, status=status, reason=reason, seconds=seconds, last_step=step, samples=samples)
         facts = replace(self._facts, sessions=(*self._facts.sessions[:-1], ended), privacy=privacy)
         facts.write(self._directory)
         run = ReportedRun(
@@ -98,12 +95,6 @@ class RunRecorder:
         path = self._directory / REPORT_NAME
         replace_file(path, page_of([run]))
         return path
-
-    def _earlier_sessions(self) -> tuple[Session, ...]:
-        try:
-            return RunFacts.read(self._directory).sessions
-        except (OSError, ConfigurationError):
-            return ()  # the run began elsewhere, or without a report
 
 
 def _rounded(gib: float | None) -> float | None:
@@ -138,15 +129,12 @@ def model_rows(module: nn.Module) -> tuple[tuple[str, str, int, int], ...]:
 
 def optimizer_rows(optimizers: Iterable[Optimizer]) -> list[tuple[str, str]]:
     """Class and numbers of each optimizer, as it was made."""
-    return [("optimizer", f"{type(one).__name__}: {_numbers_of(one) or 'no numbers'}") for one in optimizers]
-
-
-def _numbers_of(optimizer: Optimizer) -> str:
-    return ", ".join(
-        f"{name} {value}"
-        for name, value in optimizer.defaults.items()
-        if isinstance(value, int | float | tuple) and not isinstance(value, bool)
-    )
+    rows = []
+    for one in optimizers:
+        numbers = {k: v for k, v in one.defaults.items() if isinstance(v, int | float | tuple) and type(v) is not bool}
+        words = ", ".join(f"{name} {value}" for name, value in numbers.items()) or "no numbers"
+        rows.append(("optimizer", f"{type(one).__name__}: {words}"))
+    return rows
 
 
 @cache  # what is installed stays, and looking it up takes a millisecond each
@@ -161,7 +149,9 @@ def begin_recording(
     context: RunContext, plan: TrainingPlan, optimizers: Iterable[Optimizer], resume_step: int | None
 ) -> RunRecorder:
     """Begin to record a run, on its main process."""
-    args, stack, device = context.args, context.stack, context.world.device
+    args, stack, device, folder = context.args, context.stack, context.world.device, None
+    if isinstance(context.checkpointer, DefaultCheckpointer) and context.checkpointer.args.checkpoint:
+        folder = str(context.checkpointer.save_dir.absolute())
     facts = RunFacts(
         name=type(context.module).__name__,
         backend=stack.spec,
@@ -173,12 +163,6 @@ def begin_recording(
         stack=stack.explain(),
         model=model_rows(context.module),
         environment=environment_rows(device, context.world.size),
-        checkpoints=_folder_of(context.checkpointer),
+        checkpoints=folder,
     )
     return RunRecorder(args.log_dir, facts, device, resume_step)
-
-
-def _folder_of(checkpointer: AbstractCheckpointer) -> str | None:
-    if isinstance(checkpointer, DefaultCheckpointer) and checkpointer.args.checkpoint:
-        return str(checkpointer.save_dir.absolute())
-    return None

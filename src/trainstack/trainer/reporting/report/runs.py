@@ -49,7 +49,7 @@ class ReportedRun:
 
 
 def read_run(directory: Path, label: str) -> ReportedRun:
-    """Read what a run has written into `directory`, its `output_dir`; also while it goes on.
+    """Read what a run has written into `directory`, its `output_dir`; also while it is under way.
 
     Raises:
         ConfigurationError: neither metrics nor `run.json` are there, or they were not written by a run.

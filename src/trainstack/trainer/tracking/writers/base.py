@@ -16,7 +16,7 @@ class RunInfo:
     """The run that a writer is opened for.
 
     Args:
-        resume_step: None for a fresh run; otherwise the run goes on after that global step.
+        resume_step: None for a fresh run; otherwise the run continues after that global step.
         recorded_there: how many records of each metric, at `resume_step`, the checkpoint knows; what was written
             there beyond that will come again. None if that is not known.
         log_dir: where the run's logs lie; it need not exist yet.
@@ -38,7 +38,7 @@ class Writer(ABC):
     then on: training goes on without it.
 
     Attributes:
-        slow: True for a writer that talks over a network: after `open` it is called in a thread of its own.
+        slow: True for a writer that talks over a network: after `open` a thread calls it.
     """
 
     slow: ClassVar[bool] = False

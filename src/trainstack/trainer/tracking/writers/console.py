@@ -30,7 +30,7 @@ class QuietStream:
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        """Whether a terminal that is still there lies beneath."""
+        """Whether the stream is a terminal that is still there."""
         try:
             return self._stream is not None and self._stream.isatty()
         except (OSError, ValueError):
@@ -44,25 +44,24 @@ class QuietStream:
 
     def write(self, text: str) -> int:
         """Write `text`, or nothing if the stream is gone; returns the length of `text`."""
-        if self._stream is not None and not self.gone:
-            try:
-                self._write(self._stream, text)
-            except (OSError, ValueError):
-                self.gone = True
+        self._attempt(self._write, text)
         return len(text)
 
     def flush(self) -> None:
         """Flush the stream if it is still there."""
-        if self._stream is not None and not self.gone:
-            try:
-                self._stream.flush()
-            except (OSError, ValueError):
-                self.gone = True
+        self._attempt(lambda stream: stream.flush())
 
     def line(self, text: str) -> None:
         """Write `text` as one line and flush."""
         self.write(text + "\n")
         self.flush()
+
+    def _attempt(self, call: Callable[..., None], *args: str) -> None:
+        if self._stream is not None and not self.gone:
+            try:
+                call(self._stream, *args)
+            except (OSError, ValueError):
+                self.gone = True
 
     def _write(self, stream: TextIO, text: str) -> None:
         try:
@@ -71,18 +70,18 @@ class QuietStream:
             stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
 
 
-_POLLS_PER_SECOND = 40
-# A look costs about half a microsecond, so a longer stride would save nothing; it would only make the display
-# stand still for longer when steps suddenly become slow.
+_POLLS_PER_SECOND = 40  # four for each paint of the bar, which is painted at most ten times a second
+# A poll costs about half a microsecond. A longer stride would save nothing, and the display would react later when
+# steps suddenly become slow.
 _LONGEST_STRIDE = 128
 _SHARE_OF_TIME = 0.01
 
 
 class Pace:
-    """Names the step to look at next (`next_poll`) and says at a look whether painting is due.
+    """Names the step of the next poll (`next_poll`) and says at a poll whether painting is due.
 
     Two paints lie at least `interval` seconds apart, and so far that painting takes at most 1 % of the time.
-    `clock` returns seconds. `due_at_once` makes the first look paint; otherwise it waits for `interval`.
+    `clock` returns seconds. `due_at_once` makes the first poll paint; otherwise it waits for `interval`.
     """
 
     def __init__(self, interval: float, *, due_at_once: bool, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -229,10 +229,10 @@ def read_history(path: str | PathLike[str]) -> RunHistory:
 
 def _file(path: Path) -> Path:
     if path.is_dir():
-        found = [path / f"metrics{suffix}" for suffix in _FORMATS if (path / f"metrics{suffix}").is_file()]
-        if not found:
-            raise ConfigurationError(f"the folder {path} has neither metrics.csv nor metrics.jsonl in it.")
-        return found[0]
+        for file in (path / f"metrics{suffix}" for suffix in _FORMATS):
+            if file.is_file():
+                return file
+        raise ConfigurationError(f"the folder {path} has neither metrics.csv nor metrics.jsonl in it.")
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}; name a metrics.csv or metrics.jsonl, or its folder.")
     return path

@@ -12,11 +12,8 @@ from trainstack.errors import annotate
 from trainstack.trainer.tracking.history import Record
 from trainstack.trainer.tracking.writers.base import RunInfo, Writer
 
-MOST_WAITING = 1000
-"""Calls that may wait for a slow writer."""
-
-PATIENCE_S = 30.0
-"""Seconds without any progress after which a slow writer is given up."""
+MOST_WAITING = 1000  # calls that may wait for a slow writer
+PATIENCE_S = 30.0  # seconds without any progress after which a slow writer is given up
 
 
 class BackgroundWriter(Writer):
@@ -75,11 +72,8 @@ class BackgroundWriter(Writer):
         done = -1
         while done != self._done:
             done = self._done
-            try:
-                self._waiting.put(call, timeout=self._patience_s)
-                return
-            except queue.Full:
-                continue
+            with suppress(queue.Full):
+                return self._waiting.put(call, timeout=self._patience_s)
         self._thread = None
         raise self._standstill()
 
@@ -129,7 +123,7 @@ class WriterGroup(Writer):
                 raise
 
     def write(self, records: Sequence[Record]) -> None:
-        """Give `records` to all writers; without records nobody is bothered."""
+        """Give `records` to all writers, if there are any."""
         if records:
             self._all("write", lambda writer: writer.write(records))
 

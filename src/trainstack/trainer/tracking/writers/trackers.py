@@ -8,7 +8,7 @@ import os
 import re
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import Context
 from itertools import groupby
 from os import PathLike
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from trainstack.checkpointing.filesystem import atomic_write
 from trainstack.errors import ConfigurationError, MissingExtraError, annotate
-from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.logs import RunLogger, flatten
 from trainstack.trainer.tracking.history import Record
 from trainstack.trainer.tracking.writers.base import RunInfo, Writer
 
@@ -33,6 +33,7 @@ class Tracker(Writer):
     slow = True
     package: ClassVar[str]
     extra: ClassVar[str]
+    _run: Any = None
 
     def __init__(self) -> None:
         """Raises MissingExtraError without the package; it is imported when the run begins."""
@@ -45,17 +46,23 @@ class Tracker(Writer):
         file = run.log_dir / f"{self.extra}-run.json"
         known = _read(file) if run.resume_step is not None else None
         try:
-            told = self.start(run, known)
+            run_name = self.start(run, known)
         except Exception as error:
             if known is not None:
                 annotate(error, f"this would have gone on with run {known!r}; delete {file} to begin a new one")
             raise
         run.log_dir.mkdir(parents=True, exist_ok=True)
-        atomic_write(file, f"{json.dumps({'run': told})}\n".encode())
+        atomic_write(file, f"{json.dumps({'run': run_name})}\n".encode())
 
     @abstractmethod
     def start(self, run: RunInfo, known: str | None) -> str:
         """Begin a run, or continue the run `known`; returns by what it will be known."""
+
+    def close(self) -> None:
+        """Finish the run: what is on its way is sent."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
 
 
 def by_step(records: Sequence[Record]) -> Iterator[tuple[int, int, dict[str, float]]]:
@@ -77,9 +84,8 @@ def _read(file: Path) -> str | None:
     return run
 
 
-_METRICS_A_CALL = 1000
-_PARAMS_A_CALL = 100
-_LONGEST_PARAM = 6000
+# The server refuses more in one request, and longer values.
+_METRICS_A_CALL, _PARAMS_A_CALL, _LONGEST_PARAM = 1000, 100, 6000
 _REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
@@ -118,7 +124,8 @@ class MlflowWriter(Tracker):
             experiment = client.get_experiment_by_name(self._experiment)
             place = client.create_experiment(self._experiment) if experiment is None else experiment.experiment_id
             self._run_id = client.create_run(place, run_name=self._run_name).info.run_id
-            params = [Param(_REFUSED.sub("_", name), value[:_LONGEST_PARAM]) for name, value in _flat(run.config)]
+            texts = ((k, v if isinstance(v, str) else json.dumps(v)) for k, v in flatten(run.config))
+            params = [Param(_REFUSED.sub("_", name), text[:_LONGEST_PARAM]) for name, text in texts]
             for first in range(0, len(params), _PARAMS_A_CALL):
                 client.log_batch(self._run_id, params=params[first : first + _PARAMS_A_CALL])
         self._client = client
@@ -140,17 +147,8 @@ class MlflowWriter(Tracker):
             client.set_terminated(self._run_id)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """`a.b` for `{"a": {"b": ...}}`, each value as text."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
-
-
 class TrackioWriter(Tracker):
-    """Logs to trackio, in a database on this machine unless told otherwise; arguments and plan are the run's config.
+    """Logs to trackio, by default in a database on this machine; arguments and plan are the run's config.
 
     Args:
         project: the name of trackio's project.
@@ -163,7 +161,6 @@ class TrackioWriter(Tracker):
     def __init__(self, project: str = "trainstack", **options: Any) -> None:
         super().__init__()
         self._project, self._options = project, options
-        self._run: Any = None
 
     def start(self, run: RunInfo, known: str | None) -> str:
         """Call `trackio.init`; trackio knows a run by its name."""
@@ -172,7 +169,7 @@ class TrackioWriter(Tracker):
         own: dict[str, Any] = {"config": dict(run.config), "embed": False} | self._options
         if known is not None:
             own |= {"name": known, "resume": "must"}
-        # In a context of its own, since it would end the run that is current in ours, be it another trainer's.
+        # In a new context, since trackio ends the run that is current in this one, which may be another trainer's.
         self._run = Context().run(trackio.init, self._project, **own)
         return str(self._run.name)
 
@@ -180,12 +177,6 @@ class TrackioWriter(Tracker):
         """Log one point a step."""
         for step, epoch, values in by_step(records):
             self._run.log({"epoch": epoch, **values}, step=step)
-
-    def close(self) -> None:
-        """Finish the run: what is on its way is sent."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.finish()
 
 
 class WandbWriter(Tracker):
@@ -201,7 +192,6 @@ class WandbWriter(Tracker):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self._options = options
-        self._run: Any = None
 
     def start(self, run: RunInfo, known: str | None) -> str:
         """Call `wandb.init`."""
@@ -221,19 +211,16 @@ class WandbWriter(Tracker):
         for step, epoch, values in by_step(records):
             self._run.log({"global_step": step, "epoch": epoch, **values})
 
-    def close(self) -> None:
-        """Finish the run."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.finish()
-
 
 class TensorBoardWriter(Writer):
     """Writes scalars (float32, as TensorBoard keeps them) to event files; nothing is ever deleted.
 
-    They lie in `directory`. A fresh run into a directory that has event files goes to a folder of its own in
-    there, `run-1`, `run-2` and so on, so that two runs do not become one curve. A resumed run continues the
+    The files are in `directory`. A fresh run into a directory that has event files goes to a new folder in there,
+    `run-1`, `run-2` and so on, so that two runs do not become one curve. A resumed run continues the
     newest of them, and TensorBoard is told to leave out the points of later steps.
+
+    Events are written at once, without the thread of a `SummaryWriter`. To wait for that thread at each log point took
+    longer than to write the few points, and much longer on a busy machine.
     """
 
     def __init__(self, directory: str | PathLike[str]) -> None:
@@ -241,36 +228,13 @@ class TensorBoardWriter(Writer):
         if importlib.util.find_spec("tensorboard") is None:
             raise MissingExtraError("the tensorboard writer", "tensorboard", "tensorboard")
         self.directory = Path(directory)
-        self._file: _EventFile | None = None
+        self._writer: Any = None
 
     def open(self, run: RunInfo) -> None:
         """Start an event file. Raises ConfigurationError when it is open already."""
-        if self._file is not None:
+        if self._writer is not None:
             raise ConfigurationError(f"the tensorboard writer for {self.directory} is open; close() it.")
-        directory = _run_directory(self.directory, fresh=run.resume_step is None)
-        self._file = _EventFile(directory, run.resume_step)
-
-    def write(self, records: Sequence[Record]) -> None:
-        """Add `records` and flush. Raises ConfigurationError when the writer is not open."""
-        if self._file is None:
-            raise ConfigurationError(f"the tensorboard writer for {self.directory} is not open; call open().")
-        self._file.add(records)
-
-    def close(self) -> None:
-        """End the file."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
-
-
-class _EventFile:
-    """A new file of TensorBoard's events in `directory`, written at once, without the thread of a `SummaryWriter`.
-
-    To wait for that thread at each log point took longer than to write the few points, and much longer on a busy
-    machine. With a `resume_step`, TensorBoard is told to drop the points of later steps that earlier files have.
-    """
-
-    def __init__(self, directory: Path, resume_step: int | None) -> None:
+        directory, resume_step = _run_directory(self.directory, fresh=run.resume_step is None), run.resume_step
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.summary.writer.record_writer import RecordWriter
@@ -283,19 +247,24 @@ class _EventFile:
         self._writer = RecordWriter((directory / name).open("xb"))
         begin = {} if resume_step is None else {"step": resume_step + 1}
         self._put(file_version="brain.Event:2", **begin)
-        if resume_step is not None:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._put(session_log=start, **begin)
+        if resume_step is not None:  # from which TensorBoard drops the points of later steps in earlier files
+            self._put(session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START), **begin)
         self._writer.flush()
 
-    def add(self, records: Sequence[Record]) -> None:
+    def write(self, records: Sequence[Record]) -> None:
+        """Add `records` and flush. Raises ConfigurationError when the writer is not open."""
+        if self._writer is None:
+            raise ConfigurationError(f"the tensorboard writer for {self.directory} is not open; call open().")
         for record in records:
             value = self._summaries.Summary.Value(tag=record.name, simple_value=record.value)
             self._put(summary=self._summaries.Summary(value=[value]), step=record.step)
         self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        """End the file."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
     def _put(self, **event: Any) -> None:
         self._writer.write(self._events.Event(wall_time=time.time(), **event).SerializeToString())
