@@ -74,3 +74,25 @@ def test_links_from_a_page_lead_to_a_file_and_to_an_anchor_in_it() -> None:
         if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors_of(target))
     ]
     assert dead == []
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_files_and_members_that_a_page_names_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in tracked_python()}
+    files = re.findall(r"`([\w/]+\.py)`", text)
+    members = re.findall(r"`([A-Z]\w+)\.(\w+)`", text)
+    assert files
+    gone = [file for file in files if not any(f"/{path}".endswith(f"/{file}") for path in sources)]
+    gone += [
+        f"{owner}.{member}"
+        for owner, member in members
+        if not any(
+            re.search(rf"^class {owner}\b", s, re.M) and re.search(rf"\b{member}\b", s) for s in sources.values()
+        )
+    ]
+    assert gone == []
+
+
+def tracked_python() -> list[Path]:
+    return [path for folder in ("src", "tests", "tools") for path in (ROOT / folder).rglob("*.py")]
