@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from markdown.extensions.toc import slugify
 
 from tools.pages import PAGES, ROOT, Runner, blocks_of
 
 pytestmark = pytest.mark.processes
+OUTSIDE = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")]
 ANYTHING = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-LINK = re.compile(r"\]\((?P<target>[^)\s#:]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\((?P<target>[^)\s#:]*)(?:#(?P<anchor>[^)\s]*))?\)")
+FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 
 
 def name_of(page: Path) -> str:
@@ -48,9 +51,48 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(page: Path, runner: Run
     assert not wrong, "\n".join(wrong)
 
 
-def test_links_from_a_page_to_a_file_lead_to_one() -> None:
-    pages = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-    links = [(page, found["target"]) for page in pages for found in LINK.finditer(page.read_text(encoding="utf-8"))]
-    dead = [f"{page.name}: {target}" for page, target in links if not (page.parent / target).exists()]
-    assert links
+def links_of(page: Path) -> Iterator[tuple[Path, str]]:
+    """The file and the anchor, perhaps empty, of each link of a page that is not one to another site."""
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    for found in LINK.finditer(text):
+        yield (page.parent / found["target"] if found["target"] else page), found["anchor"] or ""
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that a site makes of a page's headings; code and links in a heading count by their text."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.M)
+    return {slugify(re.sub(r"\]\(.*?\)|[`\[*]", "", heading), "-") for heading in headings}
+
+
+def test_links_from_a_page_lead_to_a_file_and_to_an_anchor_in_it() -> None:
+    """Also those of pages that are not part of the site, where `make docs` does not look."""
+    links = [(page, *link) for page in [*PAGES, *OUTSIDE] for link in links_of(page)]
+    assert sum(bool(anchor) for *_, anchor in links) > 40
+    dead = [
+        f"{page.name}: {target.name}#{anchor}"
+        for page, target, anchor in links
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors_of(target))
+    ]
     assert dead == []
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_files_and_members_that_a_page_names_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in tracked_python()}
+    files = re.findall(r"`([\w/]+\.py)`", text)
+    members = re.findall(r"`([A-Z]\w+)\.(\w+)`", text)
+    assert files
+    gone = [file for file in files if not any(f"/{path}".endswith(f"/{file}") for path in sources)]
+    gone += [
+        f"{owner}.{member}"
+        for owner, member in members
+        if not any(
+            re.search(rf"^class {owner}\b", s, re.M) and re.search(rf"\b{member}\b", s) for s in sources.values()
+        )
+    ]
+    assert gone == []
+
+
+def tracked_python() -> list[Path]:
+    return [path for folder in ("src", "tests", "tools") for path in (ROOT / folder).rglob("*.py")]
