@@ -26,7 +26,7 @@ def test_a_thread_is_found_in_the_users_code() -> None:
     over.set()
     thread.join()
 
-    assert re.fullmatch(r"waits_for_data, at \S+test_whereabouts\.py:\d+: over\.wait\(20\)", place)
+    assert re.fullmatch(r"waits_for_data, at \S+test_thread_location\.py:\d+: over\.wait\(20\)", place)
 
 
 def test_a_thread_that_is_gone_is_nowhere() -> None:
