@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
 from tests.helpers.specs import every_stack
-from tests.trainer.test_hot_loop import CountsReads, reads_counted
+from tests.trainer.run.test_hot_loop import CountsReads, reads_counted
 from trainstack.backends import clipping
 
 META = torch.device("meta")

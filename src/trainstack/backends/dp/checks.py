@@ -34,7 +34,13 @@ def setup_problems(work: Workload, args: DifferentialPrivacyArguments) -> list[s
 
 def static_problems(work: Workload) -> list[str]:
     """What can be seen to break the guarantee without running the module; empty if nothing is."""
-    return [*_about_modules(work.module), *_about_clipping(work)]
+    problems = list(_about_modules(work.module))
+    if work.clipping.kind == "value":
+        problems.append(
+            f"clip_grad_value={work.clipping.limit}: gradients are clipped once, record by record. Leave it out and "
+            "set per_sample_max_grad_norm in DifferentialPrivacyArguments."
+        )
+    return problems
 
 
 def _about_data(data: TrainingSet | None, args: DifferentialPrivacyArguments) -> Iterator[str]:
@@ -101,10 +107,8 @@ def _about_shapes_and_dtypes(work: Workload, names: Mapping[int, str]) -> Iterat
             yield f"{name}: has no shape yet. Run the module once on a batch before training."
     coarse = [p for p in work.optimized_params if p.dtype not in (torch.float32, torch.float64)]
     if coarse:
-        which, dtypes = (
-            _format_names(names.get(id(p), "?") for p in coarse),
-            _format_names({str(p.dtype) for p in coarse}),
-        )
+        which = _format_names(names.get(id(p), "?") for p in coarse)
+        dtypes = _format_names({str(p.dtype) for p in coarse})
         yield (
             f"{which}: {dtypes} is too coarse for clipping and noise. Keep parameters in float32; half precision is "
             "what backend='sp-dp-bf16' is for."
@@ -112,7 +116,11 @@ def _about_shapes_and_dtypes(work: Workload, names: Mapping[int, str]) -> Iterat
 
 
 def _about_modules(module: nn.Module) -> Iterator[str]:
-    training = _training_flags(module)
+    modes = {part: part.training for part in module.modules()}
+    module.train()  # which a module may override; modes are put back
+    training = {part: part.training for part in module.modules()}
+    for part, was in modes.items():
+        part.training = was
     for name, part in module.named_modules():
         kind = f"{name or 'the module'} ({type(part).__name__})"
         batch_statistics = training[part] or not getattr(part, "track_running_stats", True)
@@ -129,24 +137,6 @@ def _about_modules(module: nn.Module) -> Iterator[str]:
             yield f"{kind}: sparse gradients show which rows were used. Write sparse=False."
         elif isinstance(part, DistributedDataParallel | DataParallel):
             yield f"{kind}: sums gradients before they are clipped. Take it off and write backend='ddp-dp'."
-
-
-def _training_flags(module: nn.Module) -> dict[nn.Module, bool]:
-    """Which modules are in training mode once training begins; modes are put back."""
-    before = {part: part.training for part in module.modules()}
-    module.train()
-    flags = {part: part.training for part in module.modules()}
-    for part, was in before.items():
-        part.training = was
-    return flags
-
-
-def _about_clipping(work: Workload) -> Iterator[str]:
-    if work.clipping.kind == "value":
-        yield (
-            f"clip_grad_value={work.clipping.limit}: gradients are clipped once, record by record. Leave it out and "
-            "set per_sample_max_grad_norm in DifferentialPrivacyArguments."
-        )
 
 
 def _format_names(names: Iterable[str]) -> str:
@@ -245,7 +235,8 @@ def neighbour_problems(mode: GradientMode, run: Run, data: TrainingSet, index: T
 
 def _problems(sum_of: _ClippedSum, in_full: _ClippedSum, index: Tensor) -> Iterator[str]:
     alone = torch.stack([in_full(index[i : i + 1], _NO_LIMIT) for i in range(len(index))])
-    limit = _probe_clipping_norm(alone)
+    # A hundredth of the shortest gradient among the records that have one: then every gradient is clipped.
+    limit = min((float(norm) for norm in alone.norm(dim=1) if norm > 0), default=0.0) / 100
     if limit == 0.0:
         yield (
             "no record has a gradient by itself: the loss is nan or inf, or it only compares records with each other. "
@@ -268,12 +259,6 @@ def _problems(sum_of: _ClippedSum, in_full: _ClippedSum, index: Tensor) -> Itera
             f"records have other gradients together than each by itself (their sum differs by {apart:.3f} times its "
             f"size), so clipping does not bound what one changes. {_INSTEAD}"
         )
-
-
-def _probe_clipping_norm(gradients: Tensor) -> float:
-    """A hundredth of the shortest gradient among the records that have one."""
-    norms = gradients.norm(dim=1)
-    return min((float(norm) for norm in norms if norm > 0), default=0.0) / 100
 
 
 class _ClippedSum:

@@ -66,7 +66,12 @@ def pick_device(wanted: DeviceChoice = "auto", local_rank: int = 0, local_size: 
         wanted = _one_of(wanted, local_rank, local_size)
     if isinstance(wanted, int):
         wanted = torch.device(kind, _check_index(wanted, wanted, count))
-    device = torch.device(kind) if wanted == "auto" else _known(wanted)
+    try:
+        device = torch.device(kind if wanted == "auto" else wanted)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"device={wanted!r}: torch knows no such device. Write 'auto', 'cpu', 'cuda' or 'cuda:1'."
+        ) from error
     if device.type in ("cpu", "meta"):
         return device
     if device.type != kind:
@@ -77,15 +82,6 @@ def pick_device(wanted: DeviceChoice = "auto", local_rank: int = 0, local_size: 
     if device.index is None:
         return torch.device(kind, _own_index(wanted, local_rank, local_size, count))
     return torch.device(kind, _check_index(wanted, device.index, count))
-
-
-def _known(name: str | torch.device) -> torch.device:
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"device={name!r}: torch knows no such device. Write 'auto', 'cpu', 'cuda' or 'cuda:1'."
-        ) from error
 
 
 def _check_index(wanted: Device, index: int, count: int) -> int:
@@ -124,7 +120,6 @@ def _format_device(wanted: Device) -> str:
 
 
 def _one_of(devices: Sequence[Device], local_rank: int, local_size: int | None) -> Device:
-    """The one of this process."""
     if local_rank < len(devices) == (local_size or len(devices)):
         return devices[local_rank]
     raise ConfigurationError(
