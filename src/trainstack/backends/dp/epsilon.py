@@ -148,14 +148,8 @@ _ORDERS = [1 + tenth / 10 for tenth in range(1, 100)] + [
 ]
 """opacus' own orders, which end at 63, and higher ones: without them epsilon never falls below 0.1 at delta 1e-5."""
 
-_MOST_DISTINCT = 20
-"""Entries that prv still composes: each costs as much as the first."""
-
 _LARGEST_GRID = 2**22
 """Points of prv's grid: four million take about two seconds."""
-
-_LARGEST_EPSILON = 50.0
-"""Above this rdp alone: the grid grows with epsilon, and no one calls such a figure private."""
 
 
 def rdp_epsilon(history: Sequence[Entry], delta: float) -> float:
@@ -196,7 +190,8 @@ def prv_epsilon(history: Sequence[Entry], delta: float, eps_error: float, rdp: f
             `rdp`.
         rdp: what `rdp_epsilon` says of the same.
     """
-    if len(history) > _MOST_DISTINCT or rdp > _LARGEST_EPSILON:
+    # Each entry costs as much as the first; the grid grows with epsilon, and no one calls one above 50 private.
+    if len(history) > 20 or rdp > 50.0:
         return math.inf
     steps = sum(entry[2] for entry in history)
     reach = max(rdp_epsilon(history, delta / 4000), eps_error) + 3  # the half width that opacus is going to choose

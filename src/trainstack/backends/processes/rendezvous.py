@@ -14,8 +14,6 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 from trainstack.backends.processes.environment import ProcessInfo
 from trainstack.errors import TrainstackError
 
-_POLL_S = 0.02
-
 _hosted_stores: dict[int, Store] = {}
 """Stores hosted by this process, by port; kept alive because another rank may still connect."""
 
@@ -92,4 +90,4 @@ def _wait(deadline: float, who: str) -> None:
             f"{who} has not come to the meeting in time. Look at its output: it may have failed before, "
             "or wait longer with DistributedTrainingArguments(timeout_s=...)."
         )
-    time.sleep(_POLL_S)
+    time.sleep(0.02)

@@ -58,22 +58,24 @@ class BookkeepingMode(GradientMode):
             for site, gradient in zip(uses, found, strict=False):
                 if gradient is not None:
                     if site.was_changed:
+                        name = self.names[site.parameters[0]]
                         raise Unsupported(
-                            f"the input of {self._name_of(site)} is changed in place later on. Write `x = x + y` "
-                            "instead of `x += y`."
+                            f"the input of {name} is changed in place later on. Write `x = x + y` instead of `x += y`."
                         )
                     site.receive(gradient.float(), records)
                     used.append(site)
         return used
 
-    def _name_of(self, site: ParamUse) -> str:
-        return self.names[next(i for i in (site.weight, site.bias) if i is not None)]
-
     def _add_uses(self, uses: Sequence[ParamUse], records: int) -> None:
-        shared = self._shared(uses)
-        squares = {}
+        users: dict[int, list[ParamUse]] = {}
         for site in uses:
-            squares.update(site.squares() if not shared else _of_others(site, shared))
+            for i in site.parameters:
+                users.setdefault(i, []).append(site)
+        shared = {i: found for i, found in users.items() if len(found) > 1}
+        squares: dict[int, Tensor] = {}
+        for site in uses:
+            if not shared.keys() >= set(site.parameters):
+                squares.update((i, square) for i, square in site.squares().items() if i not in shared)
         joint = {i: torch.stack([site.per_record()[i] for site in users]).sum(0) for i, users in shared.items()}
         squares.update({i: squared_norms(rows) for i, rows in joint.items()})
         nothing = self.sums[0].new_zeros(records)
@@ -88,19 +90,3 @@ class BookkeepingMode(GradientMode):
                     self.sums[i] += total.reshape(self.sums[i].shape)
         for i, rows in joint.items():
             self.sums[i] += (factors.rows[i] @ rows).reshape(self.sums[i].shape)
-
-    def _shared(self, uses: Sequence[ParamUse]) -> dict[int, list[ParamUse]]:
-        """The parameters that are used more than once, with their sites."""
-        users: dict[int, list[ParamUse]] = {}
-        for site in uses:
-            for i in (site.weight, site.bias):
-                if i is not None:
-                    users.setdefault(i, []).append(site)
-        return {i: found for i, found in users.items() if len(found) > 1}
-
-
-def _of_others(site: ParamUse, shared: dict[int, list[ParamUse]]) -> dict[int, Tensor]:
-    """The squared norms of a site's parameters that no other site uses."""
-    if all(i is None or i in shared for i in (site.weight, site.bias)):
-        return {}
-    return {i: square for i, square in site.squares().items() if i not in shared}

@@ -18,11 +18,9 @@ from torch.overrides import TorchFunctionMode
 from trainstack.backends.dp.modes.base import Unsupported
 from trainstack.backends.dp.modes.param_uses import ConvUse, ElementwiseUse, EmbeddingUse, NormUse, ParamUse, ProductUse
 
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
 
 def self_attention(
-    linear: Linear,
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     query: Tensor,
     heads: int,
     in_proj: tuple[Tensor, Tensor | None],
@@ -100,7 +98,7 @@ class OpInterceptor(TorchFunctionMode):
     def record_use(self, site: ParamUse, x: Tensor, output: Tensor, kept: Tensor | None = None) -> Tensor:
         """Record `site`; returns the output to go on with."""
         if x.dim() == 0 or x.shape[0] % self.records or output.shape[0] % self.records:
-            name = self.names[next(i for i in (site.weight, site.bias) if i is not None)]
+            name = self.names[site.parameters[0]]
             raise Unsupported(
                 f"{name} is used on an input of shape {tuple(x.shape)}, which has no dimension of {self.records} "
                 "records in front. Write grad_mode='vmap', or give the layer an input for each record."
@@ -131,11 +129,6 @@ def _detach(taps: OpInterceptor, parameter: Any) -> Any:
     return parameter if taps.number_of(parameter) is None else parameter.detach()
 
 
-def _clone(parameter: Tensor) -> Tensor:
-    """For outputs that would be a view of the parameter: nothing may be written through them."""
-    return parameter.detach().clone()
-
-
 def _linear(taps: OpInterceptor, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     w, b = taps.number_of(weight), taps.number_of(bias)
     if w is None and b is None:
@@ -161,12 +154,17 @@ def _conv(
         return func(input, weight, bias, *rest)  # type: ignore[no-any-return]
     kernel = tuple(weight.shape[2:])
     dilations = _per_dimension(dilation, kernel)
+    if padding == "same":
+        totals = [dilation * (size - 1) for dilation, size in zip(dilations, kernel, strict=True)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sides = [(side, side) for side in _per_dimension(0 if padding == "valid" else padding, kernel)]
     site = ConvUse(
         w,
         b,
         kernel=kernel,
         stride=_per_dimension(stride, kernel),
-        padding=_sides(padding, kernel, dilations),
+        padding=sides,
         dilation=dilations,
         groups=groups,
     )
@@ -177,16 +175,6 @@ def _conv(
 def _per_dimension(value: Any, kernel: tuple[int, ...]) -> tuple[int, ...]:
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * len(kernel) if len(values) == 1 else values
-
-
-def _sides(padding: Any, kernel: tuple[int, ...], dilations: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The padding before and after, for each dimension."""
-    if padding == "valid":
-        return [(0, 0)] * len(kernel)
-    if padding == "same":
-        totals = [dilation * (size - 1) for dilation, size in zip(dilations, kernel, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    return [(side, side) for side in _per_dimension(padding, kernel)]
 
 
 def _norm(
@@ -257,7 +245,7 @@ def _elementwise(taps: OpInterceptor, func: Any, left: Any, right: Any, **option
         if number is not None and _is_broadcast(operands[mine], operands[other], taps.records):
             ones = (1,) * (operands[other].dim() - operands[mine].dim())
             shape = (*ones, *operands[mine].shape)
-            copies = _clone(operands[mine]).reshape(shape).expand(taps.records, *shape[1:])
+            copies = operands[mine].detach().clone().reshape(shape).expand(taps.records, *shape[1:])
             operands[mine] = taps.record_use(ElementwiseUse(number, shape), copies, copies.view_as(copies))
     return func(*operands, **options)
 
@@ -265,10 +253,10 @@ def _elementwise(taps: OpInterceptor, func: Any, left: Any, right: Any, **option
 def _expand(taps: OpInterceptor, func: Any, parameter: Tensor, *size: Any, **options: Any) -> Any:
     """A parameter that is expanded over records, such as a class token."""
     number = taps.number_of(parameter)
-    copies = func(parameter if number is None else _clone(parameter), *size, **options)
-    shape = (1,) * (copies.dim() - parameter.dim()) + tuple(parameter.shape)
     if number is None:
-        return copies
+        return func(parameter, *size, **options)
+    copies = func(parameter.detach().clone(), *size, **options)  # a view: nothing may be written to the parameter
+    shape = (1,) * (copies.dim() - parameter.dim()) + tuple(parameter.shape)
     if copies.dim() == 0 or shape[0] != 1 or copies.shape[0] != taps.records:
         return func(parameter, *size, **options)
     return taps.record_use(ElementwiseUse(number, shape), copies, copies.view_as(copies))
