@@ -123,9 +123,15 @@ def text_of(statement: PrivacyStatement) -> str:
 def _details(s: PrivacyStatement) -> list[tuple[str, str]]:
     budget = "no budget" if s.max_epsilon is None else f"budget epsilon {s.max_epsilon:g}"
     stopped = ", which the next step would exceed" if s.stopped_by_budget else ""
+    parts = "; ".join(f"noise multiplier {sigma:g} and rate {q:.6g} for {n} steps" for sigma, q, n in s.history)
+    norms = ", ".join(f"{norm:g}" for norm in s.max_grad_norm)
     found = [
         ("Steps", f"{s.steps} taken, {s.planned_steps} planned; {budget}{stopped}"),
-        ("Mechanism", _mechanism(s)),
+        (
+            "Mechanism",
+            f"Poisson samples of {s.expected_batch_size} in {s.dataset_size} items (a public number) on average, each "
+            f"gradient clipped to {norms} ({s.clipping}), Gaussian noise: {parts or 'no step yet'}",
+        ),
     ]
     if s.epsilon is not None and s.replace_one is not None:
         replaced, delta = s.replace_one
@@ -145,15 +151,6 @@ def _details(s: PrivacyStatement) -> list[tuple[str, str]]:
         ("Versions", ", ".join(f"{name} {version}" for name, version in s.versions)),
     ]
     return found
-
-
-def _mechanism(s: PrivacyStatement) -> str:
-    parts = "; ".join(f"noise multiplier {sigma:g} and rate {q:.6g} for {n} steps" for sigma, q, n in s.history)
-    norms = ", ".join(f"{norm:g}" for norm in s.max_grad_norm)
-    return (
-        f"Poisson samples of {s.expected_batch_size} in {s.dataset_size} items (a public number) on average, each "
-        f"gradient clipped to {norms} ({s.clipping}), Gaussian noise: {parts or 'no step yet'}"
-    )
 
 
 def round_up(epsilon: float) -> str:

@@ -83,5 +83,5 @@ def _is_stopped(plan: PrivacyPlan, entries: tuple[Entry, ...]) -> bool:
         return False
     further = [*entries, (plan.noise_multiplier, plan.sample_rate, 1)]
     if epsilon_of(further, plan.delta, "rdp") <= plan.max_epsilon:
-        return False  # which most statements of a run learn in microseconds
+        return False  # microseconds, which are enough for most statements of a run
     return epsilon_of(further, plan.delta, plan.accountant, eps_error=plan.eps_error) > plan.max_epsilon

@@ -66,10 +66,10 @@ class Communicator:
             BaseException: `error` itself, on the process where it happened.
             PeerError: on the others, naming the rank and its error.
         """
-        told = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        errors = self.gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        for rank, text in enumerate(told):
+        for rank, text in enumerate(errors):
             if text is not None:
                 raise PeerError(f"{doing} failed on rank {rank}, so all processes stop. There: {text}")
 

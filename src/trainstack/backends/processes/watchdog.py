@@ -226,8 +226,8 @@ class PeerWatchdog(threading.Thread):
         return PeerError(f"rank {rank} failed, so rank {self._rank} stops as well. There:\n{text}")
 
     def _report(self, error: BaseException) -> str:
-        said = _WHERE_TORCH_SAW_IT.sub("", str(error)).partition(". This is typically")[0].strip()
-        missed = f"rank {self._rank} has lost touch with another process ({said}).\n"
+        message = _WHERE_TORCH_SAW_IT.sub("", str(error)).partition(". This is typically")[0].strip()
+        missed = f"rank {self._rank} has lost touch with another process ({message}).\n"
         try:
             places, silent = self._locate_ranks()
         except RuntimeError:

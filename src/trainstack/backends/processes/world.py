@@ -40,8 +40,6 @@ Device: TypeAlias = str | torch.device | int
 DeviceChoice: TypeAlias = Device | Sequence[Device]
 """A device, by name, as an object or as the number of an accelerator; -1 is all of them; or one for each process."""
 
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-
 
 def pick_device(wanted: DeviceChoice = "auto", local_rank: int = 0, local_size: int | None = 1) -> torch.device:
     """The device to train on.
@@ -111,7 +109,8 @@ def _is_bound(count: int) -> bool:
 
     Where all processes were left the same one, nccl says so as soon as they talk.
     """
-    visible = (os.environ.get(name, "") for name in _VISIBLE)
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+    visible = (os.environ.get(name, "") for name in names)
     return count == 1 and any(devices and "," not in devices for devices in visible)
 
 

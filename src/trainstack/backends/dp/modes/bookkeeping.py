@@ -29,20 +29,20 @@ class BookkeepingMode(GradientMode):
     name: ClassVar[str] = "bookkeeping"
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
-        with OpInterceptor(self.trained, self.names, records) as taps:
+        with OpInterceptor(self.trained, self.names, records) as ops:
             outputs = run(self.module, batch)
         mean = find_loss(outputs, records).mean()
-        sites = self._receive(taps.uses, mean, records)
+        uses = self._receive(ops.uses, mean, records)
         outputs = detach_outputs(outputs, mean)
         with torch.no_grad(), full_float32():
-            self._add_uses(sites, records)
+            self._add_uses(uses, records)
         return outputs
 
     def _receive(self, uses: list[ParamUse], mean: Tensor, records: int) -> list[ParamUse]:
-        """Give each site the gradient of its output; returns those on which the loss depends."""
+        """Give each use the gradient of its output; returns those on which the loss depends."""
         found = torch.autograd.grad(
             mean,
-            [*(site.edge for site in uses), *self.trained],  # type: ignore[arg-type]
+            [*(use.edge for use in uses), *self.trained],  # type: ignore[arg-type]
             grad_outputs=torch.full_like(mean, records),
             allow_unused=True,
         )
@@ -55,37 +55,37 @@ class BookkeepingMode(GradientMode):
                 )
         used = []
         with torch.no_grad(), full_float32():
-            for site, gradient in zip(uses, found, strict=False):
+            for use, gradient in zip(uses, found, strict=False):
                 if gradient is not None:
-                    if site.was_changed:
-                        name = self.names[site.parameters[0]]
+                    if use.was_changed:
+                        name = self.names[use.parameters[0]]
                         raise Unsupported(
                             f"the input of {name} is changed in place later on. Write `x = x + y` instead of `x += y`."
                         )
-                    site.receive(gradient.float(), records)
-                    used.append(site)
+                    use.receive(gradient.float(), records)
+                    used.append(use)
         return used
 
     def _add_uses(self, uses: Sequence[ParamUse], records: int) -> None:
         users: dict[int, list[ParamUse]] = {}
-        for site in uses:
-            for i in site.parameters:
-                users.setdefault(i, []).append(site)
+        for use in uses:
+            for i in use.parameters:
+                users.setdefault(i, []).append(use)
         shared = {i: found for i, found in users.items() if len(found) > 1}
         squares: dict[int, Tensor] = {}
-        for site in uses:
-            if not shared.keys() >= set(site.parameters):
-                squares.update((i, square) for i, square in site.squares().items() if i not in shared)
-        joint = {i: torch.stack([site.per_record()[i] for site in users]).sum(0) for i, users in shared.items()}
+        for use in uses:
+            if not shared.keys() >= set(use.parameters):
+                squares.update((i, square) for i, square in use.squares().items() if i not in shared)
+        joint = {i: torch.stack([use.per_record()[i] for use in users]).sum(0) for i, users in shared.items()}
         squares.update({i: squared_norms(rows) for i, rows in joint.items()})
         nothing = self.sums[0].new_zeros(records)
         factors = self.clipper.factors(torch.stack([squares.get(i, nothing) for i in range(len(self.trained))]))
         if factors.dropped is not None:
-            for site in uses:
-                site.drop(factors.dropped)
+            for use in uses:
+                use.drop(factors.dropped)
             joint = {i: rows.masked_fill(factors.dropped[:, None], 0.0) for i, rows in joint.items()}
-        for site in uses:
-            for i, total in site.weighted(factors.rows).items():
+        for use in uses:
+            for i, total in use.weighted(factors.rows).items():
                 if i not in joint:
                     self.sums[i] += total.reshape(self.sums[i].shape)
         for i, rows in joint.items():

@@ -1,6 +1,6 @@
 """Per-record gradients for each kind of parameter use.
 
-Each site keeps the layer's input `A` and is later given the gradient `G` of the summed losses with respect to the
+Each use keeps the layer's input `A` and is later given the gradient `G` of the summed losses with respect to the
 layer's output. From these follow the norm of each record's gradient and any weighted sum of the gradients, mostly
 without any per-record gradient in memory (Goodfellow 2015, arXiv 1510.01799; Li et al. 2021, arXiv 2110.05679; Bu et
 al. 2022, arXiv 2210.00038). Everything is float32.
@@ -225,8 +225,8 @@ class ConvUse(DirectUse):
         moves = [step * stride for step, stride in zip(steps[3:], self._stride, strict=True)]
         inner = [step * dilation for step, dilation in zip(steps[3:], self._dilation, strict=True)]
         size = (*x.shape[:2], *output, x.shape[2], *self._kernel)
-        windows = torch.as_strided(x, size, (*steps[:2], *moves, steps[2], *inner))
-        return windows.reshape(*x.shape[:2], torch.Size(output).numel(), -1)
+        patches = torch.as_strided(x, size, (*steps[:2], *moves, steps[2], *inner))
+        return patches.reshape(*x.shape[:2], torch.Size(output).numel(), -1)
 
 
 class EmbeddingUse(ParamUse):

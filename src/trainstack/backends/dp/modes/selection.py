@@ -235,6 +235,7 @@ class _Reference:
 
     def differs(self, sums: Sequence[Tensor], scales: Tensor, tolerance: float) -> int | None:
         """The number of a parameter whose sum, or whose norms, are not as the loop has them; None if there is none."""
+        # A hundredth of the largest norm beside each: a parameter with almost no gradient has nothing but rounding.
         allowed = tolerance * (self.scales + 1e-2 * self.scales.max())
         wrong = [i for i, fits in enumerate((scales - self.scales).abs() <= allowed) if not fits]
         errors = zip(sums, self.sums, allowed, strict=True)
