@@ -26,7 +26,7 @@ from trainstack.errors import PeerError
 _OURS = str(Path(__file__).parents[2]) + os.sep  # the folder of the package
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PYTHON = str(Path(os.__file__).parent) + os.sep
-_WRAPPERS = ("hook", "announced")  # of trainer/events, around every hook and verb that is listened to
+_WRAPPERS = ("fail_together", "hook", "announced")  # around a public method of a trainer, every hook and every verb
 
 _THREAD = re.compile(r"hread 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
