@@ -15,7 +15,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
 from tests.helpers.specs import every_stack
 from tests.trainer.run.test_hot_loop import CountsReads, reads_counted
-from trainstack.backends import clipping
+from trainstack.backends import fast_paths
 
 META = torch.device("meta")
 
@@ -133,7 +133,7 @@ def test_losses_norms_and_checks_come_to_the_host_by_read_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With skipping, validation and checkpoints: whatever turns a tensor into a number happens within `read`."""
-    monkeypatch.setattr(clipping, "MOST_ON_HOST", 0.0)
+    monkeypatch.setattr(fast_paths, "MOST_ON_HOST", 0.0)
     stack = Notes(ts.build_trainer_backend("sp"))
     saving = ts.DefaultCheckpointerArguments()
     module = Classifier(numbers(32), validate=True)

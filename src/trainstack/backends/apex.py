@@ -27,8 +27,6 @@ from trainstack.backends.spec import register_layer
 from trainstack.backends.workload import Workload
 from trainstack.errors import ApexUnavailableError, CheckpointMismatchError, ConfigurationError
 
-Kind = Literal["absent", "not-nvidia", "broken", "no-amp", "amp"]
-
 _MARKS_OF_NVIDIA = ("multi_tensor_apply", "normalization")
 """Folders that every version of NVIDIA's apex has had, and the web framework of the same name has not."""
 
@@ -52,7 +50,7 @@ class ApexInfo:
         detail: what else there is to say: the error of the import, or what is odd about the place.
     """
 
-    kind: Kind
+    kind: Literal["absent", "not-nvidia", "broken", "no-amp", "amp"]
     location: str | None = None
     distribution: str | None = None
     has_cuda_ext: bool = False
@@ -64,15 +62,21 @@ def probe() -> ApexInfo:
     place = _place()
     if place is None:
         return ApexInfo(kind="absent")
-    found = partial(
-        ApexInfo, location=str(place), distribution=_distribution(), has_cuda_ext=find_spec("amp_C") is not None
-    )
+    names = sorted(set(metadata.packages_distributions().get("apex", ())))
+    installed = ", ".join(f"{name} {metadata.version(name)}" for name in names) or None
+    found = partial(ApexInfo, location=str(place), distribution=installed, has_cuda_ext=find_spec("amp_C") is not None)
     if not all((place / part).is_dir() for part in _MARKS_OF_NVIDIA):
-        return found(kind="not-nvidia", detail=_describe_other_package(place))
+        holds_source = (place / "apex" / "multi_tensor_apply").is_dir()
+        detail = ", but a folder that holds its source. Install it from there, or start in another folder"
+        return found(kind="not-nvidia", detail=detail if holds_source else "")
     if not (place / "amp" / "frontend.py").is_file():
         return found(kind="no-amp")
-    problem = _import_problem()
-    return found(kind="broken", detail=problem) if problem else found(kind="amp")
+    try:
+        importlib.import_module("apex.amp")
+    except Exception as error:
+        old = " (this apex is older than 2023-02-15, when it stopped to use torch._six)" if "_six" in str(error) else ""
+        return found(kind="broken", detail=f"{type(error).__name__}: {str(error).rstrip('.')}{old}")
+    return found(kind="amp")
 
 
 def require_amp() -> Any:
@@ -111,27 +115,6 @@ def _place() -> Path | None:
         return None
     folders = list(spec.submodule_search_locations or ())
     return Path(folders[0] if folders else spec.origin or "apex")
-
-
-def _distribution() -> str | None:
-    names = sorted(set(metadata.packages_distributions().get("apex", ())))
-    return ", ".join(f"{name} {metadata.version(name)}" for name in names) or None
-
-
-def _describe_other_package(place: Path) -> str:
-    if (place / "apex" / "multi_tensor_apply").is_dir():
-        return ", but a folder that holds its source. Install it from there, or start in another folder"
-    return ""
-
-
-def _import_problem() -> str:
-    """The error that importing apex.amp ends in; empty if there is none."""
-    try:
-        importlib.import_module("apex.amp")
-    except Exception as error:
-        old = " (this apex is older than 2023-02-15, when it stopped to use torch._six)" if "_six" in str(error) else ""
-        return f"{type(error).__name__}: {str(error).rstrip('.')}{old}"
-    return ""
 
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -206,7 +189,11 @@ class AmpApex(AbstractTrainerBackendDecorator):
             optimizer._amp_lazy_init()
             if by_scheduler:  # apex's step calls the one that the scheduler watches; else it would warn
                 getattr(optimizer.step, "__func__", optimizer.step)._wrapped_by_lr_sched = True
-        _cast_anew(amp)
+        handle = getattr(amp._amp_state, "handle", None)
+        if handle is not None:
+            # O1's cache of casts asks autograd for a cast's parent in a way that no torch since 1.10 understands, so
+            # that a weight used twice in a step is an IndexError; and a cast of a validation outlives later updates.
+            handle._enable_caching = False
         self._optimizers = tuple(optimizers)
         self._own = frozenset(map(id, work.parameters))
         return replace(work, model=model, optimizers=self._optimizers)
@@ -267,17 +254,6 @@ class AmpApex(AbstractTrainerBackendDecorator):
     def _masters(self) -> list[list[Tensor]]:
         """The float32 copies of float16 weights that apex made, by optimizer."""
         return [[p for p in self._amp.master_params(o) if id(p) not in self._own] for o in self._optimizers]
-
-
-def _cast_anew(amp: Any) -> None:
-    """Have O1 cast a weight each time that it is used.
-
-    Its cache of casts asks autograd for the cast's parent in a way that no torch since 1.10 understands, so that a
-    weight used twice in a step is an IndexError; and what a validation has cast outlives a change of the weights.
-    """
-    handle = getattr(amp._amp_state, "handle", None)
-    if handle is not None:
-        handle._enable_caching = False
 
 
 def _skips(work: Workload) -> bool:

@@ -225,8 +225,7 @@ class TrainerBackend(ABC):
         lines += [f"  {verb:<{verb_width}}   {self._verb_path(verb) or 'nothing to do'}" for verb in VERBS]
         together = [f"  {layer.name:<{width}}   {layer.collectives}" for layer in layers if layer.collectives]
         lines += ["", "what all processes do together:", "", *together] if together else []
-        kept = sorted(self.get_state())
-        lines += ["", f"state in a checkpoint: {', '.join(kept) if kept else 'none'}"]
+        lines += ["", f"state in a checkpoint: {', '.join(sorted(self.get_state())) or 'none'}"]
         return "\n".join(lines)
 
     def _verb_path(self, verb: str) -> str:

@@ -24,24 +24,19 @@ def clip_gradients(parameters: Iterable[nn.Parameter], clipping: Clipping, *, fa
     if not gradients:
         return None
     fast = fast_paths and fast_clipping_fits(gradients)
-    norm = fast_total_norm(gradients) if fast else _total_norm(gradients)
-    if clipping.kind == "norm":
-        (fast_limit_norm if fast else _limit_norm)(gradients, norm, clipping.limit)
+    if fast:
+        norm = fast_total_norm(gradients)
+    else:  # a sparse gradient counts by its values after its repeated rows are summed
+        norm = torch.nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients])
+    if clipping.kind == "norm" and fast:
+        fast_limit_norm(gradients, norm, clipping.limit)
+    elif clipping.kind == "norm":  # the same bits as `torch.nn.utils.clip_grads_with_norm_`, which takes parameters
+        scale = torch.clamp(clipping.limit / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale.to(gradient.device))
     elif clipping.kind == "value":
         _limit_values(gradients, clipping.limit, fast_paths)
     return norm
-
-
-def _total_norm(gradients: list[Tensor]) -> Tensor:
-    """The joint norm, of the values that a sparse gradient has after its repeated rows are summed."""
-    return torch.nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients])
-
-
-def _limit_norm(gradients: list[Tensor], norm: Tensor, limit: float) -> None:
-    """The same bits as `torch.nn.utils.clip_grads_with_norm_`, which takes parameters."""
-    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale.to(gradient.device))
 
 
 def _limit_values(gradients: list[Tensor], limit: float, fast_paths: bool) -> None:

@@ -7,8 +7,8 @@ import difflib
 import inspect
 import os
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, cast
@@ -132,30 +132,24 @@ class DDP(AbstractTrainerBackendDecorator):
         if place is None and not dist.is_initialized():
             raise ConfigurationError(launch_help(self.spec))
         here = place or process_info_of_group()
-        local_rank = here.local_rank
-        mine = pick_device(device, local_rank, here.local_size)
+        mine = pick_device(device, here.local_rank, here.local_size)
         if mine.type != "cpu":
             torch.accelerator.set_device_index(mine.index or 0)
         if place is not None:
             self._join(place, mine)
-        self._world = World(
-            rank=dist.get_rank(),
-            size=dist.get_world_size(),
-            local_rank=local_rank,
-            device=mine,
-            comm=self._communicator(),
-        )
-        return self._world
-
-    def _communicator(self) -> GroupCommunicator:
-        """Talks over a group that carries CPU tensors, which is the one for gradients if that does.
-
-        Beside an adopted group stand groups of our own: they have our time-out, and may be broken when a process fails.
-        """
+        # Beside an adopted group, make our own: they have our time-out, and may be broken when a process fails.
+        # The communicator needs a group that carries CPU tensors, which is the one for gradients if that does.
         self._group = cast(dist.ProcessGroup, dist.group.WORLD) if self._owns_group else self._new_group(None)
         talking = self._group if dist.get_backend(self._group) == "gloo" else self._new_group("gloo")
         # torch 2.13.0: an adopted process group has no public way to its store.
-        return GroupCommunicator(talking, dist.distributed_c10d._get_default_store(), [self._group])
+        self._world = World(
+            rank=dist.get_rank(),
+            size=dist.get_world_size(),
+            local_rank=here.local_rank,
+            device=mine,
+            comm=GroupCommunicator(talking, dist.distributed_c10d._get_default_store(), [self._group]),
+        )
+        return self._world
 
     def _new_group(self, backend: str | None) -> dist.ProcessGroup:
         made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=self._timeout)
@@ -196,7 +190,7 @@ class DDP(AbstractTrainerBackendDecorator):
                 f"{_STATIC} for steps of several micro-batches, in which torch does not support it. {_NOT_STATIC}, or "
                 "make gpu_batch_size_limit and the number of processes so large that each has one micro-batch a step."
             )
-        return _NestedContexts(work.model.no_sync(), self.inner.accumulate(work, last))
+        return _nested(work.model.no_sync(), self.inner.accumulate(work, last))
 
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
         if stage is not Stage.TRAIN and isinstance(work.model, DistributedDataParallel):
@@ -236,15 +230,12 @@ class DDP(AbstractTrainerBackendDecorator):
         try:
             self.inner.close()
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        if dist.is_initialized():
-            for group in self._made:
-                dist.destroy_process_group(group)
-            if self._owns_group:
-                dist.destroy_process_group()
-        self._group, self._made, self._owns_group = None, [], False
+            if dist.is_initialized():
+                for group in self._made:
+                    dist.destroy_process_group(group)
+                if self._owns_group:
+                    dist.destroy_process_group()
+            self._group, self._made, self._owns_group = None, [], False
 
 
 def _zero_loss_like(loss: Tensor, work: Workload) -> Tensor:
@@ -290,18 +281,7 @@ class _Entry(nn.Module):
         return self.module(batch=batch, **rest)
 
 
-class _NestedContexts(AbstractContextManager[None]):
-    """Two contexts as one."""
-
-    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
-        self._outer, self._inner = outer, inner
-
-    def __enter__(self) -> None:
-        self._outer.__enter__()
-        self._inner.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        try:
-            self._inner.__exit__(*raised)
-        finally:
-            self._outer.__exit__(*raised)
+@contextmanager
+def _nested(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield

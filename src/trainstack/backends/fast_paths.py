@@ -146,7 +146,7 @@ _VERSIONS_COUNTED = hasattr(Tensor, "_version")
 class GradientSeeds:
     """The gradients that backward passes begin with, 0-dim tensors of the micro-batch's weight.
 
-    A tensor that is kept costs less than a new one in each micro-batch: 0.4 us against 1.9 us.
+    A tensor that is kept takes less than a quarter of the time of a new one in each micro-batch.
     """
 
     # A step has few weights, one for each size of micro-batch. The bound is for a `batch_weight` that always differs.
@@ -337,9 +337,9 @@ def fast_batches(loader: Any, *, enabled: bool = True) -> Iterator[Any]:
     """`iter(loader)`.
 
     A `DataLoader` over a map-style data set that loads in this process enters a range for the profiler, converts and
-    counts at each batch. This takes longer than fetching a batch that is ready: an evaluation of a small model on
-    ready-made batches takes 1.4 times as long. Here torch's iterator is made, with all that it checks and draws, and
-    its sampler and fetcher are used without it. Other loaders are read as they come.
+    counts at each batch. For a batch that is ready this takes 15 times as long as the fetch alone, and doubles the time
+    of a forward pass of a linear layer with its loss. Here torch's iterator is made, with all that it checks and draws,
+    and its sampler and fetcher are used without it. Other loaders are read as they come.
     """
     iterator: Iterator[Any] = iter(loader)
     if not enabled or type(loader) is not DataLoader or loader.num_workers or loader.pin_memory:

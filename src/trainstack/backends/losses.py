@@ -32,7 +32,16 @@ def find_loss(outputs: Any, records: int | None = None) -> Tensor:
         return outputs
     loss = loss_item(outputs)
     if not isinstance(loss, Tensor):
-        raise ModuleContractError(_no_loss_message(loss, outputs))
+        if is_number(loss):
+            raise ModuleContractError(
+                f"train_step returned the number {loss!r} as the loss, through which no gradient flows. "
+                f"{RETURN_THE_TENSOR}"
+            )
+        has = f"a dict with the keys {list(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
+        raise ModuleContractError(
+            f"train_step returned {'nothing' if outputs is None else has}, in which there is no loss. Return the loss "
+            "tensor, a tuple whose first item is the loss, a dict with the key 'loss', or a dataclass with that field."
+        )
     if loss.dim() and (records is None or not loss.shape[0] == loss.numel() == records):
         or_each = "" if records is None else f", or one loss for each record, of shape ({records},)"
         raise ModuleContractError(
@@ -75,15 +84,3 @@ def with_loss(outputs: Any, loss: Tensor) -> Any:
 def is_number(value: Any) -> bool:
     """Whether `value` is a plain number, which a step returns by mistake instead of a tensor."""
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _no_loss_message(loss: Any, outputs: Any) -> str:
-    if is_number(loss):
-        return (
-            f"train_step returned the number {loss!r} as the loss, through which no gradient flows. {RETURN_THE_TENSOR}"
-        )
-    has = f"a dict with the keys {list(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
-    return (
-        f"train_step returned {'nothing' if outputs is None else has}, in which there is no loss. Return the loss "
-        "tensor, a tuple whose first item is the loss, a dict with the key 'loss', or a dataclass with that field."
-    )

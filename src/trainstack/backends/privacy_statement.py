@@ -13,10 +13,6 @@ from trainstack.errors import ConfigurationError
 
 FORMAT = 1
 
-UNIT = "one item of the training data set"
-RELATION = "one item added or removed, the rest unchanged"
-ARITHMETIC = "the guarantee is that of real numbers; noise is drawn and added in floating point"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacyStatement:
@@ -58,8 +54,8 @@ class PrivacyStatement:
     randomness: str | None = None
     grad_mode: str | None = None
     world_size: int | None = None
-    unit: str = UNIT
-    relation: str = RELATION
+    unit: str = "one item of the training data set"
+    relation: str = "one item added or removed, the rest unchanged"
     covered: tuple[str, ...] = ()
     not_covered: tuple[str, ...] = ()
     versions: tuple[tuple[str, str], ...] = ()
@@ -114,23 +110,29 @@ def no_guarantee(backend: str) -> PrivacyStatement:
 
 def text_of(statement: PrivacyStatement) -> str:
     """Return the statement's lines, the first of which says what holds, or that nothing does."""
-    lines = [_headline(statement)]
+    if statement.overrides:
+        lines = ["NOT PRIVATE: " + "; ".join(statement.overrides) + "."]
+    else:
+        spent = f"epsilon {round_up(statement.epsilon or 0.0)}, delta {statement.delta:g}"
+        lines = [f"The training is ({spent})-differentially private for {statement.unit}."]
     if statement.accountant is not None:
         lines += [f"  {name}: {text}" for name, text in _details(statement)]
     return "\n".join(lines)
 
 
-def _headline(statement: PrivacyStatement) -> str:
-    if statement.overrides:
-        return "NOT PRIVATE: " + "; ".join(statement.overrides) + "."
-    return (
-        f"The training is (epsilon {round_up(statement.epsilon or 0.0)}, delta {statement.delta:g})-differentially "
-        f"private for {statement.unit}."
-    )
-
-
 def _details(s: PrivacyStatement) -> list[tuple[str, str]]:
-    found = [("Steps", _steps(s)), ("Mechanism", _mechanism(s))]
+    budget = "no budget" if s.max_epsilon is None else f"budget epsilon {s.max_epsilon:g}"
+    stopped = ", which the next step would exceed" if s.stopped_by_budget else ""
+    parts = "; ".join(f"noise multiplier {sigma:g} and rate {q:.6g} for {n} steps" for sigma, q, n in s.history)
+    norms = ", ".join(f"{norm:g}" for norm in s.max_grad_norm)
+    found = [
+        ("Steps", f"{s.steps} taken, {s.planned_steps} planned; {budget}{stopped}"),
+        (
+            "Mechanism",
+            f"Poisson samples of {s.expected_batch_size} in {s.dataset_size} items (a public number) on average, each "
+            f"gradient clipped to {norms} ({s.clipping}), Gaussian noise: {parts or 'no step yet'}",
+        ),
+    ]
     if s.epsilon is not None and s.replace_one is not None:
         replaced, delta = s.replace_one
         error = f", as a rule at most {s.eps_error:g} above the truth" if s.accountant == "prv" else ""
@@ -144,26 +146,11 @@ def _details(s: PrivacyStatement) -> list[tuple[str, str]]:
     found += [
         ("Not covered", "; ".join(s.not_covered)),
         ("Randomness", str(s.randomness)),
-        ("Arithmetic", ARITHMETIC),
+        ("Arithmetic", "the guarantee is that of real numbers; noise is drawn and added in floating point"),
         ("Computed", f"per-sample gradients by {s.grad_mode}, processes: {s.world_size}"),
         ("Versions", ", ".join(f"{name} {version}" for name, version in s.versions)),
     ]
     return found
-
-
-def _steps(s: PrivacyStatement) -> str:
-    budget = "no budget" if s.max_epsilon is None else f"budget epsilon {s.max_epsilon:g}"
-    stopped = ", which the next step would exceed" if s.stopped_by_budget else ""
-    return f"{s.steps} taken, {s.planned_steps} planned; {budget}{stopped}"
-
-
-def _mechanism(s: PrivacyStatement) -> str:
-    parts = "; ".join(f"noise multiplier {sigma:g} and rate {q:.6g} for {n} steps" for sigma, q, n in s.history)
-    norms = ", ".join(f"{norm:g}" for norm in s.max_grad_norm)
-    return (
-        f"Poisson samples of {s.expected_batch_size} in {s.dataset_size} items (a public number) on average, each "
-        f"gradient clipped to {norms} ({s.clipping}), Gaussian noise: {parts or 'no step yet'}"
-    )
 
 
 def round_up(epsilon: float) -> str:

@@ -100,10 +100,16 @@ def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
     records = _tokenize(expand_auto(spec))
     _check_no_repeats(spec, records)
     in_order = sorted(records, key=lambda record: record.slot)
-    _check_no_exclusions(spec, in_order)
+    clash = _excluded(in_order)
+    if clash is not None:
+        one, other, reason = clash
+        fixed = _with_process([r for r in in_order if r is not other])
+        raise BackendSpecError(
+            f"backend {spec!r}: {one.token!r} does not work with {other.token!r}: {reason} Write {fixed!r}."
+        )
     if in_order[0].slot is not Slot.PROCESS:
         raise BackendSpecError(
-            f"backend {spec!r}: a stack starts with a process layer. Write {_write('sp', in_order)!r}."
+            f"backend {spec!r}: a stack starts with a process layer. Write {_with_process(in_order)!r}."
         )
     if in_order != records:
         inner, outer = next((a, b) for a, b in pairwise(records) if a.slot > b.slot)
@@ -168,11 +174,11 @@ def _check_no_repeats(spec: str, records: list[LayerRecord]) -> None:
         for earlier in records[:position]:
             if earlier.token == record.token:
                 once = [r for i, r in enumerate(records) if r.token != record.token or i == position]
-                fixed = _write("sp", sorted(once, key=lambda r: r.slot))
+                fixed = _with_process(sorted(once, key=lambda r: r.slot))
                 raise BackendSpecError(f"backend {spec!r}: {record.token!r} stands twice. Write {fixed!r}.")
             if earlier.slot == record.slot:
                 first, second = (
-                    _write("sp", sorted((r for r in records if r is not drop), key=lambda r: r.slot))
+                    _with_process(sorted((r for r in records if r is not drop), key=lambda r: r.slot))
                     for drop in (record, earlier)
                 )
                 raise BackendSpecError(
@@ -189,20 +195,10 @@ def _excluded(records: list[LayerRecord]) -> tuple[LayerRecord, LayerRecord, str
     return None
 
 
-def _check_no_exclusions(spec: str, records: list[LayerRecord]) -> None:
-    clash = _excluded(records)
-    if clash is not None:
-        one, other, reason = clash
-        fixed = _write("sp", [r for r in records if r is not other])
-        raise BackendSpecError(
-            f"backend {spec!r}: {one.token!r} does not work with {other.token!r}: {reason} Write {fixed!r}."
-        )
-
-
 def _join(records: list[LayerRecord]) -> str:
     return "-".join(record.token for record in records)
 
 
-def _write(process: str, records: list[LayerRecord]) -> str:
+def _with_process(records: list[LayerRecord]) -> str:
     has_process = any(record.slot is Slot.PROCESS for record in records)
-    return _join(records) if has_process else f"{process}-{_join(records)}"
+    return _join(records) if has_process else f"sp-{_join(records)}"

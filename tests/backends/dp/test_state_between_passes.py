@@ -120,9 +120,9 @@ def test_micro_batches_add_up_until_they_are_taken(asked: str) -> None:
     mode, batch = mode_for(asked, module, 0.1), batches(7)
     for rows in (slice(0, 2), slice(2, 7)):
         mode.add(run, tuple(part[rows] for part in batch), rows.stop - rows.start)
-    for mine, its in zip(mode.take(), reference(make("plain")[0], batch, 0.1), strict=True):
+    for mine, its in zip(mode.pop_sums(), reference(make("plain")[0], batch, 0.1), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
-    assert all(float(total.abs().max()) == 0.0 for total in mode.take())
+    assert all(float(total.abs().max()) == 0.0 for total in mode.pop_sums())
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -136,7 +136,7 @@ def test_a_record_that_is_not_finite_adds_exactly_nothing(asked: str, bad: float
     mode = mode_for(asked, module, 0.1)
     mode.add(run, (x, y), 6)
     others = [0, 1, 3, 4, 5]
-    for mine, its in zip(mode.take(), reference(make(shape)[0], (x[others], y[others]), 0.1), strict=True):
+    for mine, its in zip(mode.pop_sums(), reference(make(shape)[0], (x[others], y[others]), 0.1), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
 
 
@@ -162,7 +162,7 @@ def test_bookkeeping_leaves_it_out_of_every_kind_of_layer(net: str) -> None:
     for asked, rows in (("bookkeeping", [0, 1, 2, 3, 4]), ("loop", [0, 1, 2, 4])):
         mode = mode_for(asked, module, 0.1)
         mode.add(run, (batch[rows],), len(rows))
-        found.append(mode.take())
+        found.append(mode.pop_sums())
     for mine, its in zip(*found, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
 
@@ -179,7 +179,7 @@ def test_vmap_works_through_a_batch_in_chunks(monkeypatch: pytest.MonkeyPatch) -
     outputs = chunked.add(run, batch, 7)
     torch.testing.assert_close(outputs["logits"], expected["logits"])
     torch.testing.assert_close(outputs["loss"].detach(), expected["loss"].detach())
-    for mine, its in zip(chunked.take(), whole.take(), strict=True):
+    for mine, its in zip(chunked.pop_sums(), whole.pop_sums(), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
 
 
@@ -412,6 +412,6 @@ def test_vmap_normalises_under_autocast(norm: nn.Module) -> None:
     for asked in ("vmap", "loop"):
         mode = mode_for(asked, module, 0.1)
         mode.add(run, batch, 5)
-        found.append(mode.take())
+        found.append(mode.pop_sums())
     for mine, its in zip(*found, strict=True):
         assert float((mine - its).norm()) <= 0.05 * float(its.norm())  # both are rounded to bfloat16 on the way

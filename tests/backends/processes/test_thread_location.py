@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
+import trainstack
 from tests.helpers.patience import patience
 from trainstack.backends.processes import watchdog
 
@@ -52,3 +55,19 @@ def test_a_thread_that_runs_may_be_asked_at_any_moment() -> None:
     thread.join()
 
     assert {place.split(" > ")[0] for place in places - {""}} == {"runs"}
+
+
+def test_a_place_begins_at_the_first_function_of_the_library() -> None:
+    library: dict[str, Any] = {}
+    file = str(Path(trainstack.__file__).parent / "trainer" / "trainer.py")
+    exec(compile("def train(step):\n    step()", file, "exec"), library)
+
+    def fails() -> None:
+        raise ValueError
+
+    try:
+        library["train"](fails)
+    except ValueError as error:
+        place = watchdog.summarize_traceback(error.__traceback__)
+
+    assert place.startswith("train > fails, at ")

@@ -24,19 +24,17 @@ if TYPE_CHECKING:
 __getattr__ = lazy_imports(
     __name__,
     {
-        **{
-            name: f"trainstack.backends.dp.{module}"
-            for module, names in {
-                "accounting": ("calibrate_noise", "delta_of", "epsilon_of", "steps_within"),
-                "arguments": ("DifferentialPrivacyArguments", "PrivacyPlan", "plan_privacy"),
-                "budget": ("Accountant",),
-                "epsilon": ("fixed_order_epsilon", "gaussian_epsilon", "shuffled_epsilon_at_least"),
-                "ledger": ("SpendLedger",),
-                "statement": ("private_statement",),
-            }.items()
-            for name in names
-        },
-        **dict.fromkeys(("PrivacyStatement", "no_guarantee"), "trainstack.backends.privacy_statement"),
+        name: f"trainstack.backends.{module}"
+        for module, names in {
+            "dp.accounting": ("calibrate_noise", "delta_of", "epsilon_of", "steps_within"),
+            "dp.arguments": ("DifferentialPrivacyArguments", "PrivacyPlan", "plan_privacy"),
+            "dp.budget": ("Accountant",),
+            "dp.epsilon": ("fixed_order_epsilon", "gaussian_epsilon", "shuffled_epsilon_at_least"),
+            "dp.ledger": ("SpendLedger",),
+            "dp.statement": ("private_statement",),
+            "privacy_statement": ("PrivacyStatement", "no_guarantee"),
+        }.items()
+        for name in names
     },
 )
 

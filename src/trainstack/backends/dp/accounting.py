@@ -17,10 +17,7 @@ ACCOUNTANTS = ("prv", "rdp")
 LARGEST_ERROR = 0.01
 """What prv adds for its own error, unless a small target asks for less."""
 
-_SIGMA_TO_BEGIN_WITH = 20.0
 _LARGEST_SIGMA = 1e6
-_SMALL_TARGET = 0.1
-"""Below it Renyi accounting no longer tells a wrong noise from a right one, and prv takes seconds each time."""
 
 
 def merge_steps(history: Iterable[Sequence[float]]) -> list[Entry]:
@@ -68,11 +65,7 @@ def epsilon_of(
 
 
 def delta_of(
-    epsilon: float,
-    history: Iterable[Sequence[float]],
-    accountant: str = "prv",
-    *,
-    eps_error: float = LARGEST_ERROR,
+    epsilon: float, history: Iterable[Sequence[float]], accountant: str = "prv", *, eps_error: float = LARGEST_ERROR
 ) -> float:
     """An upper bound of delta at `epsilon`: the smallest, to 0.1 %, at which `epsilon_of` stays within `epsilon`.
 
@@ -114,7 +107,8 @@ def calibrate_noise(target_epsilon: float, delta: float, q: float, steps: int, a
         rough = epsilon_of([(sigma, q, steps)], delta, "rdp")
         if accountant == "rdp" or rough <= target_epsilon - tolerance or rough > 3 * target_epsilon + 5:
             return rough
-        if target_epsilon < _SMALL_TARGET and (least := clt_epsilon(sigma, q, steps, delta)) > target_epsilon:
+        # Below 0.1 Renyi accounting no longer tells a wrong noise from a right one, and prv takes seconds each time.
+        if target_epsilon < 0.1 and (least := clt_epsilon(sigma, q, steps, delta)) > target_epsilon:
             return least
         return epsilon_of([(sigma, q, steps)], delta, accountant, eps_error=tolerance)
 
@@ -126,7 +120,7 @@ def calibrate_noise(target_epsilon: float, delta: float, q: float, steps: int, a
 
 def _smallest_sigma(spent: Callable[[float], float], target: float, tolerance: float) -> float:
     """Bisect for the sigma at which `spent`, which falls, comes to within `tolerance` below `target`."""
-    low, high = 0.0, _SIGMA_TO_BEGIN_WITH
+    low, high = 0.0, 20.0
     while (reached := spent(high)) > target:
         low, high = high, 2 * high
         if high > _LARGEST_SIGMA:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trainstack._keywords import SuggestsNames
 from trainstack.backends.dp.accounting import (
@@ -24,7 +24,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "accountant": ACCOUNTANTS,
     "on_unsafe": ("error", "report"),
 }
-_FLAGS = ("secure", "log_train_loss", "allow_plan_change")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +95,6 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        _check_types(self)
         _check_budget(self)
         _check_clipping(self)
 
@@ -112,7 +110,7 @@ def _check_choices(args: DifferentialPrivacyArguments) -> None:
         if value not in choices:
             why = "it reports too little. " if value == "gdp" else ""
             raise ConfigurationError(f"{name}={value!r}: {why}Write one of {', '.join(map(repr, choices))}.")
-    for name in _FLAGS:
+    for name in ("secure", "log_train_loss", "allow_plan_change"):
         if not isinstance(getattr(args, name), bool):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write True or False.")
     for name, least in (("dataset_size", 1), ("debug_seed", 0)):
@@ -123,12 +121,9 @@ def _check_choices(args: DifferentialPrivacyArguments) -> None:
         raise ConfigurationError(
             f"secure=True and debug_seed={args.debug_seed}: a seed makes the noise known. Leave one of them out."
         )
-
-
-def _check_types(args: DifferentialPrivacyArguments) -> None:
     numbers = ("delta", "noise_multiplier", "target_epsilon", "max_epsilon", "sample_rate")
     for name in (*numbers, "target_quantile", "clip_learning_rate", "count_noise_multiplier"):
-        value: Any = getattr(args, name)
+        value = getattr(args, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ConfigurationError(f"{name}={value!r}: write a number.")
 
@@ -280,13 +275,9 @@ def check_delta_for(delta: float, records: int) -> None:
         ConfigurationError: `delta` is 1 / `records` or more.
     """
     if delta >= 1 / records:
+        power = 10.0 ** math.floor(math.log10(0.5 / records))
+        usual = float(f"{math.floor(0.5 / records / power) * power:.0e}")  # half of it with one digit, rounded down
         raise ConfigurationError(
             f"delta={delta} with {records} records: a mechanism that publishes each record with probability delta "
-            f"would pass. Write less than 1/{records} = {1 / records:.2g}, for example {_round_down(0.5 / records)}."
+            f"would pass. Write less than 1/{records} = {1 / records:.2g}, for example {usual}."
         )
-
-
-def _round_down(value: float) -> float:
-    """`value` with one digit, not above it."""
-    power = 10.0 ** math.floor(math.log10(value))
-    return float(f"{math.floor(value / power) * power:.0e}")

@@ -19,8 +19,6 @@ _log = logging.getLogger("trainstack")
 _FIXED = ("noise_multiplier", "sample_rate", "delta")
 """Parameters that must match on resume."""
 
-_STATE = ("run", "plan", "history", "overrides")
-
 NO_LEDGER = "steps of this run that were lost in a crash may not be counted, because its ledger was missing"
 
 
@@ -59,7 +57,7 @@ class Accountant:
     @property
     def steps(self) -> int:
         """All steps, of all mechanisms, those lost in crashes included."""
-        return sum(steps for _, _, steps in self.history)
+        return _total(self.history)
 
     def epsilon(self) -> float:
         """An upper bound of what is spent so far, at the plan's delta; inf without noise."""
@@ -171,26 +169,14 @@ class Accountant:
             CheckpointMismatchError: `state` is missing or incomplete, or its plan is another one.
             PrivacyLedgerError: the ledger does not know this run, or knows less of it than the checkpoint.
         """
-        if not state or any(name not in state for name in _STATE):
+        if not state or not {"run", "plan", "history", "overrides"} <= state.keys():
             raise CheckpointMismatchError(
                 "The checkpoint says nothing of what was spent, so epsilon of its steps is unknown. Resume from one "
                 "that a private run has written, or begin afresh with the model alone if it never saw private data."
             )
-        self._compare_plan(state["plan"])
-        history = merge_steps(state["history"])
-        overrides = tuple(dict.fromkeys((*self.overrides, *map(str, state["overrides"]))))
-        run = str(state["run"])
-        if self._ledger is not None and (missing := _beyond(self._ledger.spent(run), history)):
-            self._accept_missing(self._ledger, run, missing, history)
-            overrides = tuple(dict.fromkeys((*overrides, NO_LEDGER)))
-        self.run, self.overrides, self._counted = run, overrides, history
-        self._warn_of_lost_steps(history)
-
-    def _compare_plan(self, earlier: Mapping[str, Any]) -> None:
+        earlier, now = state["plan"], {name: getattr(self.plan, name) for name in _FIXED}
         changed = [
-            f"{name} was {earlier.get(name)}, is {getattr(self.plan, name)}"
-            for name in _FIXED
-            if earlier.get(name) != getattr(self.plan, name)
+            f"{name} was {earlier.get(name)}, is {value}" for name, value in now.items() if earlier.get(name) != value
         ]
         if changed and not self._args.allow_plan_change:
             raise CheckpointMismatchError(
@@ -198,19 +184,20 @@ class Accountant:
                 "arguments (target_epsilon gives another noise for other epochs or batches), or write "
                 "allow_plan_change=True: then both parts are accounted for."
             )
-
-    def _accept_missing(self, ledger: SpendLedger, run: str, missing: list[Entry], history: list[Entry]) -> None:
-        unknown, all_steps = (sum(steps for _, _, steps in entries) for entries in (missing, history))
-        if self._args.on_unsafe != "report":
-            raise PrivacyLedgerError(
-                f"The privacy ledger {ledger.path} lacks {unknown} of the {all_steps} steps before this checkpoint, so "
-                "it cannot know how many came after it. Copy the ledger file of the run to there, in its latest state; "
-                "or write on_unsafe='report' and go on without a guarantee."
-            )
-        ledger.carry(run, missing)
-
-    def _warn_of_lost_steps(self, history: list[Entry]) -> None:
-        lost = self.steps - sum(steps for _, _, steps in history)
+        history = merge_steps(state["history"])
+        overrides = tuple(dict.fromkeys((*self.overrides, *map(str, state["overrides"]))))
+        run = str(state["run"])
+        if self._ledger is not None and (missing := _beyond(self._ledger.spent(run), history)):
+            if self._args.on_unsafe != "report":
+                raise PrivacyLedgerError(
+                    f"The privacy ledger {self._ledger.path} lacks {_total(missing)} of the {_total(history)} steps "
+                    "before this checkpoint, so it cannot know how many came after it. Copy the ledger file of the run "
+                    "to there, in its latest state; or write on_unsafe='report' and go on without a guarantee."
+                )
+            self._ledger.carry(run, missing)
+            overrides = tuple(dict.fromkeys((*overrides, NO_LEDGER)))
+        self.run, self.overrides, self._counted = run, overrides, history
+        lost = self.steps - _total(history)
         if lost:
             _log.warning(
                 "%d private steps beyond the checkpoint are spent as well: the ledger has them, from a run that was "
@@ -224,3 +211,7 @@ def _beyond(known: list[Entry], history: list[Entry]) -> list[Entry]:
     have = {(sigma, q): steps for sigma, q, steps in known}
     lacking = [(sigma, q, steps - have.get((sigma, q), 0)) for sigma, q, steps in history]
     return [entry for entry in lacking if entry[2] > 0]
+
+
+def _total(history: list[Entry]) -> int:
+    return sum(steps for _, _, steps in history)

@@ -154,9 +154,7 @@ def per_layer_clipper(names: Sequence[str], limits: float | Sequence[float]) -> 
         ConfigurationError: there are as many limits as neither.
     """
     if isinstance(limits, int | float):
-        return PerLayerClipper(
-            range(len(names)), [_positive("max_grad_norm", limits) / math.sqrt(len(names))] * len(names)
-        )
+        limits = [_positive("max_grad_norm", limits) / math.sqrt(len(names))] * len(names)
     tops = list(dict.fromkeys(name.split(".")[0] for name in names))
     if len(limits) == len(names):
         return PerLayerClipper(range(len(names)), limits)

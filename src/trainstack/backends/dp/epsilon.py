@@ -19,13 +19,8 @@ from types import ModuleType
 
 from trainstack.errors import ConfigurationError, MissingExtraError
 
-# A record that takes part in k steps, whichever those are as long as it is fixed beforehand, is protected as by one
-# Gaussian mechanism of `mu = sqrt(sum of 1/sigma^2)` (Dong, Roth, Su 2019), whose delta for a given epsilon is exact
-# (Balle, Wang 2018). Both are for adding or removing one record, with everything else in place.
 NO_NOISE = 1e-9
 """So small a sigma counts as none: epsilon is above 1e17, and for much less the formulas leave the range of floats."""
-
-_BISECTIONS = 200
 
 
 def log_normal_cdf(z: float) -> float:
@@ -37,7 +32,7 @@ def log_normal_cdf(z: float) -> float:
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
-    """The least delta at `epsilon` of a Gaussian mechanism of sensitivity `mu` and noise 1."""
+    """The least delta at `epsilon` of a Gaussian mechanism of sensitivity `mu` and noise 1 (Balle, Wang 2018)."""
     if mu == 0.0:
         return 0.0
     first = math.exp(log_normal_cdf(-epsilon / mu + mu / 2))
@@ -59,7 +54,8 @@ def clt_epsilon(sigma: float, q: float, steps: int, delta: float) -> float:
 def fixed_order_epsilon(history: Iterable[tuple[float, float, int]], delta: float) -> float:
     """Epsilon of the same steps (sigma, q, steps) if batches were not drawn, but cut from one order fixed beforehand.
 
-    Each record then takes part once an epoch, `ceil(steps * q)` times in all, and nobody need guess in which steps.
+    Each record then takes part once an epoch, `ceil(steps * q)` times in all, and nobody need guess in which steps. It
+    is protected as by one Gaussian mechanism of `mu = sqrt(sum of 1/sigma^2)` (Dong, Roth, Su 2019).
     Batches that are shuffled in each epoch lie between `shuffled_epsilon_at_least` and this.
     """
     taken = [(sigma, math.ceil(round(steps * q, 9))) for sigma, q, steps in history]
@@ -99,7 +95,7 @@ def _least_epsilon(delta_at: Callable[[float], float], delta: float) -> float:
     low, high = 0.0, 1.0
     while delta_at(high) > delta:
         low, high = high, 2 * high
-    for _ in range(_BISECTIONS):
+    for _ in range(200):
         middle = (low + high) / 2
         if delta_at(middle) > delta:
             low = middle
@@ -108,10 +104,6 @@ def _least_epsilon(delta_at: Callable[[float], float], delta: float) -> float:
         if high - low <= 1e-12 * high:
             break
     return high
-
-
-_OLDEST = (1, 6)
-"""Before 1.6 opacus' adaptive clipping made its accountant under-report."""
 
 
 def import_opacus(module: str = "opacus", feature: str = "Differential privacy") -> ModuleType:
@@ -134,22 +126,18 @@ def import_opacus(module: str = "opacus", feature: str = "Differential privacy")
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
-    _check_version()
+    version = opacus_version()
+    if tuple(int(part) for part in version.split(".")[:2]) < (1, 6):
+        raise ConfigurationError(
+            f"opacus {version} is installed, which is too old: before 1.6 it reports too small an epsilon with "
+            "adaptive clipping. Install a newer one with: pip install 'trainstack[dp]'"
+        )
     return imported
 
 
 def opacus_version() -> str:
     """The version of the opacus that is installed."""
     return metadata.version("opacus")
-
-
-def _check_version() -> None:
-    version = opacus_version()
-    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-        raise ConfigurationError(
-            f"opacus {version} is installed, which is too old: before 1.6 it reports too small an epsilon with "
-            "adaptive clipping. Install a newer one with: pip install 'trainstack[dp]'"
-        )
 
 
 Entry = tuple[float, float, int]
@@ -160,14 +148,8 @@ _ORDERS = [1 + tenth / 10 for tenth in range(1, 100)] + [
 ]
 """opacus' own orders, which end at 63, and higher ones: without them epsilon never falls below 0.1 at delta 1e-5."""
 
-_MOST_DISTINCT = 20
-"""Entries that prv still composes: each costs as much as the first."""
-
 _LARGEST_GRID = 2**22
 """Points of prv's grid: four million take about two seconds."""
-
-_LARGEST_EPSILON = 50.0
-"""Above this rdp alone: the grid grows with epsilon, and no one calls such a figure private."""
 
 
 def rdp_epsilon(history: Sequence[Entry], delta: float) -> float:
@@ -208,7 +190,8 @@ def prv_epsilon(history: Sequence[Entry], delta: float, eps_error: float, rdp: f
             `rdp`.
         rdp: what `rdp_epsilon` says of the same.
     """
-    if len(history) > _MOST_DISTINCT or rdp > _LARGEST_EPSILON:
+    # Each entry costs as much as the first; the grid grows with epsilon, and no one calls one above 50 private.
+    if len(history) > 20 or rdp > 50.0:
         return math.inf
     steps = sum(entry[2] for entry in history)
     reach = max(rdp_epsilon(history, delta / 4000), eps_error) + 3  # the half width that opacus is going to choose

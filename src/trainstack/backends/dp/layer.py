@@ -54,11 +54,7 @@ class DP(AbstractTrainerBackendDecorator):
     requires_state: ClassVar[bool] = True
 
     def __init__(
-        self,
-        inner: Any,
-        *,
-        args: DifferentialPrivacyArguments | None = None,
-        ledger: str | PathLike[str] | None = None,
+        self, inner: Any, *, args: DifferentialPrivacyArguments | None = None, ledger: str | PathLike[str] | None = None
     ) -> None:
         super().__init__(inner)
         self._args, self._ledger = args, ledger
@@ -72,14 +68,13 @@ class DP(AbstractTrainerBackendDecorator):
                 f"backend {self.spec!r} was not told how private the run is to be. Write differential_privacy_args="
                 "DifferentialPrivacyArguments(delta=..., target_epsilon=...) in TrainerArguments."
             )
-        self._mechanism = self._make_mechanism(work, self._args)
-        return replace(work, gradients_reduced_by=self.name)
-
-    def _make_mechanism(self, work: Workload, args: DifferentialPrivacyArguments) -> Mechanism:
         from trainstack.backends.dp.setup import make_mechanism
 
         ledger = self._ledger or (work.run_dir and work.run_dir / "privacy-ledger.jsonl")
-        return make_mechanism(work, args, ledger, lambda model, batch: self._run(work, model, batch, step=1))
+        self._mechanism = make_mechanism(
+            work, self._args, ledger, lambda model, batch: self._run(work, model, batch, step=1)
+        )
+        return replace(work, gradients_reduced_by=self.name)
 
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
         """In training, forwards and backwards: what comes back is finished, but for a loss that may be logged."""

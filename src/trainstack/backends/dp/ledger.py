@@ -62,7 +62,9 @@ class LedgerFile:
         """
         text = json.dumps(record, sort_keys=True, allow_nan=False, separators=(",", ":"))
         with self._opened(os.O_RDWR | os.O_APPEND | os.O_CREAT) as descriptor:
-            _lock(descriptor)
+            if fcntl is not None:
+                with contextlib.suppress(OSError):  # file systems without locks: there, one process at a time
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
             new = self._read(descriptor)
             if os.fstat(descriptor).st_size > self._read_to:
                 cut(descriptor, self._read_to)
@@ -121,15 +123,7 @@ def _digest(text: str) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
-def _lock(descriptor: int) -> None:
-    if fcntl is not None:
-        with contextlib.suppress(OSError):  # file systems without locks: there, one process at a time
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-
-
 # Calls that change the file system, so that tests can break any of them.
-
-
 def write(descriptor: int, data: bytes) -> None:
     """Write all of `data`."""
     while data:

@@ -102,7 +102,8 @@ class Mechanism:
         for parameter, part in zip(self.mode.trained, parts, strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
         if adaptive is not None:
-            self._follow_quantile(adaptive, float(flat[-1]))
+            unclipped = 0.5 + float(flat[-1])
+            adaptive.limit *= math.exp(-self.args.clip_learning_rate * (unclipped - self.args.target_quantile))
         norm: Tensor = torch.linalg.vector_norm(gradient)
         return norm
 
@@ -115,19 +116,11 @@ class Mechanism:
         noise = self._randomness.normal(self._released, count, device)
         if adaptive is None or sigma == 0:
             return noise.mul_(sigma * self.mode.clipper.sensitivity)
-        noise[-1] *= self._count_noise
-        noise[:-1] *= (sigma**-2 - (2 * self._count_noise) ** -2) ** -0.5 * adaptive.sensitivity
+        # A twentieth of the batch, as Andrew et al. recommend; at least sigma, since it must be above half of that.
+        count_noise = self.args.count_noise_multiplier or max(self.accountant.plan.expected_batch_size / 20, sigma)
+        noise[-1] *= count_noise
+        noise[:-1] *= (sigma**-2 - (2 * count_noise) ** -2) ** -0.5 * adaptive.sensitivity
         return noise
-
-    @property
-    def _count_noise(self) -> float:
-        return self.args.count_noise_multiplier or max(
-            self.accountant.plan.expected_batch_size / 20, self.accountant.plan.noise_multiplier
-        )
-
-    def _follow_quantile(self, clipper: AdaptiveClipper, share: float) -> None:
-        unclipped = 0.5 + share
-        clipper.limit *= math.exp(-self.args.clip_learning_rate * (unclipped - self.args.target_quantile))
 
     def check_parameters(self, work: Workload) -> None:
         """What is clipped must be what is trained.

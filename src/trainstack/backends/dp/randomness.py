@@ -103,7 +103,8 @@ class SystemRandomness(Randomness):
         out = np.empty(count, dtype=np.float32)
         for begin in range(0, count, _CHUNK):
             part = out[begin : begin + _CHUNK]
-            part[:] = sum(_box_muller(len(part)) for _ in range(4)) / 2
+            radii = (np.sqrt(-2.0 * np.log1p(-_uniform(len(part)))) for _ in range(4))  # 1 - u is in (0, 1]
+            part[:] = sum(radius * np.cos(2.0 * math.pi * _uniform(len(part))) for radius in radii) / 2
         return torch.from_numpy(out).to(device)
 
 
@@ -129,8 +130,3 @@ def _uniform(count: int) -> Any:
     """Uniform on [0, 1) with 53 random bits, float64."""
     bits = np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _box_muller(count: int) -> Any:
-    radius = np.sqrt(-2.0 * np.log1p(-_uniform(count)))  # 1 - u lies in (0, 1]
-    return radius * np.cos(2.0 * math.pi * _uniform(count))

@@ -18,8 +18,11 @@ def count_records(batch: Any) -> int:
 
     Whether everything else in it agrees is for the gradient mode to see.
     """
-    leaves = pytree.tree_leaves(batch, is_leaf=lambda value: isinstance(value, list) and not _has_tensors(value))
-    for leaf in leaves:
+
+    def is_column(value: Any) -> bool:
+        return isinstance(value, list) and not any(hasattr(leaf, "shape") for leaf in pytree.tree_leaves(value))
+
+    for leaf in pytree.tree_leaves(batch, is_leaf=is_column):
         shape = getattr(leaf, "shape", None)
         if shape:
             return int(shape[0])
@@ -47,10 +50,6 @@ def check_records(batch: Any, records: int) -> None:
         rows_of(batch, records, slice(0, 1))
     except Unsupported as error:
         raise PrivacyError(str(error)) from error
-
-
-def _has_tensors(values: list[Any]) -> bool:
-    return any(hasattr(leaf, "shape") for leaf in pytree.tree_leaves(values))
 
 
 class PoissonSampling(Sampling):

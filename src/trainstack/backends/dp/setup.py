@@ -6,18 +6,10 @@ import hashlib
 import secrets
 from os import PathLike
 
-from torch import nn
-
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan, plan_privacy
 from trainstack.backends.dp.budget import Accountant
 from trainstack.backends.dp.checks import choose_probe_records, neighbour_problems, setup_problems, static_problems
-from trainstack.backends.dp.clipping import (
-    AdaptiveClipper,
-    AutomaticClipper,
-    Clipper,
-    FlatClipper,
-    per_layer_clipper,
-)
+from trainstack.backends.dp.clipping import AdaptiveClipper, AutomaticClipper, Clipper, FlatClipper, per_layer_clipper
 from trainstack.backends.dp.ledger import SpendLedger
 from trainstack.backends.dp.mechanism import Mechanism
 from trainstack.backends.dp.modes.base import GradientMode, Run
@@ -47,16 +39,17 @@ def make_mechanism(
     """
     faults, seen = setup_problems(work, args), static_problems(work)
     if faults or (seen and args.on_unsafe == "error"):
-        raise PrivacyError(_refusal_message([*faults, *seen]))
+        raise _refusal(*faults, *seen)
     assert work.data is not None
     comm = work.world.comm
     plan = _plan(work.data, args)
     _agree_on(comm, work, plan, args)
-    _broadcast_weights(comm, work.module)
+    for tensor in (*work.module.parameters(), *work.module.buffers()) if comm.size > 1 else ():
+        comm.broadcast_(tensor.data)
     mode, found = _mode(work, work.data, args, run)
     if found and args.on_unsafe == "error":
         mode.close()
-        raise PrivacyError(_refusal_message(found))
+        raise _refusal(*found)
     book = SpendLedger(ledger) if ledger is not None and work.world.is_main else None
     accountant = Accountant(plan, args, book)
     accountant.overrides = (*seen, *found, *((SEEDED,) if args.debug_seed is not None else ()))
@@ -68,7 +61,7 @@ def make_mechanism(
         randomness=randomness,
         steps_allowed=accountant.steps_allowed,
         exhausted_reason=accountant.exhausted_reason,
-        discard=lambda: mechanism.discard(),
+        discard=lambda: mechanism.discard(),  # bound below: each of the two needs the other
     )
     mechanism = Mechanism(
         args=args, accountant=accountant, mode=mode, randomness=randomness, sampling=sampling, world=work.world
@@ -84,17 +77,13 @@ def _plan(data: TrainingSet, args: DifferentialPrivacyArguments) -> PrivacyPlan:
             args, expected_batch_size=data.global_batch, dataset_size=data.length, steps=data.total_steps
         )
     except ConfigurationError as error:
-        raise PrivacyError(_refusal_message([str(error)])) from error
+        raise _refusal(str(error)) from error
     counted = args.count_noise_multiplier
     if counted is not None and plan.noise_multiplier >= 2 * counted:
-        raise PrivacyError(
-            _refusal_message(
-                [
-                    f"count_noise_multiplier={counted}: the count of unclipped records would spend more than the whole "
-                    f"step, whose noise multiplier is {plan.noise_multiplier:.4g}. Write more than "
-                    f"{plan.noise_multiplier / 2:.4g}, or leave it out."
-                ]
-            )
+        raise _refusal(
+            f"count_noise_multiplier={counted}: the count of unclipped records would spend more than the whole step, "
+            f"whose noise multiplier is {plan.noise_multiplier:.4g}. Write more than {plan.noise_multiplier / 2:.4g}, "
+            "or leave it out."
         )
     return plan
 
@@ -115,7 +104,7 @@ def _mode(
         mode = choose_mode(args.grad_mode, work.module, trained, clipper, run, batch, len(index))
         return mode, list(neighbour_problems(mode, run, data, index))
     except ConfigurationError as error:
-        raise PrivacyError(_refusal_message([str(error)])) from error
+        raise _refusal(str(error)) from error
     finally:
         for part, training in was_training.items():
             part.training = training
@@ -151,12 +140,6 @@ def _agree_on(comm: Communicator, work: Workload, plan: PrivacyPlan, args: Diffe
             )
 
 
-def _broadcast_weights(comm: Communicator, module: nn.Module) -> None:
-    if comm.size > 1:
-        for tensor in (*module.parameters(), *module.buffers()):
-            comm.broadcast_(tensor.data)
-
-
-def _refusal_message(reasons: list[str]) -> str:
+def _refusal(*reasons: str) -> PrivacyError:
     head = "private training is refused, for what it promises would not hold:"
-    return "\n".join([head, *(f"- {reason}" for reason in reasons)])
+    return PrivacyError("\n".join([head, *(f"- {reason}" for reason in reasons)]))

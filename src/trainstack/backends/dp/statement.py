@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 
 from trainstack.backends.dp.accounting import epsilon_of, merge_steps
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan
@@ -18,7 +19,6 @@ NOT_COVERED = (
     "statistics of the data used to prepare it",
     "what train_step logs or returns, and callbacks write",
 )
-TRAIN_LOSS = "the training loss, which was logged"
 
 
 def private_statement(
@@ -44,7 +44,8 @@ def private_statement(
     """
     entries = tuple(merge_steps(history))
     epsilon = epsilon_of(entries, plan.delta, plan.accountant, eps_error=plan.eps_error)
-    reasons = list(dict.fromkeys((*overrides, *_reasons(args, epsilon))))
+    found = {SEEDED: args.debug_seed is not None, "steps were taken without noise": math.isinf(epsilon)}
+    reasons = list(dict.fromkeys((*overrides, *(reason for reason, holds in found.items() if holds))))
     return PrivacyStatement(
         epsilon=None if reasons else epsilon,
         delta=None if reasons else plan.delta,
@@ -64,19 +65,9 @@ def private_statement(
         grad_mode=grad_mode,
         world_size=world_size,
         covered=() if reasons else COVERED,
-        not_covered=(TRAIN_LOSS, *NOT_COVERED) if args.log_train_loss else NOT_COVERED,
-        versions=_versions(),
+        not_covered=(*(("the training loss, which was logged",) if args.log_train_loss else ()), *NOT_COVERED),
+        versions=(("trainstack", version("trainstack")), ("torch", version("torch")), ("opacus", opacus_version())),
     )
-
-
-def _reasons(args: DifferentialPrivacyArguments, epsilon: float) -> list[str]:
-    """Why there is no guarantee, as far as arguments and steps show it."""
-    reasons = []
-    if args.debug_seed is not None:
-        reasons.append(SEEDED)
-    if math.isinf(epsilon):
-        reasons.append("steps were taken without noise")
-    return reasons
 
 
 def _randomness(args: DifferentialPrivacyArguments) -> str:
@@ -92,11 +83,5 @@ def _is_stopped(plan: PrivacyPlan, entries: tuple[Entry, ...]) -> bool:
         return False
     further = [*entries, (plan.noise_multiplier, plan.sample_rate, 1)]
     if epsilon_of(further, plan.delta, "rdp") <= plan.max_epsilon:
-        return False  # which most statements of a run learn in microseconds
+        return False  # microseconds, which are enough for most statements of a run
     return epsilon_of(further, plan.delta, plan.accountant, eps_error=plan.eps_error) > plan.max_epsilon
-
-
-def _versions() -> tuple[tuple[str, str], ...]:
-    from importlib.metadata import version
-
-    return (("trainstack", version("trainstack")), ("torch", version("torch")), ("opacus", opacus_version()))

@@ -7,19 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-
-def _pytree() -> Any:
-    found = getattr(torch.utils, "_pytree", None)
-    if found is None:
-        raise ImportError(
-            f"private training uses torch.utils._pytree, which torch {torch.__version__} does not have. Install torch "
-            "2.13.0."
-        )
-    return found
-
-
-pytree = _pytree()
+pytree: Any = getattr(torch.utils, "_pytree", None)
 """Nested batches and outputs as flat lists; `torch.func.vmap` treats the same containers the same way. torch 2.13.0."""
+if pytree is None:
+    raise ImportError(
+        f"private training uses torch.utils._pytree, which torch {torch.__version__} does not have. Install torch "
+        "2.13.0."
+    )
 
 BATCH_NORMS: Any = getattr(
     nn.modules.batchnorm, "_BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -66,10 +66,10 @@ class Communicator:
             BaseException: `error` itself, on the process where it happened.
             PeerError: on the others, naming the rank and its error.
         """
-        told = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        errors = self.gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        for rank, text in enumerate(told):
+        for rank, text in enumerate(errors):
             if text is not None:
                 raise PeerError(f"{doing} failed on rank {rank}, so all processes stop. There: {text}")
 
@@ -174,15 +174,12 @@ class GroupCommunicator(Communicator):
         """Make all collectives of our groups fail here, those under way in another thread included.
 
         gloo knows no way to abort, but a wait that has run out closes every connection of its group: so wait a moment
-        for what nobody sends. That is never mistaken for a collective's data, which have tags of their own.
+        for what nobody sends, under a tag that nothing else has.
         """
         for group in {self._group, *self._groups}:
             with suppress(Exception):
-                never = dist.irecv(torch.empty(1), group=group, group_src=(self.rank + 1) % self.size, tag=_NEVER_SENT)
+                never = dist.irecv(torch.empty(1), group=group, group_src=(self.rank + 1) % self.size, tag=0x7EA7)
                 assert never is not None
                 never.wait(timedelta(milliseconds=1))
             with suppress(Exception):
                 group.abort()  # what nccl understands
-
-
-_NEVER_SENT = 0x7EA7

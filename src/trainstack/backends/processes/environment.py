@@ -151,15 +151,16 @@ def process_info_of_group() -> ProcessInfo:
     LOCAL_RANK is believed where every process of this machine has one of its own.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    said = [text.rpartition("|") for text in exchange("place", f"{host_identity()}|{os.environ.get('LOCAL_RANK', '')}")]
-    machines = [machine for machine, _, _ in said]
+    mine = f"{host_identity()}|{os.environ.get('LOCAL_RANK', '')}"
+    places = [text.rpartition("|") for text in exchange("place", mine)]
+    machines = [machine for machine, _, _ in places]
     mates = [other for other in range(size) if machines[other] == machines[rank]]
-    numbers = [said[mate][2] for mate in mates]
+    numbers = [places[mate][2] for mate in mates]
     trusted = sorted(numbers) == sorted(map(str, range(len(mates))))
     return ProcessInfo(
         rank=rank,
         size=size,
-        local_rank=int(said[rank][2]) if trusted else mates.index(rank),
+        local_rank=int(places[rank][2]) if trusted else mates.index(rank),
         local_size=len(mates),
         node_rank=list(dict.fromkeys(machines)).index(machines[rank]),
         master_addr="",
@@ -182,26 +183,26 @@ def launch_help(backend: str) -> str:
     )
 
 
-def _explicit_info(said: DistributedTrainingArguments, variables: Variables) -> ProcessInfo:
-    for name, value in (("RANK", said.global_rank), ("WORLD_SIZE", said.world_size), ("LOCAL_RANK", said.local_rank)):
+def _explicit_info(args: DistributedTrainingArguments, variables: Variables) -> ProcessInfo:
+    for name, value in (("RANK", args.global_rank), ("WORLD_SIZE", args.world_size), ("LOCAL_RANK", args.local_rank)):
         if variables.number(name, default=value) != value:
             raise ConfigurationError(
                 f"the arguments say {value} where the launcher's {name}={variables.text(name)}. "
                 "Leave DistributedTrainingArguments out under a launcher, or unset its variables."
             )
-    alone = said.world_size == 1
-    told = said.local_world_size or variables.number("LOCAL_WORLD_SIZE", default=0)
-    local_size = 1 if alone else told or None
+    alone = args.world_size == 1
+    known_size = args.local_world_size or variables.number("LOCAL_WORLD_SIZE", default=0)
+    local_size = 1 if alone else known_size or None
     # Ranks are placed machine by machine; without the number on each machine only the first can be told.
-    node_rank = said.global_rank // local_size if local_size else None
+    node_rank = args.global_rank // local_size if local_size else None
     return ProcessInfo(
-        rank=said.global_rank,
-        size=said.world_size,
-        local_rank=said.local_rank,
+        rank=args.global_rank,
+        size=args.world_size,
+        local_rank=args.local_rank,
         local_size=local_size,
-        node_rank=0 if node_rank is None and said.global_rank == said.local_rank else node_rank,
-        master_addr=said.master_addr or variables.text("MASTER_ADDR", default=LOOPBACK if alone else None),
-        master_port=said.master_port or variables.port("MASTER_PORT", default=_DEFAULT_PORT if alone else None),
+        node_rank=0 if node_rank is None and args.global_rank == args.local_rank else node_rank,
+        master_addr=args.master_addr or variables.text("MASTER_ADDR", default=LOOPBACK if alone else None),
+        master_port=args.master_port or variables.port("MASTER_PORT", default=_DEFAULT_PORT if alone else None),
         launcher="explicit",
         restarts=variables.number("TORCHELASTIC_RESTART_COUNT", default=0),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,17 +31,16 @@ def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None) -
         return outputs
     leaves: list[Any] = []
     plan = _flatten(outputs, leaves)
-    told = comm.gather((plan, [_describe(leaf) for leaf in leaves]))
-    filled = [(theirs, facts) for theirs, facts in told if facts]
+    gathered = comm.gather((plan, [_describe(leaf) for leaf in leaves]))
+    filled = [(theirs, facts) for theirs, facts in gathered if facts]
     if not filled:
         return outputs
     plan, facts = filled[0]
-    _check_alike(told)
-    everyone = [theirs if theirs else [None] * len(facts) for _, theirs in told]
-    mine = leaves or [None] * len(facts)
+    _check_alike(gathered)
+    columns = zip(*(theirs or [None] * len(facts) for _, theirs in gathered), strict=True)
     joined = [
-        _join(comm, leaf, [row[position] for row in everyone], facts[position], chunk)
-        for position, leaf in enumerate(mine)
+        _join(comm, leaf, column, like, chunk)
+        for leaf, column, like in zip(leaves or [None] * len(facts), columns, facts, strict=True)
     ]
     return _rebuild(plan, iter(joined))
 
@@ -75,10 +75,9 @@ class _Leaf:
         return "..."
 
 
-def _check_alike(told: list[Any]) -> None:
-    """Every process sees the same and decides the same."""
+def _check_alike(gathered: list[Any]) -> None:
     by_look: dict[str, list[int]] = {}
-    for rank, (plan, facts) in enumerate(told):
+    for rank, (plan, facts) in enumerate(gathered):
         if facts:
             kinds = [f"rows of shape {fact[2]}, {fact[3]}" if fact[0] == "tensor" else "objects" for fact in facts]
             by_look.setdefault(f"{plan!r} with {'; '.join(kinds)}", []).append(rank)
@@ -98,11 +97,11 @@ def _describe(leaf: Any) -> Any:
     return ("objects", leaf if isinstance(leaf, list) else [leaf])
 
 
-def _join(comm: Communicator, leaf: Any, told: list[Any], like: Any, chunk: int | None) -> Any:
+def _join(comm: Communicator, leaf: Any, facts: Sequence[Any], like: Any, chunk: int | None) -> Any:
     if like[0] == "objects":
-        return StepList(item for facts in told if facts is not None for item in facts[1])
+        return StepList(item for fact in facts if fact is not None for item in fact[1])
     _, _, row, dtype, device = like
-    counts = [0 if facts is None else facts[1] for facts in told]
+    counts = [0 if fact is None else fact[1] for fact in facts]
     if leaf is None:
         rows = torch.empty((0, *row), dtype=dtype)
     else:

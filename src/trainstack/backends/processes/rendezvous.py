@@ -14,8 +14,6 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 from trainstack.backends.processes.environment import ProcessInfo
 from trainstack.errors import TrainstackError
 
-_POLL_S = 0.02
-
 _hosted_stores: dict[int, Store] = {}
 """Stores hosted by this process, by port; kept alive because another rank may still connect."""
 
@@ -43,24 +41,20 @@ def rendezvous_store(place: ProcessInfo, timeout_s: float, environ: Mapping[str,
             multi_tenant=not hosted,
         )
     except DistError as error:
-        raise TrainstackError(_rendezvous_error_message(place, timeout_s, error)) from error
+        point = f"{place.master_addr}:{place.master_port}"
+        if "EADDRINUSE" in str(error):
+            raise TrainstackError(
+                f"rank 0 cannot host the meeting of the {place.size} processes at {point}: the port is in use, perhaps "
+                "by another run. Take another one with MASTER_PORT; `torchrun --standalone` finds a free one."
+            ) from error
+        raise TrainstackError(
+            f"rank {place.rank} of {place.size} has not met the others at {point} within {timeout_s:g} s ({error}). "
+            "Every process has to come as far as the first use of its trainer: look at the output of the others, which "
+            "may have failed before, and for an `if rank == 0:` around the training."
+        ) from error
     if place.rank == 0 and place.size > 1 and not hosted:
         _hosted_stores[place.master_port] = store
     return PrefixStore(f"trainstack/{agree_on_group_name(store, place.rank, place.size, timeout_s)}", store)
-
-
-def _rendezvous_error_message(place: ProcessInfo, timeout_s: float, error: Exception) -> str:
-    point = f"{place.master_addr}:{place.master_port}"
-    if "EADDRINUSE" in str(error):
-        return (
-            f"rank 0 cannot host the meeting of the {place.size} processes at {point}: the port is in use, perhaps by "
-            "another run. Take another one with MASTER_PORT; `torchrun --standalone` finds a free one."
-        )
-    return (
-        f"rank {place.rank} of {place.size} has not met the others at {point} within {timeout_s:g} s ({error}). Every "
-        "process has to come as far as the first use of its trainer: look at the output of the others, which may have "
-        "failed before, and for an `if rank == 0:` around the training."
-    )
 
 
 def agree_on_group_name(store: Store, rank: int, size: int, timeout_s: float) -> str:
@@ -72,10 +66,8 @@ def agree_on_group_name(store: Store, rank: int, size: int, timeout_s: float) ->
     mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
     if rank == 0:
         store.set("trainstack/round", mine)
-        answers = [mine]
-        for other in range(1, size):
-            answers.append(_read(store, f"trainstack/{mine}/{other}", deadline, f"rank {other}"))
-        store.set(f"trainstack/{mine}/confirmed", json.dumps(answers))
+        answers = [_read(store, f"trainstack/{mine}/{other}", deadline, f"rank {other}") for other in range(1, size)]
+        store.set(f"trainstack/{mine}/confirmed", json.dumps([mine, *answers]))
         return mine
     while True:
         name = _read(store, "trainstack/round", deadline, "rank 0")
@@ -98,4 +90,4 @@ def _wait(deadline: float, who: str) -> None:
             f"{who} has not come to the meeting in time. Look at its output: it may have failed before, "
             "or wait longer with DistributedTrainingArguments(timeout_s=...)."
         )
-    time.sleep(_POLL_S)
+    time.sleep(0.02)

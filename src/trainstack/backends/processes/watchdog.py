@@ -23,10 +23,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from trainstack.errors import PeerError
 
-_OURS = str(Path(__file__).parents[1]) + os.sep
+_OURS = str(Path(__file__).parents[2]) + os.sep  # the folder of the package
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PYTHON = str(Path(os.__file__).parent) + os.sep
-_WRAPPERS = ("together", "hook", "announced")  # stand around everything
+_WRAPPERS = ("fail_together", "hook", "announced")  # around a public method of a trainer, every hook and every verb
 
 _THREAD = re.compile(r"hread 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -77,14 +77,11 @@ def _line(stack: Iterable[StackFrame]) -> str:
     if not places:
         return ""
     file, number, _ = places[-1]
-    called = (_bare(place.function) for place in places[first:] if place.function not in _WRAPPERS)
+    names = [place.function for place in places[first:] if place.function not in _WRAPPERS]
+    called = (name if name.startswith("__") else name.removeprefix("_") for name in names)
     way = " > ".join(name for name, _ in groupby(called))
     source = linecache.getline(file, number).partition("  # ")[0].strip()
     return f"{way}, at {file}:{number}" + (f": {source}" if source else "")
-
-
-def _bare(name: str) -> str:
-    return name if name.startswith("__") else name.removeprefix("_")
 
 
 def _is_informative(file: str) -> bool:
@@ -130,10 +127,10 @@ class PeerWatchdog(threading.Thread):
         rank: of this process.
         size: how many there are.
         number: counts the watchdogs of a run, alike in all its processes.
-        heeded: up to which number failures were raised here before; they are not heard again. A later one may still be
-            of an earlier watchdog: another process failed in it when this one was through already.
+        acknowledged: failures up to this number were raised here before and are not heard again. A later one may still
+            be of an earlier watchdog: another process failed in it when this one was through already.
         where: what to say beside the place in the code, such as the step.
-        cut: makes every collective of this process fail, those under way included.
+        abort_collectives: makes every collective of this process fail, those under way included.
 
     Attributes:
         failed: the number of what `resolve_error` has judged.
@@ -150,13 +147,8 @@ class PeerWatchdog(threading.Thread):
         abort_collectives: Callable[[], None],
     ) -> None:
         super().__init__(name="trainstack-watchdog", daemon=True)
-        self._store, self._rank, self._size, self._where, self._abort_collectives = (
-            store,
-            rank,
-            size,
-            where,
-            abort_collectives,
-        )
+        self._store, self._rank, self._size = store, rank, size
+        self._where, self._abort_collectives = where, abort_collectives
         self._number, self._acknowledged, self.failed = number, acknowledged, number
         self._pause = max(PAUSE_S, size / 100)
         self._watched = threading.get_ident()
@@ -196,20 +188,16 @@ class PeerWatchdog(threading.Thread):
                 text = str(error)
         with suppress(RuntimeError):  # where the store is gone, there is nobody left to tell
             self._publish_failure(text)
-            if self._rank == 0:
-                self._wait_for_acknowledgements()
         return error
 
     def _publish_failure(self, text: str) -> None:
-        """Leave word of a failure, unless another process has done so in this watchdog."""
+        """Leave word of a failure, unless another process has done so in this watchdog; rank 0 waits for answers."""
         before = self._store.get("failure").decode() if self._store.check(["failure"]) else ""
         if not before or int(before.partition("\n")[0]) < self._number:
             self._store.compare_set("failure", before, f"{self._number}\n{self._rank}\n{text}")
-
-    def _wait_for_acknowledgements(self) -> None:
-        """The store may live in this process, and this process may be about to end."""
+        # The store may be in the process of rank 0, and that process may be about to end.
         deadline, deaf = time.monotonic() + self._pause + ANSWER_S, set(range(1, self._size))
-        while deaf and time.monotonic() < deadline:
+        while self._rank == 0 and deaf and time.monotonic() < deadline:
             deaf -= {rank for rank in deaf if self._store.check([f"heard/{self._number}/{rank}"])}
             time.sleep(_POLL_S)
 
@@ -238,13 +226,16 @@ class PeerWatchdog(threading.Thread):
         return PeerError(f"rank {rank} failed, so rank {self._rank} stops as well. There:\n{text}")
 
     def _report(self, error: BaseException) -> str:
-        said = _WHERE_TORCH_SAW_IT.sub("", str(error)).partition(". This is typically")[0].strip()
-        missed = f"rank {self._rank} has lost touch with another process ({said}).\n"
+        message = _WHERE_TORCH_SAW_IT.sub("", str(error)).partition(". This is typically")[0].strip()
+        missed = f"rank {self._rank} has lost touch with another process ({message}).\n"
         try:
             places, silent = self._locate_ranks()
         except RuntimeError:
             return missed + f"The group's store is gone as well, so nobody can be asked. It was at {self._failed_at}"
-        lines = [f"  {_ranks(ranks)}: {place}" for place, ranks in places.items()]
+        lines = [
+            f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {place}"
+            for place, ranks in places.items()
+        ]
         return missed + "\n".join([*lines, *([_SILENT] if silent else []), _ADVICE])
 
     def _locate_ranks(self) -> tuple[dict[str, list[int]], set[int]]:
@@ -259,15 +250,9 @@ class PeerWatchdog(threading.Thread):
             time.sleep(_POLL_S)
         places: dict[str, list[int]] = {}
         for rank in range(self._size):
-            place = self._last_known(rank) if rank in silent else self._store.get(f"{answer}/{rank}").decode()
+            key = f"place/{rank}" if rank in silent else f"{answer}/{rank}"
+            place = self._store.get(key).decode() if self._store.check([key]) else "nothing"
+            if rank in silent:
+                place = f"does not answer. Last known: {place}"
             places.setdefault(place, []).append(rank)
         return places, silent
-
-    def _last_known(self, rank: int) -> str:
-        key = f"place/{rank}"
-        last = self._store.get(key).decode() if self._store.check([key]) else "nothing"
-        return f"does not answer. Last known: {last}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

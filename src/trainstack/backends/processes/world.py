@@ -40,8 +40,6 @@ Device: TypeAlias = str | torch.device | int
 DeviceChoice: TypeAlias = Device | Sequence[Device]
 """A device, by name, as an object or as the number of an accelerator; -1 is all of them; or one for each process."""
 
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-
 
 def pick_device(wanted: DeviceChoice = "auto", local_rank: int = 0, local_size: int | None = 1) -> torch.device:
     """The device to train on.
@@ -66,7 +64,12 @@ def pick_device(wanted: DeviceChoice = "auto", local_rank: int = 0, local_size: 
         wanted = _one_of(wanted, local_rank, local_size)
     if isinstance(wanted, int):
         wanted = torch.device(kind, _check_index(wanted, wanted, count))
-    device = torch.device(kind) if wanted == "auto" else _known(wanted)
+    try:
+        device = torch.device(kind if wanted == "auto" else wanted)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"device={wanted!r}: torch knows no such device. Write 'auto', 'cpu', 'cuda' or 'cuda:1'."
+        ) from error
     if device.type in ("cpu", "meta"):
         return device
     if device.type != kind:
@@ -77,15 +80,6 @@ def pick_device(wanted: DeviceChoice = "auto", local_rank: int = 0, local_size: 
     if device.index is None:
         return torch.device(kind, _own_index(wanted, local_rank, local_size, count))
     return torch.device(kind, _check_index(wanted, device.index, count))
-
-
-def _known(name: str | torch.device) -> torch.device:
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"device={name!r}: torch knows no such device. Write 'auto', 'cpu', 'cuda' or 'cuda:1'."
-        ) from error
 
 
 def _check_index(wanted: Device, index: int, count: int) -> int:
@@ -115,7 +109,8 @@ def _is_bound(count: int) -> bool:
 
     Where all processes were left the same one, nccl says so as soon as they talk.
     """
-    visible = (os.environ.get(name, "") for name in _VISIBLE)
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+    visible = (os.environ.get(name, "") for name in names)
     return count == 1 and any(devices and "," not in devices for devices in visible)
 
 
@@ -124,7 +119,6 @@ def _format_device(wanted: Device) -> str:
 
 
 def _one_of(devices: Sequence[Device], local_rank: int, local_size: int | None) -> Device:
-    """The one of this process."""
     if local_rank < len(devices) == (local_size or len(devices)):
         return devices[local_rank]
     raise ConfigurationError(

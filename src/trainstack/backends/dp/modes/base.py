@@ -20,8 +20,6 @@ from trainstack.backends.dp.torch_names import pytree
 from trainstack.backends.losses import with_loss
 from trainstack.errors import ConfigurationError
 
-# torch.utils._pytree takes an unregistered dataclass for one leaf, checked in torch 2.13.0.
-
 
 def flatten_outputs(outputs: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """The leaves of `outputs`, and the structure from which `pytree.tree_unflatten` makes the same with other leaves.
@@ -52,17 +50,16 @@ class _Fields:
 
 
 def _open_fields(outputs: Any) -> Any:
-    return pytree.tree_map(_open, outputs)
+    def opened(leaf: Any) -> Any:
+        if isinstance(leaf, dict):  # of a class that pytree does not know, as below
+            return {key: _open_fields(value) for key, value in leaf.items()}
+        if is_dataclass(leaf) and not isinstance(leaf, type):  # one leaf for pytree, torch 2.13.0
+            return _Fields(leaf)
+        if isinstance(leaf, list | tuple):
+            return (list if isinstance(leaf, list) else tuple)(map(_open_fields, leaf))
+        return leaf
 
-
-def _open(leaf: Any) -> Any:
-    if isinstance(leaf, dict):  # of a class that pytree does not know, as below
-        return {key: _open_fields(value) for key, value in leaf.items()}
-    if is_dataclass(leaf) and not isinstance(leaf, type):
-        return _Fields(leaf)
-    if isinstance(leaf, list | tuple):
-        return [_open_fields(value) for value in leaf] if isinstance(leaf, list) else tuple(map(_open_fields, leaf))
-    return leaf
+    return pytree.tree_map(opened, outputs)
 
 
 def _flatten_fields(node: _Fields) -> tuple[list[Any], tuple[Any, tuple[str, ...]]]:
@@ -217,7 +214,12 @@ def _slice(value: Any, records: int, rows: slice, place: str) -> Any:
         cut = {key: _slice(item, records, rows, f"{place}[{key!r}]") for key, item in value.items()}
         return cut if type(value) is dict else type(value)(cut)  # type: ignore[call-arg]
     if isinstance(value, list | tuple):
-        if _is_one_a_record(value, records):
+        # Tensors and containers in a list are always columns of the batch, and other items are records. To judge by
+        # lengths would mistake one for the other in the batches in which they agree.
+        atoms = not any(
+            item is None or isinstance(item, Tensor | np.ndarray | Mapping | list | tuple) for item in value
+        )
+        if atoms and len(value) == records and not hasattr(value, "_fields"):
             return value[rows]
         parts = [_slice(item, records, rows, f"{place}[{i}]") for i, item in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -225,15 +227,6 @@ def _slice(value: Any, records: int, rows: slice, place: str) -> Any:
         f"{place} is a {type(value).__name__}, which belongs to no record in particular. Let collate_fn return "
         "tensors with the records along dimension 0, lists of one item a record, and tuples, lists and dicts of those."
     )
-
-
-def _is_one_a_record(value: list[Any] | tuple[Any, ...], records: int) -> bool:
-    """Whether the items are records; tensors and containers in a list are always columns of the batch.
-
-    To judge by lengths would mistake one for the other in the batches in which they agree.
-    """
-    atoms = not any(item is None or isinstance(item, Tensor | np.ndarray | Mapping | list | tuple) for item in value)
-    return atoms and len(value) == records and not hasattr(value, "_fields")
 
 
 @contextmanager

@@ -29,20 +29,20 @@ class BookkeepingMode(GradientMode):
     name: ClassVar[str] = "bookkeeping"
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
-        with OpInterceptor(self.trained, self.names, records) as taps:
+        with OpInterceptor(self.trained, self.names, records) as ops:
             outputs = run(self.module, batch)
         mean = find_loss(outputs, records).mean()
-        sites = self._receive(taps.uses, mean, records)
+        uses = self._receive(ops.uses, mean, records)
         outputs = detach_outputs(outputs, mean)
         with torch.no_grad(), full_float32():
-            self._add_uses(sites, records)
+            self._add_uses(uses, records)
         return outputs
 
     def _receive(self, uses: list[ParamUse], mean: Tensor, records: int) -> list[ParamUse]:
-        """Give each site the gradient of its output; returns those on which the loss depends."""
+        """Give each use the gradient of its output; returns those on which the loss depends."""
         found = torch.autograd.grad(
             mean,
-            [*(site.edge for site in uses), *self.trained],  # type: ignore[arg-type]
+            [*(use.edge for use in uses), *self.trained],  # type: ignore[arg-type]
             grad_outputs=torch.full_like(mean, records),
             allow_unused=True,
         )
@@ -55,52 +55,38 @@ class BookkeepingMode(GradientMode):
                 )
         used = []
         with torch.no_grad(), full_float32():
-            for site, gradient in zip(uses, found, strict=False):
+            for use, gradient in zip(uses, found, strict=False):
                 if gradient is not None:
-                    if site.was_changed:
+                    if use.was_changed:
+                        name = self.names[use.parameters[0]]
                         raise Unsupported(
-                            f"the input of {self._name_of(site)} is changed in place later on. Write `x = x + y` "
-                            "instead of `x += y`."
+                            f"the input of {name} is changed in place later on. Write `x = x + y` instead of `x += y`."
                         )
-                    site.receive(gradient.float(), records)
-                    used.append(site)
+                    use.receive(gradient.float(), records)
+                    used.append(use)
         return used
 
-    def _name_of(self, site: ParamUse) -> str:
-        return self.names[next(i for i in (site.weight, site.bias) if i is not None)]
-
     def _add_uses(self, uses: Sequence[ParamUse], records: int) -> None:
-        shared = self._shared(uses)
-        squares = {}
-        for site in uses:
-            squares.update(site.squares() if not shared else _of_others(site, shared))
-        joint = {i: torch.stack([site.per_record()[i] for site in users]).sum(0) for i, users in shared.items()}
+        users: dict[int, list[ParamUse]] = {}
+        for use in uses:
+            for i in use.parameters:
+                users.setdefault(i, []).append(use)
+        shared = {i: found for i, found in users.items() if len(found) > 1}
+        squares: dict[int, Tensor] = {}
+        for use in uses:
+            if not shared.keys() >= set(use.parameters):
+                squares.update((i, square) for i, square in use.squares().items() if i not in shared)
+        joint = {i: torch.stack([use.per_record()[i] for use in users]).sum(0) for i, users in shared.items()}
         squares.update({i: squared_norms(rows) for i, rows in joint.items()})
         nothing = self.sums[0].new_zeros(records)
         factors = self.clipper.factors(torch.stack([squares.get(i, nothing) for i in range(len(self.trained))]))
         if factors.dropped is not None:
-            for site in uses:
-                site.drop(factors.dropped)
+            for use in uses:
+                use.drop(factors.dropped)
             joint = {i: rows.masked_fill(factors.dropped[:, None], 0.0) for i, rows in joint.items()}
-        for site in uses:
-            for i, total in site.weighted(factors.rows).items():
+        for use in uses:
+            for i, total in use.weighted(factors.rows).items():
                 if i not in joint:
                     self.sums[i] += total.reshape(self.sums[i].shape)
         for i, rows in joint.items():
             self.sums[i] += (factors.rows[i] @ rows).reshape(self.sums[i].shape)
-
-    def _shared(self, uses: Sequence[ParamUse]) -> dict[int, list[ParamUse]]:
-        """The parameters that are used more than once, with their sites."""
-        users: dict[int, list[ParamUse]] = {}
-        for site in uses:
-            for i in (site.weight, site.bias):
-                if i is not None:
-                    users.setdefault(i, []).append(site)
-        return {i: found for i, found in users.items() if len(found) > 1}
-
-
-def _of_others(site: ParamUse, shared: dict[int, list[ParamUse]]) -> dict[int, Tensor]:
-    """The squared norms of a site's parameters that no other site uses."""
-    if all(i is None or i in shared for i in (site.weight, site.bias)):
-        return {}
-    return {i: square for i, square in site.squares().items() if i not in shared}

@@ -41,24 +41,21 @@ def concatenate_outputs(outputs: list[Any]) -> Any:
     item become lists with `records`; what is no tensor is that of the first record.
     """
     loss = torch.stack([one_loss(output).detach() for output in outputs]).mean()
-    flat, structure = zip(*(flatten_outputs(output, _is_column) for output in outputs), strict=True)
+
+    def is_column(value: Any) -> bool:  # a list of plain objects, such as strings, one for each record of the batch
+        return isinstance(value, list) and bool(value) and all(pytree.tree_is_leaf(item) for item in value)
+
+    flat, structure = zip(*(flatten_outputs(output, is_column) for output in outputs), strict=True)
     if any(other != structure[0] for other in structure):
         raise Unsupported("train_step returns outputs of another structure for other records. Return the same keys.")
-    leaves = [_join_leaves(values) for values in zip(*flat, strict=True)]
+    leaves = []
+    for values in zip(*flat, strict=True):
+        if isinstance(values[0], Tensor):
+            leaves.append(stack_records(values))
+        else:
+            columns = all(isinstance(value, list) and len(value) == 1 for value in values)
+            leaves.append([value[0] for value in values] if columns else values[0])
     return detach_outputs(pytree.tree_unflatten(leaves, structure[0]), loss)
-
-
-def _is_column(value: Any) -> bool:
-    """Whether `value` is a list of plain objects, such as strings, one for each record of the batch."""
-    return isinstance(value, list) and bool(value) and all(pytree.tree_is_leaf(item) for item in value)
-
-
-def _join_leaves(values: tuple[Any, ...]) -> Any:
-    if isinstance(values[0], Tensor):
-        return stack_records(values)
-    if all(isinstance(value, list) and len(value) == 1 for value in values):
-        return [value[0] for value in values]
-    return values[0]
 
 
 def stack_records(values: tuple[Tensor, ...]) -> Any:

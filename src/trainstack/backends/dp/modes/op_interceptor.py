@@ -1,7 +1,7 @@
 """`OpInterceptor` intercepts torch functions that a forward pass calls with a trained parameter.
 
 Looking at functions rather than at modules means that a custom layer that calls `F.linear` is understood as well, and
-that a parameter that is used twice has two sites.
+that each use of a parameter is recorded by itself.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from torch.overrides import TorchFunctionMode
 from trainstack.backends.dp.modes.base import Unsupported
 from trainstack.backends.dp.modes.param_uses import ConvUse, ElementwiseUse, EmbeddingUse, NormUse, ParamUse, ProductUse
 
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
 
 def self_attention(
-    linear: Linear,
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     query: Tensor,
     heads: int,
     in_proj: tuple[Tensor, Tensor | None],
@@ -54,15 +52,6 @@ def self_attention(
     return linear(mixed.transpose(1, 2).reshape(records, positions, width), *out_proj).transpose(0, 1)
 
 
-def is_plain(
-    query: Tensor, key: Tensor, value: Tensor, bias_k: Any, add_zero_attn: bool, options: dict[str, Any]
-) -> bool:
-    """Whether a call of `F.multi_head_attention_forward` is plain self-attention without returned weights."""
-    special = bias_k is not None or add_zero_attn or options.get("use_separate_proj_weight")
-    given = options.get("static_k") is not None or options.get("static_v") is not None
-    return query is key is value and query.dim() == 3 and not (special or given or options.get("need_weights", True))
-
-
 def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
     """A mask as what is added to scores."""
     if mask is None or mask.dtype is not torch.bool:
@@ -71,7 +60,7 @@ def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 class OpInterceptor(TorchFunctionMode):
-    """While it is active, known uses of `trained` leave a site, and no edge to the parameter in the graph.
+    """While it is active, known uses of `trained` are recorded, and leave no edge to the parameter in the graph.
 
     So if the graph of the loss leads to a trained parameter all the same, it was used in a way that is not known.
 
@@ -97,19 +86,19 @@ class OpInterceptor(TorchFunctionMode):
         """The number of a trained parameter, None for anything else."""
         return None if parameter is None else self._number.get(id(parameter))
 
-    def record_use(self, site: ParamUse, x: Tensor, output: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Record `site`; returns the output to go on with."""
+    def record_use(self, use: ParamUse, x: Tensor, output: Tensor, kept: Tensor | None = None) -> Tensor:
+        """Record `use`; returns the output to go on with."""
         if x.dim() == 0 or x.shape[0] % self.records or output.shape[0] % self.records:
-            name = self.names[next(i for i in (site.weight, site.bias) if i is not None)]
+            name = self.names[use.parameters[0]]
             raise Unsupported(
                 f"{name} is used on an input of shape {tuple(x.shape)}, which has no dimension of {self.records} "
                 "records in front. Write grad_mode='vmap', or give the layer an input for each record."
             )
         if not output.requires_grad:
             output = _AttachToGraph.apply(output, self._anchor)  # type: ignore[no-untyped-call]
-        site.keep(x if kept is None else kept)
-        site.edge = get_gradient_edge(output)
-        self.uses.append(site)
+        use.keep(x if kept is None else kept)
+        use.edge = get_gradient_edge(output)
+        self.uses.append(use)
         return output
 
 
@@ -126,26 +115,21 @@ class _AttachToGraph(torch.autograd.Function):
         return gradients[0], None
 
 
-def _detach(taps: OpInterceptor, parameter: Any) -> Any:
+def _detach(ops: OpInterceptor, parameter: Any) -> Any:
     """`parameter`, without its edge in the graph if it is trained."""
-    return parameter if taps.number_of(parameter) is None else parameter.detach()
+    return parameter if ops.number_of(parameter) is None else parameter.detach()
 
 
-def _clone(parameter: Tensor) -> Tensor:
-    """For outputs that would be a view of the parameter: nothing may be written through them."""
-    return parameter.detach().clone()
-
-
-def _linear(taps: OpInterceptor, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    w, b = taps.number_of(weight), taps.number_of(bias)
+def _linear(ops: OpInterceptor, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    w, b = ops.number_of(weight), ops.number_of(bias)
     if w is None and b is None:
         return func(input, weight, bias)  # type: ignore[no-any-return]
-    output = func(input, _detach(taps, weight), _detach(taps, bias))
-    return taps.record_use(ProductUse(w, b), input, output)
+    output = func(input, _detach(ops, weight), _detach(ops, bias))
+    return ops.record_use(ProductUse(w, b), input, output)
 
 
 def _conv(
-    taps: OpInterceptor,
+    ops: OpInterceptor,
     func: Any,
     input: Tensor,
     weight: Tensor,
@@ -155,23 +139,28 @@ def _conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    w, b = taps.number_of(weight), taps.number_of(bias)
+    w, b = ops.number_of(weight), ops.number_of(bias)
     rest = (stride, padding, dilation, groups)
     if (w is None and b is None) or input.dim() != weight.dim():
         return func(input, weight, bias, *rest)  # type: ignore[no-any-return]
     kernel = tuple(weight.shape[2:])
     dilations = _per_dimension(dilation, kernel)
-    site = ConvUse(
+    if padding == "same":
+        totals = [dilation * (size - 1) for dilation, size in zip(dilations, kernel, strict=True)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sides = [(side, side) for side in _per_dimension(0 if padding == "valid" else padding, kernel)]
+    use = ConvUse(
         w,
         b,
         kernel=kernel,
         stride=_per_dimension(stride, kernel),
-        padding=_sides(padding, kernel, dilations),
+        padding=sides,
         dilation=dilations,
         groups=groups,
     )
-    output = func(input, _detach(taps, weight), _detach(taps, bias), *rest)
-    return taps.record_use(site, input, output)
+    output = func(input, _detach(ops, weight), _detach(ops, bias), *rest)
+    return ops.record_use(use, input, output)
 
 
 def _per_dimension(value: Any, kernel: tuple[int, ...]) -> tuple[int, ...]:
@@ -179,18 +168,8 @@ def _per_dimension(value: Any, kernel: tuple[int, ...]) -> tuple[int, ...]:
     return values * len(kernel) if len(values) == 1 else values
 
 
-def _sides(padding: Any, kernel: tuple[int, ...], dilations: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The padding before and after, for each dimension."""
-    if padding == "valid":
-        return [(0, 0)] * len(kernel)
-    if padding == "same":
-        totals = [dilation * (size - 1) for dilation, size in zip(dilations, kernel, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    return [(side, side) for side in _per_dimension(padding, kernel)]
-
-
 def _norm(
-    taps: OpInterceptor,
+    ops: OpInterceptor,
     func: Any,
     input: Tensor,
     shape: Any,
@@ -199,20 +178,20 @@ def _norm(
     **eps: float | None,
 ) -> Tensor:
     """Layer norm; RMS norm, which has no bias; group norm, where `shape` is the number of groups."""
-    w, b = taps.number_of(weight), taps.number_of(bias)
-    affine = {"weight": _detach(taps, weight)}
+    w, b = ops.number_of(weight), ops.number_of(bias)
+    affine = {"weight": _detach(ops, weight)}
     if func is not F.rms_norm:
-        affine["bias"] = _detach(taps, bias)
+        affine["bias"] = _detach(ops, bias)
     output: Tensor = func(input, shape, **affine, **eps)
     if w is None and b is None:
         return output
     with torch.no_grad():
         plain = input if w is None else func(input, shape, **eps)
-    return taps.record_use(NormUse(w, b, None if func is F.group_norm else len(shape)), input, output, plain)
+    return ops.record_use(NormUse(w, b, None if func is F.group_norm else len(shape)), input, output, plain)
 
 
 def _embedding(
-    taps: OpInterceptor,
+    ops: OpInterceptor,
     func: Any,
     input: Tensor,
     weight: Tensor,
@@ -222,23 +201,29 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    w = taps.number_of(weight)
+    w = ops.number_of(weight)
     if w is None:
         return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)  # type: ignore[no-any-return]
     if max_norm is not None or scale_grad_by_freq:
         what = "max_norm" if max_norm is not None else "scale_grad_by_freq"
-        raise Unsupported(f"{taps.names[w]}: an Embedding with {what} lets records change each other. Leave it out.")
-    site = EmbeddingUse(w, weight.shape, padding_idx)
-    return taps.record_use(site, input, func(input, weight.detach(), padding_idx))
+        raise Unsupported(f"{ops.names[w]}: an Embedding with {what} lets records change each other. Leave it out.")
+    use = EmbeddingUse(w, weight.shape, padding_idx)
+    return ops.record_use(use, input, func(input, weight.detach(), padding_idx))
 
 
-def _attention(taps: OpInterceptor, func: Any, *args: Any, **options: Any) -> Any:
-    """`nn.MultiheadAttention` on one sequence. Its arguments are passed on by position up to the second bias."""
+def _attention(ops: OpInterceptor, func: Any, *args: Any, **options: Any) -> Any:
+    """`nn.MultiheadAttention` on one sequence, without returned weights or other specialties.
+
+    Its arguments are passed on by position up to the second bias.
+    """
     query, key, value, _, heads, weight, bias, bias_k, _, add_zero, dropout, out_weight, out_bias = args[:13]
-    if len(args) > 13 or not is_plain(query, key, value, bias_k, add_zero, options):
+    special = bias_k is not None or add_zero or options.get("use_separate_proj_weight")
+    special = special or options.get("static_k") is not None or options.get("static_v") is not None
+    one_sequence = query is key is value and query.dim() == 3
+    if len(args) > 13 or special or not one_sequence or options.get("need_weights", True):
         return func(*args, **options)
     mixed = self_attention(
-        lambda x, w, b: _linear(taps, F.linear, x, w, b),
+        lambda x, w, b: _linear(ops, F.linear, x, w, b),
         query,
         heads,
         (weight, bias),
@@ -249,29 +234,29 @@ def _attention(taps: OpInterceptor, func: Any, *args: Any, **options: Any) -> An
     return mixed, None
 
 
-def _elementwise(taps: OpInterceptor, func: Any, left: Any, right: Any, **options: Any) -> Any:
+def _elementwise(ops: OpInterceptor, func: Any, left: Any, right: Any, **options: Any) -> Any:
     """A parameter that is broadcast over records: each record is given a copy, whose gradients are its own."""
     operands = [left, right]
     for mine, other in ((0, 1), (1, 0)):
-        number = taps.number_of(operands[mine]) if isinstance(operands[mine], nn.Parameter) else None
-        if number is not None and _is_broadcast(operands[mine], operands[other], taps.records):
+        number = ops.number_of(operands[mine]) if isinstance(operands[mine], nn.Parameter) else None
+        if number is not None and _is_broadcast(operands[mine], operands[other], ops.records):
             ones = (1,) * (operands[other].dim() - operands[mine].dim())
             shape = (*ones, *operands[mine].shape)
-            copies = _clone(operands[mine]).reshape(shape).expand(taps.records, *shape[1:])
-            operands[mine] = taps.record_use(ElementwiseUse(number, shape), copies, copies.view_as(copies))
+            copies = operands[mine].detach().clone().reshape(shape).expand(ops.records, *shape[1:])
+            operands[mine] = ops.record_use(ElementwiseUse(number, shape), copies, copies.view_as(copies))
     return func(*operands, **options)
 
 
-def _expand(taps: OpInterceptor, func: Any, parameter: Tensor, *size: Any, **options: Any) -> Any:
+def _expand(ops: OpInterceptor, func: Any, parameter: Tensor, *size: Any, **options: Any) -> Any:
     """A parameter that is expanded over records, such as a class token."""
-    number = taps.number_of(parameter)
-    copies = func(parameter if number is None else _clone(parameter), *size, **options)
-    shape = (1,) * (copies.dim() - parameter.dim()) + tuple(parameter.shape)
+    number = ops.number_of(parameter)
     if number is None:
-        return copies
-    if copies.dim() == 0 or shape[0] != 1 or copies.shape[0] != taps.records:
         return func(parameter, *size, **options)
-    return taps.record_use(ElementwiseUse(number, shape), copies, copies.view_as(copies))
+    copies = func(parameter.detach().clone(), *size, **options)  # a view: nothing may be written to the parameter
+    shape = (1,) * (copies.dim() - parameter.dim()) + tuple(parameter.shape)
+    if copies.dim() == 0 or shape[0] != 1 or copies.shape[0] != ops.records:
+        return func(parameter, *size, **options)
+    return ops.record_use(ElementwiseUse(number, shape), copies, copies.view_as(copies))
 
 
 def _is_broadcast(parameter: Tensor, other: Any, records: int) -> bool:

@@ -1,9 +1,9 @@
 """Per-record gradients for each kind of parameter use.
 
-Each site keeps the layer's input `A` and is later given the gradient `G` of the summed losses with respect to the
+Each use keeps the layer's input `A` and is later given the gradient `G` of the summed losses with respect to the
 layer's output. From these follow the norm of each record's gradient and any weighted sum of the gradients, mostly
 without any per-record gradient in memory (Goodfellow 2015, arXiv 1510.01799; Li et al. 2021, arXiv 2110.05679; Bu et
-al. 2022, arXiv 2210.00038). Everything is float32. `product_sites` has those of the large layers.
+al. 2022, arXiv 2210.00038). Everything is float32.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ class ParamUse(ABC):
 
     Attributes:
         weight, bias: numbers of the parameters; None where it has none or it is not trained.
+        parameters: those of the two that are not None.
         edge: where in the graph the gradient of the output arrives.
     """
 
     def __init__(self, weight: int | None, bias: int | None) -> None:
         self.weight, self.bias = weight, bias
+        self.parameters = tuple(i for i in (weight, bias) if i is not None)
         self.edge: GradientEdge
         self._version = 0
         self._input: Tensor
@@ -62,7 +64,7 @@ class ParamUse(ABC):
 
 
 class DirectUse(ParamUse):
-    """Keeps per-record gradients: for small parameters, and for what another use shares its parameter with."""
+    """Keeps per-record gradients, `(records, numel)`, in `_rows`, by the number of the parameter."""
 
     def __init__(self, weight: int | None, bias: int | None) -> None:
         super().__init__(weight, bias)
@@ -132,75 +134,53 @@ _EXACT = 1e-4
 Below, rounding could make it too small, and the record would be clipped too little; the share is taken instead."""
 
 
-class ProductUse(ParamUse):
+class ProductUse(DirectUse):
     """Linear maps: a record's gradient is the sum over its positions of `g a^T`, with `A` `(records, positions, in)`.
 
     Where there are few positions for the size of the weight, the norm comes from the positions' inner products; else
     the per-record gradients are computed, and used again for the sum.
     """
 
-    def __init__(self, weight: int | None, bias: int | None) -> None:
-        super().__init__(weight, bias)
-        self._bias_rows: Tensor | None = None
-        self._weight_rows: Tensor | None = None
-        self._gradient: Tensor
+    _gradient: Tensor
 
     def receive(self, gradient: Tensor, records: int) -> None:
-        self._gradient = gradient.reshape(records, -1, gradient.shape[-1])
+        g = self._gradient = gradient.reshape(records, -1, gradient.shape[-1])
         if self.bias is not None:
-            g = self._gradient
-            self._bias_rows = g[:, 0] if g.shape[1] == 1 else g.sum(1)
+            self._rows[self.bias] = g[:, 0] if g.shape[1] == 1 else g.sum(1)
         if self.weight is not None:
             self._input = self._input.reshape(records, -1, self._input.shape[-1]).float()
 
     def squares(self) -> dict[int, Tensor]:
-        found = {}
-        if self.bias is not None and self._bias_rows is not None:
-            found[self.bias] = squared_norms(self._bias_rows)
-        if self.weight is not None:
+        found = super().squares()
+        if self.weight is not None and self.weight not in found:
             a, g = self._input, self._gradient
             positions = a.shape[1]
             if positions == 1:
-                own = found.get(self.bias) if self.bias is not None else None
-                found[self.weight] = squared_norms(a[:, 0]) * (squared_norms(g[:, 0]) if own is None else own)
+                own = squared_norms(g[:, 0]) if self.bias is None else found[self.bias]
+                found[self.weight] = squared_norms(a[:, 0]) * own
             elif 2 * positions * positions <= a.shape[2] * g.shape[2]:
                 found[self.weight] = squared_norms_by_position(a, g)
             else:
-                found[self.weight] = squared_norms(self._materialised())
+                found[self.weight] = squared_norms(self.per_record()[self.weight])
         return found
-
-    def _materialised(self) -> Tensor:
-        if self._weight_rows is None:
-            self._weight_rows = torch.bmm(self._gradient.mT, self._input).flatten(1)
-        return self._weight_rows
 
     def per_record(self) -> dict[int, Tensor]:
-        found = {}
-        if self.bias is not None and self._bias_rows is not None:
-            found[self.bias] = self._bias_rows
-        if self.weight is not None:
-            found[self.weight] = self._materialised()
-        return found
+        if self.weight is not None and self.weight not in self._rows:
+            self._rows[self.weight] = torch.bmm(self._gradient.mT, self._input).flatten(1)
+        return self._rows
 
     def weighted(self, rows: Sequence[Tensor]) -> dict[int, Tensor]:
-        found = {}
-        if self.bias is not None and self._bias_rows is not None:
-            found[self.bias] = rows[self.bias] @ self._bias_rows
-        if self.weight is not None and self._weight_rows is not None:
-            found[self.weight] = rows[self.weight] @ self._weight_rows
-        elif self.weight is not None:
+        found = super().weighted(rows)
+        if self.weight is not None and self.weight not in found:
             scaled = (self._gradient * rows[self.weight][:, None, None]).flatten(0, 1)
             found[self.weight] = scaled.t() @ self._input.flatten(0, 1)
         return found
 
     def drop(self, dropped: Tensor) -> None:
+        super().drop(dropped)
         self._gradient = self._gradient.masked_fill(dropped[:, None, None], 0.0)
         if self.weight is not None:
             self._input = self._input.masked_fill(dropped[:, None, None], 0.0)
-        if self._bias_rows is not None:
-            self._bias_rows = self._bias_rows.masked_fill(dropped[:, None], 0.0)
-        if self._weight_rows is not None:
-            self._weight_rows = self._weight_rows.masked_fill(dropped[:, None], 0.0)
 
 
 class ConvUse(DirectUse):
@@ -245,8 +225,8 @@ class ConvUse(DirectUse):
         moves = [step * stride for step, stride in zip(steps[3:], self._stride, strict=True)]
         inner = [step * dilation for step, dilation in zip(steps[3:], self._dilation, strict=True)]
         size = (*x.shape[:2], *output, x.shape[2], *self._kernel)
-        windows = torch.as_strided(x, size, (*steps[:2], *moves, steps[2], *inner))
-        return windows.reshape(*x.shape[:2], torch.Size(output).numel(), -1)
+        patches = torch.as_strided(x, size, (*steps[:2], *moves, steps[2], *inner))
+        return patches.reshape(*x.shape[:2], torch.Size(output).numel(), -1)
 
 
 class EmbeddingUse(ParamUse):
@@ -259,8 +239,7 @@ class EmbeddingUse(ParamUse):
 
     def __init__(self, weight: int, shape: torch.Size, padding: int | None) -> None:
         super().__init__(weight, None)
-        self._shape, self._padding = shape, padding
-        self._which: int = weight
+        self._which, self._shape, self._padding = weight, shape, padding
         self._gradient: Tensor
 
     def receive(self, gradient: Tensor, records: int) -> None:
@@ -276,20 +255,15 @@ class EmbeddingUse(ParamUse):
             return {self._which: squared_norms(self._gradient[:, 0])}
         owner = torch.arange(records, device=self._input.device).unsqueeze(1)
         keys, place = torch.unique(self._input + owner * self._shape[0], return_inverse=True)
-        summed = self._gradient.new_zeros(len(keys), self._shape[1]).index_add_(
-            0, place.flatten(), self._gradient.flatten(0, 1)
-        )
+        summed = self._gradient.new_zeros(len(keys), self._shape[1])
+        summed.index_add_(0, place.flatten(), self._gradient.flatten(0, 1))
         squares = self._gradient.new_zeros(records).index_add_(0, keys // self._shape[0], squared_norms(summed))
         return {self._which: squares}
 
     def per_record(self) -> dict[int, Tensor]:
-        records = len(self._input)
         index = self._input[:, :, None].expand_as(self._gradient)
-        return {
-            self._which: self._gradient.new_zeros(records, *self._shape)
-            .scatter_add_(1, index, self._gradient)
-            .flatten(1)
-        }
+        tables = self._gradient.new_zeros(len(self._input), *self._shape).scatter_add_(1, index, self._gradient)
+        return {self._which: tables.flatten(1)}
 
     def weighted(self, rows: Sequence[Tensor]) -> dict[int, Tensor]:
         scaled = self._gradient * rows[self._which][:, None, None]
@@ -303,8 +277,7 @@ class EmbeddingUse(ParamUse):
 def squared_norms_by_position(a: Tensor, g: Tensor) -> Tensor:
     """`||sum_t g_t a_t^T||^2` as the sum over all pairs of positions of `<g_t, g_s> <a_t, a_s>`."""
     inputs, gradients = torch.bmm(a, a.mT), torch.bmm(g, g.mT)
-    longest = (
-        (inputs.diagonal(dim1=1, dim2=2) * gradients.diagonal(dim1=1, dim2=2)).clamp(min=0.0).sqrt().sum(1).square()
-    )
+    lengths = inputs.diagonal(dim1=1, dim2=2) * gradients.diagonal(dim1=1, dim2=2)
+    longest = lengths.clamp(min=0.0).sqrt().sum(1).square()
     squares: Tensor = torch.linalg.vecdot(inputs.flatten(1), gradients.flatten(1))
     return torch.maximum(squares, _EXACT * longest)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainstack.backends.dp.modes.base import full_float32
 
-_OWN = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEEP, _WIDE = 2, 100
 """How far generators are looked for: levels of lists, dicts and objects below an attribute, and items of each."""
 
@@ -44,27 +44,25 @@ class RandomStates:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         for generator, state in self._own:
-            _restore_generator(generator, state)
+            if isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = state
+            elif isinstance(generator, random.Random):
+                generator.setstate(state)
+            else:
+                generator.set_state(state)
 
 
 def _generators_of(module: nn.Module) -> list[Any]:
     parts = list(module.modules())
     scopes = {kind.__module__ for part in parts for kind in type(part).__mro__}
-    held = [value for part in parts for value in _generators_among(vars(part), _DEEP)]
-    beside = [
-        value for scope in scopes if scope in sys.modules for value in _generators_among(vars(sys.modules[scope]), 0)
-    ]
-    return list({id(generator): generator for generator in (*held, *beside)}.values())
-
-
-def _generators_among(values: dict[str, Any], deep: int) -> Iterator[Any]:
-    """The generators among the values, and so many levels below them."""
-    for value in list(values.values()):
-        yield from _generators_in(value, deep)
+    places = [(vars(part), _DEEP) for part in parts]
+    places += [(vars(sys.modules[scope]), 0) for scope in scopes if scope in sys.modules]
+    found = [one for values, deep in places for value in list(values.values()) for one in _generators_in(value, deep)]
+    return list({id(generator): generator for generator in found}.values())
 
 
 def _generators_in(value: Any, deep: int) -> Iterator[Any]:
-    if isinstance(value, _OWN):
+    if isinstance(value, _KINDS):
         if not isinstance(value, random.SystemRandom):  # which has no state
             yield value
     elif deep:
@@ -86,15 +84,6 @@ def _state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _restore_generator(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
 
 
 @contextmanager
@@ -209,10 +198,7 @@ class WriteDetector:
         self._places = [
             (held, key, f"{name}.{key}" if name else key)
             for name, part in module.named_modules()
-            for held in (
-                part._parameters,
-                part._buffers,
-            )  # torch 2.13.0; the public iterators give no way to see a swap
+            for held in (part._parameters, part._buffers)  # torch 2.13.0; public iterators hide a swap
             for key in held
         ]
         self._fingerprints: list[tuple[int, int, int] | None] = []

@@ -43,13 +43,7 @@ under autocast, which shows whether it works there at all."""
 
 
 def choose_mode(
-    asked: str,
-    module: nn.Module,
-    trained: Sequence[nn.Parameter],
-    clipper: Clipper,
-    run: Run,
-    probe: Any,
-    records: int,
+    asked: str, module: nn.Module, trained: Sequence[nn.Parameter], clipper: Clipper, run: Run, probe: Any, records: int
 ) -> GradientMode:
     """The gradient mode to train with, compared with the loop on `probe`.
 
@@ -73,15 +67,14 @@ def choose_mode(
     if records < 2:
         raise ConfigurationError(f"a probe of {records} records cannot show whether records influence each other: 2.")
     with deterministic_forward(module):
-        judge = ModeVerifier(
-            module, trained, run, probe, records, _unit_joint_norm if asked == "ghost" else _unit_norm_per_parameter
-        )
+        scaling = _unit_joint_norm if asked == "ghost" else _unit_norm_per_parameter
+        verifier = ModeVerifier(module, trained, run, probe, records, scaling)
         if asked != "auto":
-            return judge.verify(MODES[asked], clipper)
+            return verifier.verify(MODES[asked], clipper)
         reasons = []
         for kind in AUTOMATIC:
             try:
-                mode = judge.verify(kind, clipper)
+                mode = verifier.verify(kind, clipper)
             except (Unsupported, MissingExtraError, torch.OutOfMemoryError) as error:
                 reasons.append(f"{kind.name}: {error}")
                 continue
@@ -114,7 +107,13 @@ class ModeVerifier:
                 for scaling in (_unscaled, leveller)
             ]
             self._is_random = self._has_changed(self._references[0])
-            self._check_not_learning(before)
+            learning = changed_tensors(module, before)
+            if learning:
+                raise Unsupported(
+                    f"{learning[0]} changes in a forward pass: it would learn from records without clipping and noise"
+                    f"{_batch_normalizing_layers(module)}. Use GroupNorm in place of BatchNorm, or freeze the layer in "
+                    "eval mode."
+                )
             self._check_stateless([rows_of(probe, records, slice(i, i + 1)) for i in range(records)], states)
             self._rounded = self._reference(probe, records, _unscaled, run) if self._autocast else None
         except (Unsupported, ModuleContractError, torch.OutOfMemoryError):
@@ -142,7 +141,10 @@ class ModeVerifier:
             or any(self._remembers(one, states, other) for other in singles[1:])
         ):
             return
-        kept = [self._kept_after(single) for single in singles]
+        kept = []
+        for single in singles:
+            self._reference(single, 1, _unscaled, self._plain_run)
+            kept.append(plain_attributes(self._module))
         changing = [name for name, value in kept[0].items() if any(later.get(name) != value for later in kept)]
         raise Unsupported(
             f"{' or '.join(changing) or 'what train_step remembers'} changes in a forward pass, and the same records "
@@ -157,19 +159,6 @@ class ModeVerifier:
             self._reference(after, 1, _unscaled, self._plain_run)
         states.restore()
         return self._has_changed(case)
-
-    def _kept_after(self, record: Any) -> dict[str, str]:
-        self._reference(record, 1, _unscaled, self._plain_run)
-        return plain_attributes(self._module)
-
-    def _check_not_learning(self, before: dict[str, Tensor]) -> None:
-        learning = changed_tensors(self._module, before)
-        if learning:
-            raise Unsupported(
-                f"{learning[0]} changes in a forward pass: it would learn from records without clipping and noise"
-                f"{_batch_normalizing_layers(self._module)}. Use GroupNorm in place of BatchNorm, or freeze the layer "
-                "in eval mode."
-            )
 
     def verify(self, kind: type[GradientMode], clipper: Clipper) -> GradientMode:
         """A mode of this kind, if it agrees with the loop.
@@ -246,6 +235,7 @@ class _Reference:
 
     def differs(self, sums: Sequence[Tensor], scales: Tensor, tolerance: float) -> int | None:
         """The number of a parameter whose sum, or whose norms, are not as the loop has them; None if there is none."""
+        # A hundredth of the largest norm beside each: a parameter with almost no gradient has nothing but rounding.
         allowed = tolerance * (self.scales + 1e-2 * self.scales.max())
         wrong = [i for i, fits in enumerate((scales - self.scales).abs() <= allowed) if not fits]
         errors = zip(sums, self.sums, allowed, strict=True)

@@ -31,8 +31,6 @@ from trainstack.backends.dp.torch_names import pytree
 _FLOATS_AT_ONCE = 1 << 25
 """Per-record gradients that are kept at a time: 128 MiB."""
 
-_SLOW_OPERATION = "There is a performance drop because we have not yet implemented"
-
 
 class _FunctionalModule(nn.Module):
     """Calls `module` with other parameters; what `run` is given as the model."""
@@ -75,7 +73,12 @@ class VmapMode(GradientMode):
             rows = slice(start, min(start + at_once, records))
             part = batch if at_once >= records else rows_of(batch, records, rows)
             parts.append(self._add_chunk(run, part, rows.stop - rows.start))
-        return _concatenated(parts, records)
+        losses, outputs = torch.cat([loss for loss, _ in parts]), parts[0][1]
+        if len(parts) > 1:
+            flat, structure = zip(*(flatten_outputs(output) for _, output in parts), strict=True)
+            columns = [torch.cat(v) if isinstance(v[0], Tensor) else v[0] for v in zip(*flat, strict=True)]
+            outputs = pytree.tree_unflatten(columns, structure[0])
+        return detach_outputs(outputs, losses.mean())
 
     def explain_error(self, error: Exception) -> str:
         if not isinstance(error, RuntimeError | ValueError):
@@ -93,7 +96,8 @@ class VmapMode(GradientMode):
 
         def loss_of_one(trained: tuple[Tensor, ...], example: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
             model = _FunctionalModule(self.module, dict(zip(self.names, trained, strict=True)))
-            one = pytree.tree_unflatten([None if v is None else v[None] for v in _like(leaves, example)], structure)
+            values = iter(example)
+            one = pytree.tree_unflatten([None if v is None else next(values)[None] for v in leaves], structure)
             outputs = run(model, one)
             found, form = flatten_outputs(outputs)
             others[:] = [form, *(None if isinstance(v, Tensor) else v for v in found)]
@@ -101,11 +105,9 @@ class VmapMode(GradientMode):
 
         each = vmap(grad_and_value(loss_of_one, has_aux=True), in_dims=(None, 0), randomness="different")
         parameters = tuple(p.detach() for p in self.trained)
-        with (
-            suppress_warning(_SLOW_OPERATION),
-            _Float32Norms(),
-            sdpa_kernel(SDPBackend.MATH),
-        ):  # else attention is only repeated
+        # Without the math kernel attention is only repeated, not vectorised.
+        slow = "There is a performance drop because we have not yet implemented"
+        with suppress_warning(slow), _Float32Norms(), sdpa_kernel(SDPBackend.MATH):
             gradients, (losses, tensors) = each(parameters, tuple(v for v in leaves if v is not None))
         self._add_rows(gradients, records)
         form, *values = others
@@ -125,19 +127,3 @@ def _tensors_of(batch: Any, records: int) -> tuple[list[Tensor | None], Any]:
     if uncut is not None:
         raise Unsupported("the batch is a list with one item a record, which vmap cannot vectorise: stack it.")
     return leaves, structure
-
-
-def _like(leaves: list[Tensor | None], values: tuple[Tensor, ...]) -> list[Tensor | None]:
-    given = iter(values)
-    return [None if leaf is None else next(given) for leaf in leaves]
-
-
-def _concatenated(parts: list[tuple[Tensor, Any]], records: int) -> Any:
-    losses = torch.cat([loss for loss, _ in parts])
-    if len(parts) == 1:
-        outputs = parts[0][1]
-    else:
-        flat, structure = zip(*(flatten_outputs(output) for _, output in parts), strict=True)
-        columns = [torch.cat(v) if isinstance(v[0], Tensor) else v[0] for v in zip(*flat, strict=True)]
-        outputs = pytree.tree_unflatten(columns, structure[0])
-    return detach_outputs(outputs, losses.mean())
