@@ -76,7 +76,6 @@ class BestValue:
         return {"best": self.best, "best_step": self.best_step, "judged_at": self.updated_at}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned."""
         self.best = None if state["best"] is None else float(state["best"])
         self.best_step, self.updated_at = int(state["best_step"]), int(state["judged_at"])
 
@@ -136,7 +135,6 @@ class MonitorCallback(Callback):
         return self.best_value.get_state()
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned."""
         self.best_value.update_state(state)
 
 
@@ -226,13 +224,10 @@ class EarlyStopping(MonitorCallback):
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
         """Stop again what was stopped before."""
         if self.waited >= self.patience:
-            name, best = (
-                self.best_value.of(trainer).name,
-                "none" if self.best_value.best is None else f"{self.best_value.best:.6g}",
-            )
+            best = "none" if self.best_value.best is None else f"{self.best_value.best:.6g}"
             trainer.request_stop(
-                f"{name} has not become better for {self.waited} validations (best: {best}, at step "
-                f"{self.best_value.best_step})"
+                f"{self.best_value.of(trainer).name} has not become better for {self.waited} validations "
+                f"(best: {best}, at step {self.best_value.best_step})"
             )
 
     def get_state(self) -> dict[str, Any]:
@@ -240,6 +235,5 @@ class EarlyStopping(MonitorCallback):
         return {**super().get_state(), "waited": self.waited}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned."""
         super().update_state(state)
         self.waited = int(state["waited"])

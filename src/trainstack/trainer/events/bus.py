@@ -208,17 +208,13 @@ class Events:
         if event in SPANS:
             self._open.discard(SPANS[event])
         elif event in SPANS.values():
-            self._begin(event)
+            if event in self._open:  # what was interrupted begins once more: filters have counted it already
+                for subscription in self._subscriptions[event]:
+                    if subscription.filter is not None:
+                        subscription.filter.take_back()
+            self._open.add(event)
         for subscription in list(self._subscriptions[event]):
             subscription.call(self.trainer, *given)
-
-    def _begin(self, event: Event) -> None:
-        """What was interrupted begins once more: its filters have counted it already."""
-        if event in self._open:
-            for subscription in self._subscriptions[event]:
-                if subscription.filter is not None:
-                    subscription.filter.take_back()
-        self._open.add(event)
 
     def evaluation_contexts(self) -> ExitStack:
         """A block in which the module is as it is evaluated: all callbacks' contexts, entered."""
@@ -275,8 +271,13 @@ class Events:
         """`train()` ends in good order: "finished", "stopped" or "interrupted"."""
         self.is_training = False
         self.fire(Event.TRAIN_END, status)
-        if status == "finished" and self.trainer.is_main_process:
-            self._say_what_never_ran()
+        if status != "finished" or not self.trainer.is_main_process:
+            return
+        for subscription in (s for others in self._subscriptions.values() for s in others):
+            came = subscription.filter is not None and subscription.filter.num_called > 0
+            expected = subscription.is_expected and subscription.event.is_certain
+            if subscription.never_ran_reason is not None and (came or expected):
+                self._log.warning(f"{subscription.label} has never run: {subscription.never_ran_reason}.")
 
     def fail(self, error: BaseException) -> None:
         """`train()` ends by `error`; what fails now is noted at it."""
@@ -288,19 +289,11 @@ class Events:
                 annotate(error, f"also, at Event.{event.name}: {type(failure).__name__}: {failure}")
         self.is_training = False
 
-    def _say_what_never_ran(self) -> None:
-        for subscription in (s for others in self._subscriptions.values() for s in others):
-            came = subscription.filter is not None and subscription.filter.num_called > 0
-            expected = subscription.is_expected and subscription.event.is_certain
-            if subscription.never_ran_reason is not None and (came or expected):
-                self._log.warning(f"{subscription.label} has never run: {subscription.never_ran_reason}.")
-
     # --- checkpoints ---------------------------------------------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
         """The states of callbacks and the counters of filters, by key."""
-        own: dict[str, Any] = {"open": sorted(event.value for event in self._open)}
-        states: dict[str, Any] = {OWN: own}
+        states: dict[str, Any] = {OWN: {"open": sorted(event.value for event in self._open)}}
         states |= {key: state for key, callback in self.callbacks.items() if (state := callback.get_state())}
         return states | {key: counts.get_state() for key, counts in self._filters().items()}
 

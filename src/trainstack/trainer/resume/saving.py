@@ -6,8 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -36,9 +37,9 @@ class SaveTimeBudget:
 
     def __init__(self, seconds: float | None, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ
-        self.seconds = (
-            seconds or _parse_seconds(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")) or _DEFAULT_GRACE_PERIOD_S
-        )
+        with suppress(ValueError):
+            seconds = seconds or float(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", ""))
+        self.seconds = seconds or _DEFAULT_GRACE_PERIOD_S
         self._warned = False
 
     def record(self, seconds: float, log: RunLogger) -> None:
@@ -54,21 +55,11 @@ class SaveTimeBudget:
         )
 
 
-def _parse_seconds(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 Result = TypeVar("Result")
 
 
-class TakeCheckpoint(Protocol):
-    """Makes a checkpoint of the run; `Run.take_checkpoint` with what the trainer adds to it."""
-
-    def __call__(self, *, pinned: bool = False, after: BaseException | None = None) -> Checkpoint:
-        """See `Run.take_checkpoint`."""
+TakeCheckpoint = Callable[..., Checkpoint]
+"""`Run.take_checkpoint` with what the trainer adds to it."""
 
 
 class Saver:
@@ -128,20 +119,17 @@ class Saver:
     def save_requested(self) -> None:
         """Write checkpoints as the folders that were asked for, apart from the checkpointer."""
         asked, self.pending_paths = self.pending_paths, []
-        for path, once in asked:
-            self._save_as(path, once)
-
-    def _save_as(self, path: str | os.PathLike[str], once: str) -> None:
         world = self._context.world
-        with self._context.events.weight_swap.original_weights():
-            checkpoint, failure = self._capture(), None
-        if world.is_main if once == "world" else world.local_rank == 0:
-            target = Path(path).absolute()
-            try:
-                write_checkpoint(checkpoint, target.parent, target.name)
-            except Exception as error:
-                failure = error
-        world.comm.raise_if_any(failure, "saving a checkpoint")
+        for path, once in asked:
+            with self._context.events.weight_swap.original_weights():
+                checkpoint, failure = self._capture(), None
+            if world.is_main if once == "world" else world.local_rank == 0:
+                target = Path(path).absolute()
+                try:
+                    write_checkpoint(checkpoint, target.parent, target.name)
+                except Exception as error:
+                    failure = error
+            world.comm.raise_if_any(failure, "saving a checkpoint")
 
     def drop_requests(self) -> None:
         """Drop the requests that no step boundary serves any more; paths wait for the next checkpoint."""

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainstack.backends import Workload
-from trainstack.errors import NonFiniteError
+from trainstack.errors import ConfigurationError, NonFiniteError
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.state import RunState
@@ -61,8 +61,21 @@ def try_rates(
     context: RunContext, data: TrainingData, work: Workload, start: float, end: float, steps: int
 ) -> LRFinderResult:
     """The trial of `find_lr`, which all processes make together."""
+    if not 0 < start < end or steps < 3:
+        raise ConfigurationError(
+            f"find_lr(start={start}, end={end}, steps={steps}): write 0 < start < end, and at least 3 steps."
+        )
+    problem = data.training_set.problem
+    if context.busy:
+        problem = "a run is under way"
+    elif context.stack.is_private:
+        problem = "the run is private, and the trial would spend privacy"
+    if problem is not None:
+        raise ConfigurationError(
+            f"find_lr: {problem}. Call it before train, on a DataLoader over a map-style data set."
+        )
     rates, losses, means = list[float](), list[float](), list[float]()
-    with restore_after(context, work, seed=mix(context.state.seed, steps)) as state:
+    with context.fail_together(), restore_after(context, work, seed=mix(context.state.seed, steps)) as state:
         context.module.train()
         loop = TrainLoop(context.stack, work, Hooks(None), state=state)
         ramp = _Ramp(loop.work.optimizers, start, end, steps)

@@ -1,16 +1,21 @@
-"""`Run` trains a prepared module epoch by epoch."""
+"""`Run` trains a prepared module epoch by epoch; `RunView` reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
+
+import torch
+from torch import nn
 
 from trainstack.backends import Workload
 from trainstack.checkpointing import Checkpoint
-from trainstack.errors import ModuleContractError, annotate
+from trainstack.errors import ConfigurationError, ModuleContractError, annotate
+from trainstack.stage import Stage
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.intervals import ValidationSchedule, whole_steps
@@ -318,6 +323,60 @@ class Run:
             restore_rng(self.pending_rng, self.world.device)
             self.pending_rng = None
 
+    # --- for callbacks -------------------------------------------------------------------------------------
+
+    def call_at_step(self, step: int, function: Callable[..., Any]) -> None:
+        """See `Trainer.call_at_step`."""
+        if not isinstance(step, int) or isinstance(step, bool) or step <= self.state.global_step:
+            raise ConfigurationError(
+                f"call_at_step({step!r}, ...): {self.state.global_step} global steps are finished. Write a later step, "
+                "a whole number."
+            )
+        self.events.call_at(step, function)
+        self.loop.wake()  # at the next boundary the loop computes anew which step is next
+
+    def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See `Trainer.freeze`."""
+        given = self._freezable("freeze", parameters)
+        frozen = self.loop.frozen
+        for parameter in given:
+            if parameter.requires_grad and id(parameter) not in frozen:
+                frozen[id(parameter)] = parameter
+                parameter.requires_grad_(self.loop.work.gradients_reduced_by is not None)
+
+    def unfreeze(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See `Trainer.unfreeze`."""
+        given = self._freezable("unfreeze", parameters)
+        frozen = self.loop.frozen
+        if not all(parameter.requires_grad or id(parameter) in frozen for parameter in given):
+            raise ConfigurationError(
+                "unfreeze was given a parameter with requires_grad=False, which trainer.freeze has not frozen, so that "
+                "the backend does not expect a gradient of it. Leave requires_grad=True in the module, and call "
+                "trainer.freeze in on_train_epoch_begin."
+            )
+        for parameter in given:
+            if frozen.pop(id(parameter), None) is not None:
+                parameter.requires_grad_(True)
+
+    def _freezable(self, name: str, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        given = list(parameters)
+        if self.stack.is_private:
+            raise ConfigurationError(
+                f"trainer.{name} cannot change what a private run trains. Freeze for good in the module instead: "
+                "requires_grad_(False) before it is given to the trainer."
+            )
+        wrong = next((one for one in given if not isinstance(one, nn.Parameter)), None)
+        if wrong is not None:
+            raise ConfigurationError(
+                f"trainer.{name} was given a {type(wrong).__name__}. Write parameters: module.encoder.parameters()."
+            )
+        if self.state.current_step > self.state.global_step:
+            raise ConfigurationError(
+                f"trainer.{name} was called in the middle of global step {self.state.current_step}. Call it between "
+                "steps, in on_train_epoch_begin or on_train_step_end."
+            )
+        return given
+
     # --- its end -------------------------------------------------------------------------------------------
 
     def extend_training(self, args: TrainerArguments) -> None:
@@ -419,3 +478,82 @@ class Run:
         self.saver.saved_at = (state.global_step, state.epoch)
         self.events.update_state(checkpoint.callback_states)
         self.events.fire(Event.LOAD_CHECKPOINT, checkpoint)
+
+
+class RunView:
+    """Counters, sizes and loaders of a run, always as they are now. Writing to one of them is an `AttributeError`.
+
+    Epochs are counted from 0. A step is one update over all processes, a batch one micro-batch on this process.
+    """
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, or to begin next."""
+        return self._run.state.epoch
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the run."""
+        return self._run.data.plan.epochs
+
+    @property
+    def global_step(self) -> int:
+        """Steps finished since the run began."""
+        return self._run.state.global_step
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the run; None where that is unknown."""
+        return self._run.data.plan.total_steps
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """Steps finished in the epoch under way."""
+        return self._run.state.steps_in_epoch
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch; None where that is unknown."""
+        return self._run.data.plan.steps_per_epoch
+
+    @property
+    def batches(self) -> int:
+        """Micro-batches finished since the run began."""
+        return self._run.state.batches
+
+    @property
+    def batches_in_epoch(self) -> int:
+        """Micro-batches finished in the epoch under way."""
+        return self._run.state.batches_in_epoch
+
+    @property
+    def batches_per_step(self) -> int:
+        """Micro-batches of a step; the last one of an epoch may have fewer."""
+        return self._run.data.plan.accumulation
+
+    @property
+    def samples_in_epoch(self) -> int:
+        """Samples trained on in the epoch under way, over all processes."""
+        return self._run.state.samples_in_epoch
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module and its batches are."""
+        return self._run.world.device
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The very object that `get_train_dataloader` returned last."""
+        return self._run.data.loader
+
+    @property
+    def val_dataloaders(self) -> Mapping[str, Any]:
+        """What `get_val_dataloaders` returns, by name; it is called for that."""
+        run = self._run
+        with isolated_rng(mix(run.state.seed), run.world.device):
+            return MappingProxyType(run.evaluator.loaders_of(Stage.VAL))

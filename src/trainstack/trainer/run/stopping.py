@@ -62,9 +62,8 @@ class Stopper:
     def begin(self, loop: TrainLoop, world: World) -> None:
         """Training begins; all processes call it together. A request that was made before counts."""
         self.agreed, self._loop, self._world = None, loop, world
-        self._names = (
-            f"stop/{world.comm.broadcast_object(uuid.uuid4().hex)}"  # a trainer before this one may have used the store
-        )
+        # each training has its own keys: a trainer before this one may have used the store
+        self._names = f"stop/{world.comm.broadcast_object(uuid.uuid4().hex)}"
         self._announced: Request | None = None
         self._published = False
         self._target: int | None = None
@@ -136,8 +135,7 @@ class Stopper:
         Raises:
             Stopped: on every process.
         """
-        told = self._world.comm.gather(self._request)
-        asked = [request for request in told if request is not None]
+        asked = [request for request in self._world.comm.gather(self._request) if request is not None]
         if asked:
             self.agreed = next((request for request in asked if request.signal is not None), asked[0])
             raise Stopped
@@ -183,10 +181,7 @@ def stop_on_signals(stopper: Stopper, *, enabled: bool, announce: bool) -> Itera
     A signal that the program ignores, or handles in a way of its own, is left alone. Outside of the main thread, where
     Python lets nobody handle signals, nothing is done.
 
-    Args:
-        stopper: asked.
-        enabled: False does nothing.
-        announce: whether to tell who pressed Ctrl-C that it was noticed.
+    `announce` tells whoever presses Ctrl-C that it was noticed.
     """
     replaced: dict[int, Any] = {}
     handler = _Handler(stopper, announce)
@@ -210,8 +205,7 @@ def raise_for_signal(
     Args:
         honoured: what the run was stopped for, if it was.
         after_end: what else was asked for, when there was nothing left to stop.
-        stop_message: where the run was stopped, and what to do.
-        log: told as well; None on processes that must not say anything.
+        stop_message: where the run was stopped, and what to do; `log` gets it as well, on one process.
 
     Raises:
         KeyboardInterrupt: for Ctrl-C.
