@@ -143,7 +143,7 @@ class Trainer(AbstractTrainer):
                 "step. Call it again when it has returned, with train(epochs=...) for more epochs."
             )
         if epochs is not None or max_steps is not None:
-            self._prolong(epochs, max_steps)
+            self._extend(epochs, max_steps)
         run = self._ready()
         if self._finished:
             return
@@ -155,6 +155,7 @@ class Trainer(AbstractTrainer):
                 with context.fail_together():
                     self._train(run, reporter)
             except BaseException as error:  # the other processes know by now
+                # writes under way end first; then the subscribers act, whose states the save after them keeps
                 saver.finish_after(error)
                 self.events.fail(error)
                 if self.args.save_on_exception:
@@ -196,18 +197,11 @@ class Trainer(AbstractTrainer):
         run.end(reporter, self.save_model_checkpoint)
         self._finished = run.is_over
 
-    def _prolong(self, epochs: int | None, max_steps: int | float | None) -> None:
+    def _extend(self, epochs: int | None, max_steps: int | float | None) -> None:
         """Extend the run; a refused extension changes nothing.
 
         Existing schedulers keep the length that they were made with. Fractions of the run are those of the longer one.
         A `fast_dev_run` keeps its end.
-
-        Args:
-            epochs: of the whole run; then its steps are not limited.
-            max_steps: global steps of the whole run, whatever its epochs.
-
-        Raises:
-            ConfigurationError: one of the two is no such number, or a schedule would end before the run does.
         """
         if self.args.fast_dev_run:
             return

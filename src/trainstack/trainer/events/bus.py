@@ -67,12 +67,9 @@ class Subscription:
     """A function that is called when an event comes.
 
     Args:
-        event: what it subscribes to.
         function: takes the trainer, and what the event gives.
-        label: how to call it in messages.
-        counts: lets it run at some occurrences only.
-        priority: higher ones come first.
-        key: under which a checkpoint keeps the counters.
+        label: its name in messages.
+        counts: lets it run at some occurrences only; a checkpoint keeps the counters under `key`.
 
     Attributes:
         came: whether the event has come since it subscribed.
@@ -128,14 +125,11 @@ class Events:
     were subscribed.
 
     Args:
-        trainer: whose events these are.
         module: its methods subscribe as well.
         callbacks: objects, or classes that are made without arguments.
-        log: where what is odd about them is said.
 
     Attributes:
         callbacks: the objects, by their key in checkpoints.
-        trainer: the one they are given.
         weight_swap: where trained weights lie while others are in the module, after a training.
         is_training: whether `train()` is under way.
 
@@ -225,8 +219,6 @@ class Events:
                     contexts.enter_context(context)
             return contexts.pop_all()
 
-    # --- calls at one step ---------------------------------------------------------------------------------
-
     @property
     def call_steps(self) -> Iterable[int]:
         """The global steps at which `run_calls` has something to do."""
@@ -257,8 +249,6 @@ class Events:
         for call in self._calls.pop(step, ()):
             call()
 
-    # --- the run -------------------------------------------------------------------------------------------
-
     def begin_train(self) -> None:
         """`train()` begins."""
         for key in self._unclaimed or ():
@@ -288,8 +278,6 @@ class Events:
             except Exception as failure:
                 annotate(error, f"also, at Event.{event.name}: {type(failure).__name__}: {failure}")
         self.is_training = False
-
-    # --- checkpoints ---------------------------------------------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
         """The states of callbacks and the counters of filters, by key."""

@@ -16,7 +16,7 @@ Stop = Callable[[str], None]
 def overridden(subscriber: Any, name: str, stop: Stop | None = None) -> Hook | None:
     """The hook `name` of `subscriber`, if it does anything; an exception in it carries its name.
 
-    `stop` is told the reason where the hook raises `StopTraining`.
+    `stop` is called with the reason where the hook raises `StopTraining`.
     """
     method = getattr(subscriber, name, None)
     default = getattr(CallbackInterface, name)
@@ -60,11 +60,7 @@ def needs_outputs(hook: Hook) -> bool:
 
 
 class Hooks:
-    """The hooks of one subscriber; None where it has none.
-
-    Args:
-        subscriber: a module, or what `train_dl` is given.
-        stop: told the reason where a hook raises `StopTraining`.
+    """The hooks of one subscriber, a module or what `train_dl` is given; None where it has none.
 
     Attributes:
         step_outputs, epoch_outputs, val_outputs: whether somebody reads these outputs.

@@ -27,12 +27,8 @@ _DEFAULT_GRACE_PERIOD_S = 30.0  # torchrun, Kubernetes, and SLURM's KillWait
 class SaveTimeBudget:
     """Warns, once, of saves that take so long that a run may be killed in the middle of its last one.
 
-    Args:
-        seconds: from the signal to the kill; None for what the launcher says, or 30.
-        environ: where to look for what the launcher says.
-
     Attributes:
-        seconds: from the signal to the kill.
+        seconds: from the signal to the kill, as given, as the launcher says in `environ`, or 30.
     """
 
     def __init__(self, seconds: float | None, environ: Mapping[str, str] | None = None) -> None:
@@ -65,10 +61,6 @@ TakeCheckpoint = Callable[..., Checkpoint]
 class Saver:
     """Saves and loads for one trainer; methods are called by all processes together, unless they say otherwise.
 
-    Args:
-        context: of the trainer.
-        take: makes the checkpoints that are written.
-
     Attributes:
         pending_save: whether a checkpoint waits for the next step boundary.
         pending_pin: whether the next checkpoint is to be kept for good.
@@ -88,11 +80,9 @@ class Saver:
         self.save_time_budget = SaveTimeBudget(context.args.stop_grace_s)
 
     def save(self, force: bool, *, unless_saved: bool = False) -> None:
-        """Write a checkpoint of the run, which is at a step boundary, if it is due.
+        """Write a checkpoint of the run, which is at a step boundary, if it is due or `force` is True.
 
-        Args:
-            force: write it out of turn as well.
-            unless_saved: not if this very place was saved already.
+        With `unless_saved`, nothing is written if this very place was saved already.
         """
         context, state = self._context, self._context.state
         self.save_requested()
@@ -178,11 +168,9 @@ class Saver:
         return self.run_on_rank_zero(lambda: read_model(path), "reading an export of the model")
 
     def begin_run(self, wake: Callable[[], None], *, resumed: bool) -> None:
-        """Tell the checkpointer that training begins; from now on saves may go on in the background.
+        """Let the checkpointer begin a run; from now on saves may go on in the background.
 
-        Args:
-            wake: makes the loop call `poll` after the step under way; any thread may call it.
-            resumed: whether the run goes on from a checkpoint.
+        `wake` makes the loop call `poll` after the step under way. Any thread may call it.
         """
         self._training = True
         if self._context.world.is_main:

@@ -97,17 +97,17 @@ def try_rates(
 
 
 def _iter_steps(data: TrainingData, state: RunState, steps: int, means: list[float]) -> Iterator[StepBatches]:
-    """Windows of as many epochs as it takes, until the loss diverges or steps tell nothing any more."""
+    """The steps of as many epochs as it takes, until the loss diverges or steps tell nothing any more."""
     idle = known = 0
     for epoch in count():
         state.epoch = epoch
         state.samples_in_epoch = state.batches_in_epoch = state.steps_in_epoch = 0
-        for window in data.iter_steps(state):
+        for step_batches in data.iter_steps(state):
             idle, known = 0 if len(means) > known else idle + 1, len(means)
             diverged = len(means) > SETTLED and means[-1] > DIVERGED * min(means[SETTLED:])
             if diverged or len(means) >= steps or idle > MAX_SKIPPED_IN_A_ROW:
                 return
-            yield window
+            yield step_batches
 
 
 class _Ramp:

@@ -42,16 +42,14 @@ from trainstack.trainer.schedulers.building import make_schedules
 from trainstack.trainer.torch_settings import prepare_model
 from trainstack.trainer.tracking.log_sink import LogSink
 
-_MOST_SHOWN = 64
+MOST_PENDING_STEPS = 1000
+"""The losses of at most so many steps wait on the device, however far apart log points are."""
 
 
 def failure_location(state: RunState, data: TrainingData, position: int | None) -> str:
     """Where the step stood in which an exception was raised, worked out only now that it was.
 
-    Args:
-        state: of the run.
-        data: of the run.
-        position: the micro-batch in its step, from 0; None outside of forward and backward passes.
+    `position` counts the micro-batches of the step, from 0; None outside of forward and backward passes.
     """
     plan = data.plan
     place = f"in epoch {state.epoch}, global step {state.current_step}"
@@ -62,13 +60,9 @@ def failure_location(state: RunState, data: TrainingData, position: int | None) 
     indices = data.indices_under_way(state, position)
     if indices is None:
         return place
-    shown = ", ".join(map(str, indices[:_MOST_SHOWN]))
-    more = f", ... ({len(indices)} in all)" if len(indices) > _MOST_SHOWN else ""
+    shown = ", ".join(map(str, indices[:64]))  # more would hide the error itself
+    more = f", ... ({len(indices)} in all)" if len(indices) > 64 else ""
     return f"{place}, with the samples {shown}{more} of the training data set"
-
-
-MOST_PENDING_STEPS = 1000
-"""The losses of at most so many steps wait on the device, however far apart log points are."""
 
 
 class Run:
@@ -146,20 +140,17 @@ class Run:
     def train_epoch(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
         """Train what is left of the epoch under way, validate and save.
 
-        Args:
-            reporter: told at log points.
-            save: writes a checkpoint; called with True at steps that are multiples of `save_every`.
-            save_every: global steps, or None.
+        `save` writes a checkpoint. It is called with True at the global steps that are multiples of `save_every`.
 
         Raises:
             Stopped: somebody asked for it; the run stands at a step boundary, or between two validation batches.
         """
         state, monitor = self.state, self.context.args.monitor
         self.context.busy = True
-        windows = self._begin_epoch()
+        steps = self._begin_epoch()
         reporter.start_epoch(state, self.data.plan)
         if state.validated < 0:
-            self._train_steps(windows, reporter, save, save_every)
+            self._train_steps(steps, reporter, save, save_every)
             if self.is_over:
                 reporter.progress.end_epoch()
                 return
@@ -179,7 +170,7 @@ class Run:
         self.stopper.stop_if_requested()
 
     def _train_steps(
-        self, windows: Iterator[StepBatches], reporter: Reporter, save: Callable[[bool], None], save_every: int | None
+        self, steps: Iterator[StepBatches], reporter: Reporter, save: Callable[[bool], None], save_every: int | None
     ) -> None:
         state = self.state
         self.loop.on_due = lambda: self._on_due(reporter, save, save_every)
@@ -188,7 +179,7 @@ class Run:
             with suppress(Stopped):
                 if state.validating >= 0:  # it was broken off there
                     self._validate_within(reporter)
-                train_steps(self.loop, islice(windows, self._steps_left()))
+                train_steps(self.loop, islice(steps, self._steps_left()))
         except Exception as error:
             annotate(error, failure_location(state, self.data, self.loop.failed_in))
             raise
@@ -220,7 +211,7 @@ class Run:
         if hook is not None:
             hook(state.global_step, state.epoch)
         self.events.fire(Event.TRAIN_EPOCH_BEGIN, state.epoch)
-        windows = self.data.iter_steps(state, self.stack.sampling) if state.validated < 0 else iter(())
+        steps = self.data.iter_steps(state, self.stack.sampling) if state.validated < 0 else iter(())
         if within:
             restore_rng(now, device)
             self.pending_rng = None
@@ -230,7 +221,7 @@ class Run:
                     f"resumed within epoch {state.epoch}: on_end_train_epoch gets the outputs of the steps from here "
                     "on, those before the interruption are gone."
                 )
-        return windows
+        return steps
 
     def _save(self, save: Callable[[bool], None], force: bool) -> None:
         """Save at a step boundary, where everything that goes into a checkpoint fits together."""
@@ -250,7 +241,9 @@ class Run:
         self.events.fire(Event.TRAIN_EPOCH_END, self.state.epoch)
 
     def _on_due(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
-        """What is due at this step: log, save, paint, stop, and moving on to the next step at which something is."""
+        """What is due at this step: log, validate, save, poll the display, stop; and find the next due step."""
+        # The order matters for an exact resume: a checkpoint holds what was recorded and measured at this step, and a
+        # run that stops here has saved what was due.
         state, step = self.state, self.state.global_step
         if step % self.log_interval == 0 or step == self.data.plan.max_steps:
             reporter.measure(state, self.loop.meter, self.loop.work.optimizers)
@@ -281,6 +274,7 @@ class Run:
 
     def _set_next_due_step(self, reporter: Reporter, save_every: int | None) -> None:
         step = self.state.global_step
+        # the polls may be overdue, hence `max(1, ...)`; the others always come after `step`
         look = reporter.progress.next_poll - self.state.steps_in_epoch
         due = [self.next_log_step - step, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
         due.append(max(1, self.stopper.next_poll - step))
@@ -392,11 +386,9 @@ class Run:
         self.log_interval = self.loop.measure_every = whole_steps("log_every", args.log_interval, self.data.plan)
 
     def end(self, reporter: Reporter, export: Callable[[], None]) -> None:
-        """End a training that no exception has ended: save, tell the subscribers, and export the module.
+        """End a training that no exception has ended: save, call the subscribers, and export the module.
 
-        Args:
-            reporter: of this training.
-            export: writes the module's state; not called where a signal has interrupted the run.
+        `export` writes the module's state. It is not called where a signal has interrupted the run.
         """
         agreed, step = self.stopper.agreed, self.state.global_step
         self.restore_rng_once()
@@ -425,10 +417,7 @@ class Run:
     ) -> Checkpoint:
         """A checkpoint of the run at a step boundary; tensors are the live ones. All processes call it together.
 
-        Args:
-            get_state: of the trainer.
-            pinned: whether it is kept for good.
-            after: an exception. Then nothing is refused, and the other processes are not asked.
+        After an exception, `after`, nothing is refused, and the other processes are not asked.
 
         Raises:
             NonFiniteError: a loss, a gradient or the weights are inf or nan.
@@ -444,11 +433,7 @@ class Run:
         return make_checkpoint(context, plan, get_state, self.epoch_rng, loader_state, pinned=pinned)
 
     def resume(self, checkpoint: Checkpoint, update_state: Callable[[Mapping[str, Any] | None], None]) -> None:
-        """Take the states of `checkpoint`, as far as `resume_mode` asks for them.
-
-        Args:
-            checkpoint: its module's state is restored already.
-            update_state: of the trainer.
+        """Take the states of `checkpoint`, as far as `resume_mode` asks for them; the module has its state already.
 
         Raises:
             CheckpointMismatchError: they are of another optimizer, backend, data set or a shorter schedule.
