@@ -40,12 +40,8 @@ Unchecked = Any
 _MEANT = {"true": True, "yes": True, "false": False, "no": False}
 
 
-def check_kinds(args: Unchecked) -> None:
-    """Refuse what is of another kind than its argument, so that what is looked at later is there.
-
-    Raises:
-        ConfigurationError: naming the first.
-    """
+def _check_kinds(args: Unchecked) -> None:
+    """Refuse what is of another kind than its argument, so that what is looked at later is there."""
     if not isinstance(args.backend, str):
         raise ConfigurationError(
             f"backend={args.backend!r}: write a backend string such as 'sp-bf16'. A stack that is built already goes "
@@ -81,12 +77,8 @@ def check_kinds(args: Unchecked) -> None:
     _check_writers(args.writers)
 
 
-def check_resume(value: Any) -> None:
-    """Refuse what cannot be resumed from, and words that would be taken for the name of a folder.
-
-    Raises:
-        ConfigurationError: saying what to write.
-    """
+def _check_resume(value: Any) -> None:
+    """Refuse what cannot be resumed from, and words that would be taken for the name of a folder."""
     meant = _MEANT.get(value.lower()) if isinstance(value, str) else None
     if meant is not None:
         raise ConfigurationError(
@@ -138,7 +130,7 @@ def check_arguments(args: Unchecked) -> None:
     Raises:
         ConfigurationError: naming the first argument that is wrong.
     """
-    check_kinds(args)
+    _check_kinds(args)
     _check_numbers(args)
     _check_choices(args)
     _check_backend(args)
@@ -209,7 +201,7 @@ def _check_choices(args: Unchecked) -> None:
     for name, choices in _CHOICES.items():
         if not any(getattr(args, name) is choice or getattr(args, name) == choice for choice in choices):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write one of {', '.join(map(repr, choices))}.")
-    check_resume(args.resume)
+    _check_resume(args.resume)
     if args.init_weights_from is not None and not isinstance(args.init_weights_from, str | PathLike):
         raise ConfigurationError(
             f"init_weights_from={args.init_weights_from!r}: write the path of a checkpoint, an export or a "

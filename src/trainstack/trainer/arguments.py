@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -331,10 +332,8 @@ def _build(cls: Any, values: Mapping[str, Any], where: str) -> Any:
 def _number(value: Any, of: dataclasses.Field[Any]) -> Any:
     """YAML reads `1e-3` as a string; where a float is expected, it is one."""
     if isinstance(value, str) and "float" in str(of.type):
-        try:
+        with suppress(ValueError):
             return float(value)
-        except ValueError:
-            return value
     return value
 
 

@@ -18,13 +18,7 @@ MonitoredValue = str | Callable[[Mapping[str, float]], float | None]
 
 
 class BestValue:
-    """Remembers the best value of a metric.
-
-    Args:
-        monitor: a metric by its exact name, or a function of all that was measured; None for the monitor of
-            `args.checkpointer_args`.
-        mode: "min", "max", or "auto" for what the metric's name tells.
-        min_delta: by how much a value must be better to count; not negative.
+    """Remembers the best value of a metric; the arguments are those of `BestCheckpoint`.
 
     Attributes:
         best: the best value so far; None before the first.

@@ -15,11 +15,7 @@ from trainstack.trainer.events import Callback
 
 
 class Clock:
-    """Adds up durations by name: on CUDA between two marks in the stream, elsewhere by the host's clock.
-
-    Args:
-        device: that does the work.
-    """
+    """Adds up durations by name: on CUDA between two marks in the stream, elsewhere by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"

@@ -306,8 +306,8 @@ class Events:
         return {s.key: s.filter for s in every if s.filter is not None and s.key is not None}
 
 
-def check_event(event: Any) -> Event:
-    """`event`, if it is one that is still to come.
+def check_event(event: Any) -> None:
+    """Check that `event` is one that is still to come.
 
     Raises:
         ConfigurationError: it is something else.
@@ -318,4 +318,3 @@ def check_event(event: Any) -> Event:
         )
     if event is Event.INIT:
         raise ConfigurationError("Event.INIT has already fired when a Trainer exists. Define Callback.on_init instead.")
-    return event

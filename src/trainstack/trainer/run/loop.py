@@ -40,9 +40,6 @@ class TrainLoop:
     """What the loop works with.
 
     Args:
-        stack: the outermost layer.
-        work: what `stack.prepare` returned.
-        hooks: of the module.
         schedules: what is stepped after a global step that moved the weights, and when.
         state: advanced after each global step.
         skip_nonfinite: leave out steps whose loss or gradient is inf or nan (reads the device in every step). A layer

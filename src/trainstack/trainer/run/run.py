@@ -317,8 +317,6 @@ class Run:
             restore_rng(self.pending_rng, self.world.device)
             self.pending_rng = None
 
-    # --- for callbacks -------------------------------------------------------------------------------------
-
     def call_at_step(self, step: int, function: Callable[..., Any]) -> None:
         """See `Trainer.call_at_step`."""
         if not isinstance(step, int) or isinstance(step, bool) or step <= self.state.global_step:
@@ -371,8 +369,6 @@ class Run:
             )
         return given
 
-    # --- its end -------------------------------------------------------------------------------------------
-
     def extend_training(self, args: TrainerArguments) -> None:
         """Extend the run to the end that `args` give.
 
@@ -409,8 +405,6 @@ class Run:
         reporter.write()
         reporter.end_private_run(self.exhausted_reason)
         reporter.end("finished" if agreed is None else "stopped", agreed.reason if agreed else self.exhausted_reason)
-
-    # --- checkpoints ---------------------------------------------------------------------------------------
 
     def take_checkpoint(
         self, get_state: Callable[[], Mapping[str, Any]], *, pinned: bool = False, after: BaseException | None = None

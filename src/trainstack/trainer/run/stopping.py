@@ -27,12 +27,7 @@ POLL_S = 0.5
 
 
 class Request(NamedTuple):
-    """Why a run is to stop.
-
-    Attributes:
-        reason: in words.
-        signal: the number of the signal that asks; None where training is over for a reason of its own.
-    """
+    """Why a run is to stop: the reason in words, and the number of the signal that asks for it, if one does."""
 
     reason: str
     signal: int | None = None
@@ -202,10 +197,8 @@ def raise_for_signal(
 ) -> None:
     """End `train()` if a signal has stopped it; a signal that came too late goes to whoever handles it now.
 
-    Args:
-        honoured: what the run was stopped for, if it was.
-        after_end: what else was asked for, when there was nothing left to stop.
-        stop_message: where the run was stopped, and what to do; `log` gets it as well, on one process.
+    `honoured` has stopped the run; `after_end` came when there was nothing left to stop. `log` is None on processes
+    that must not say anything.
 
     Raises:
         KeyboardInterrupt: for Ctrl-C.
