@@ -104,7 +104,6 @@ def _check_writers(writers: Any) -> None:
             )
 
 
-_AT_LEAST_ONE = ("train_batch_size", "gpu_batch_size_limit")
 _AT_LEAST_ONE_OR_NONE = (
     "per_device_train_batch_size",
     "val_batch_size",
@@ -119,8 +118,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "collect_train_outputs": ("auto", True, False),
     "amp_level_apex": ("O0", "O1", "O2", "O3"),
 }
-
-
 _DISPLAYS = ("auto", "rich", "plain", "none", None)
 
 
@@ -144,7 +141,7 @@ def _check_numbers(args: Unchecked) -> None:
     _whole_number("overfit_batches", args.overfit_batches, -1)
     if not isinstance(args.fast_dev_run, bool):
         _whole_number("fast_dev_run", args.fast_dev_run, 1)
-    for name in _AT_LEAST_ONE:
+    for name in ("train_batch_size", "gpu_batch_size_limit"):
         _whole_number(name, getattr(args, name), 1)
     for name in _AT_LEAST_ONE_OR_NONE:
         if getattr(args, name) is not None:

@@ -48,11 +48,7 @@ _TYPOS = {"get_val_dataloaders": ("val", "load"), "val_step": ("val", "step")}
 
 
 def check_parts(module: Any, args: Any, backend: Any, checkpointer: Any, val_step: Any) -> None:
-    """Check that a `Trainer` is given the right kinds of things.
-
-    Raises:
-        ConfigurationError: naming the first that is not.
-    """
+    """Refuse what a `Trainer` cannot be made of, naming the first."""
     if isinstance(module, type) or not isinstance(module, ModuleInterface):
         what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
         raise ConfigurationError(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from torch import nn
@@ -16,8 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from trainstack.backends import TrainerBackend, World, build_trainer_backend
-from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport, push_to_hub
-from trainstack.checkpointing.exporting import require_hub
+from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport, read_model
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 from trainstack.trainer.abstract_trainer import AbstractTrainer
@@ -164,7 +161,7 @@ class Trainer(AbstractTrainer):
                 raise
             finally:
                 self._training = context.busy = False
-                saver.drop_requests()
+                saver.pending_save = saver.pending_pin = False  # no step boundary follows; paths wait for the next one
                 reporter.close()
                 late = stopper.end()
         raise_for_signal(stopper.agreed, late, saver.stop_message(), context.log if self.is_main_process else None)
@@ -396,14 +393,7 @@ class Trainer(AbstractTrainer):
         options: dict[str, Any] = {"commit_message": commit_message, "private": private, "revision": revision}
         options |= {"token": token, "endpoint": endpoint}
         with self._context.fail_together():
-            plan = self.plan
-            require_hub()
-            with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
-                path = Path(folder) / repo_id.rpartition("/")[2]
-                self._saver.save_model(plan, path)
-                return self._saver.run_on_rank_zero(
-                    lambda: push_to_hub(path, repo_id, **options), f"pushing to {repo_id}"
-                )
+            return self._saver.push_to_hub(self.plan, repo_id, **options)
 
     # --- read-only -----------------------------------------------------------------------------------------
 
@@ -654,7 +644,8 @@ class Trainer(AbstractTrainer):
         """
         with self._context.fail_together():
             self._prepared("load_export")
-            self.module.update_state(self._saver.read_export(path))
+            state = self._saver.run_on_rank_zero(lambda: read_model(path), "reading an export of the model")
+            self.module.update_state(state)
 
     # --- requests and subscriptions -------------------------------------------------------------------------
 

@@ -130,7 +130,7 @@ class Events:
 
     Attributes:
         callbacks: the objects, by their key in checkpoints.
-        weight_swap: where trained weights lie while others are in the module, after a training.
+        weight_swap: holds the trained weights while others are in the module, after a training.
         is_training: whether `train()` is under way.
 
     Raises:

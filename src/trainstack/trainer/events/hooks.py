@@ -45,8 +45,8 @@ def wants_outputs(hook: Hook | None) -> bool:
         parameters = inspect.signature(hook).parameters.values()
     except (TypeError, ValueError):
         return True
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    positional = [p for p in named if p.name != "key"]
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p for p in parameters if p.kind in by_position and p.name != "key"]
     return any(p.kind is p.VAR_POSITIONAL for p in parameters) or len(positional) > 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +13,8 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from trainstack.checkpointing import Checkpoint, export_model, read_model, write_checkpoint
+from trainstack.checkpointing import Checkpoint, export_model, push_to_hub, write_checkpoint
+from trainstack.checkpointing.exporting import require_hub
 from trainstack.checkpointing.warm_start import read_weights
 from trainstack.errors import CheckpointError, annotate
 from trainstack.trainer.context import RunContext
@@ -20,8 +22,6 @@ from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.events import Event
 from trainstack.trainer.resume.run_checkpoint import metadata_of
-
-_DEFAULT_GRACE_PERIOD_S = 30.0  # torchrun, Kubernetes, and SLURM's KillWait
 
 
 class SaveTimeBudget:
@@ -35,7 +35,7 @@ class SaveTimeBudget:
         environ = os.environ if environ is None else environ
         with suppress(ValueError):
             seconds = seconds or float(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", ""))
-        self.seconds = seconds or _DEFAULT_GRACE_PERIOD_S
+        self.seconds = seconds or 30.0  # the default of torchrun, of Kubernetes, and of SLURM's KillWait
         self._warned = False
 
     def record(self, seconds: float, log: RunLogger) -> None:
@@ -121,10 +121,6 @@ class Saver:
                     failure = error
             world.comm.raise_if_any(failure, "saving a checkpoint")
 
-    def drop_requests(self) -> None:
-        """Drop the requests that no step boundary serves any more; paths wait for the next checkpoint."""
-        self.pending_save = self.pending_pin = False
-
     def stop_message(self) -> str:
         """After which step the run was stopped, where that is saved, and how to go on."""
         state = self._context.state
@@ -153,6 +149,14 @@ class Saver:
 
         self.run_on_rank_zero(write, "exporting the model")
 
+    def push_to_hub(self, plan: TrainingPlan, repo_id: str, **options: Any) -> str:
+        """Export to a temporary folder and upload that; see the function `push_to_hub`."""
+        require_hub()
+        with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
+            path = Path(folder) / repo_id.rpartition("/")[2]
+            self.save_model(plan, path)
+            return self.run_on_rank_zero(lambda: push_to_hub(path, repo_id, **options), f"pushing to {repo_id}")
+
     def load(self) -> Checkpoint:
         """What the checkpointer finds, as `args.resume` says; an empty checkpoint if nothing."""
         context = self._context
@@ -162,10 +166,6 @@ class Saver:
     def read_weights(self, path: str | os.PathLike[str]) -> dict[str, Tensor]:
         """The tensors at `path`, by name."""
         return self.run_on_rank_zero(lambda: read_weights(path), "reading the weights to begin with")
-
-    def read_export(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """The module's state in the export at `path`."""
-        return self.run_on_rank_zero(lambda: read_model(path), "reading an export of the model")
 
     def begin_run(self, wake: Callable[[], None], *, resumed: bool) -> None:
         """Let the checkpointer begin a run; from now on saves may go on in the background.

@@ -77,7 +77,6 @@ class TrainLoop:
         self.bind, self.copy_losses = bind, copy_losses
         self.stack, self.work, self.hooks = stack, work, hooks
         self.schedules = schedules or Schedules()
-        self.schedulers = self.schedules.schedulers
         self.state = state or RunState()
         bounded = any(layer.bounds_gradients for layer in stack.layers())
         self.skip_nonfinite = skip_nonfinite and not bounded
@@ -108,11 +107,11 @@ class TrainLoop:
         return {
             **self.state.get_state(),
             "optimizers": [optimizer.state_dict() for optimizer in self.work.optimizers],
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedules.schedulers],
             "scheduler_counts": self.schedules.get_counts(),
             "kinds": {
                 "optimizers": [type(optimizer).__name__ for optimizer in self.work.optimizers],
-                "schedulers": [type(scheduler).__name__ for scheduler in self.schedulers],
+                "schedulers": [type(scheduler).__name__ for scheduler in self.schedules.schedulers],
             },
             "meter": self.meter.get_state(),
         }
@@ -128,7 +127,7 @@ class TrainLoop:
             self.meter.update_state(state["meter"])
         if not fresh_optimizers:
             load_states("optimizer", self.work.optimizers, state["optimizers"], state["kinds"]["optimizers"], log)
-            load_states("scheduler", self.schedulers, state["schedulers"], state["kinds"]["schedulers"], log)
+            load_states("scheduler", self.schedules.schedulers, state["schedulers"], state["kinds"]["schedulers"], log)
             self.schedules.update_counts(state["scheduler_counts"])
 
 

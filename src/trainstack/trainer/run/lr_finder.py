@@ -88,7 +88,7 @@ def try_rates(
             rates.append(ramp.rate)
             losses.append(loss)
             means.append(SMOOTHING * means[-1] + (1 - SMOOTHING) * loss if means else loss)
-            ramp.advance()
+            ramp.set_rate(ramp.rate * ramp.factor)
 
         loop.on_due, loop.next_due_step = attend, 0
         with suppress(NonFiniteError):  # it has diverged
@@ -114,19 +114,16 @@ class _Ramp:
     """Sets the rates of all optimizers, growing by one factor a step."""
 
     def __init__(self, optimizers: tuple[Optimizer, ...], start: float, end: float, steps: int) -> None:
-        self.rate, self._factor = start, (end / start) ** (1 / (steps - 1))
+        self.rate, self.factor = start, (end / start) ** (1 / (steps - 1))
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         own = [float(group.get("initial_lr", group["lr"])) for group in self._groups]
         self._shares = [rate / max(own) if max(own) else 1.0 for rate in own]
-        self._set()
+        self.set_rate(start)
 
-    def advance(self) -> None:
-        self.rate *= self._factor
-        self._set()
-
-    def _set(self) -> None:
+    def set_rate(self, highest: float) -> None:
+        self.rate = highest
         for group, share in zip(self._groups, self._shares, strict=True):
-            rate = self.rate * share
+            rate = highest * share
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:

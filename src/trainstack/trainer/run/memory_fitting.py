@@ -19,14 +19,13 @@ from trainstack.trainer.core.random_state import isolated_rng
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.data.training_data import TrainingData
 
-_SAID_BY_ALLOCATORS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
 
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is an allocator's: torch has a class for accelerators, and sentences for the rest."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID_BY_ALLOCATORS)
+    sentences = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(sentence in str(error) for sentence in sentences)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ class Run:
 
     Attributes:
         data: the training data and the plan.
-        evaluator, sink: runs validation, test and prediction; records in `history` the values that the module logs.
+        evaluator: runs validation, test and prediction.
         validation: when to validate in training.
         log_interval: global steps between two log points.
         loop: what the loop works with.

@@ -165,7 +165,6 @@ class Stopper:
 _SAME_PRESS_S = 1.0
 """A terminal and a launcher may both pass one Ctrl-C on, so what follows within this time is the same one."""
 
-_HANDLED = ("SIGTERM", "SIGUSR1", "SIGINT")  # Windows has no SIGUSR1
 _AGAIN = b"\nCtrl-C: the run stops at the end of this step. Ctrl-C again stops it at once.\n"
 
 
@@ -181,7 +180,8 @@ def stop_on_signals(stopper: Stopper, *, enabled: bool, announce: bool) -> Itera
     replaced: dict[int, Any] = {}
     handler = _Handler(stopper, announce)
     if enabled and threading.current_thread() is threading.main_thread():
-        for number in (getattr(signal, name) for name in _HANDLED if hasattr(signal, name)):
+        names = ("SIGTERM", "SIGUSR1", "SIGINT")  # Windows has no SIGUSR1
+        for number in (getattr(signal, name) for name in names if hasattr(signal, name)):
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 replaced[number] = signal.signal(number, handler)
     try:
