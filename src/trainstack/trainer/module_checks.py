@@ -109,14 +109,10 @@ def check_signatures(module: Any, log: RunLogger, val_step: Any = None) -> None:
             signature.bind(*range(offered), **dict.fromkeys(named))
         except TypeError as error:
             wanted = ", ".join(["self", *positional, *(["*outputs"] if name in _TAKE_OUTPUTS else []), *named])
-            hint = (
-                " It is what the backend calls; keep your network in an attribute such as self.model."
-                if name == "forward"
-                else ""
-            )
+            hint = " It is what the backend calls; keep your network in an attribute such as self.model."
             raise ModuleContractError(
                 f"{type(module).__name__}.{name}{signature} cannot be called as it will be ({error}). "
-                f"Write def {name}({wanted}).{hint}"
+                f"Write def {name}({wanted}).{hint if name == 'forward' else ''}"
             ) from error
     _warn_on_method_typos(module, log, val_step)
 
