@@ -192,7 +192,7 @@ def _check_choices(args: Unchecked) -> None:
             "micro-batch. Write fit_micro_batch=True to try out a step before training, or set gpu_batch_size_limit to "
             "the number of samples that always fit."
         )
-    for name in (one.name for one in fields(args) if one.type == "bool"):
+    for name in (one.name for one in fields(args) if one.type == "bool"):  # annotations are strings
         if not isinstance(getattr(args, name), bool):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write True or False.")
     for name, choices in _CHOICES.items():
