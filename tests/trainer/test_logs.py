@@ -16,7 +16,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 
 
 SAY = """
-from trainstack.trainer.logs import RunLogger
+from trainstack.trainer.core.logs import RunLogger
 log = RunLogger("INFO")
 log.info("an info")
 log.warning("a warning")

@@ -38,8 +38,6 @@ class AbstractTrainer(ABC):
     history: RunHistory
     state: RunState
 
-    # --- running -------------------------------------------------------------------------------------------
-
     @abstractmethod
     def train(self) -> None:
         """Train, and validate as the arguments say."""
@@ -70,8 +68,6 @@ class AbstractTrainer(ABC):
     def load_export(self, path: str | os.PathLike[str]) -> None:
         """Load the module's state from the folder `path`, which `export` has written."""
 
-    # --- reading -------------------------------------------------------------------------------------------
-
     @property
     @abstractmethod
     def plan(self) -> TrainingPlan:
@@ -83,14 +79,14 @@ class AbstractTrainer(ABC):
         """This process's place among all, and its device."""
 
     @property
-    @abstractmethod
     def device(self) -> torch.device:
         """The device that this process trains on."""
+        return self.world.device
 
     @property
-    @abstractmethod
     def is_main_process(self) -> bool:
         """Whether this process writes checkpoints and logs."""
+        return self.world.is_main
 
     @property
     @abstractmethod
@@ -111,8 +107,6 @@ class AbstractTrainer(ABC):
     @abstractmethod
     def next_log_step(self) -> int:
         """The global step of the next log point."""
-
-    # --- acting --------------------------------------------------------------------------------------------
 
     @abstractmethod
     def limit_steps_per_epoch(self, *, train: int | None = None, val: int | None = None) -> None:

@@ -236,7 +236,9 @@ def feeder(update: Callable[..., Any]) -> Callable[[tuple[Any, ...] | Mapping[st
             update(*inputs)
             return
         if not takes:
-            takes.append(None if _takes_anything(update) else parameters_of(update))
+            kinds = [parameter.kind for parameter in inspect.signature(update).parameters.values()]
+            hands_on = inspect.Parameter.VAR_POSITIONAL in kinds  # as collections of metrics do
+            takes.append(None if hands_on else parameters_of(update))
         pair = [next((inputs[name] for name in inputs if name in known), None) for known in (PREDICTIONS, TARGETS)]
         has_pair = all(item is not None and not isinstance(item, Mapping) for item in pair)
         named = takes[0]
@@ -246,9 +248,3 @@ def feeder(update: Callable[..., Any]) -> Callable[[tuple[Any, ...] | Mapping[st
             update(**(inputs if named is None else named.pick(inputs)))
 
     return feed
-
-
-def _takes_anything(update: Callable[..., Any]) -> bool:
-    """Whether it hands on what it gets, as collections of metrics do."""
-    kinds = [parameter.kind for parameter in inspect.signature(update).parameters.values()]
-    return inspect.Parameter.VAR_POSITIONAL in kinds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any
 
@@ -40,13 +40,19 @@ Unchecked = Any
 _MEANT = {"true": True, "yes": True, "false": False, "no": False}
 
 
-def check_kinds(args: Unchecked) -> None:
-    """Refuse what is of another kind than its argument, so that what is looked at later is there.
-
-    Raises:
-        ConfigurationError: naming the first.
-    """
-    _check_backend_kind(args.backend, args.backend_options)
+def _check_kinds(args: Unchecked) -> None:
+    """Refuse what is of another kind than its argument, so that what is looked at later is there."""
+    if not isinstance(args.backend, str):
+        raise ConfigurationError(
+            f"backend={args.backend!r}: write a backend string such as 'sp-bf16'. A stack that is built already goes "
+            "to Trainer(..., trainer_backend=...)."
+        )
+    options = args.backend_options
+    if not isinstance(options, Mapping) or not all(isinstance(chosen, Mapping) for chosen in options.values()):
+        raise ConfigurationError(
+            f"backend_options={options!r}: write a dict of options for each layer, by its token: "
+            "{'amp': {'init_scale': 1024.0}}."
+        )
     if not isinstance(args.checkpointer_args, DefaultCheckpointerArguments):
         raise ConfigurationError(
             f"checkpointer_args={args.checkpointer_args!r}: write DefaultCheckpointerArguments(...), or give your own "
@@ -69,16 +75,10 @@ def check_kinds(args: Unchecked) -> None:
         if getattr(args, name) is not None and not isinstance(getattr(args, name), nested):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write {nested.__name__}(...) or None.")
     _check_writers(args.writers)
-    if not isinstance(args.log_level, str | int):
-        raise ConfigurationError(f"log_level={args.log_level!r}: write 'DEBUG', 'INFO', 'WARNING' or 'ERROR'.")
 
 
-def check_resume(value: Any) -> None:
-    """Refuse what cannot be resumed from, and words that would be taken for the name of a folder.
-
-    Raises:
-        ConfigurationError: saying what to write.
-    """
+def _check_resume(value: Any) -> None:
+    """Refuse what cannot be resumed from, and words that would be taken for the name of a folder."""
     meant = _MEANT.get(value.lower()) if isinstance(value, str) else None
     if meant is not None:
         raise ConfigurationError(
@@ -87,19 +87,6 @@ def check_resume(value: Any) -> None:
     if not isinstance(value, bool | str | PathLike) or value == "":
         raise ConfigurationError(
             f"resume={value!r}: write True, False, 'auto', 'best', 'last', or the path of a checkpoint."
-        )
-
-
-def _check_backend_kind(backend: Any, options: Any) -> None:
-    if not isinstance(backend, str):
-        raise ConfigurationError(
-            f"backend={backend!r}: write a backend string such as 'sp-bf16'. A stack that is built already goes to "
-            "Trainer(..., trainer_backend=...)."
-        )
-    if not isinstance(options, Mapping) or not all(isinstance(chosen, Mapping) for chosen in options.values()):
-        raise ConfigurationError(
-            f"backend_options={options!r}: write a dict of options for each layer, by its token: "
-            "{'amp': {'init_scale': 1024.0}}."
         )
 
 
@@ -117,27 +104,11 @@ def _check_writers(writers: Any) -> None:
             )
 
 
-_AT_LEAST_ONE = ("train_batch_size", "gpu_batch_size_limit")
 _AT_LEAST_ONE_OR_NONE = (
     "per_device_train_batch_size",
     "val_batch_size",
     "max_train_steps_per_epoch",
     "max_val_steps_per_epoch",
-)
-_FLAGS = (
-    "clip_grads",
-    "fit_micro_batch",
-    "use_gpu",
-    "init_weights_strict",
-    "reset_optimizers_schedulers",
-    "disable_tqdm",
-    "amp_backend_native",
-    "amp_backend_apex",
-    "handle_signals",
-    "save_on_exception",
-    "channels_last",
-    "fast_paths",
-    "default_callbacks",
 )
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "deterministic": (True, False, "warn"),
@@ -147,8 +118,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "collect_train_outputs": ("auto", True, False),
     "amp_level_apex": ("O0", "O1", "O2", "O3"),
 }
-
-
 _DISPLAYS = ("auto", "rich", "plain", "none", None)
 
 
@@ -158,7 +127,7 @@ def check_arguments(args: Unchecked) -> None:
     Raises:
         ConfigurationError: naming the first argument that is wrong.
     """
-    check_kinds(args)
+    _check_kinds(args)
     _check_numbers(args)
     _check_choices(args)
     _check_backend(args)
@@ -172,7 +141,7 @@ def _check_numbers(args: Unchecked) -> None:
     _whole_number("overfit_batches", args.overfit_batches, -1)
     if not isinstance(args.fast_dev_run, bool):
         _whole_number("fast_dev_run", args.fast_dev_run, 1)
-    for name in _AT_LEAST_ONE:
+    for name in ("train_batch_size", "gpu_batch_size_limit"):
         _whole_number(name, getattr(args, name), 1)
     for name in _AT_LEAST_ONE_OR_NONE:
         if getattr(args, name) is not None:
@@ -194,17 +163,13 @@ def _check_numbers(args: Unchecked) -> None:
         if value is None and name != "max_grad_norm":
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
-            raise ConfigurationError(f"{name}={value!r}: write a number above 0{_or_none(name)}.")
+            otherwise = {"max_grad_norm": "clip_grads=False for no clipping", "clip_grad_value": "None for no clipping"}
+            raise ConfigurationError(f"{name}={value!r}: write a number above 0, or {otherwise.get(name, 'None')}.")
     if args.clip_grad_value is not None and args.clip_grads and args.max_grad_norm != 1.0:
         raise ConfigurationError(
             f"clip_grad_value={args.clip_grad_value} and max_grad_norm={args.max_grad_norm}: gradients are clipped "
             "once, by value or by norm. Leave one of them out."
         )
-
-
-def _or_none(name: str) -> str:
-    otherwise = {"max_grad_norm": "clip_grads=False for no clipping", "clip_grad_value": "None for no clipping"}
-    return f", or {otherwise.get(name, 'None')}"
 
 
 def _whole_number(name: str, value: Any, least: int) -> None:
@@ -227,13 +192,13 @@ def _check_choices(args: Unchecked) -> None:
             "micro-batch. Write fit_micro_batch=True to try out a step before training, or set gpu_batch_size_limit to "
             "the number of samples that always fit."
         )
-    for name in _FLAGS:
+    for name in (one.name for one in fields(args) if one.type == "bool"):  # annotations are strings
         if not isinstance(getattr(args, name), bool):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write True or False.")
     for name, choices in _CHOICES.items():
         if not any(getattr(args, name) is choice or getattr(args, name) == choice for choice in choices):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write one of {', '.join(map(repr, choices))}.")
-    check_resume(args.resume)
+    _check_resume(args.resume)
     if args.init_weights_from is not None and not isinstance(args.init_weights_from, str | PathLike):
         raise ConfigurationError(
             f"init_weights_from={args.init_weights_from!r}: write the path of a checkpoint, an export or a "
@@ -251,7 +216,7 @@ def _check_choices(args: Unchecked) -> None:
         )
     if not isinstance(args.compile, bool | Mapping):
         raise ConfigurationError(f"compile={args.compile!r}: write True, False or a dict of options of torch.compile.")
-    if not isinstance(logging.getLevelName(args.log_level), int):
+    if not isinstance(args.log_level, str | int) or not isinstance(logging.getLevelName(args.log_level), int):
         raise ConfigurationError(f"log_level={args.log_level!r}: write 'DEBUG', 'INFO', 'WARNING' or 'ERROR'.")
 
 
@@ -279,8 +244,7 @@ def _check_backend(args: Unchecked) -> None:
     tokens = {record.token for record in records}
     if args.amp_backend_native and args.amp_backend_apex:
         raise ConfigurationError("amp_backend_native and amp_backend_apex are both True: choose one of them.")
-    wanted = [("amp_backend_native", "amp"), ("amp_backend_apex", "amp-apex")]
-    for flag, token in wanted:
+    for flag, token in (("amp_backend_native", "amp"), ("amp_backend_apex", "amp-apex")):
         if getattr(args, flag) and token not in tokens:
             raise ConfigurationError(
                 f"{flag}=True with backend={args.backend!r}: the backend string alone decides the precision. Write "

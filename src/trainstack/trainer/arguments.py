@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -49,30 +50,6 @@ def limit_for_dev_run(args: TrainerArguments) -> TrainerArguments:
         checkpointer_args=replace(args.checkpointer_args, checkpoint=False),
         output_dir=Path(args.output_dir) / "fast_dev_run",
     )
-
-
-ARGUMENT_ALIASES = {
-    "accelerator": 'device="cpu" or "cuda"',
-    "accumulate_grad_batches": "gpu_batch_size_limit, the samples of a micro-batch",
-    "batch_size": "train_batch_size, the samples of a global step, and val_batch_size",
-    "bf16": 'backend="sp-bf16"',
-    "devices": "device, and start one process each with torchrun",
-    "eval_batch_size": "val_batch_size",
-    "fp16": 'backend="sp-amp"',
-    "gradient_accumulation_steps": "gpu_batch_size_limit, the samples of a micro-batch",
-    "gradient_clip_val": "max_grad_norm, or clip_grads=False",
-    "learning_rate": "it where the module makes its optimizer, in get_optimizers_schedulers",
-    "logging_steps": "log_every",
-    "lr": "it where the module makes its optimizer, in get_optimizers_schedulers",
-    "max_epochs": "epochs",
-    "num_epochs": "epochs",
-    "num_train_epochs": "epochs",
-    "per_device_eval_batch_size": "val_batch_size",
-    "precision": 'backend="sp-bf16" or "sp-amp"',
-    "resume_from_checkpoint": "resume",
-    "strategy": 'backend="ddp"',
-    "val_check_interval": "validate_every",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +132,28 @@ class TrainerArguments(metaclass=SuggestsNames):
         ConfigurationError: a value is out of range, or two contradict each other.
     """
 
-    ALIASES: ClassVar = ARGUMENT_ALIASES
+    ALIASES: ClassVar = {
+        "accelerator": 'device="cpu" or "cuda"',
+        "accumulate_grad_batches": "gpu_batch_size_limit, the samples of a micro-batch",
+        "batch_size": "train_batch_size, the samples of a global step, and val_batch_size",
+        "bf16": 'backend="sp-bf16"',
+        "devices": "device, and start one process each with torchrun",
+        "eval_batch_size": "val_batch_size",
+        "fp16": 'backend="sp-amp"',
+        "gradient_accumulation_steps": "gpu_batch_size_limit, the samples of a micro-batch",
+        "gradient_clip_val": "max_grad_norm, or clip_grads=False",
+        "learning_rate": "it where the module makes its optimizer, in get_optimizers_schedulers",
+        "logging_steps": "log_every",
+        "lr": "it where the module makes its optimizer, in get_optimizers_schedulers",
+        "max_epochs": "epochs",
+        "num_epochs": "epochs",
+        "num_train_epochs": "epochs",
+        "per_device_eval_batch_size": "val_batch_size",
+        "precision": 'backend="sp-bf16" or "sp-amp"',
+        "resume_from_checkpoint": "resume",
+        "strategy": 'backend="ddp"',
+        "val_check_interval": "validate_every",
+    }
 
     epochs: int = 1
     max_steps: int | float | None = None
@@ -334,10 +332,8 @@ def _build(cls: Any, values: Mapping[str, Any], where: str) -> Any:
 def _number(value: Any, of: dataclasses.Field[Any]) -> Any:
     """YAML reads `1e-3` as a string; where a float is expected, it is one."""
     if isinstance(value, str) and "float" in str(of.type):
-        try:
+        with suppress(ValueError):
             return float(value)
-        except ValueError:
-            return value
     return value
 
 

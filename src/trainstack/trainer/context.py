@@ -72,8 +72,8 @@ class RunContext:
 
         See `Communicator.fail_together`. Operations inside are as deterministic as the arguments ask for.
         """
-        with deterministic(self.args.deterministic), self.world.comm.fail_together(self._position):
+        with (
+            deterministic(self.args.deterministic),
+            self.world.comm.fail_together(lambda: f"epoch {self.state.epoch}, global step {self.state.current_step}"),
+        ):
             yield
-
-    def _position(self) -> str:
-        return f"epoch {self.state.epoch}, global step {self.state.current_step}"

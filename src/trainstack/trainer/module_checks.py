@@ -1,4 +1,4 @@
-"""Checks of a module's method signatures, optimizers and schedulers before training."""
+"""Checks of the parts of a trainer: the module's method signatures, optimizers and schedulers above all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from trainstack.backends import TrainerBackend
+from trainstack.checkpointing import AbstractCheckpointer
 from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.events.event import Event
 from trainstack.trainer.module_interface import CallbackInterface, ModuleInterface
@@ -44,18 +47,33 @@ _TYPOS = {"get_val_dataloaders": ("val", "load"), "val_step": ("val", "step")}
 """Methods that may be left out, so that a slip in their name would go unnoticed, and the words it probably has."""
 
 
-def check_val_step(function: Any) -> None:
-    """Refuse a function that cannot stand in for `val_step`; None is none.
-
-    Raises:
-        ConfigurationError: saying how it will be called.
-    """
+def check_parts(module: Any, args: Any, backend: Any, checkpointer: Any, val_step: Any) -> None:
+    """Refuse what a `Trainer` cannot be made of, naming the first."""
+    if isinstance(module, type) or not isinstance(module, ModuleInterface):
+        what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+        raise ConfigurationError(
+            f"Trainer(module=...) was given {what}. Give it an instance of a class derived from ModuleInterface."
+        )
+    if not isinstance(args, TrainerArguments):
+        raise ConfigurationError(
+            f"Trainer(args=...) was given a {type(args).__name__}. Write TrainerArguments(...), or "
+            "TrainerArguments.from_dict(...)."
+        )
+    if backend is not None and not isinstance(backend, str | TrainerBackend):
+        raise ConfigurationError(
+            f"Trainer(trainer_backend=...) was given a {type(backend).__name__}. Write a backend string such as "
+            "'sp-bf16', or build_trainer_backend('sp-bf16')."
+        )
+    if checkpointer is not None and not isinstance(checkpointer, AbstractCheckpointer):
+        raise ConfigurationError(
+            f"Trainer(checkpointer=...) was given a {type(checkpointer).__name__}. Derive it from AbstractCheckpointer."
+        )
     try:
-        if function is not None:
-            inspect.signature(function).bind(None, **dict.fromkeys(_STEP[1]))
+        if val_step is not None:
+            inspect.signature(val_step).bind(None, **dict.fromkeys(_STEP[1]))
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"Trainer(val_step={function!r}): it cannot be called as a val_step is ({error}). Write "
+            f"Trainer(val_step={val_step!r}): it cannot be called as a val_step is ({error}). Write "
             "def val_step(module, global_step, batch, device)."
         ) from None
 
@@ -91,14 +109,10 @@ def check_signatures(module: Any, log: RunLogger, val_step: Any = None) -> None:
             signature.bind(*range(offered), **dict.fromkeys(named))
         except TypeError as error:
             wanted = ", ".join(["self", *positional, *(["*outputs"] if name in _TAKE_OUTPUTS else []), *named])
-            hint = (
-                " It is what the backend calls; keep your network in an attribute such as self.model."
-                if name == "forward"
-                else ""
-            )
+            hint = " It is what the backend calls; keep your network in an attribute such as self.model."
             raise ModuleContractError(
                 f"{type(module).__name__}.{name}{signature} cannot be called as it will be ({error}). "
-                f"Write def {name}({wanted}).{hint}"
+                f"Write def {name}({wanted}).{hint if name == 'forward' else ''}"
             ) from error
     _warn_on_method_typos(module, log, val_step)
 
@@ -152,7 +166,8 @@ def check_optimizers_schedulers(
             raise ModuleContractError(
                 f"get_optimizers_schedulers returned a {type(optimizer).__name__} among the optimizers. {_HOW}"
             )
-        if _needs_closure(optimizer):
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
             raise ModuleContractError(
                 f"{type(optimizer).__name__} evaluates a closure several times a step, which the loop does not offer. "
                 "Use a first-order optimizer such as torch.optim.AdamW."
@@ -192,11 +207,6 @@ def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module, log: R
     if left_out:
         names = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
         log.warning(f"{len(left_out)} trainable parameters are in no optimizer and will not change: {names}")
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _check_scheduler(scheduler: Any, optimizers: Sequence[Optimizer]) -> None:

@@ -69,36 +69,6 @@ class CallbackInterface:
         """Once, after the last epoch and its checkpoint."""
 
 
-def make_dataloader(
-    dataset: Any,
-    sampler: Callable[[Any], Any],
-    batch_size: int,
-    collate_fn: Callable[[Any], Any] | None,
-    options: Mapping[str, Any],
-) -> DataLoader[Any]:
-    """See `ModuleInterface.build_dataloader`; `collate_fn` is what applies where `options` has none."""
-    lacks = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
-    if lacks and not isinstance(dataset, IterableDataset):
-        raise ModuleContractError(
-            f"a {type(dataset).__name__} is no data set: it has no {' and no '.join(lacks)}. Give an object with "
-            "__len__ and __getitem__, or an IterableDataset."
-        )
-    chosen = {"batch_size": batch_size, **options}
-    if chosen.get("collate_fn") is None:
-        chosen["collate_fn"] = collate_fn or getattr(dataset, "data_collator", None)
-    shuffle = chosen.pop("shuffle", None)
-    if "batch_sampler" in chosen:
-        del chosen["batch_size"]
-    elif not isinstance(dataset, IterableDataset) and chosen.get("sampler") is None:
-        if shuffle is not None:
-            sampler = RandomSampler if shuffle else SequentialSampler
-        chosen["sampler"] = sampler(dataset)
-    try:
-        return DataLoader(dataset, **chosen)
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"DataLoader does not take the options {chosen}: {error}") from error
-
-
 _val_step: ContextVar[tuple[nn.Module | None, Callable[..., Any] | None]] = ContextVar("val_step", default=(None, None))
 
 
@@ -256,7 +226,26 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
             ModuleContractError: `dataset` is none.
             ConfigurationError: `DataLoader` refuses the options.
         """
-        return make_dataloader(dataset, sampler, batch_size, getattr(self, "collate_fn", None), options)
+        lacks = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+        if lacks and not isinstance(dataset, IterableDataset):
+            raise ModuleContractError(
+                f"a {type(dataset).__name__} is no data set: it has no {' and no '.join(lacks)}. Give an object with "
+                "__len__ and __getitem__, or an IterableDataset."
+            )
+        chosen = {"batch_size": batch_size, **options}
+        if chosen.get("collate_fn") is None:
+            chosen["collate_fn"] = getattr(self, "collate_fn", None) or getattr(dataset, "data_collator", None)
+        shuffle = chosen.pop("shuffle", None)
+        if "batch_sampler" in chosen:
+            del chosen["batch_size"]
+        elif not isinstance(dataset, IterableDataset) and chosen.get("sampler") is None:
+            if shuffle is not None:
+                sampler = RandomSampler if shuffle else SequentialSampler
+            chosen["sampler"] = sampler(dataset)
+        try:
+            return DataLoader(dataset, **chosen)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"DataLoader does not take the options {chosen}: {error}") from error
 
     def log(self, name: str, value: Any) -> None:
         """Record a number under `name` at the step under way; a tensor is read at the next log point, not now.

@@ -25,12 +25,12 @@ from trainstack.trainer.schedulers.building import build_scheduler, is_scheduler
 from trainstack.trainer.schedulers.placeholders import resolve
 from trainstack.trainer.schedulers.stepping import SchedulerConfig
 
-OptimizerSource = optim.Optimizer | Callable[..., optim.Optimizer] | str
+OptimizerSource = Optimizer | Callable[..., Optimizer] | str
 
 
 def build_optimizer(
     name: str, parameters: Iterable[Any], *, lr: float | None = None, weight_decay: float | None = None, **options: Any
-) -> optim.Optimizer:
+) -> Optimizer:
     """Make the optimizer called `name` over `parameters`.
 
     Args:
@@ -50,7 +50,7 @@ def build_optimizer(
     if unknown:
         takes = ", ".join(list(inspect.signature(made_by).parameters)[1:])
         raise ConfigurationError(f"optimizer {name!r} takes no {', '.join(sorted(unknown))}. It takes {takes}.")
-    made: optim.Optimizer = made_by(parameters, **options)
+    made: Optimizer = made_by(parameters, **options)
     return made
 
 
@@ -63,32 +63,13 @@ def optimizer_class(name: str) -> type[Any]:
     known = {
         key.lower(): value
         for key, value in vars(optim).items()
-        if isinstance(value, type) and issubclass(value, optim.Optimizer) and value is not optim.Optimizer
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
     }
     if name.lower() not in known:
         close = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(sorted(known))}."
         raise ConfigurationError(f"no optimizer is called {name!r}. {hint}")
     return known[name.lower()]
-
-
-def make_optimizer(source: OptimizerSource, parameters: Iterable[Any], options: dict[str, Any]) -> optim.Optimizer:
-    """An optimizer from an instance, a name, a class, or a function of the parameters.
-
-    Raises:
-        ModuleContractError: the function made something else.
-    """
-    if isinstance(source, optim.Optimizer):
-        return source
-    if isinstance(source, str):
-        return build_optimizer(source, parameters, **options)
-    made = source(parameters, **options)
-    if not isinstance(made, optim.Optimizer):
-        raise ModuleContractError(
-            f"the optimizer factory returned a {type(made).__name__}. Return an optimizer over the parameters it is "
-            "given: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)."
-        )
-    return made
 
 
 class SupervisedModule(ModuleInterface):
@@ -171,7 +152,16 @@ class SupervisedModule(ModuleInterface):
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
         """The optimizer over all parameters, the loss's own included, and the scheduler."""
         options = resolve(self.optimizer_kwargs, self.plan) if self.plan is not None else self.optimizer_kwargs
-        made = make_optimizer(self.optimizer, self.parameters(), options)
+        made = self.optimizer
+        if isinstance(made, str):
+            made = build_optimizer(made, self.parameters(), **options)
+        elif not isinstance(made, Optimizer):
+            made = made(self.parameters(), **options)
+        if not isinstance(made, Optimizer):
+            raise ModuleContractError(
+                f"the optimizer factory returned a {type(made).__name__}. Return an optimizer over the parameters it "
+                "is given: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)."
+            )
         return [made], [] if self.scheduler is None else [self.scheduler]
 
     def get_train_dataloader(self, sampler: type, batch_size: int) -> Any:
@@ -195,20 +185,17 @@ class SupervisedModule(ModuleInterface):
         return self.build_dataloader(datasets, sampler, **options)
 
     def train_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
-        """See `step`."""
         return self.step(batch, training=True)
 
     def val_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
-        """See `step`."""
         return self.step(batch, training=False)
 
     def test_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
-        """See `step`."""
         return self.step(batch, training=False)
 
     def predict_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
         """The outputs alone. A batch without names is one input, or `(*inputs, target)`, whose target is not read."""
-        return self._call_model(self._mapped(batch, training=False), training=False)
+        return self._call_model(_mapped(self.input_mappings[True], batch), training=False)
 
     def step(self, batch: Any, *, training: bool) -> dict[str, Any]:
         """Run the model on one batch and compute the loss.
@@ -218,7 +205,7 @@ class SupervisedModule(ModuleInterface):
             model gave them, mapped; with names, a dict) and `targets` (the last item of a tuple; of a batch with names,
             a dict).
         """
-        batch = self._mapped(batch, training)
+        batch = _mapped(self.input_mappings[not training], batch)
         if not isinstance(batch, dict) and (not isinstance(batch, tuple | list) or len(batch) < 2):
             what = (
                 f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
@@ -247,11 +234,6 @@ class SupervisedModule(ModuleInterface):
                 inputs = {role: items} | inputs
         return inputs
 
-    def _mapped(self, batch: Any, training: bool) -> Any:
-        mapped = apply_mapping(self.input_mappings[not training], batch)
-        named = as_named(mapped)
-        return mapped if named is None else named
-
     def _call_model(self, batch: Any, training: bool) -> Any:
         method = self._method(training)
         if isinstance(batch, dict):
@@ -260,9 +242,7 @@ class SupervisedModule(ModuleInterface):
             outputs = method(*(batch[:-1] if len(batch) > 1 else batch))
         else:
             outputs = method(batch)
-        mapped = apply_mapping(self.output_mappings[not training], outputs)
-        named = as_named(mapped)
-        return mapped if named is None else named
+        return _mapped(self.output_mappings[not training], outputs)
 
     def _method(self, training: bool) -> Callable[..., Any]:
         name = self.forward_fns[not training]
@@ -291,6 +271,12 @@ class SupervisedModule(ModuleInterface):
             return call_with_matching_args(self.loss, outputs, named)
         first = parameters_of(self.loss).names[:1]
         return call_with_matching_args(self.loss, {**named, **dict.fromkeys(first, outputs)})
+
+
+def _mapped(mapping: NameMapping | None, value: Any) -> Any:
+    mapped = apply_mapping(mapping, value)
+    named = as_named(mapped)
+    return mapped if named is None else named
 
 
 def _has_loss(outputs: Any) -> bool:

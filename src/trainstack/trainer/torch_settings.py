@@ -18,12 +18,7 @@ def prepare_model(module: nn.Module, *, compiled: bool | Mapping[str, Any], chan
     """Compile the models in `module`, in place, and lay out their weights.
 
     Steps themselves stay as they are, so hooks, logs and whatever else they do work as before.
-
-    Args:
-        module: of a run; its parts that hold parameters are its models.
-        compiled: whether to; or options of `torch.compile`.
-        channels_last: convolutions of images then compute so, whatever the layout of the batch.
-        private: whether gradients of single records are taken.
+    The parts of `module` that hold parameters are its models. `compiled` may be options of `torch.compile`.
 
     Raises:
         ConfigurationError: `compiled` with `private`.
@@ -57,10 +52,7 @@ def deterministic(wanted: bool | Literal["warn"]) -> Iterator[None]:
     """Let torch refuse operations that have no deterministic algorithm, or warn of them, until the block ends.
 
     cuDNN does not try out algorithms meanwhile. cuBLAS is deterministic only if CUBLAS_WORKSPACE_CONFIG was set before
-    its first use in the process; it is set here if it is not.
-
-    Args:
-        wanted: True, "warn", or False for a block in which nothing is different.
+    its first use in the process; it is set here if it is not, and stays set.
     """
     if not wanted:
         yield

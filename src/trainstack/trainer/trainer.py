@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from trainstack.backends import TrainerBackend, World, build_trainer_backend
-from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport, push_to_hub
-from trainstack.checkpointing.exporting import require_hub
+from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport, read_model
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 from trainstack.trainer.abstract_trainer import AbstractTrainer
@@ -27,15 +22,13 @@ from trainstack.trainer.arguments import TrainerArguments, limit_for_dev_run
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.intervals import whole_steps
 from trainstack.trainer.core.logs import RunLogger
-from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.plan import TrainingPlan
-from trainstack.trainer.core.random_state import isolated_rng
 from trainstack.trainer.core.state import RunState, UserState
 from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
 from trainstack.trainer.evaluation.loader_pass import named_loaders
 from trainstack.trainer.events import Callback, Event, Events, Filter
 from trainstack.trainer.events.bus import check_event
-from trainstack.trainer.module_checks import check_val_step
+from trainstack.trainer.module_checks import check_parts
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.reporting.reporter import Reporter
 from trainstack.trainer.resume.restoring import select_resume_state, start_from_weights
@@ -44,7 +37,7 @@ from trainstack.trainer.resume.saving import Saver, save_after_exception
 from trainstack.trainer.run.lr_finder import LRFinderResult, try_rates
 from trainstack.trainer.run.memory_fitting import fit_micro_batch
 from trainstack.trainer.run.preflight import already_finished_message, check_can_train
-from trainstack.trainer.run.run import Run
+from trainstack.trainer.run.run import Run, RunView
 from trainstack.trainer.run.stopping import Stopped, Stopper, raise_for_signal, stop_on_signals
 from trainstack.trainer.tracking.history import RunHistory
 
@@ -91,8 +84,7 @@ class Trainer(AbstractTrainer):
         val_step: Callable[..., Any] | None = None,
         metrics: Any = None,
     ) -> None:
-        _check_parts(module, args, trainer_backend, checkpointer)
-        check_val_step(val_step)
+        check_parts(module, args, trainer_backend, checkpointer, val_step)
         args = limit_for_dev_run(args)
         if not isinstance(trainer_backend, TrainerBackend):
             trainer_backend = build_trainer_backend(trainer_backend or args.backend, **args.layer_options)
@@ -116,8 +108,7 @@ class Trainer(AbstractTrainer):
         self.warm_start_report: WarmStartReport | None = None
         self._metrics = metrics
         self._run: Run | None = None
-        self._saver = Saver(context, self._take_checkpoint)
-        self._stopper = Stopper()
+        self._saver, self._stopper = Saver(context, self._take_checkpoint), Stopper()
         self._training = self._finished = self._making_ready = self._is_made = False
         self.events.fire(Event.INIT)
         self._is_made = True
@@ -149,7 +140,7 @@ class Trainer(AbstractTrainer):
                 "step. Call it again when it has returned, with train(epochs=...) for more epochs."
             )
         if epochs is not None or max_steps is not None:
-            self._prolong(epochs, max_steps)
+            self._extend(epochs, max_steps)
         run = self._ready()
         if self._finished:
             return
@@ -161,6 +152,7 @@ class Trainer(AbstractTrainer):
                 with context.fail_together():
                     self._train(run, reporter)
             except BaseException as error:  # the other processes know by now
+                # writes under way end first; then the subscribers act, whose states the save after them keeps
                 saver.finish_after(error)
                 self.events.fail(error)
                 if self.args.save_on_exception:
@@ -169,7 +161,7 @@ class Trainer(AbstractTrainer):
                 raise
             finally:
                 self._training = context.busy = False
-                saver.drop_requests()
+                saver.pending_save = saver.pending_pin = False  # no step boundary follows; paths wait for the next one
                 reporter.close()
                 late = stopper.end()
         raise_for_signal(stopper.agreed, late, saver.stop_message(), context.log if self.is_main_process else None)
@@ -202,18 +194,11 @@ class Trainer(AbstractTrainer):
         run.end(reporter, self.save_model_checkpoint)
         self._finished = run.is_over
 
-    def _prolong(self, epochs: int | None, max_steps: int | float | None) -> None:
+    def _extend(self, epochs: int | None, max_steps: int | float | None) -> None:
         """Extend the run; a refused extension changes nothing.
 
         Existing schedulers keep the length that they were made with. Fractions of the run are those of the longer one.
         A `fast_dev_run` keeps its end.
-
-        Args:
-            epochs: of the whole run; then its steps are not limited.
-            max_steps: global steps of the whole run, whatever its epochs.
-
-        Raises:
-            ConfigurationError: one of the two is no such number, or a schedule would end before the run does.
         """
         if self.args.fast_dev_run:
             return
@@ -408,14 +393,7 @@ class Trainer(AbstractTrainer):
         options: dict[str, Any] = {"commit_message": commit_message, "private": private, "revision": revision}
         options |= {"token": token, "endpoint": endpoint}
         with self._context.fail_together():
-            plan = self.plan
-            require_hub()
-            with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
-                path = Path(folder) / repo_id.rpartition("/")[2]
-                self._saver.save_model(plan, path)
-                return self._saver.run_on_rank_zero(
-                    lambda: push_to_hub(path, repo_id, **options), f"pushing to {repo_id}"
-                )
+            return self._saver.push_to_hub(self.plan, repo_id, **options)
 
     # --- read-only -----------------------------------------------------------------------------------------
 
@@ -444,19 +422,9 @@ class Trainer(AbstractTrainer):
         return RunView(self._ready())
 
     @property
-    def device(self) -> torch.device:
-        """The device that this process trains on."""
-        return self.world.device
-
-    @property
     def is_distributed(self) -> bool:
         """Whether several processes train together."""
         return self.world.size > 1
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this process writes checkpoints and logs."""
-        return self.world.is_main
 
     @property
     def _sizes(self) -> TrainingPlan:
@@ -613,14 +581,7 @@ class Trainer(AbstractTrainer):
             ConfigurationError: the step is no whole number or is finished already, the function needs more than the
                 trainer, or the run does not exist yet (in `on_init`).
         """
-        run = self._prepared("call_at_step")
-        if not isinstance(step, int) or isinstance(step, bool) or step <= self.state.global_step:
-            raise ConfigurationError(
-                f"call_at_step({step!r}, ...): {self.state.global_step} global steps are finished. Write a later step, "
-                "a whole number."
-            )
-        self.events.call_at(step, function)
-        run.loop.wake()  # at the next boundary the loop computes anew which step is next
+        self._prepared("call_at_step").call_at_step(step, function)
 
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """Stop training `parameters` from the next step on: no gradient, no weight decay, no momentum.
@@ -634,12 +595,7 @@ class Trainer(AbstractTrainer):
             ConfigurationError: the run is private, something is no parameter, a step is under way, or the optimizers do
                 not exist yet.
         """
-        run, given = self._freezing("freeze", parameters)
-        frozen = run.loop.frozen
-        for parameter in given:
-            if parameter.requires_grad and id(parameter) not in frozen:
-                frozen[id(parameter)] = parameter
-                parameter.requires_grad_(run.loop.work.gradients_reduced_by is not None)
+        self._prepared("freeze").freeze(parameters)
 
     def unfreeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train `parameters` again from the next step on. Those that are trained are left as they are.
@@ -648,36 +604,7 @@ class Trainer(AbstractTrainer):
             ConfigurationError: as for `freeze`; or a parameter does not require gradients, and `freeze` was not called
                 with it.
         """
-        run, given = self._freezing("unfreeze", parameters)
-        frozen = run.loop.frozen
-        if not all(parameter.requires_grad or id(parameter) in frozen for parameter in given):
-            raise ConfigurationError(
-                "unfreeze was given a parameter with requires_grad=False, which trainer.freeze has not frozen, so that "
-                "the backend does not expect a gradient of it. Leave requires_grad=True in the module, and call "
-                "trainer.freeze in on_train_epoch_begin."
-            )
-        for parameter in given:
-            if frozen.pop(id(parameter), None) is not None:
-                parameter.requires_grad_(True)
-
-    def _freezing(self, name: str, parameters: Iterable[nn.Parameter]) -> tuple[Run, list[nn.Parameter]]:
-        run, given = self._prepared(name), list(parameters)
-        if self.trainer_backend.is_private:
-            raise ConfigurationError(
-                f"trainer.{name} cannot change what a private run trains. Freeze for good in the module instead: "
-                "requires_grad_(False) before it is given to the trainer."
-            )
-        wrong = next((one for one in given if not isinstance(one, nn.Parameter)), None)
-        if wrong is not None:
-            raise ConfigurationError(
-                f"trainer.{name} was given a {type(wrong).__name__}. Write parameters: module.encoder.parameters()."
-            )
-        if self.state.current_step > self.state.global_step:
-            raise ConfigurationError(
-                f"trainer.{name} was called in the middle of global step {self.state.current_step}. Call it between "
-                "steps, in on_train_epoch_begin or on_train_step_end."
-            )
-        return run, given
+        self._prepared("unfreeze").unfreeze(parameters)
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
         """A block in which the module has the weights that are evaluated: the `evaluation_context` of each callback.
@@ -717,7 +644,8 @@ class Trainer(AbstractTrainer):
         """
         with self._context.fail_together():
             self._prepared("load_export")
-            self.module.update_state(self._saver.read_export(path))
+            state = self._saver.run_on_rank_zero(lambda: read_model(path), "reading an export of the model")
+            self.module.update_state(state)
 
     # --- requests and subscriptions -------------------------------------------------------------------------
 
@@ -778,85 +706,6 @@ class Trainer(AbstractTrainer):
         return subscribe
 
 
-class RunView:
-    """Counters, sizes and loaders of a run, always as they are now. Writing to one of them is an `AttributeError`.
-
-    Epochs are counted from 0. A step is one update over all processes, a batch one micro-batch on this process.
-    """
-
-    __slots__ = ("_run",)
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    @property
-    def epoch(self) -> int:
-        """The epoch under way, or to begin next."""
-        return self._run.state.epoch
-
-    @property
-    def epochs(self) -> int:
-        """Epochs of the run."""
-        return self._run.data.plan.epochs
-
-    @property
-    def global_step(self) -> int:
-        """Steps finished since the run began."""
-        return self._run.state.global_step
-
-    @property
-    def total_steps(self) -> int | None:
-        """Steps of the run; None where that is unknown."""
-        return self._run.data.plan.total_steps
-
-    @property
-    def steps_in_epoch(self) -> int:
-        """Steps finished in the epoch under way."""
-        return self._run.state.steps_in_epoch
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Steps of an epoch; None where that is unknown."""
-        return self._run.data.plan.steps_per_epoch
-
-    @property
-    def batches(self) -> int:
-        """Micro-batches finished since the run began."""
-        return self._run.state.batches
-
-    @property
-    def batches_in_epoch(self) -> int:
-        """Micro-batches finished in the epoch under way."""
-        return self._run.state.batches_in_epoch
-
-    @property
-    def batches_per_step(self) -> int:
-        """Micro-batches of a step; the last one of an epoch may have fewer."""
-        return self._run.data.plan.accumulation
-
-    @property
-    def samples_in_epoch(self) -> int:
-        """Samples trained on in the epoch under way, over all processes."""
-        return self._run.state.samples_in_epoch
-
-    @property
-    def device(self) -> torch.device:
-        """Where the module and its batches are."""
-        return self._run.world.device
-
-    @property
-    def train_dataloader(self) -> Any:
-        """The very object that `get_train_dataloader` returned last."""
-        return self._run.data.loader
-
-    @property
-    def val_dataloaders(self) -> Mapping[str, Any]:
-        """What `get_val_dataloaders` returns, by name; it is called for that."""
-        run = self._run
-        with isolated_rng(mix(run.state.seed), run.world.device):
-            return MappingProxyType(run.evaluator.loaders_of(Stage.VAL))
-
-
 def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: int = 100) -> LRFinderResult:
     """Train for some steps while the learning rate grows from `start` to `end`, and undo all of it.
 
@@ -876,49 +725,8 @@ def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: 
         ConfigurationError: the range is none; the run is private, since the trial would spend privacy; the order of the
             training data is not the library's; or it is called from within training.
     """
-    if not 0 < start < end or steps < 3:
-        raise ConfigurationError(
-            f"find_lr(start={start}, end={end}, steps={steps}): write 0 < start < end, and at least 3 steps."
-        )
     run = trainer._ready()
-    problem = run.data.training_set.problem
-    if run.context.busy:
-        problem = "a run is under way"
-    elif run.stack.is_private:
-        problem = "the run is private, and the trial would spend privacy"
-    if problem is not None:
-        raise ConfigurationError(
-            f"find_lr: {problem}. Call it before train, on a DataLoader over a map-style data set."
-        )
-    with run.context.fail_together():
-        return try_rates(run.context, run.data, run.loop.work, start, end, steps)
-
-
-def _check_parts(module: Any, args: Any, backend: Any, checkpointer: Any) -> None:
-    """Check that a `Trainer` is given the right kinds of things.
-
-    Raises:
-        ConfigurationError: naming the first that is not.
-    """
-    if isinstance(module, type) or not isinstance(module, ModuleInterface):
-        what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
-        raise ConfigurationError(
-            f"Trainer(module=...) was given {what}. Give it an instance of a class derived from ModuleInterface."
-        )
-    if not isinstance(args, TrainerArguments):
-        raise ConfigurationError(
-            f"Trainer(args=...) was given a {type(args).__name__}. Write TrainerArguments(...), or "
-            "TrainerArguments.from_dict(...)."
-        )
-    if backend is not None and not isinstance(backend, str | TrainerBackend):
-        raise ConfigurationError(
-            f"Trainer(trainer_backend=...) was given a {type(backend).__name__}. Write a backend string such as "
-            "'sp-bf16', or build_trainer_backend('sp-bf16')."
-        )
-    if checkpointer is not None and not isinstance(checkpointer, AbstractCheckpointer):
-        raise ConfigurationError(
-            f"Trainer(checkpointer=...) was given a {type(checkpointer).__name__}. Derive it from AbstractCheckpointer."
-        )
+    return try_rates(run.context, run.data, run.loop.work, start, end, steps)
 
 
 def _all_callbacks(args: TrainerArguments, given: Iterable[Any] | None) -> Iterable[Any] | None:

@@ -62,7 +62,6 @@ class EMA(Callback):
         self._averages = [p.detach().to(_WIDE.get(p.dtype, p.dtype), copy=True) for p in self._parameters]
 
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
-        """Count steps from here."""
         self._moved = trainer.state.global_step - trainer.state.skipped_steps
 
     @torch.no_grad()

@@ -59,6 +59,5 @@ class ExtraValidation(Callback):
         return {} if self._best_value is None else self._best_value.get_state()
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned."""
         if self._best_value is not None:
             self._best_value.update_state(state)

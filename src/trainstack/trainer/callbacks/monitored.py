@@ -18,13 +18,7 @@ MonitoredValue = str | Callable[[Mapping[str, float]], float | None]
 
 
 class BestValue:
-    """Remembers the best value of a metric.
-
-    Args:
-        monitor: a metric by its exact name, or a function of all that was measured; None for the monitor of
-            `args.checkpointer_args`.
-        mode: "min", "max", or "auto" for what the metric's name tells.
-        min_delta: by how much a value must be better to count; not negative.
+    """Remembers the best value of a metric; the arguments are those of `BestCheckpoint`.
 
     Attributes:
         best: the best value so far; None before the first.
@@ -76,7 +70,6 @@ class BestValue:
         return {"best": self.best, "best_step": self.best_step, "judged_at": self.updated_at}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned."""
         self.best = None if state["best"] is None else float(state["best"])
         self.best_step, self.updated_at = int(state["best_step"]), int(state["judged_at"])
 
@@ -136,7 +129,6 @@ class MonitorCallback(Callback):
         return self.best_value.get_state()
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned."""
         self.best_value.update_state(state)
 
 
@@ -226,13 +218,10 @@ class EarlyStopping(MonitorCallback):
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
         """Stop again what was stopped before."""
         if self.waited >= self.patience:
-            name, best = (
-                self.best_value.of(trainer).name,
-                "none" if self.best_value.best is None else f"{self.best_value.best:.6g}",
-            )
+            best = "none" if self.best_value.best is None else f"{self.best_value.best:.6g}"
             trainer.request_stop(
-                f"{name} has not become better for {self.waited} validations (best: {best}, at step "
-                f"{self.best_value.best_step})"
+                f"{self.best_value.of(trainer).name} has not become better for {self.waited} validations "
+                f"(best: {best}, at step {self.best_value.best_step})"
             )
 
     def get_state(self) -> dict[str, Any]:
@@ -240,6 +229,5 @@ class EarlyStopping(MonitorCallback):
         return {**super().get_state(), "waited": self.waited}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned."""
         super().update_state(state)
         self.waited = int(state["waited"])

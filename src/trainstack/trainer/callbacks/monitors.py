@@ -42,7 +42,6 @@ class LRMonitor(Callback):
         self._every, self._momentum, self._weight_decay = every, momentum, weight_decay
 
     def on_train_step_end(self, trainer: AbstractTrainer, step: int) -> None:
-        """Record."""
         if step % self._every:
             return
         optimizers = trainer.optimizers
@@ -96,7 +95,6 @@ class GradNormMonitor(Callback):
         self._norms = {key: torch.nn.utils.get_total_norm(gradients) for key, gradients in groups.items()}
 
     def on_log(self, trainer: AbstractTrainer) -> None:
-        """Record them."""
         for name, norm in self._norms.items():
             record(trainer, f"grad_norm/{name}", norm)
         self._norms = {}

@@ -50,22 +50,22 @@ class Profiler(Callback):
         self._done = 0
 
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
-        """Count from here."""
         self._done = 0
 
     def on_train_step_end(self, trainer: AbstractTrainer, step: int) -> None:
-        """Begin, go on or end."""
         self._done += 1
         if self._profile is not None:
             self._profile.step()
             if self._done == self._first + self._steps - 1:
-                self._stop()
+                self.on_train_end()
         elif self._done == self._first - 2:
             self._start(trainer)
 
     def on_train_end(self) -> None:
-        """The training was over before the trace."""
-        self._stop()
+        """End the trace, also where the training was over before it."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
 
     def _start(self, trainer: AbstractTrainer) -> None:
         if not (self._all or trainer.is_main_process):
@@ -83,8 +83,3 @@ class Profiler(Callback):
             profile_memory=self._with_memory,
         )
         self._profile.start()
-
-    def _stop(self) -> None:
-        if self._profile is not None:
-            self._profile.stop()
-            self._profile = None

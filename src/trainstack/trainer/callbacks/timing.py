@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
@@ -16,11 +15,7 @@ from trainstack.trainer.events import Callback
 
 
 class Clock:
-    """Adds up durations by name: on CUDA between two marks in the stream, elsewhere by the host's clock.
-
-    Args:
-        device: that does the work.
-    """
+    """Adds up durations by name: on CUDA between two marks in the stream, elsewhere by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
@@ -30,7 +25,7 @@ class Clock:
     def mark(self) -> Any:
         """The moment at which all that was asked for so far is done."""
         if not self._on_device:
-            return time.perf_counter()
+            return perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
@@ -53,12 +48,6 @@ class Clock:
         return taken
 
 
-def wait_for(device: torch.device) -> None:
-    """Wait until an accelerator has done what it was asked for."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 class StepTimer(Callback):
     """Records seconds a global step at log points, means since the last one.
 
@@ -73,40 +62,31 @@ class StepTimer(Callback):
         self._since: dict[str, Any] = {}
 
     def on_ready(self, trainer: AbstractTrainer) -> None:
-        """Choose the clock."""
         self._device, self._host = Clock(trainer.device), Clock(torch.device("cpu"))
 
     def on_fetch_data_begin(self) -> None:
-        """Data is asked for."""
         self._since["fetch"] = self._host.mark()
 
     def on_fetch_data_end(self) -> None:
-        """It is here."""
         self._host.add("fetch", self._since["fetch"])
 
     def on_train_batch_begin(self) -> None:
-        """The forward pass begins."""
         self._since["step"] = self._device.mark()
 
     def on_before_backward(self) -> None:
-        """The backward pass begins."""
         self._since["step"] = self._device.add("forward", self._since["step"])
 
     def on_after_backward(self) -> None:
-        """The backward pass is over."""
         self._device.add("backward", self._since["step"])
 
     def on_before_optimizer_step(self) -> None:
-        """The update begins."""
         self._since["update"] = self._device.mark()
 
     def on_after_optimizer_step(self) -> None:
-        """The update is over."""
         self._device.add("update", self._since["update"])
         self._steps += 1
 
     def on_validation_begin(self) -> None:
-        """A validation begins."""
         self._since["validation"] = self._host.mark()
 
     def on_validation_end(self, trainer: AbstractTrainer) -> None:
@@ -114,7 +94,6 @@ class StepTimer(Callback):
         record(trainer, "time/validation", self._host.mark() - self._since["validation"])
 
     def on_log(self, trainer: AbstractTrainer) -> None:
-        """Record."""
         for name, seconds in {**self._host.pop(), **self._device.pop()}.items():
             record(trainer, f"time/{name}", seconds / max(1, self._steps))
         self._steps = 0
@@ -155,8 +134,7 @@ class ThroughputMonitor(Callback):
             self.on_train_batch_begin = self._add_tokens
 
     def on_train_epoch_begin(self, trainer: AbstractTrainer) -> None:
-        """Start the clock."""
-        self._restart(trainer)
+        self._since, self._samples, self._tokens = perf_counter(), trainer.state.samples_in_epoch, 0
 
     def _add_tokens(self, trainer: AbstractTrainer, batch: Any) -> None:
         if self._count_tokens is not None:
@@ -164,7 +142,8 @@ class ThroughputMonitor(Callback):
 
     def on_log(self, trainer: AbstractTrainer) -> None:
         """Record; the device is waited for, as for all that is read at a log point."""
-        wait_for(trainer.device)
+        if trainer.device.type != "cpu":
+            torch.accelerator.synchronize(trainer.device)
         seconds = max(perf_counter() - self._since, 1e-9)
         rate = (trainer.state.samples_in_epoch - self._samples) / seconds
         record(trainer, "throughput/samples_per_s", rate)
@@ -172,7 +151,4 @@ class ThroughputMonitor(Callback):
             record(trainer, "throughput/tokens_per_s", sum(trainer.world.comm.gather(self._tokens)) / seconds)
         if self._flops is not None and self._peak is not None:
             record(trainer, "throughput/mfu", rate * self._flops / (self._peak * trainer.world.size))
-        self._restart(trainer)
-
-    def _restart(self, trainer: AbstractTrainer) -> None:
-        self._since, self._samples, self._tokens = perf_counter(), trainer.state.samples_in_epoch, 0
+        self.on_train_epoch_begin(trainer)

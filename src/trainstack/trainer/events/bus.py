@@ -67,12 +67,9 @@ class Subscription:
     """A function that is called when an event comes.
 
     Args:
-        event: what it subscribes to.
         function: takes the trainer, and what the event gives.
-        label: how to call it in messages.
-        counts: lets it run at some occurrences only.
-        priority: higher ones come first.
-        key: under which a checkpoint keeps the counters.
+        label: its name in messages.
+        counts: lets it run at some occurrences only; a checkpoint keeps the counters under `key`.
 
     Attributes:
         came: whether the event has come since it subscribed.
@@ -128,15 +125,12 @@ class Events:
     were subscribed.
 
     Args:
-        trainer: whose events these are.
         module: its methods subscribe as well.
         callbacks: objects, or classes that are made without arguments.
-        log: where what is odd about them is said.
 
     Attributes:
         callbacks: the objects, by their key in checkpoints.
-        trainer: the one they are given.
-        weight_swap: where trained weights lie while others are in the module, after a training.
+        weight_swap: holds the trained weights while others are in the module, after a training.
         is_training: whether `train()` is under way.
 
     Raises:
@@ -208,17 +202,13 @@ class Events:
         if event in SPANS:
             self._open.discard(SPANS[event])
         elif event in SPANS.values():
-            self._begin(event)
+            if event in self._open:  # what was interrupted begins once more: filters have counted it already
+                for subscription in self._subscriptions[event]:
+                    if subscription.filter is not None:
+                        subscription.filter.take_back()
+            self._open.add(event)
         for subscription in list(self._subscriptions[event]):
             subscription.call(self.trainer, *given)
-
-    def _begin(self, event: Event) -> None:
-        """What was interrupted begins once more: its filters have counted it already."""
-        if event in self._open:
-            for subscription in self._subscriptions[event]:
-                if subscription.filter is not None:
-                    subscription.filter.take_back()
-        self._open.add(event)
 
     def evaluation_contexts(self) -> ExitStack:
         """A block in which the module is as it is evaluated: all callbacks' contexts, entered."""
@@ -228,8 +218,6 @@ class Events:
                 if context is not None:
                     contexts.enter_context(context)
             return contexts.pop_all()
-
-    # --- calls at one step ---------------------------------------------------------------------------------
 
     @property
     def call_steps(self) -> Iterable[int]:
@@ -261,8 +249,6 @@ class Events:
         for call in self._calls.pop(step, ()):
             call()
 
-    # --- the run -------------------------------------------------------------------------------------------
-
     def begin_train(self) -> None:
         """`train()` begins."""
         for key in self._unclaimed or ():
@@ -275,8 +261,13 @@ class Events:
         """`train()` ends in good order: "finished", "stopped" or "interrupted"."""
         self.is_training = False
         self.fire(Event.TRAIN_END, status)
-        if status == "finished" and self.trainer.is_main_process:
-            self._say_what_never_ran()
+        if status != "finished" or not self.trainer.is_main_process:
+            return
+        for subscription in (s for others in self._subscriptions.values() for s in others):
+            came = subscription.filter is not None and subscription.filter.num_called > 0
+            expected = subscription.is_expected and subscription.event.is_certain
+            if subscription.never_ran_reason is not None and (came or expected):
+                self._log.warning(f"{subscription.label} has never run: {subscription.never_ran_reason}.")
 
     def fail(self, error: BaseException) -> None:
         """`train()` ends by `error`; what fails now is noted at it."""
@@ -288,19 +279,9 @@ class Events:
                 annotate(error, f"also, at Event.{event.name}: {type(failure).__name__}: {failure}")
         self.is_training = False
 
-    def _say_what_never_ran(self) -> None:
-        for subscription in (s for others in self._subscriptions.values() for s in others):
-            came = subscription.filter is not None and subscription.filter.num_called > 0
-            expected = subscription.is_expected and subscription.event.is_certain
-            if subscription.never_ran_reason is not None and (came or expected):
-                self._log.warning(f"{subscription.label} has never run: {subscription.never_ran_reason}.")
-
-    # --- checkpoints ---------------------------------------------------------------------------------------
-
     def get_state(self) -> dict[str, Any]:
         """The states of callbacks and the counters of filters, by key."""
-        own: dict[str, Any] = {"open": sorted(event.value for event in self._open)}
-        states: dict[str, Any] = {OWN: own}
+        states: dict[str, Any] = {OWN: {"open": sorted(event.value for event in self._open)}}
         states |= {key: state for key, callback in self.callbacks.items() if (state := callback.get_state())}
         return states | {key: counts.get_state() for key, counts in self._filters().items()}
 
@@ -325,8 +306,8 @@ class Events:
         return {s.key: s.filter for s in every if s.filter is not None and s.key is not None}
 
 
-def check_event(event: Any) -> Event:
-    """`event`, if it is one that is still to come.
+def check_event(event: Any) -> None:
+    """Check that `event` is one that is still to come.
 
     Raises:
         ConfigurationError: it is something else.
@@ -337,4 +318,3 @@ def check_event(event: Any) -> Event:
         )
     if event is Event.INIT:
         raise ConfigurationError("Event.INIT has already fired when a Trainer exists. Define Callback.on_init instead.")
-    return event

@@ -126,7 +126,7 @@ def call_filter(
     settings = {"every": every, "once": once, "when": when}
     Filter(**settings)  # type: ignore[arg-type]
     if all(value is None for value in settings.values()):
-        raise ConfigurationError("only() was given nothing. Write only(every=...), only(once=...) or only(when=...).")
+        raise ConfigurationError("call_filter() was given nothing. Write every=..., once=... or when=... in it.")
 
     def decorate(method: Function) -> Function:
         setattr(method, _FILTER, settings)

@@ -16,7 +16,7 @@ Stop = Callable[[str], None]
 def overridden(subscriber: Any, name: str, stop: Stop | None = None) -> Hook | None:
     """The hook `name` of `subscriber`, if it does anything; an exception in it carries its name.
 
-    `stop` is told the reason where the hook raises `StopTraining`.
+    `stop` is called with the reason where the hook raises `StopTraining`.
     """
     method = getattr(subscriber, name, None)
     default = getattr(CallbackInterface, name)
@@ -45,8 +45,8 @@ def wants_outputs(hook: Hook | None) -> bool:
         parameters = inspect.signature(hook).parameters.values()
     except (TypeError, ValueError):
         return True
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    positional = [p for p in named if p.name != "key"]
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p for p in parameters if p.kind in by_position and p.name != "key"]
     return any(p.kind is p.VAR_POSITIONAL for p in parameters) or len(positional) > 1
 
 
@@ -60,11 +60,7 @@ def needs_outputs(hook: Hook) -> bool:
 
 
 class Hooks:
-    """The hooks of one subscriber; None where it has none.
-
-    Args:
-        subscriber: a module, or what `train_dl` is given.
-        stop: told the reason where a hook raises `StopTraining`.
+    """The hooks of one subscriber, a module or what `train_dl` is given; None where it has none.
 
     Attributes:
         step_outputs, epoch_outputs, val_outputs: whether somebody reads these outputs.

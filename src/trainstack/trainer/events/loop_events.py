@@ -18,23 +18,23 @@ def no_subscribers(event: Event) -> None:
     """The subscribers of a loop that has none."""
 
 
-def with_fetch_events(windows: Iterable[StepBatches], bind: Bind) -> Iterable[StepBatches]:
-    """`windows`, with the events around getting each."""
+def with_fetch_events(steps: Iterable[StepBatches], bind: Bind) -> Iterable[StepBatches]:
+    """`steps`, with the events around getting each."""
     begin, end = bind(Event.FETCH_DATA_BEGIN), bind(Event.FETCH_DATA_END)
     if begin is None and end is None:
-        return windows
+        return steps
 
     def fetched() -> Iterator[StepBatches]:
-        source = iter(windows)
+        source = iter(steps)
         while True:
             if begin is not None:
                 begin()
-            window = next(source, None)
-            if window is None:
+            step_batches = next(source, None)
+            if step_batches is None:
                 return
             if end is not None:
-                end(window.batches)
-            yield window
+                end(step_batches.batches)
+            yield step_batches
 
     return fetched()
 

@@ -21,7 +21,7 @@ from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.resume.run_checkpoint import check_plan, warn_if_inexact
+from trainstack.trainer.resume.run_checkpoint import EXCEPTION, check_plan
 from trainstack.trainer.schedulers.building import counts_at_end
 from trainstack.trainer.schedulers.stepping import Schedules
 
@@ -68,10 +68,7 @@ def start_from_weights(
 ) -> WarmStartReport | None:
     """Load `init_weights_from` into the module, if that is asked for and nothing was resumed.
 
-    Args:
-        context: of the trainer.
-        read_weights: gives all processes the tensors of a file or folder.
-        resumed: whether a checkpoint has given the module its weights.
+    `read_weights` gives all processes the tensors of a file or folder. A run that was `resumed` has its weights.
 
     Raises:
         CheckpointMismatchError: nothing in it fits, or not everything while `init_weights_strict`.
@@ -125,7 +122,12 @@ def check_resumable(checkpoint: Checkpoint, context: RunContext, plan: TrainingP
         CheckpointMismatchError: it is of another data set, or of a loader that has to be split as it was.
     """
     state, log = context.state, context.log
-    warn_if_inexact(checkpoint, log)
+    error = (checkpoint.metadata or {}).get(EXCEPTION)
+    if error is not None:
+        log.warning(
+            f"the checkpoint was written after an exception ({error}), perhaps in the middle of a step: what goes "
+            "on from it is not what an unbroken run would be. For that, resume from the newest checkpoint before it."
+        )
     check_plan(checkpoint, plan, state, log)
     if state.seed != context.args.seed:
         log.warning(f"the run began with seed={state.seed} and goes on with it; seed={context.args.seed} is not used.")
@@ -151,18 +153,11 @@ def check_schedules(schedules: Schedules, plan: TrainingPlan, state: RunState) -
 
 def warn_of_differences(checkpoint: Checkpoint, context: RunContext) -> None:
     """Warn if the checkpoint was written under another backend or number of processes."""
-    _warn_if_backend_differs(checkpoint, context.stack.spec, context.log)
-    _warn_if_world_size_differs(checkpoint, context.world.size, context.log)
-
-
-def _warn_if_backend_differs(checkpoint: Checkpoint, spec: str, log: RunLogger) -> None:
-    """Layers without a state, such as 'bf16', leave no trace by which a change could be refused."""
-    before = (checkpoint.metadata or {}).get("backend", spec)
-    if before.partition("-")[2] != spec.partition("-")[2]:
-        log.warning(f"the checkpoint was written under backend {before!r}; the run goes on under {spec!r}.")
-
-
-def _warn_if_world_size_differs(checkpoint: Checkpoint, now: int, log: RunLogger) -> None:
+    # layers without a state, such as 'bf16', leave no trace by which a change could be refused
+    spec, log, now = context.stack.spec, context.log, context.world.size
+    written = (checkpoint.metadata or {}).get("backend", spec)
+    if written.partition("-")[2] != spec.partition("-")[2]:
+        log.warning(f"the checkpoint was written under backend {written!r}; the run goes on under {spec!r}.")
     before = len((checkpoint.rng_state or {}).get("ranks", ())) or now
     if before != now:
         log.warning(

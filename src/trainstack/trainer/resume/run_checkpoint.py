@@ -52,14 +52,13 @@ def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log:
                 f"can only be counted; {size} was {planned.get(size)} and is now {getattr(plan, size)}. Resume with "
                 "the same train_batch_size, gpu_batch_size_limit and processes."
             )
-    batch = (checkpoint.plan or {}).get("global_batch", plan.global_batch)
+    batch = planned.get("global_batch", plan.global_batch)
     if batch != plan.global_batch:
         log.warning(
             f"the checkpoint's run trained on {batch} samples a step; train_batch_size={plan.global_batch} makes this "
             "another training from here on. The order of the samples is kept."
         )
-    before = (checkpoint.plan or {}).get("samples_per_epoch")
-    now = plan.samples_per_epoch
+    before, now = planned.get("samples_per_epoch"), plan.samples_per_epoch
     if before is None or now is None or before == now:
         return
     if not state.steps_in_epoch:
@@ -85,14 +84,8 @@ def make_checkpoint(
 
     The metadata can be read without the tensors: what was measured with these very weights tells which is the best.
 
-    Args:
-        context: of the run.
-        plan: of the run.
-        get_state: of the trainer; called here, after the processes have met.
-        epoch_rng: the random state that the epoch under way began with.
-        loader_state: of the training loader on this process.
-        pinned: whether the checkpoint is kept for good.
-        after: an exception. The other processes are then not asked for anything, so there are no random states.
+    `get_state` is called after the processes have met. After an exception, `after`, the other processes are not asked
+    for anything, so there are no random states.
     """
     rng = {"now": capture_rng(context.world.device), "epoch": epoch_rng}
     ranks = context.world.comm.gather((rng, loader_state)) if after is None else []
@@ -126,16 +119,6 @@ EXCEPTION = "exception"
 """The key in a checkpoint's metadata of what went wrong before it was written."""
 
 
-def warn_if_inexact(checkpoint: Checkpoint, log: RunLogger) -> None:
-    """Warn that a run does not go on exactly where an exception ended it."""
-    error = (checkpoint.metadata or {}).get(EXCEPTION)
-    if error is not None:
-        log.warning(
-            f"the checkpoint was written after an exception ({error}), perhaps in the middle of a step: what goes "
-            "on from it is not what an unbroken run would be. For that, resume from the newest checkpoint before it."
-        )
-
-
 def rng_of_rank(rng_state: Mapping[str, Any] | None, world: World, state: RunState) -> Mapping[str, Any] | None:
     """The random state that this process goes on with; None if it is to seed itself.
 
@@ -153,10 +136,7 @@ def load_states(kind: str, owners: Sequence[Any], states: Sequence[Any], kinds: 
 
     Args:
         kind: "optimizer" or "scheduler".
-        owners: of the run.
-        states: of the checkpoint, in the same order.
-        kinds: names of the classes that the states are of.
-        log: told where the checkpoint's settings replace others.
+        owners: of the run; `states` and `kinds`, the names of their classes, are those of the checkpoint.
 
     Raises:
         CheckpointMismatchError: they are not those of the checkpoint.
@@ -184,7 +164,6 @@ def load_states(kind: str, owners: Sequence[Any], states: Sequence[Any], kinds: 
 
 
 def _warn_if_settings_differ(position: int, optimizer: Optimizer, state: Mapping[str, Any], log: RunLogger) -> None:
-    """Say which settings of a new optimizer the checkpoint's will replace."""
     name = f"optimizer {position} ({type(optimizer).__name__})"
     for mine, theirs in zip(optimizer.param_groups, state["param_groups"], strict=False):
         scheduled = "initial_lr" in mine and "initial_lr" in theirs

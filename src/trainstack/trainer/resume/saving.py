@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from trainstack.checkpointing import Checkpoint, export_model, read_model, write_checkpoint
+from trainstack.checkpointing import Checkpoint, export_model, push_to_hub, write_checkpoint
+from trainstack.checkpointing.exporting import require_hub
 from trainstack.checkpointing.warm_start import read_weights
 from trainstack.errors import CheckpointError, annotate
 from trainstack.trainer.context import RunContext
@@ -20,25 +23,19 @@ from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.events import Event
 from trainstack.trainer.resume.run_checkpoint import metadata_of
 
-_DEFAULT_GRACE_PERIOD_S = 30.0  # torchrun, Kubernetes, and SLURM's KillWait
-
 
 class SaveTimeBudget:
     """Warns, once, of saves that take so long that a run may be killed in the middle of its last one.
 
-    Args:
-        seconds: from the signal to the kill; None for what the launcher says, or 30.
-        environ: where to look for what the launcher says.
-
     Attributes:
-        seconds: from the signal to the kill.
+        seconds: from the signal to the kill, as given, as the launcher says in `environ`, or 30.
     """
 
     def __init__(self, seconds: float | None, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ
-        self.seconds = (
-            seconds or _parse_seconds(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")) or _DEFAULT_GRACE_PERIOD_S
-        )
+        with suppress(ValueError):
+            seconds = seconds or float(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", ""))
+        self.seconds = seconds or 30.0  # the default of torchrun, of Kubernetes, and of SLURM's KillWait
         self._warned = False
 
     def record(self, seconds: float, log: RunLogger) -> None:
@@ -54,29 +51,15 @@ class SaveTimeBudget:
         )
 
 
-def _parse_seconds(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 Result = TypeVar("Result")
 
 
-class TakeCheckpoint(Protocol):
-    """Makes a checkpoint of the run; `Run.take_checkpoint` with what the trainer adds to it."""
-
-    def __call__(self, *, pinned: bool = False, after: BaseException | None = None) -> Checkpoint:
-        """See `Run.take_checkpoint`."""
+TakeCheckpoint = Callable[..., Checkpoint]
+"""`Run.take_checkpoint` with what the trainer adds to it."""
 
 
 class Saver:
     """Saves and loads for one trainer; methods are called by all processes together, unless they say otherwise.
-
-    Args:
-        context: of the trainer.
-        take: makes the checkpoints that are written.
 
     Attributes:
         pending_save: whether a checkpoint waits for the next step boundary.
@@ -97,11 +80,9 @@ class Saver:
         self.save_time_budget = SaveTimeBudget(context.args.stop_grace_s)
 
     def save(self, force: bool, *, unless_saved: bool = False) -> None:
-        """Write a checkpoint of the run, which is at a step boundary, if it is due.
+        """Write a checkpoint of the run, which is at a step boundary, if it is due or `force` is True.
 
-        Args:
-            force: write it out of turn as well.
-            unless_saved: not if this very place was saved already.
+        With `unless_saved`, nothing is written if this very place was saved already.
         """
         context, state = self._context, self._context.state
         self.save_requested()
@@ -128,24 +109,17 @@ class Saver:
     def save_requested(self) -> None:
         """Write checkpoints as the folders that were asked for, apart from the checkpointer."""
         asked, self.pending_paths = self.pending_paths, []
-        for path, once in asked:
-            self._save_as(path, once)
-
-    def _save_as(self, path: str | os.PathLike[str], once: str) -> None:
         world = self._context.world
-        with self._context.events.weight_swap.original_weights():
-            checkpoint, failure = self._capture(), None
-        if world.is_main if once == "world" else world.local_rank == 0:
-            target = Path(path).absolute()
-            try:
-                write_checkpoint(checkpoint, target.parent, target.name)
-            except Exception as error:
-                failure = error
-        world.comm.raise_if_any(failure, "saving a checkpoint")
-
-    def drop_requests(self) -> None:
-        """Drop the requests that no step boundary serves any more; paths wait for the next checkpoint."""
-        self.pending_save = self.pending_pin = False
+        for path, once in asked:
+            with self._context.events.weight_swap.original_weights():
+                checkpoint, failure = self._capture(), None
+            if world.is_main if once == "world" else world.local_rank == 0:
+                target = Path(path).absolute()
+                try:
+                    write_checkpoint(checkpoint, target.parent, target.name)
+                except Exception as error:
+                    failure = error
+            world.comm.raise_if_any(failure, "saving a checkpoint")
 
     def stop_message(self) -> str:
         """After which step the run was stopped, where that is saved, and how to go on."""
@@ -175,6 +149,14 @@ class Saver:
 
         self.run_on_rank_zero(write, "exporting the model")
 
+    def push_to_hub(self, plan: TrainingPlan, repo_id: str, **options: Any) -> str:
+        """Export to a temporary folder and upload that; see the function `push_to_hub`."""
+        require_hub()
+        with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
+            path = Path(folder) / repo_id.rpartition("/")[2]
+            self.save_model(plan, path)
+            return self.run_on_rank_zero(lambda: push_to_hub(path, repo_id, **options), f"pushing to {repo_id}")
+
     def load(self) -> Checkpoint:
         """What the checkpointer finds, as `args.resume` says; an empty checkpoint if nothing."""
         context = self._context
@@ -185,16 +167,10 @@ class Saver:
         """The tensors at `path`, by name."""
         return self.run_on_rank_zero(lambda: read_weights(path), "reading the weights to begin with")
 
-    def read_export(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """The module's state in the export at `path`."""
-        return self.run_on_rank_zero(lambda: read_model(path), "reading an export of the model")
-
     def begin_run(self, wake: Callable[[], None], *, resumed: bool) -> None:
-        """Tell the checkpointer that training begins; from now on saves may go on in the background.
+        """Let the checkpointer begin a run; from now on saves may go on in the background.
 
-        Args:
-            wake: makes the loop call `poll` after the step under way; any thread may call it.
-            resumed: whether the run goes on from a checkpoint.
+        `wake` makes the loop call `poll` after the step under way. Any thread may call it.
         """
         self._training = True
         if self._context.world.is_main:

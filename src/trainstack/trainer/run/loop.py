@@ -40,9 +40,6 @@ class TrainLoop:
     """What the loop works with.
 
     Args:
-        stack: the outermost layer.
-        work: what `stack.prepare` returned.
-        hooks: of the module.
         schedules: what is stepped after a global step that moved the weights, and when.
         state: advanced after each global step.
         skip_nonfinite: leave out steps whose loss or gradient is inf or nan (reads the device in every step). A layer
@@ -80,7 +77,6 @@ class TrainLoop:
         self.bind, self.copy_losses = bind, copy_losses
         self.stack, self.work, self.hooks = stack, work, hooks
         self.schedules = schedules or Schedules()
-        self.schedulers = self.schedules.schedulers
         self.state = state or RunState()
         bounded = any(layer.bounds_gradients for layer in stack.layers())
         self.skip_nonfinite = skip_nonfinite and not bounded
@@ -111,11 +107,11 @@ class TrainLoop:
         return {
             **self.state.get_state(),
             "optimizers": [optimizer.state_dict() for optimizer in self.work.optimizers],
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedules.schedulers],
             "scheduler_counts": self.schedules.get_counts(),
             "kinds": {
                 "optimizers": [type(optimizer).__name__ for optimizer in self.work.optimizers],
-                "schedulers": [type(scheduler).__name__ for scheduler in self.schedulers],
+                "schedulers": [type(scheduler).__name__ for scheduler in self.schedules.schedulers],
             },
             "meter": self.meter.get_state(),
         }
@@ -131,12 +127,12 @@ class TrainLoop:
             self.meter.update_state(state["meter"])
         if not fresh_optimizers:
             load_states("optimizer", self.work.optimizers, state["optimizers"], state["kinds"]["optimizers"], log)
-            load_states("scheduler", self.schedulers, state["schedulers"], state["kinds"]["schedulers"], log)
+            load_states("scheduler", self.schedules.schedulers, state["schedulers"], state["kinds"]["schedulers"], log)
             self.schedules.update_counts(state["scheduler_counts"])
 
 
-def train_steps(loop: TrainLoop, windows: Iterable[StepBatches]) -> None:
-    """Train on `windows`, one global step each.
+def train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
+    """Train on `steps`, one global step each.
 
     Raises:
         ModuleContractError: `train_step` did not return a loss to train on.
@@ -153,14 +149,14 @@ def train_steps(loop: TrainLoop, windows: Iterable[StepBatches]) -> None:
     run_micro_batches, after_step = _bind_micro_batches(loop), _bind_end_train_step(loop)
     step, drop_gradients = _bind_update(loop)
     _drop_gradients(parameters)
-    for window in with_fetch_events(windows, loop.bind):
+    for step_batches in with_fetch_events(steps, loop.bind):
         if buffers is not None:
             buffers.keep()
-        losses = run_micro_batches(window)
+        losses = run_micro_batches(step_batches)
         if dropped:
             _drop_gradients(dropped.values())
         norm = clip(unmeasured if (state.global_step + 1) % measure_every else work)
-        left_out = not window.items > 0 or (
+        left_out = not step_batches.items > 0 or (
             loop.skip_nonfinite and norm is not None and not math.isfinite(read([norm])[0])
         )
         if left_out:
@@ -171,8 +167,8 @@ def train_steps(loop: TrainLoop, windows: Iterable[StepBatches]) -> None:
             buffers.restore()
         if moved:
             step_schedulers()
-        _advance(state, window, moved)
-        meter.add_step(state, window, losses, moved, norm)
+        _advance(state, step_batches, moved)
+        meter.add_step(state, step_batches, losses, moved, norm)
         if after_step is not None:
             after_step()
         if state.global_step >= loop.next_due_step:
@@ -188,18 +184,19 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
     collectors = [c.collect for c in (loop.step_outputs, loop.epoch_outputs) if c is not None]
     must_join, skip, copy = work.gradients_reduced_by is not None, loop.skip_nonfinite, loop.copy_losses
 
-    def run_micro_batches(window: StepBatches) -> list[Tensor]:
-        number, last, losses = state.global_step + 1, len(window.batches) - 1, []
+    def run_micro_batches(step_batches: StepBatches) -> list[Tensor]:
+        number, last, losses = state.global_step + 1, len(step_batches.batches) - 1, []
         state.current_step = number
         position = 0
         try:
-            for position, batch in enumerate(window.batches):
-                weight = window.weights[position]
+            for position, batch in enumerate(step_batches.batches):
+                weight = step_batches.weights[position]
                 with accumulate(work, position == last):
                     outputs = forward(work, train, batch, number)
                     loss = find_loss(outputs)
-                    if weight or must_join:
+                    if weight or must_join:  # the gradients of all processes meet in the backward pass
                         backward(work, propagate_nonfinite(loss) if skip else loss, weight)
+                # a leaf, such as a parameter, may be changed in place when the optimizers step
                 losses.append(loss.detach().clone() if copy or loss.is_leaf else loss.detach())
                 if batch is EMPTY:
                     continue

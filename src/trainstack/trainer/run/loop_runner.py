@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
@@ -56,20 +55,18 @@ class DataLoaderRunner:
             state=self._state,
             keep_epoch_outputs=True,
         )
-        loop.on_due, loop.next_due_step = (lambda: self._flush(loop)), self._state.global_step + _FLUSH_EVERY
-        with self._fail_together():
+
+        def flush() -> None:
+            loop.meter.flush()
+            loop.next_due_step = self._state.global_step + _FLUSH_EVERY
+
+        loop.on_due, loop.next_due_step = flush, self._state.global_step + _FLUSH_EVERY
+        with self._work.world.comm.fail_together(lambda: f"global step {self._state.current_step}"):
             train_steps(loop, islice(source.iter_steps(), self._args.max_train_steps_per_epoch))
             loop.meter.flush()
         self._state.finish_epoch()
         assert loop.epoch_outputs is not None
         return loop.epoch_outputs.all_outputs
-
-    def _fail_together(self) -> AbstractContextManager[None]:
-        return self._work.world.comm.fail_together(lambda: f"global step {self._state.current_step}")
-
-    def _flush(self, loop: TrainLoop) -> None:
-        loop.meter.flush()
-        loop.next_due_step = self._state.global_step + _FLUSH_EVERY
 
     def validate(self, dataloader: Any) -> Any:
         """One pass over `dataloader`; returns the collected outputs."""

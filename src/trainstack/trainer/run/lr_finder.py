@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainstack.backends import Workload
-from trainstack.errors import NonFiniteError
+from trainstack.errors import ConfigurationError, NonFiniteError
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.state import RunState
@@ -61,8 +61,21 @@ def try_rates(
     context: RunContext, data: TrainingData, work: Workload, start: float, end: float, steps: int
 ) -> LRFinderResult:
     """The trial of `find_lr`, which all processes make together."""
+    if not 0 < start < end or steps < 3:
+        raise ConfigurationError(
+            f"find_lr(start={start}, end={end}, steps={steps}): write 0 < start < end, and at least 3 steps."
+        )
+    problem = data.training_set.problem
+    if context.busy:
+        problem = "a run is under way"
+    elif context.stack.is_private:
+        problem = "the run is private, and the trial would spend privacy"
+    if problem is not None:
+        raise ConfigurationError(
+            f"find_lr: {problem}. Call it before train, on a DataLoader over a map-style data set."
+        )
     rates, losses, means = list[float](), list[float](), list[float]()
-    with restore_after(context, work, seed=mix(context.state.seed, steps)) as state:
+    with context.fail_together(), restore_after(context, work, seed=mix(context.state.seed, steps)) as state:
         context.module.train()
         loop = TrainLoop(context.stack, work, Hooks(None), state=state)
         ramp = _Ramp(loop.work.optimizers, start, end, steps)
@@ -75,7 +88,7 @@ def try_rates(
             rates.append(ramp.rate)
             losses.append(loss)
             means.append(SMOOTHING * means[-1] + (1 - SMOOTHING) * loss if means else loss)
-            ramp.advance()
+            ramp.set_rate(ramp.rate * ramp.factor)
 
         loop.on_due, loop.next_due_step = attend, 0
         with suppress(NonFiniteError):  # it has diverged
@@ -84,36 +97,33 @@ def try_rates(
 
 
 def _iter_steps(data: TrainingData, state: RunState, steps: int, means: list[float]) -> Iterator[StepBatches]:
-    """Windows of as many epochs as it takes, until the loss diverges or steps tell nothing any more."""
+    """The steps of as many epochs as it takes, until the loss diverges or steps tell nothing any more."""
     idle = known = 0
     for epoch in count():
         state.epoch = epoch
         state.samples_in_epoch = state.batches_in_epoch = state.steps_in_epoch = 0
-        for window in data.iter_steps(state):
+        for step_batches in data.iter_steps(state):
             idle, known = 0 if len(means) > known else idle + 1, len(means)
             diverged = len(means) > SETTLED and means[-1] > DIVERGED * min(means[SETTLED:])
             if diverged or len(means) >= steps or idle > MAX_SKIPPED_IN_A_ROW:
                 return
-            yield window
+            yield step_batches
 
 
 class _Ramp:
     """Sets the rates of all optimizers, growing by one factor a step."""
 
     def __init__(self, optimizers: tuple[Optimizer, ...], start: float, end: float, steps: int) -> None:
-        self.rate, self._factor = start, (end / start) ** (1 / (steps - 1))
+        self.rate, self.factor = start, (end / start) ** (1 / (steps - 1))
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         own = [float(group.get("initial_lr", group["lr"])) for group in self._groups]
         self._shares = [rate / max(own) if max(own) else 1.0 for rate in own]
-        self._set()
+        self.set_rate(start)
 
-    def advance(self) -> None:
-        self.rate *= self._factor
-        self._set()
-
-    def _set(self) -> None:
+    def set_rate(self, highest: float) -> None:
+        self.rate = highest
         for group, share in zip(self._groups, self._shares, strict=True):
-            rate = self.rate * share
+            rate = highest * share
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:

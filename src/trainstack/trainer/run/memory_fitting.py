@@ -19,21 +19,13 @@ from trainstack.trainer.core.random_state import isolated_rng
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.data.training_data import TrainingData
 
-_SAID_BY_ALLOCATORS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
 
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is an allocator's: torch has a class for accelerators, and sentences for the rest."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID_BY_ALLOCATORS)
-
-
-def free_memory(device: torch.device) -> None:
-    """Give back what nobody holds any more."""
-    gc.collect()
-    if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()
+    sentences = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(sentence in str(error) for sentence in sentences)
 
 
 @contextmanager
@@ -43,13 +35,7 @@ def restore_after(context: RunContext, work: Workload, seed: int) -> Iterator[Ru
     Gradients are dropped, and what the module logs is forgotten. What a step changes beside these, such as a counter of
     the module's own, stays.
 
-    Args:
-        context: of a run at a step boundary.
-        work: its workload.
-        seed: of the random numbers in the block.
-
-    Yields:
-        Counters to advance in the block.
+    The run is at a step boundary; `seed` is that of the random numbers in the block. Yields counters to advance there.
     """
     module, layers = context.module, copy.deepcopy(context.stack.get_state())
     tensors = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
@@ -110,7 +96,9 @@ def _fits_everywhere(context: RunContext, data: TrainingData, work: Workload) ->
         if not ran_out_of_memory(raised):
             raise
         error = raised.with_traceback(None)  # which holds what the pass has allocated
-    free_memory(world.device)
+    gc.collect()
+    if world.device.type != "cpu":
+        torch.get_device_module(world.device).empty_cache()
     if not any(world.comm.gather(error is not None)):
         return True
     if data.plan.micro_batch == 1:

@@ -21,21 +21,15 @@ def already_finished_message(context: RunContext, plan: TrainingPlan) -> str:
     """Why a run that is over has nothing left to do, and what to write for more."""
     state = context.state
     if plan.max_steps is not None:
-        made, planned, more = _number(state.global_step, "global step"), f"max_steps={plan.max_steps}", "max_steps"
-        least = state.global_step + 1
+        count, what, name, planned = state.global_step, "global step", "max_steps", plan.max_steps
     else:
-        made, planned, more = _number(state.epoch, "epoch"), f"epochs={context.args.epochs}", "epochs"
-        least = state.epoch + 1
+        count, what, name, planned = state.epoch, "epoch", "epochs", context.args.epochs
     if not state.global_step:
-        return f"{planned}: there is nothing to train"
+        return f"{name}={planned}: there is nothing to train"
     return (
-        f"{made} trained already, and {planned}: nothing is left to do. Write {more}={least} or more to go on, or "
-        "resume=False or another output_dir to begin anew."
+        f"{count} {what}{' is' if count == 1 else 's are'} trained already, and {name}={planned}: nothing is left to "
+        f"do. Write {name}={count + 1} or more to go on, or resume=False or another output_dir to begin anew."
     )
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what} is" if count == 1 else f"{count} {what}s are"
 
 
 def check_can_train(
@@ -43,10 +37,7 @@ def check_can_train(
 ) -> None:
     """Refuse to train when no step may be made, or when its first validation is bound to fail.
 
-    Args:
-        context: of a run that is not over.
-        exhausted_reason: why no step may be made, if that is so.
-        val_loaders: gives the module's loaders for validation by name.
+    `exhausted_reason` says why no step may be made, if that is so; `val_loaders` gives the loaders of the module.
 
     Raises:
         PrivacyBudgetError: saying what is used up.
@@ -69,13 +60,7 @@ def check_can_train(
 
 
 def check_schedule_lengths(schedules: Schedules, plan: TrainingPlan, state: RunState, args: TrainerArguments) -> None:
-    """Refuse an extension beyond the end of a schedule.
-
-    Args:
-        schedules: of the run.
-        plan: the present one, for which the schedules were made.
-        state: the counters of the run.
-        args: with the new end.
+    """Refuse an extension, to the end that `args` give, beyond the end of a schedule that was made for `plan`.
 
     Raises:
         ConfigurationError: a schedule would end before the run does.

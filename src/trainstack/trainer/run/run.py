@@ -1,16 +1,21 @@
-"""`Run` trains a prepared module epoch by epoch."""
+"""`Run` trains a prepared module epoch by epoch; `RunView` reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
+
+import torch
+from torch import nn
 
 from trainstack.backends import Workload
 from trainstack.checkpointing import Checkpoint
-from trainstack.errors import ModuleContractError, annotate
+from trainstack.errors import ConfigurationError, ModuleContractError, annotate
+from trainstack.stage import Stage
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.intervals import ValidationSchedule, whole_steps
@@ -37,16 +42,14 @@ from trainstack.trainer.schedulers.building import make_schedules
 from trainstack.trainer.torch_settings import prepare_model
 from trainstack.trainer.tracking.log_sink import LogSink
 
-_MOST_SHOWN = 64
+MOST_PENDING_STEPS = 1000
+"""The losses of at most so many steps wait on the device, however far apart log points are."""
 
 
 def failure_location(state: RunState, data: TrainingData, position: int | None) -> str:
     """Where the step stood in which an exception was raised, worked out only now that it was.
 
-    Args:
-        state: of the run.
-        data: of the run.
-        position: the micro-batch in its step, from 0; None outside of forward and backward passes.
+    `position` counts the micro-batches of the step, from 0; None outside of forward and backward passes.
     """
     plan = data.plan
     place = f"in epoch {state.epoch}, global step {state.current_step}"
@@ -57,13 +60,9 @@ def failure_location(state: RunState, data: TrainingData, position: int | None) 
     indices = data.indices_under_way(state, position)
     if indices is None:
         return place
-    shown = ", ".join(map(str, indices[:_MOST_SHOWN]))
-    more = f", ... ({len(indices)} in all)" if len(indices) > _MOST_SHOWN else ""
+    shown = ", ".join(map(str, indices[:64]))  # more would hide the error itself
+    more = f", ... ({len(indices)} in all)" if len(indices) > 64 else ""
     return f"{place}, with the samples {shown}{more} of the training data set"
-
-
-MOST_PENDING_STEPS = 1000
-"""The losses of at most so many steps wait on the device, however far apart log points are."""
 
 
 class Run:
@@ -77,7 +76,7 @@ class Run:
 
     Attributes:
         data: the training data and the plan.
-        evaluator, sink: runs validation, test and prediction; records in `history` the values that the module logs.
+        evaluator: runs validation, test and prediction.
         validation: when to validate in training.
         log_interval: global steps between two log points.
         loop: what the loop works with.
@@ -141,20 +140,17 @@ class Run:
     def train_epoch(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
         """Train what is left of the epoch under way, validate and save.
 
-        Args:
-            reporter: told at log points.
-            save: writes a checkpoint; called with True at steps that are multiples of `save_every`.
-            save_every: global steps, or None.
+        `save` writes a checkpoint. It is called with True at the global steps that are multiples of `save_every`.
 
         Raises:
             Stopped: somebody asked for it; the run stands at a step boundary, or between two validation batches.
         """
         state, monitor = self.state, self.context.args.monitor
         self.context.busy = True
-        windows = self._begin_epoch()
+        steps = self._begin_epoch()
         reporter.start_epoch(state, self.data.plan)
         if state.validated < 0:
-            self._train_steps(windows, reporter, save, save_every)
+            self._train_steps(steps, reporter, save, save_every)
             if self.is_over:
                 reporter.progress.end_epoch()
                 return
@@ -174,7 +170,7 @@ class Run:
         self.stopper.stop_if_requested()
 
     def _train_steps(
-        self, windows: Iterator[StepBatches], reporter: Reporter, save: Callable[[bool], None], save_every: int | None
+        self, steps: Iterator[StepBatches], reporter: Reporter, save: Callable[[bool], None], save_every: int | None
     ) -> None:
         state = self.state
         self.loop.on_due = lambda: self._on_due(reporter, save, save_every)
@@ -183,7 +179,7 @@ class Run:
             with suppress(Stopped):
                 if state.validating >= 0:  # it was broken off there
                     self._validate_within(reporter)
-                train_steps(self.loop, islice(windows, self._steps_left()))
+                train_steps(self.loop, islice(steps, self._steps_left()))
         except Exception as error:
             annotate(error, failure_location(state, self.data, self.loop.failed_in))
             raise
@@ -215,7 +211,7 @@ class Run:
         if hook is not None:
             hook(state.global_step, state.epoch)
         self.events.fire(Event.TRAIN_EPOCH_BEGIN, state.epoch)
-        windows = self.data.iter_steps(state, self.stack.sampling) if state.validated < 0 else iter(())
+        steps = self.data.iter_steps(state, self.stack.sampling) if state.validated < 0 else iter(())
         if within:
             restore_rng(now, device)
             self.pending_rng = None
@@ -225,7 +221,7 @@ class Run:
                     f"resumed within epoch {state.epoch}: on_end_train_epoch gets the outputs of the steps from here "
                     "on, those before the interruption are gone."
                 )
-        return windows
+        return steps
 
     def _save(self, save: Callable[[bool], None], force: bool) -> None:
         """Save at a step boundary, where everything that goes into a checkpoint fits together."""
@@ -245,7 +241,9 @@ class Run:
         self.events.fire(Event.TRAIN_EPOCH_END, self.state.epoch)
 
     def _on_due(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
-        """What is due at this step: log, save, paint, stop, and moving on to the next step at which something is."""
+        """What is due at this step: log, validate, save, poll the display, stop; and find the next due step."""
+        # The order matters for an exact resume: a checkpoint holds what was recorded and measured at this step, and a
+        # run that stops here has saved what was due.
         state, step = self.state, self.state.global_step
         if step % self.log_interval == 0 or step == self.data.plan.max_steps:
             reporter.measure(state, self.loop.meter, self.loop.work.optimizers)
@@ -276,6 +274,7 @@ class Run:
 
     def _set_next_due_step(self, reporter: Reporter, save_every: int | None) -> None:
         step = self.state.global_step
+        # the polls may be overdue, hence `max(1, ...)`; the others always come after `step`
         look = reporter.progress.next_poll - self.state.steps_in_epoch
         due = [self.next_log_step - step, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
         due.append(max(1, self.stopper.next_poll - step))
@@ -318,7 +317,57 @@ class Run:
             restore_rng(self.pending_rng, self.world.device)
             self.pending_rng = None
 
-    # --- its end -------------------------------------------------------------------------------------------
+    def call_at_step(self, step: int, function: Callable[..., Any]) -> None:
+        """See `Trainer.call_at_step`."""
+        if not isinstance(step, int) or isinstance(step, bool) or step <= self.state.global_step:
+            raise ConfigurationError(
+                f"call_at_step({step!r}, ...): {self.state.global_step} global steps are finished. Write a later step, "
+                "a whole number."
+            )
+        self.events.call_at(step, function)
+        self.loop.wake()  # at the next boundary the loop computes anew which step is next
+
+    def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See `Trainer.freeze`."""
+        given = self._freezable("freeze", parameters)
+        frozen = self.loop.frozen
+        for parameter in given:
+            if parameter.requires_grad and id(parameter) not in frozen:
+                frozen[id(parameter)] = parameter
+                parameter.requires_grad_(self.loop.work.gradients_reduced_by is not None)
+
+    def unfreeze(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See `Trainer.unfreeze`."""
+        given = self._freezable("unfreeze", parameters)
+        frozen = self.loop.frozen
+        if not all(parameter.requires_grad or id(parameter) in frozen for parameter in given):
+            raise ConfigurationError(
+                "unfreeze was given a parameter with requires_grad=False, which trainer.freeze has not frozen, so that "
+                "the backend does not expect a gradient of it. Leave requires_grad=True in the module, and call "
+                "trainer.freeze in on_train_epoch_begin."
+            )
+        for parameter in given:
+            if frozen.pop(id(parameter), None) is not None:
+                parameter.requires_grad_(True)
+
+    def _freezable(self, name: str, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        given = list(parameters)
+        if self.stack.is_private:
+            raise ConfigurationError(
+                f"trainer.{name} cannot change what a private run trains. Freeze for good in the module instead: "
+                "requires_grad_(False) before it is given to the trainer."
+            )
+        wrong = next((one for one in given if not isinstance(one, nn.Parameter)), None)
+        if wrong is not None:
+            raise ConfigurationError(
+                f"trainer.{name} was given a {type(wrong).__name__}. Write parameters: module.encoder.parameters()."
+            )
+        if self.state.current_step > self.state.global_step:
+            raise ConfigurationError(
+                f"trainer.{name} was called in the middle of global step {self.state.current_step}. Call it between "
+                "steps, in on_train_epoch_begin or on_train_step_end."
+            )
+        return given
 
     def extend_training(self, args: TrainerArguments) -> None:
         """Extend the run to the end that `args` give.
@@ -333,11 +382,9 @@ class Run:
         self.log_interval = self.loop.measure_every = whole_steps("log_every", args.log_interval, self.data.plan)
 
     def end(self, reporter: Reporter, export: Callable[[], None]) -> None:
-        """End a training that no exception has ended: save, tell the subscribers, and export the module.
+        """End a training that no exception has ended: save, call the subscribers, and export the module.
 
-        Args:
-            reporter: of this training.
-            export: writes the module's state; not called where a signal has interrupted the run.
+        `export` writes the module's state. It is not called where a signal has interrupted the run.
         """
         agreed, step = self.stopper.agreed, self.state.global_step
         self.restore_rng_once()
@@ -359,17 +406,12 @@ class Run:
         reporter.end_private_run(self.exhausted_reason)
         reporter.end("finished" if agreed is None else "stopped", agreed.reason if agreed else self.exhausted_reason)
 
-    # --- checkpoints ---------------------------------------------------------------------------------------
-
     def take_checkpoint(
         self, get_state: Callable[[], Mapping[str, Any]], *, pinned: bool = False, after: BaseException | None = None
     ) -> Checkpoint:
         """A checkpoint of the run at a step boundary; tensors are the live ones. All processes call it together.
 
-        Args:
-            get_state: of the trainer.
-            pinned: whether it is kept for good.
-            after: an exception. Then nothing is refused, and the other processes are not asked.
+        After an exception, `after`, nothing is refused, and the other processes are not asked.
 
         Raises:
             NonFiniteError: a loss, a gradient or the weights are inf or nan.
@@ -385,11 +427,7 @@ class Run:
         return make_checkpoint(context, plan, get_state, self.epoch_rng, loader_state, pinned=pinned)
 
     def resume(self, checkpoint: Checkpoint, update_state: Callable[[Mapping[str, Any] | None], None]) -> None:
-        """Take the states of `checkpoint`, as far as `resume_mode` asks for them.
-
-        Args:
-            checkpoint: its module's state is restored already.
-            update_state: of the trainer.
+        """Take the states of `checkpoint`, as far as `resume_mode` asks for them; the module has its state already.
 
         Raises:
             CheckpointMismatchError: they are of another optimizer, backend, data set or a shorter schedule.
@@ -419,3 +457,82 @@ class Run:
         self.saver.saved_at = (state.global_step, state.epoch)
         self.events.update_state(checkpoint.callback_states)
         self.events.fire(Event.LOAD_CHECKPOINT, checkpoint)
+
+
+class RunView:
+    """Counters, sizes and loaders of a run, always as they are now. Writing to one of them is an `AttributeError`.
+
+    Epochs are counted from 0. A step is one update over all processes, a batch one micro-batch on this process.
+    """
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, or to begin next."""
+        return self._run.state.epoch
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the run."""
+        return self._run.data.plan.epochs
+
+    @property
+    def global_step(self) -> int:
+        """Steps finished since the run began."""
+        return self._run.state.global_step
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the run; None where that is unknown."""
+        return self._run.data.plan.total_steps
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """Steps finished in the epoch under way."""
+        return self._run.state.steps_in_epoch
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch; None where that is unknown."""
+        return self._run.data.plan.steps_per_epoch
+
+    @property
+    def batches(self) -> int:
+        """Micro-batches finished since the run began."""
+        return self._run.state.batches
+
+    @property
+    def batches_in_epoch(self) -> int:
+        """Micro-batches finished in the epoch under way."""
+        return self._run.state.batches_in_epoch
+
+    @property
+    def batches_per_step(self) -> int:
+        """Micro-batches of a step; the last one of an epoch may have fewer."""
+        return self._run.data.plan.accumulation
+
+    @property
+    def samples_in_epoch(self) -> int:
+        """Samples trained on in the epoch under way, over all processes."""
+        return self._run.state.samples_in_epoch
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module and its batches are."""
+        return self._run.world.device
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The very object that `get_train_dataloader` returned last."""
+        return self._run.data.loader
+
+    @property
+    def val_dataloaders(self) -> Mapping[str, Any]:
+        """What `get_val_dataloaders` returns, by name; it is called for that."""
+        run = self._run
+        with isolated_rng(mix(run.state.seed), run.world.device):
+            return MappingProxyType(run.evaluator.loaders_of(Stage.VAL))

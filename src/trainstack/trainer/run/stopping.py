@@ -27,12 +27,7 @@ POLL_S = 0.5
 
 
 class Request(NamedTuple):
-    """Why a run is to stop.
-
-    Attributes:
-        reason: in words.
-        signal: the number of the signal that asks; None where training is over for a reason of its own.
-    """
+    """Why a run is to stop: the reason in words, and the number of the signal that asks for it, if one does."""
 
     reason: str
     signal: int | None = None
@@ -62,9 +57,8 @@ class Stopper:
     def begin(self, loop: TrainLoop, world: World) -> None:
         """Training begins; all processes call it together. A request that was made before counts."""
         self.agreed, self._loop, self._world = None, loop, world
-        self._names = (
-            f"stop/{world.comm.broadcast_object(uuid.uuid4().hex)}"  # a trainer before this one may have used the store
-        )
+        # each training has its own keys: a trainer before this one may have used the store
+        self._names = f"stop/{world.comm.broadcast_object(uuid.uuid4().hex)}"
         self._announced: Request | None = None
         self._published = False
         self._target: int | None = None
@@ -136,8 +130,7 @@ class Stopper:
         Raises:
             Stopped: on every process.
         """
-        told = self._world.comm.gather(self._request)
-        asked = [request for request in told if request is not None]
+        asked = [request for request in self._world.comm.gather(self._request) if request is not None]
         if asked:
             self.agreed = next((request for request in asked if request.signal is not None), asked[0])
             raise Stopped
@@ -172,7 +165,6 @@ class Stopper:
 _SAME_PRESS_S = 1.0
 """A terminal and a launcher may both pass one Ctrl-C on, so what follows within this time is the same one."""
 
-_HANDLED = ("SIGTERM", "SIGUSR1", "SIGINT")  # Windows has no SIGUSR1
 _AGAIN = b"\nCtrl-C: the run stops at the end of this step. Ctrl-C again stops it at once.\n"
 
 
@@ -183,15 +175,13 @@ def stop_on_signals(stopper: Stopper, *, enabled: bool, announce: bool) -> Itera
     A signal that the program ignores, or handles in a way of its own, is left alone. Outside of the main thread, where
     Python lets nobody handle signals, nothing is done.
 
-    Args:
-        stopper: asked.
-        enabled: False does nothing.
-        announce: whether to tell who pressed Ctrl-C that it was noticed.
+    `announce` tells whoever presses Ctrl-C that it was noticed.
     """
     replaced: dict[int, Any] = {}
     handler = _Handler(stopper, announce)
     if enabled and threading.current_thread() is threading.main_thread():
-        for number in (getattr(signal, name) for name in _HANDLED if hasattr(signal, name)):
+        names = ("SIGTERM", "SIGUSR1", "SIGINT")  # Windows has no SIGUSR1
+        for number in (getattr(signal, name) for name in names if hasattr(signal, name)):
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 replaced[number] = signal.signal(number, handler)
     try:
@@ -207,11 +197,8 @@ def raise_for_signal(
 ) -> None:
     """End `train()` if a signal has stopped it; a signal that came too late goes to whoever handles it now.
 
-    Args:
-        honoured: what the run was stopped for, if it was.
-        after_end: what else was asked for, when there was nothing left to stop.
-        stop_message: where the run was stopped, and what to do.
-        log: told as well; None on processes that must not say anything.
+    `honoured` has stopped the run; `after_end` came when there was nothing left to stop. `log` is None on processes
+    that must not say anything.
 
     Raises:
         KeyboardInterrupt: for Ctrl-C.
