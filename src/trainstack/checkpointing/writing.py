@@ -22,10 +22,8 @@ from trainstack.checkpointing.checksums import FileRecord, HashingWriter
 from trainstack.checkpointing.encoding import StateEncoder, tensor_identity
 from trainstack.checkpointing.format import NATIVE, Json
 from trainstack.checkpointing.manifest import Kind, Manifest, library_versions
-from trainstack.checkpointing.tensorfile import tensor_bytes, write_tensors
+from trainstack.checkpointing.tensorfile import write_tensors
 from trainstack.errors import CheckpointError, UnsupportedStateError
-
-README = "README.md"
 
 
 def render_readme(
@@ -40,9 +38,7 @@ def render_readme(
     """Return the text of README.md for an export of `model_state`."""
     facts = {"optimizer updates": global_step, **(metadata or {})}
     tables = {
-        "Training": {
-            key: value for key, value in facts.items() if not isinstance(value, Mapping) and value is not None
-        },
+        "Training": {k: value for k, value in facts.items() if not isinstance(value, Mapping) and value is not None},
         **{key.capitalize(): value for key, value in facts.items() if isinstance(value, Mapping)},
         "Plan": {key: value for key, value in (plan or {}).items() if value is not None},
         "Versions": versions,
@@ -97,9 +93,6 @@ def _cell(value: Any) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-_SLACK_BYTES = 1 << 20
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
     """What a directory will hold: the tensors of its two files, the JSON tree, the manifest's fields, and perhaps a
@@ -116,17 +109,15 @@ class Payload:
 
     @property
     def size(self) -> int:
-        names = sum(len(name) + 128 for name in (*self.model, *self.rest))
-        return tensor_bytes(self.model) + tensor_bytes(self.rest) + len(self.tree) + names + _SLACK_BYTES
+        headers = sum(len(name) + 128 for name in (*self.model, *self.rest))  # dtype, shape and offsets beside a name
+        tensors = sum(t.numel() * t.element_size() for t in (*self.model.values(), *self.rest.values()))
+        return tensors + len(self.tree) + headers + (1 << 20)  # and 1 MiB for manifest, README and directories
 
     def copy_into(self, buffers: HostBuffers) -> Payload:
         """The same with tensors that the training does not touch."""
         copies = buffers.copy(self.model | self.rest)
-        return replace(
-            self,
-            model={name: copies[name] for name in self.model},
-            rest={name: copies[name] for name in self.rest},
-        )
+        model, rest = ({name: copies[name] for name in part} for part in (self.model, self.rest))
+        return replace(self, model=model, rest=rest)
 
 
 def commit(payload: Payload, directory: Path, name: str, abandoned: threading.Event | None = None) -> Path:
@@ -184,7 +175,7 @@ def _fill(temporary: Path, payload: Payload, name: str, abandoned: threading.Eve
             files[file] = put(temporary / file, partial(write_tensors, tensors=tensors))
     files[manifest.TREE_FILE] = put(temporary / manifest.TREE_FILE, lambda writer: writer.write(payload.tree))
     if payload.readme is not None:
-        put(temporary / README, lambda writer: writer.write(payload.readme or b""))
+        put(temporary / "README.md", lambda writer: writer.write(payload.readme or b""))
     content = Manifest(
         kind=payload.kind,
         name=name,

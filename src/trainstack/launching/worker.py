@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import util
@@ -51,9 +50,6 @@ class ResultDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    def __fspath__(self) -> str:
-        return str(self.path)
 
     @property
     def pid(self) -> int | None:
@@ -108,20 +104,17 @@ def work(call: bytes, output: str) -> None:
     _choose_output(output)
     try:
         fn, args = pickle.loads(call)
-        atomic_write(box.path / "result", _pickled(_result(fn, args)))
+        try:
+            result = fn(*args)
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                raise
+            result = None
+        atomic_write(box.path / "result", _pickled(result))
     except BaseException as error:
         _fail(box, error, shown=output not in ("all", "only_error", "ignore"))
     # torch waits until all processes have returned; then Python's exit runs this, after the data loaders' workers.
     util.Finalize(None, _leave, args=(0,), exitpriority=-1000)
-
-
-def _result(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    try:
-        return fn(*args)
-    except SystemExit as stop:
-        if stop.code not in (None, 0):
-            raise
-        return None
 
 
 def _pickled(result: Any) -> bytes:

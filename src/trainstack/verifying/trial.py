@@ -130,9 +130,6 @@ def _record_progress(trainer: Trainer, folder: Path) -> Iterator[None]:
         os.pwrite(file, _PROGRESS.pack(first, trainer.global_steps_finished), 0)
 
 
-_END_OF_OUTPUT = 3000
-
-
 class Trial:
     """A training that is under way in new processes; all of them are killed at once.
 
@@ -211,7 +208,7 @@ class Trial:
         self.kill()
         job = self._jobs[0]
         said = job.output.read_text(errors="replace").strip() if job.output.exists() else ""
-        said = said[-_END_OF_OUTPUT:] or "(nothing)"
+        said = said[-3000:] or "(nothing)"
         raise LaunchError(
             f"verify_resume: the process of {job.folder.name} {how} and said:\n{said}\n"
             f"All of it is in {job.folder.parent}"
@@ -222,8 +219,11 @@ class Trial:
 def start_trial(call: bytes, folder: Path, nproc: int | None, context: Any, timeout_s: float) -> Iterator[Trial]:
     """A training in `nproc` processes that find each other, or in one that stands alone; none is left at the end."""
     folder.mkdir(parents=True)
-    port = None if nproc is None else _free_port()
-    size = nproc or 1
+    port, size = None, nproc or 1
+    if nproc is not None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = int(listener.getsockname()[1])  # free, until a process takes it
     jobs = [Job(call=call, folder=folder, rank=rank, nproc=size, port=port) for rank in range(size)]
     made = Trial(jobs, context, time.monotonic() + timeout_s)
     try:
@@ -231,9 +231,3 @@ def start_trial(call: bytes, folder: Path, nproc: int | None, context: Any, time
         yield made
     finally:
         made.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
