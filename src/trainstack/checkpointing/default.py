@@ -57,8 +57,14 @@ class DefaultCheckpointer(AbstractCheckpointer):
         Runs once, by itself before the first save. Only directories with an intact manifest, of kind
         "checkpoint" and with this `file_prefix`, are deleted.
         """
-        if self._clear(self.save_dir) and self.args.delete_existing_checkpoints:
-            self._delete_existing()
+        if not self._clear(self.save_dir) or not self.args.delete_existing_checkpoints:
+            return
+        prefix = self.args.file_prefix
+        for info in scan(self.save_dir).intact:
+            ours = has_prefix(info.name, prefix) and has_prefix(name_of(info.path), prefix)
+            if info.kind == "checkpoint" and ours and not info.path.is_symlink():
+                temp_dirs.discard_dir(info.path)
+                self._log(logging.INFO, f"deleted {info.path}")
 
     def begin_run(self, *, resumed: bool) -> None:
         """Remember, when a run begins afresh or from another directory, which checkpoints are an earlier run's.
@@ -228,14 +234,6 @@ class DefaultCheckpointer(AbstractCheckpointer):
                 f"be the best. Measured there: {', '.join(sorted(metrics)) or 'nothing'}. Set monitor to one of "
                 "those, or log it after each epoch.",
             )
-
-    def _delete_existing(self) -> None:
-        prefix = self.args.file_prefix
-        for info in scan(self.save_dir).intact:
-            ours = has_prefix(info.name, prefix) and has_prefix(name_of(info.path), prefix)
-            if info.kind == "checkpoint" and ours and not info.path.is_symlink():
-                temp_dirs.discard_dir(info.path)
-                self._log(logging.INFO, f"deleted {info.path}")
 
     def _clear(self, directory: Path) -> bool:
         """Clear `directory` of leftovers; return False if that was done before."""

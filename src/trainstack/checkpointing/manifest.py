@@ -100,7 +100,14 @@ def parse(data: bytes, path: Path) -> Manifest:
         raise CheckpointDamagedError(
             f"{path} is damaged: it is not as it was written: its own hash differs. Load another checkpoint."
         )
-    _check_version(body, path)
+    if body.get("format") != FORMAT:
+        raise CheckpointDamagedError(f"{path} is no manifest of a trainstack checkpoint.")
+    version = body.get("format_version")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise CheckpointMismatchError(
+            f"{path} has format version {version}; this trainstack reads versions up to {FORMAT_VERSION}. "
+            "Upgrade trainstack to load it."
+        )
     try:
         records = {name: FileRecord(**record) for name, record in body["files"].items()}
         unknown = [name for name in records if name not in (MODEL_FILE, STATE_FILE, TREE_FILE)]
@@ -120,14 +127,3 @@ def _render(body: dict[str, Any]) -> bytes:
 
 def _dump(body: dict[str, Any]) -> bytes:
     return (json.dumps(body, indent=1, allow_nan=False) + "\n").encode("ascii")
-
-
-def _check_version(body: dict[str, Any], path: Path) -> None:
-    if body.get("format") != FORMAT:
-        raise CheckpointDamagedError(f"{path} is no manifest of a trainstack checkpoint.")
-    version = body.get("format_version")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise CheckpointMismatchError(
-            f"{path} has format version {version}; this trainstack reads versions up to {FORMAT_VERSION}. "
-            "Upgrade trainstack to load it."
-        )

@@ -46,7 +46,8 @@ def render_readme(
     parts = [f"# {name}", "Weights of a PyTorch model, exported by trainstack.", *_how_to_load(model_state)]
     for title, table in tables.items():
         if table:
-            parts += [f"## {title}", _table(table)]
+            rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in table.items()]
+            parts += [f"## {title}", "\n".join(["| | |", "| --- | --- |", *rows])]
     parts.append(
         "`MANIFEST.json` holds the size and hash of each file but this one, which is yours to edit; "
         "`trainstack checkpoints verify` compares them. No file here is a pickle."
@@ -81,11 +82,6 @@ def _tied(model_state: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 def _code(lines: Iterable[str]) -> str:
     return "\n".join(["```python", *lines, "```"])
-
-
-def _table(rows: Mapping[str, Any]) -> str:
-    cells = [f"| {_cell(key)} | {_cell(value)} |" for key, value in rows.items()]
-    return "\n".join(["| | |", "| --- | --- |", *cells])
 
 
 def _cell(value: Any) -> str:
@@ -137,7 +133,12 @@ def commit(payload: Payload, directory: Path, name: str, abandoned: threading.Ev
         )
     try:
         filesystem.make_directories(directory)
-        _check_space(payload.size, directory)
+        free, needed = filesystem.free_bytes(directory), payload.size
+        if free is not None and free < needed:
+            raise CheckpointError(
+                f"a checkpoint of about {needed:,} bytes does not fit into {directory}: {free:,} bytes are free. "
+                "Free space, or set save_dir to another disk."
+            )
         temporary = temp_dirs.claim_temp_dir(directory, temp_dirs.TEMPORARY, name)
         try:
             _fill(temporary, payload, name, abandoned)
@@ -154,15 +155,6 @@ def commit(payload: Payload, directory: Path, name: str, abandoned: threading.Ev
             "Free space or mend the directory, or set save_dir to another one."
         ) from error
     return final
-
-
-def _check_space(needed: int, directory: Path) -> None:
-    free = filesystem.free_bytes(directory)
-    if free is not None and free < needed:
-        raise CheckpointError(
-            f"a checkpoint of about {needed:,} bytes does not fit into {directory}: {free:,} bytes are free. "
-            "Free space, or set save_dir to another disk."
-        )
 
 
 def _fill(temporary: Path, payload: Payload, name: str, abandoned: threading.Event | None) -> None:

@@ -101,14 +101,15 @@ def _add_mechanism(parser: argparse.ArgumentParser) -> None:
 def _run_epsilon(args: argparse.Namespace) -> int:
     q = _rate(args)
     steps = _steps(args, q)
-    history = [(args.noise_multiplier, q, steps)]
+    history, shuffled = [(args.noise_multiplier, q, steps)], None
+    if q and steps >= (whole := _steps_per_epoch(args, q)):  # the lower bound is that of one whole epoch
+        shuffled = shuffled_epsilon_at_least(args.noise_multiplier, whole, args.delta)
     found = {
         "epsilon": epsilon_of(history, args.delta, args.accountant),
         **_by_both_accountants(history, args.delta),
         "fixed_order": fixed_order_epsilon(history, args.delta),
-        "shuffled_at_least": _shuffled(args, q, steps),
+        "shuffled_at_least": shuffled,
     }
-    shuffled = found["shuffled_at_least"]
     lines = [
         f"epsilon {_format_epsilon(found['epsilon'])} at delta {args.delta:g}",
         _both_line(found),
@@ -184,13 +185,6 @@ def _both_line(found: dict[str, Any]) -> str:
     return (
         f"by accountant: prv {_format_epsilon(found['prv'])} (the smaller of both), rdp {_format_epsilon(found['rdp'])}"
     )
-
-
-def _shuffled(args: argparse.Namespace, q: float, steps: int) -> float | None:
-    """The lower bound for one epoch, if there is a whole one."""
-    if q == 0 or steps < (whole := _steps_per_epoch(args, q)):
-        return None
-    return shuffled_epsilon_at_least(args.noise_multiplier, whole, args.delta)
 
 
 def _format_epsilon(epsilon: float) -> str:

@@ -28,7 +28,6 @@ from trainstack.launching.worker import MONITOR_S, finished_attempt, work
 
 T = TypeVar("T")
 
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # what torch's agent handles, and never gives back
 _LOGS_OF_FAILURE = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 
 
@@ -148,7 +147,7 @@ def _config(order: LaunchOptions, run: Path) -> Any:
 def _run_environment(order: LaunchOptions) -> Iterator[Path]:
     """A folder for the run and the variables of its processes; afterwards everything is as it was.
 
-    The variables are set here because a new process reads OMP_NUM_THREADS when it imports torch, before it is told
+    The variables are set here because a new process reads OMP_NUM_THREADS when it imports torch, before it gets
     anything else. The agent draws from `random`, replaces signal handlers and sets a variable of its own.
     """
     made = dict(order.env)
@@ -188,7 +187,9 @@ def _handlers() -> dict[int, Any]:
     """The handlers of this process that Python knows; only the main thread can change them."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    # these are the signals that torch's agent handles, and whose handlers it never gives back
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     return {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
 
 

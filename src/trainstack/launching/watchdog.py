@@ -62,7 +62,8 @@ class WorkerWatchdog(threading.Thread):
             self.expired = True
             (self._run / "expired").touch()
             self._send(signal.SIGTERM)
-        if any(_is_lost(box) for box in boxes) or (self.expired and boxes):
+        lost = any((pid := box.pid) is not None and not box.has_result and not _is_alive(pid) for box in boxes)
+        if lost or (self.expired and boxes):
             since = self._lost.setdefault(boxes[0].path.parent, now)
             if now - since > self._grace_s:
                 self.kill()
@@ -133,10 +134,6 @@ def _reports(boxes: list[ResultDir]) -> list[FailureReport]:
 
 def _others(reports: list[FailureReport]) -> str:
     return "".join(f"\nrank {said.rank} raised {said.kind}: {said.message}" for said in reports)
-
-
-def _is_lost(box: ResultDir) -> bool:
-    return (pid := box.pid) is not None and not box.has_result and not _is_alive(pid)
 
 
 def _is_alive(pid: int) -> bool:

@@ -79,7 +79,16 @@ def work(job: Job) -> None:
         os.dup2(output, stream)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
     if job.port is not None:
-        _set_launcher_variables(job.rank, job.nproc, job.port)
+        os.environ.update(  # as torchrun sets them
+            RANK=str(job.rank),
+            LOCAL_RANK=str(job.rank),
+            WORLD_SIZE=str(job.nproc),
+            LOCAL_WORLD_SIZE=str(job.nproc),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(job.port),
+        )
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, torch.get_num_threads() // job.nproc))
     factory, (args,) = pickle.loads(job.call)
     seed_everything(args.seed)
     trainer = Trainer(factory(), args)
@@ -92,20 +101,6 @@ def work(job: Job) -> None:
         (job.folder / _UNTRACKED).write_text(json.dumps(names))
     trainer.close()
     job.done.touch()
-
-
-def _set_launcher_variables(rank: int, nproc: int, port: int) -> None:
-    """The variables of torchrun."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(nproc),
-        LOCAL_WORLD_SIZE=str(nproc),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // nproc))
 
 
 @contextmanager

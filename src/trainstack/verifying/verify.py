@@ -26,9 +26,6 @@ from trainstack.verifying.comparison import checkpoints_of, compare
 from trainstack.verifying.report import KillEvent, ResumeReport
 from trainstack.verifying.trial import read_untracked, start_trial
 
-MOST_KILLS = 4
-"""In one training: with more, each process would be killed before it has come anywhere."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSetup:
@@ -79,7 +76,7 @@ def run_trials(subject: TrialSetup, kills: int, draw: random.Random, folder: Pat
             raise ConfigurationError(
                 f"verify_resume: the training takes {seconds:.2f} s, too short to be killed in time. Write more epochs."
             )
-        left = min(kills - len(report.kills), MOST_KILLS)
+        left = min(kills - len(report.kills), 4)  # with more, each process would be killed before it has come anywhere
         place = folder / f"training-{training}"
         struck = _train(subject, place, training, _moments(draw, left, report))
         parting = compare(whole, place)
