@@ -8,27 +8,7 @@ with gc_paused():
     from trainstack import backends, checkpointing, errors, trainer
     from trainstack.backends import *  # noqa: F403
     from trainstack.checkpointing import *  # noqa: F403
-    from trainstack.errors import (
-        ApexUnavailableError,
-        BackendSpecError,
-        CheckpointDamagedError,
-        CheckpointError,
-        CheckpointMismatchError,
-        CheckpointNotFoundError,
-        ConfigurationError,
-        LaunchError,
-        MissingExtraError,
-        ModuleContractError,
-        NonFiniteError,
-        PeerError,
-        Preempted,
-        PrivacyBudgetError,
-        PrivacyError,
-        PrivacyLedgerError,
-        StopTraining,
-        TrainstackError,
-        UnsupportedStateError,
-    )
+    from trainstack.errors import *  # noqa: F403
     from trainstack.ranks import main_process_first, print_once, rank_zero_only
 
 if TYPE_CHECKING:
@@ -51,29 +31,10 @@ __getattr__ = lazy_imports(
 __version__ = "0.1.0"
 
 __all__ = [
-    "ApexUnavailableError",
-    "BackendSpecError",
-    "CheckpointDamagedError",
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "CheckpointNotFoundError",
-    "ConfigurationError",
     "Divergence",
     "KillEvent",
-    "LaunchError",
-    "MissingExtraError",
-    "ModuleContractError",
-    "NonFiniteError",
-    "PeerError",
-    "Preempted",
-    "PrivacyBudgetError",
-    "PrivacyError",
-    "PrivacyLedgerError",
     "PrivacyStatement",
     "ResumeReport",
-    "StopTraining",
-    "TrainstackError",
-    "UnsupportedStateError",
     "__version__",
     "errors",
     "launch",
@@ -82,7 +43,7 @@ __all__ = [
     "rank_zero_only",
     "verify_resume",
 ]
-__all__ += [*backends.__all__, *checkpointing.__all__, *trainer.__all__]
+__all__ += [*errors.__all__, *backends.__all__, *checkpointing.__all__, *trainer.__all__]
 
 
 def __dir__() -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 def atomic_write(path: Path, content: bytes) -> None:
     """Write the file `path` so that a reader sees the old content or the new one; a loss of power may lose both."""
+    # checkpointing/filesystem.py has the durable one, which costs a sync and whose every call tests make fail
     made = path.with_name(f".{path.name}.tmp")
     made.write_bytes(content)
     os.replace(made, path)

@@ -27,6 +27,28 @@ for each class, with what does not fit into a sentence.
 
 from __future__ import annotations
 
+__all__ = [
+    "ApexUnavailableError",
+    "BackendSpecError",
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "ConfigurationError",
+    "LaunchError",
+    "MissingExtraError",
+    "ModuleContractError",
+    "NonFiniteError",
+    "PeerError",
+    "Preempted",
+    "PrivacyBudgetError",
+    "PrivacyError",
+    "PrivacyLedgerError",
+    "StopTraining",
+    "TrainstackError",
+    "UnsupportedStateError",
+]
+
 
 class TrainstackError(Exception):
     """The root: `except TrainstackError` catches what the library itself refuses."""

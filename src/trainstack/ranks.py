@@ -20,19 +20,17 @@ from trainstack.errors import TrainstackError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-_LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 _DONE = "done"
 
 
 def global_rank() -> int:
     """This process among all: from the process group if there is one, else from the launcher's variables, else 0."""
-    return dist.get_rank() if _has_group() else _first_number(_RANK)
+    return dist.get_rank() if _has_group() else _first_number("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def local_rank() -> int:
     """This process among those of its machine, from the launcher's variables; 0 without them."""
-    return _first_number(_LOCAL_RANK)
+    return _first_number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 
 def rank_zero_only(fn: Callable[P, T]) -> Callable[P, T | None]:
@@ -76,7 +74,8 @@ def main_process_first(local: bool = False, *, timeout_s: float = 3600.0) -> Ite
     if not _has_group() or dist.get_world_size() == 1:
         yield True
         return
-    first = _lowest_local_rank() if local else 0
+    machines = exchange("machine", host_identity()) if local else []
+    first = machines.index(machines[dist.get_rank()]) if local else 0  # the lowest rank on this machine
     store, key = _store(), f"{_next_key('first')}/{first}"
     if dist.get_rank() != first:
         _wait_for_first(store, key, first, timeout_s)
@@ -121,12 +120,6 @@ def _wait_for_first(store: Any, key: str, first: int, timeout_s: float) -> None:
         )
 
 
-def _lowest_local_rank() -> int:
-    """The lowest rank on this machine."""
-    machines = exchange("machine", host_identity())
-    return machines.index(machines[dist.get_rank()])
-
-
 def _next_key(subject: str) -> str:
     """The same new name in every process, as long as all ask equally often. The store counts, so nothing is global.
 
@@ -144,6 +137,6 @@ def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _first_number(names: tuple[str, ...]) -> int:
+def _first_number(*names: str) -> int:
     found = (os.environ.get(name, "") for name in names)
     return next((int(text) for text in found if text.isdecimal()), 0)

@@ -68,12 +68,8 @@ class AuditedRun:
     @property
     def text(self) -> str:
         """Backend, privacy settings and numbers, in one line."""
-        args = self.args
-        noise = (
-            f"noise multiplier {args.noise_multiplier:g}"
-            if args.noise_multiplier is not None
-            else f"target epsilon {args.target_epsilon:g}"
-        )
+        args, sigma = self.args, self.args.noise_multiplier
+        noise = f"noise multiplier {sigma:g}" if sigma is not None else f"target epsilon {args.target_epsilon:g}"
         return (
             f"{self.backend}: {noise}, {args.clipping} clipping, batches of {self.train_batch_size} out of "
             f"{self.dataset_size}, {self.steps} steps"
@@ -113,10 +109,6 @@ class AuditedRun:
         return 1 / math.sqrt(noise_multiplier**-2 - (2 * count) ** -2)
 
 
-_LONG = 1e4
-"""How many times longer than allowed a canary's gradient is before it is clipped."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """What left a private run.
@@ -147,7 +139,7 @@ class CanaryModel(nn.Module):
         self.tables = nn.ModuleList(nn.Embedding(subject.dataset_size + 1, 1) for _ in norms)
         self.rows = torch.empty(0)
         self.recorder = Recorder(self.parameters(), norms, subject.train_batch_size)
-        self._length = _LONG * max(norms)
+        self._length = 1e4 * max(norms)  # so much longer than allowed is a gradient before it is clipped
         self._losses_of_records = subject.args.grad_mode == "ghost"
 
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
@@ -191,25 +183,22 @@ def train_canaries(subject: AuditedRun, included: Tensor) -> Observation:
         pass
 
     module = Module(subject)
+    names = ("epochs", "train_batch_size", "gpu_batch_size_limit", "backend", "device")
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(module, TrainerArguments.from_dict({**_ARGUMENTS, **_of(subject), "output_dir": folder}))
+        arguments = {
+            **{name: getattr(subject, name) for name in names},
+            "differential_privacy_args": subject.pinned,
+            "output_dir": folder,
+            "writers": (),
+            "progress": "none",
+            "log_level": "ERROR",
+            "handle_signals": False,
+            "checkpointer_args": {"checkpoint": False},
+        }
+        trainer = Trainer(module, TrainerArguments.from_dict(arguments))
         included = trainer.world.comm.broadcast_object(included)
         module.rows = torch.where(included, torch.arange(len(included)), len(included))
         trainer.train()
         statement = trainer.privacy_statement()
         trainer.close()
     return Observation(updates=torch.stack(module.recorder.sums), included=included, statement=statement)
-
-
-_ARGUMENTS = {
-    "writers": (),
-    "progress": "none",
-    "log_level": "ERROR",
-    "handle_signals": False,
-    "checkpointer_args": {"checkpoint": False},
-}
-
-
-def _of(subject: AuditedRun) -> dict[str, Any]:
-    names = ("epochs", "train_batch_size", "gpu_batch_size_limit", "backend", "device")
-    return {**{name: getattr(subject, name) for name in names}, "differential_privacy_args": subject.pinned}

@@ -27,7 +27,6 @@ from trainstack.backends.dp.accounting import epsilon_of
 # Each canary was trained on by the toss of a fair coin. Whoever sees the outcome of an (epsilon, delta)-private
 # training and guesses r of m coins is right v times or more with a probability of at most `guess_p_value`: Steinke,
 # Nasr and Jagielski: Privacy Auditing with One (1) Training Run (2023), theorem 5.2.
-LARGEST_EPSILON = 30.0
 
 
 def guess_p_value(epsilon: float, delta: float, *, canaries: int, guesses: int, right: int) -> float:
@@ -53,7 +52,7 @@ def epsilon_at_least(delta: float, *, canaries: int, guesses: int, right: int, s
     def excluded(epsilon: float) -> bool:
         return guess_p_value(epsilon, delta, canaries=canaries, guesses=guesses, right=right) < significance
 
-    return largest(excluded, 0.0, LARGEST_EPSILON)
+    return largest(excluded, 0.0, 30.0)  # r guesses, all right, exclude about log(r / 3)
 
 
 def largest(excluded: Callable[[float], bool], low: float, high: float, bisections: int = 40) -> float:
@@ -125,7 +124,7 @@ def tradeoff_p_value(profile: Any, *, canaries: int, guesses: int, right: int) -
 
     Args:
         profile: delta at each of `EPSILONS`, an upper bound, for both directions.
-        canaries, guesses, right: as in `one_run.guess_p_value`.
+        canaries, guesses, right: as in `guess_p_value`.
     """
     low, high = math.log(1e-30), 0.0
 
@@ -157,7 +156,6 @@ def less_likely(profile: Any, probability: float, *, canaries: int, guesses: int
     return False
 
 
-PROBE = "canaries"
 SHARES = (0.01, 0.03, 0.1)
 """Of the canaries that are called trained on: three tries, each of which gets a third of the significance."""
 
@@ -215,7 +213,7 @@ def judge_guesses(
     ranked = coins[torch.argsort(scores, descending=True)]
     outcomes = [(guesses, int(ranked[:guesses].sum())) for guesses in (math.ceil(canaries * s) for s in SHARES)]
     claimed = epsilon_of([mechanism], delta, accountant)
-    told = ", ".join(f"{right} of {guesses}" for guesses, right in outcomes) + " guesses right"
+    seen = ", ".join(f"{right} of {guesses}" for guesses, right in outcomes) + " guesses right"
 
     stated = privacy_profile(*mechanism)
     as_claimed = min(guess_p_value(claimed, delta, canaries=canaries, guesses=g, right=v) for g, v in outcomes)
@@ -227,8 +225,13 @@ def judge_guesses(
 
     return CanaryBounds(
         findings=[
-            _finding(f"guesses are as bad as epsilon {claimed:.4g} makes them", told, min(1.0, tries * as_claimed)),
-            _finding("guesses are as bad as the stated noise makes them", told, min(1.0, tries * as_stated)),
+            Finding(
+                probe="canaries", claim=f"guesses are as bad as {what}", seen=seen, p_value=min(1.0, tries * p_value)
+            )
+            for what, p_value in (
+                (f"epsilon {claimed:.4g} makes them", as_claimed),
+                ("the stated noise makes them", as_stated),
+            )
         ],
         claimed=claimed,
         one_run=max(
@@ -252,7 +255,3 @@ def _epsilon_by_tradeoff(excluded: Callable[[Any], bool], mechanism: tuple[float
     if not excluded(profile):
         return 0.0
     return float(EPSILONS[profile > delta].max(initial=0.0))
-
-
-def _finding(claim: str, seen: str, p_value: float) -> Finding:
-    return Finding(probe=PROBE, claim=claim, seen=seen, p_value=p_value)

@@ -1,7 +1,4 @@
-"""Statistical tests of the noise, the sampling and the clipping of private steps.
-
-It looks at runs without any canary, whose updates are noise and nothing else.
-"""
+"""Statistical tests of the noise, the sampling and the clipping of private steps."""
 
 from __future__ import annotations
 
@@ -16,11 +13,9 @@ from torch import Tensor
 from trainstack.auditing.canaries import AuditedRun, train_canaries
 from trainstack.auditing.report import Finding, largest_of_normal, most_unlikely_count, two_sided
 
-NOISE_PROBE = "noise"
-
 
 def noise_probe(subject: AuditedRun) -> list[Finding]:
-    """Train twice on nothing and judge the noise."""
+    """Train twice without any canary, so that the updates are noise and nothing else, and judge it."""
     nobody = subject.all_included.logical_not()
     first, second = (train_canaries(subject, nobody) for _ in range(2))
     sigma = subject.gradient_noise(first.noise_multiplier)
@@ -64,18 +59,11 @@ def _unrelated(claim: str, z: Any, among: int) -> Finding:
 
 
 def _noise_finding(claim: str, seen: str, p_value: float) -> Finding:
-    return Finding(probe=NOISE_PROBE, claim=claim, seen=seen, p_value=p_value)
-
-
-# It looks at runs without noise, in which every record is a canary: their updates are the masks themselves.
-SAMPLING_PROBE = "sampling"
-
-TOLERANCE = 1e-3
-"""By how much more than the clipping norm a record may add: rounding."""
+    return Finding(probe="noise", claim=claim, seen=seen, p_value=p_value)
 
 
 def sampling_probe(subject: AuditedRun) -> list[Finding]:
-    """Train twice without noise and judge the masks."""
+    """Train twice without noise on all records as canaries, so that the updates are the masks, and judge those."""
     silent = subject.without_noise()
     first, second = (train_canaries(silent, silent.all_included).updates for _ in range(2))
     return [judge_influence(first), *judge_masks(first > 0.5, second > 0.5, subject.rate)]
@@ -84,7 +72,7 @@ def sampling_probe(subject: AuditedRun) -> list[Finding]:
 def judge_influence(updates: Tensor) -> Finding:
     """No record may add more than the clipping norm; `updates` are in its units, shape `(steps, records)`."""
     largest = float(updates.abs().max())
-    bounded = largest <= 1 + TOLERANCE
+    bounded = largest <= 1 + 1e-3  # rounding
     return _sampling_finding(
         "no record adds more than the clipping norm", f"{largest:.4g} times that at most", float(bounded)
     )
@@ -135,4 +123,4 @@ def _shared(claim: str, counts: Any, trials: int, rate: float) -> Finding:
 
 
 def _sampling_finding(claim: str, seen: str, p_value: float) -> Finding:
-    return Finding(probe=SAMPLING_PROBE, claim=claim, seen=seen, p_value=min(1.0, p_value))
+    return Finding(probe="sampling", claim=claim, seen=seen, p_value=min(1.0, p_value))

@@ -59,11 +59,6 @@ NO_PROOF = (
     "An audit can show that privacy is broken, not that it holds: it sees what these experiments can see, for the "
     "records that they use."
 )
-SUSPICIOUS = (
-    "that is more than is stated, which chance does in one correct audit of ten at most: audit again, and believe it "
-    "if it happens again"
-)
-NOTHING_FOUND = "nothing found"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +89,7 @@ class AuditReport:
     def verdict(self) -> str:
         """`"nothing found"`, or `"BROKEN: ..."` with the claims that do not hold."""
         if not self.broken:
-            return NOTHING_FOUND
+            return "nothing found"
         return "BROKEN: not so: " + "; ".join(f"{f.claim} ({f.probe}: {f.seen})" for f in self.broken)
 
     @property
@@ -114,7 +109,13 @@ class AuditReport:
             f"epsilon is stated as {claimed:.4g} at delta {self.delta:.2g}; the guesses prove (95 %) that it is at "
             f"least {single:.3g}, or {tradeoff:.3g} if the mechanism is as stated but for its noise"
         )
-        return [line, SUSPICIOUS] if max(single, tradeoff) > claimed and not self.broken else [line]
+        if self.broken or max(single, tradeoff) <= claimed:
+            return [line]
+        return [
+            line,
+            "that is more than is stated, which chance does in one correct audit of ten at most: audit again, and "
+            "believe it if it happens again",
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""

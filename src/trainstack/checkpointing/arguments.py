@@ -28,7 +28,6 @@ _NAMES: dict[Direction, str] = {
     "max": ".*(accuracy|precision|recall|rouge|bleu|ndcg|jaccard).*"
     "|(acc|auc|auroc|auprc|f1|f1score|m?ap|m?iou|dice|mrr|mcc|kappa|r2|chrf|psnr|ssim)[0-9]*",
 }
-_TURNED = frozenset({"neg", "negative", "inv", "inverse"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,7 @@ class Monitor:
 
 def _direction_of(name: str) -> Direction | None:
     words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
-    if _TURNED & set(words):
+    if {"neg", "negative", "inv", "inverse"} & set(words):
         return None
     if any("loss" in word for word in words):  # the loss of an accuracy is a loss
         return "min"
@@ -166,10 +165,8 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
         if self.every_n_epochs is not None:
             _check_count("every_n_epochs", self.every_n_epochs)
             if self.period not in (1, self.every_n_epochs):
-                raise _wrong(
-                    "every_n_epochs", self.every_n_epochs, f"period={self.period} is another name of it and says "
-                    "something else", "one of the two",
-                )  # fmt: skip
+                why = f"period={self.period} is another name of it and says something else"
+                raise _wrong("every_n_epochs", self.every_n_epochs, why, "one of the two")
         steps = self.every_n_steps
         if isinstance(steps, float) and not 0 < steps <= 1:
             raise _wrong("every_n_steps", steps, "a fraction of the run lies between 0 and 1", "1, 2, ... or 0.25")
@@ -182,10 +179,8 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
         if self.keep_best != 0 or isinstance(self.keep_best, bool):
             _check_count("keep_best", self.keep_best, least=0)
             if self.keep_last is None:
-                raise _wrong(
-                    "keep_best", self.keep_best, "without keep_last every checkpoint is kept",
-                    "keep_last=1 as well to keep the newest and the best only",
-                )  # fmt: skip
+                instead = "keep_last=1 as well to keep the newest and the best only"
+                raise _wrong("keep_best", self.keep_best, "without keep_last every checkpoint is kept", instead)
         if not isinstance(self.monitor, str) or not self.monitor:
             raise _wrong("monitor", self.monitor, "it is not the name of a metric", "a name such as 'val/loss'")
         Monitor.of(self.monitor, self.mode)
@@ -194,10 +189,8 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
         for name in ("file_prefix", "file_ext"):
             value = getattr(self, name)
             if not isinstance(value, str) or _has_separator(value) or value.startswith("."):
-                raise _wrong(
-                    name, value, "it must be text without a path separator and without a leading dot",
-                    "a plain name such as 'checkpoint', and set the directory by save_dir",
-                )  # fmt: skip
+                why = "it must be text without a path separator and without a leading dot"
+                raise _wrong(name, value, why, "a plain name such as 'checkpoint', and set the directory by save_dir")
         if not self.file_prefix:
             raise _wrong("file_prefix", self.file_prefix, "it is empty", "a name such as 'checkpoint'")
 
@@ -205,15 +198,11 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
         if not self.load_filename or os.path.isabs(self.load_filename):
             return
         if _has_separator(os.fspath(self.load_filename)) or self.load_filename in (".", ".."):
-            raise _wrong(
-                "load_filename", self.load_filename, "a relative name may not have a path separator",
-                "the directory in load_dir and the name in load_filename",
-            )  # fmt: skip
+            instead = "the directory in load_dir and the name in load_filename"
+            raise _wrong("load_filename", self.load_filename, "a relative name may not have a path separator", instead)
         if not self.load_dir:
-            raise _wrong(
-                "load_filename", self.load_filename, "load_dir, where it should lie, is not set",
-                "load_dir as well, or an absolute path",
-            )  # fmt: skip
+            why, instead = "load_dir, where it should lie, is not set", "load_dir as well, or an absolute path"
+            raise _wrong("load_filename", self.load_filename, why, instead)
 
 
 def _has_separator(name: str) -> bool:

@@ -40,11 +40,11 @@ class StateDecoder:
             format.COUNTER: lambda f: Counter(dict(self._pairs(f["items"]))),
             format.ORDERED_DICT: self._ordered_dict,
             format.SIZE: lambda f: torch.Size(f["items"]),
-            format.DTYPE: _dtype,
+            format.DTYPE: lambda f: _dtype(f["name"]),
             format.DEVICE: lambda f: torch.device(f["name"]),
             format.TENSOR: self._tensor,
             format.ARRAY: self._array,
-            format.NUMPY_SCALAR: _numpy_scalar,
+            format.NUMPY_SCALAR: lambda f: np.frombuffer(base64.b64decode(f["base64"]), dtype=_numpy_dtype(f))[0],
             format.NUMPY_TEXT: lambda f: np.str_(f["value"]),
             format.NUMPY_BYTES: lambda f: np.bytes_(base64.b64decode(f["base64"])),
             format.PATH: lambda f: Path(f["value"]),
@@ -85,7 +85,7 @@ class StateDecoder:
             result._metadata = self._decode(fields["versions"])  # type: ignore[attr-defined]
         return result
 
-    def _tensor(self, fields: dict[str, Json]) -> torch.Tensor:
+    def _tensor(self, fields: dict[str, Json]) -> Any:
         tensor = self._tensors[fields["name"]]
         if "dtype" not in fields:
             return tensor
@@ -94,10 +94,9 @@ class StateDecoder:
             dtype = BY_BYTES_NAME[fields["dtype"]]
             flat = tensor if tensor.dtype == dtype else tensor.reshape(-1).view(dtype)
             self._made[key] = flat.reshape(fields["shape"])
-        made: torch.Tensor = self._made[key]
-        return made
+        return self._made[key]
 
-    def _array(self, fields: dict[str, Json]) -> np.ndarray[Any, Any]:
+    def _array(self, fields: dict[str, Json]) -> Any:
         key = (format.ARRAY, fields["name"])
         if key not in self._made:
             array = self._tensors[fields["name"]].numpy()
@@ -105,14 +104,13 @@ class StateDecoder:
             if array.dtype != dtype:
                 array = array.reshape(-1).view(np.uint8).view(dtype)
             self._made[key] = array.reshape(fields["shape"])
-        made: np.ndarray[Any, Any] = self._made[key]
-        return made
+        return self._made[key]
 
 
-def _dtype(fields: dict[str, Json]) -> torch.dtype:
-    dtype = getattr(torch, fields["name"])
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch.{fields['name']} is not a dtype")
+        raise ValueError(f"torch.{name} is not a dtype")
     return dtype
 
 
@@ -121,7 +119,3 @@ def _numpy_dtype(fields: dict[str, Json]) -> np.dtype[Any]:
     if dtype.hasobject:
         raise ValueError(f"{dtype} would hold Python objects")
     return dtype
-
-
-def _numpy_scalar(fields: dict[str, Json]) -> Any:
-    return np.frombuffer(base64.b64decode(fields["base64"]), dtype=_numpy_dtype(fields))[0]

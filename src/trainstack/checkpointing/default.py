@@ -18,7 +18,6 @@ from trainstack.checkpointing.directory import CheckpointInfo, has_prefix, name_
 from trainstack.checkpointing.lookup import CheckpointFinder, checkpoints_of_run, checkpoints_with_prefix, folder_at
 from trainstack.checkpointing.writing import Payload, commit, pack, write_checkpoint, write_model
 
-_DEFAULT_DIRECTORY = "checkpoints"
 _logger = logging.getLogger("trainstack")
 
 
@@ -45,7 +44,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
     @property
     def save_dir(self) -> Path:
         """Where checkpoints go; settled, as an absolute path, when it is first asked for."""
-        return self._resolve_directory("save_dir", self.args.save_dir or _DEFAULT_DIRECTORY)
+        return self._resolve_directory("save_dir", self.args.save_dir or "checkpoints")
 
     @property
     def model_state_save_dir(self) -> Path:
@@ -58,8 +57,14 @@ class DefaultCheckpointer(AbstractCheckpointer):
         Runs once, by itself before the first save. Only directories with an intact manifest, of kind
         "checkpoint" and with this `file_prefix`, are deleted.
         """
-        if self._clear(self.save_dir) and self.args.delete_existing_checkpoints:
-            self._delete_existing()
+        if not self._clear(self.save_dir) or not self.args.delete_existing_checkpoints:
+            return
+        prefix = self.args.file_prefix
+        for info in scan(self.save_dir).intact:
+            ours = has_prefix(info.name, prefix) and has_prefix(name_of(info.path), prefix)
+            if info.kind == "checkpoint" and ours and not info.path.is_symlink():
+                temp_dirs.discard_dir(info.path)
+                self._log(logging.INFO, f"deleted {info.path}")
 
     def begin_run(self, *, resumed: bool) -> None:
         """Remember, when a run begins afresh or from another directory, which checkpoints are an earlier run's.
@@ -104,12 +109,11 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """
         if not self.is_due(index, force):
             return None
-        began = time.monotonic()
+        started = time.monotonic()
         self._wait_for_last()
         self.prepare()
         step = checkpoint_state.global_step
-        number = f"{index:06d}" if step is None else f"{step:09d}"
-        name = self._name(number)
+        name = self._name(f"{index:06d}" if step is None else f"{step:09d}")
         payload = pack(retention.preserve_pin(checkpoint_state, self.save_dir / name, self.args.file_prefix))
         if not force:
             self._warn_missing_monitor(checkpoint_state)
@@ -118,7 +122,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
 
             def write(abandoned: threading.Event) -> None:
                 self._commit(copy, name, abandoned)
-                self._last_save_s = time.monotonic() - began
+                self._last_save_s = time.monotonic() - started
 
             self._background.start(f"saving {name}", write)
         else:
@@ -138,10 +142,10 @@ class DefaultCheckpointer(AbstractCheckpointer):
 
     def _wait_for_last(self) -> None:
         """Wait for a save in the background, and say how long that took."""
-        began, busy = time.perf_counter(), self._background.is_busy
+        started, busy = time.perf_counter(), self._background.is_busy
         self._background.wait()
         if busy:
-            self._log(logging.INFO, f"waited {time.perf_counter() - began:.2f} s for the save before")
+            self._log(logging.INFO, f"waited {time.perf_counter() - started:.2f} s for the save before")
 
     def watch(self, wake: Callable[[], None]) -> None:
         """Call `wake` from the writing thread when a save in the background has ended."""
@@ -210,15 +214,13 @@ class DefaultCheckpointer(AbstractCheckpointer):
                 delete what is to be loaded.
         """
         self._background.wait()
-        finder = CheckpointFinder(self.args, self._load_directory(), self.save_dir, self._log)
+        load_dir = self.save_dir
+        if self.args.load_dir:
+            load_dir = folder_at(self._resolve_directory("load_dir", self.args.load_dir), self.args.file_prefix)
+        finder = CheckpointFinder(self.args, load_dir, self.save_dir, self._log)
         checkpoint = finder.load(resume)
         self._loaded_from = finder.found_in or self._loaded_from
         return checkpoint
-
-    def _load_directory(self) -> Path:
-        if not self.args.load_dir:
-            return self.save_dir
-        return folder_at(self._resolve_directory("load_dir", self.args.load_dir), self.args.file_prefix)
 
     def _warn_missing_monitor(self, checkpoint: Checkpoint) -> None:
         """Say once that a checkpoint cannot be the best, where somebody asked for the best."""
@@ -232,14 +234,6 @@ class DefaultCheckpointer(AbstractCheckpointer):
                 f"be the best. Measured there: {', '.join(sorted(metrics)) or 'nothing'}. Set monitor to one of "
                 "those, or log it after each epoch.",
             )
-
-    def _delete_existing(self) -> None:
-        prefix = self.args.file_prefix
-        for info in scan(self.save_dir).intact:
-            ours = has_prefix(info.name, prefix) and has_prefix(name_of(info.path), prefix)
-            if info.kind == "checkpoint" and ours and not info.path.is_symlink():
-                temp_dirs.discard_dir(info.path)
-                self._log(logging.INFO, f"deleted {info.path}")
 
     def _clear(self, directory: Path) -> bool:
         """Clear `directory` of leftovers; return False if that was done before."""

@@ -13,9 +13,6 @@ import torch
 from trainstack.checkpointing.encoding import Index, array_as_tensor
 from trainstack.checkpointing.encoding import describe as place_of
 
-_ABSENT = "absent"
-_LONG_TEXT = 60
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
@@ -58,32 +55,25 @@ def differences(one: Any, other: Any, root: str = "", place: tuple[Any, ...] = (
         if key in left and key in right:
             yield from differences(left[key], right[key], root, inner)
         else:
-            texts = [describe(side[key]) if key in side else _ABSENT for side in (left, right)]
+            texts = [describe(side[key]) if key in side else "absent" for side in (left, right)]
             yield Difference(where=place_of(root, list(inner)), one=texts[0], other=texts[1])
 
 
 def _leaf(where: str, one: Any, other: Any) -> Iterator[Difference]:
-    if all(isinstance(value, torch.Tensor) for value in (one, other)):
-        yield from _tensors(where, one, other)
-    elif all(isinstance(value, np.ndarray) for value in (one, other)):
-        if one.dtype == other.dtype and one.shape == other.shape:
-            yield from _tensors(where, array_as_tensor(one), array_as_tensor(other))
-        else:
-            yield Difference(where=where, one=describe(one), other=describe(other))
-    elif type(one) is not type(other) or repr(one) != repr(other):
+    kind = next(
+        (kind for kind in (torch.Tensor, np.ndarray) if isinstance(one, kind) and isinstance(other, kind)), None
+    )
+    if kind is not None and one.dtype == other.dtype and one.shape == other.shape:
+        if kind is np.ndarray:
+            one, other = array_as_tensor(one), array_as_tensor(other)
+        count = int((_bytes(one) != _bytes(other)).any(1).sum()) if one.numel() else 0
+        if count:
+            wide = torch.complex128 if one.is_complex() else torch.float64
+            distance = (one.to(wide) - other.to(wide)).abs().max().item()
+            text = describe(one)
+            yield Difference(where=where, one=text, other=text, elements=count, max_abs=float(distance))
+    elif kind is not None or type(one) is not type(other) or repr(one) != repr(other):
         yield Difference(where=where, one=describe(one), other=describe(other))
-
-
-def _tensors(where: str, one: torch.Tensor, other: torch.Tensor) -> Iterator[Difference]:
-    if one.dtype != other.dtype or one.shape != other.shape:
-        yield Difference(where=where, one=describe(one), other=describe(other))
-        return
-    count = int((_bytes(one) != _bytes(other)).any(1).sum()) if one.numel() else 0
-    if count:
-        wide = torch.complex128 if one.is_complex() else torch.float64
-        distance = (one.to(wide) - other.to(wide)).abs().max().item()
-        text = describe(one)
-        yield Difference(where=where, one=text, other=text, elements=count, max_abs=float(distance))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,4 +101,4 @@ def describe(value: Any) -> str:
     if children(value):
         return f"{type(value).__name__} of {len(value)}"
     text = repr(value)
-    return text if len(text) <= _LONG_TEXT else f"{text[:_LONG_TEXT]}..."
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -84,26 +84,6 @@ def describe(root: str, place: list[Any]) -> str:
     return text.lstrip(".") or "the state itself"
 
 
-class TensorNames:
-    """Gives each stored tensor a readable name that no other tensor of the checkpoint has."""
-
-    def __init__(self) -> None:
-        self._taken = {RESERVED}
-
-    def assign(self, prefix: str, place: list[Any]) -> str:
-        parts = ([prefix] if prefix else []) + [str(part) for part in place]
-        readable = ".".join(parts).encode("utf-8", "replace").decode() or "tensor"
-        name, count = readable, 1
-        while name in self._taken:
-            count += 1
-            name = f"{readable}#{count}"
-        self._taken.add(name)
-        return name
-
-
-_SMALL = 2**63
-
-
 class StateEncoder:
     """Encodes any number of state trees; a tensor that several of them share is stored once.
 
@@ -112,7 +92,7 @@ class StateEncoder:
     """
 
     def __init__(self) -> None:
-        self._names = TensorNames()
+        self._taken = {RESERVED}
         self._tensors: dict[str, torch.Tensor] = {}
         self._seen: dict[tuple[Any, ...], str] = {}
         self._alive: list[Any] = []
@@ -146,7 +126,7 @@ class StateEncoder:
             type(None): same,
             bool: same,
             str: same,
-            int: lambda v: v if -_SMALL <= v < _SMALL else _tag(format.INT, hex=hex(v)),
+            int: lambda v: v if -(2**63) <= v < 2**63 else _tag(format.INT, hex=hex(v)),
             float: lambda v: v if v - v == 0.0 else _tag(format.FLOAT, value=repr(v)),
             complex: lambda v: _tag(format.COMPLEX, parts=[self._encode(v.real), self._encode(v.imag)]),
             bytes: lambda v: _tag(format.BYTES, base64=_base64(v)),
@@ -230,7 +210,14 @@ class StateEncoder:
     def _store(self, identity: tuple[Any, ...], owner: Any, tensor: torch.Tensor) -> str:
         name = self._seen.get(identity)
         if name is None:
-            name = self._seen[identity] = self._names.assign(self._prefix, self._place)
+            parts = ([self._prefix] if self._prefix else []) + [str(part) for part in self._place]
+            readable = ".".join(parts).encode("utf-8", "replace").decode() or "tensor"
+            name, count = readable, 1
+            while name in self._taken:  # a readable name that no other tensor of the checkpoint has
+                count += 1
+                name = f"{readable}#{count}"
+            self._taken.add(name)
+            self._seen[identity] = name
             self._tensors[name] = tensor
             self._alive.append(owner)
         return name

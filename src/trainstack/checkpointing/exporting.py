@@ -50,9 +50,7 @@ def export_model(
         model = getattr(model, "get_state", model.state_dict)()
     if not isinstance(model, Mapping):
         raise ConfigurationError(f"export_model was given a {type(model).__name__}. Give it a module or a state dict.")
-    return write_model(
-        model, target.parent, target.name, metadata, plan=plan, global_step=global_step
-    )  # fmt: skip
+    return write_model(model, target.parent, target.name, metadata, plan=plan, global_step=global_step)
 
 
 def require_hub() -> None:

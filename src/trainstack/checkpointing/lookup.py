@@ -81,18 +81,9 @@ def checkpoints_of_run(directory: Path, prefix: str, unreadable: int = -1) -> li
     return [info for info in checkpoints_with_prefix(directory, prefix) if info.sequence > after]
 
 
-def other_names(directory: Path, prefix: str) -> list[str]:
-    """Return the names of the checkpoints in `directory` that belong to other prefixes, newest first."""
-    intact = scan(directory).intact
-    return [info.name for info in intact if info.kind == "checkpoint" and not has_prefix(info.name, prefix)]
-
-
 # A pointer is never believed. What it gives is the rule (which prefix, which metric); the checkpoint is found anew
 # from the manifests, so that a pointer that is stale, torn or missing misleads nobody.
-LAST = "last"
-BEST = "best"
 _FORMAT = "trainstack-pointer"
-_LIMIT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +102,7 @@ def refresh_pointers(
     say: Callable[[int, str], None],
 ) -> None:
     """Make both pointers name these checkpoints; one that would name none is removed. A failure is said."""
-    for kind, info in ((LAST, last), (BEST, best)):
+    for kind, info in (("last", last), ("best", best)):
         path = directory / _name(kind, args.file_prefix)
         try:
             _set(path, None if info is None else _render(kind, info, args), say)
@@ -124,7 +115,7 @@ def rule_at(path: Path, args: DefaultCheckpointerArguments) -> PointerRule | Non
     if path.is_dir():
         return None
     rule = rule_in(path)
-    kinds = {_name(LAST, args.file_prefix): None, _name(BEST, args.file_prefix): args.monitored}
+    kinds = {_name("last", args.file_prefix): None, _name("best", args.file_prefix): args.monitored}
     if rule is None and path.name in kinds and path.parent.is_dir():
         return PointerRule(file_prefix=args.file_prefix, monitor=kinds[path.name])
     return rule
@@ -133,8 +124,16 @@ def rule_at(path: Path, args: DefaultCheckpointerArguments) -> PointerRule | Non
 def rule_in(path: Path) -> PointerRule | None:
     """The rule that is written in the file `path`; None if it is no pointer, or cannot be read."""
     try:
-        return _parse(_beginning(path))
-    except OSError:
+        body = json.loads(_beginning(path))
+        prefix, metric = body["file_prefix"], body.get("monitor")
+        if body["format"] != _FORMAT or not isinstance(prefix, str):
+            return None
+        if metric is None:
+            return PointerRule(file_prefix=prefix, monitor=None)
+        if not isinstance(metric, str) or body["mode"] not in ("min", "max"):
+            return None
+        return PointerRule(file_prefix=prefix, monitor=Monitor(name=metric, mode=body["mode"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -156,7 +155,7 @@ def _set(path: Path, data: bytes | None, say: Callable[[int, str], None]) -> Non
 def _beginning(path: Path) -> bytes:
     """The content of a pointer; of a file that is none, and may be large, only so much."""
     with path.open("rb") as file:
-        return file.read(_LIMIT_BYTES)
+        return file.read(1 << 16)
 
 
 def _render(kind: str, info: CheckpointInfo, args: DefaultCheckpointerArguments) -> bytes:
@@ -166,25 +165,10 @@ def _render(kind: str, info: CheckpointInfo, args: DefaultCheckpointerArguments)
         "checkpoint": info.path.name,
         "global_step": info.global_step,
     }
-    if kind == BEST:
+    if kind == "best":
         monitor = args.monitored
         body |= {"monitor": monitor.name, "mode": monitor.mode, "value": monitor.value_of(info)}
     return (json.dumps(body, indent=1) + "\n").encode()
-
-
-def _parse(data: bytes) -> PointerRule | None:
-    try:
-        body = json.loads(data)
-        if body["format"] != _FORMAT or not isinstance(body["file_prefix"], str):
-            return None
-        wanted = body.get("monitor")
-        if wanted is None:
-            return PointerRule(file_prefix=body["file_prefix"], monitor=None)
-        if not isinstance(wanted, str) or body["mode"] not in ("min", "max"):
-            return None
-        return PointerRule(file_prefix=body["file_prefix"], monitor=Monitor(name=wanted, mode=body["mode"]))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
 
 
 class CheckpointFinder:
@@ -213,8 +197,7 @@ class CheckpointFinder:
             return self._load_configured(required=True) if configured else Checkpoint()
         if resume is True or resume in ("auto", "last", "best"):
             monitor = self.args.monitored if resume == "best" else None
-            found = self._load_own(monitor)
-            if found is not None:
+            if (found := self._load_own(monitor)) is not None:
                 return found
             if monitor is not None:
                 return self._load_best(self._load_dir, self.args.file_prefix, monitor)
@@ -226,12 +209,9 @@ class CheckpointFinder:
         path = Path(resume).absolute()
         rule = rule_at(path, self.args)
         if rule is not None:
-            directory, prefix = path.parent, rule.file_prefix
-            return (
-                self._load_newest(directory, required=True, prefix=prefix)
-                if rule.monitor is None
-                else self._load_best(directory, prefix, rule.monitor)
-            )
+            if rule.monitor is None:
+                return self._load_newest(path.parent, required=True, prefix=rule.file_prefix)
+            return self._load_best(path.parent, rule.file_prefix, rule.monitor)
         if not path.is_dir() or is_checkpoint_directory(path):
             return self._load_named(path)
         return self._load_newest(folder_at(path, self.args.file_prefix), required=True)
@@ -276,9 +256,10 @@ class CheckpointFinder:
         found = read_newest(directory, prefix, self._warn_of_damage)
         if found is not None:
             return self._loaded(*found)
-        others = other_names(directory, prefix)
+        intact = [info for info in scan(directory).intact if info.kind == "checkpoint"]
+        others = [info.name for info in intact if not has_prefix(info.name, prefix)]
         hint = f" There is {others[0]!r}: set file_prefix to match, or name it to load it." if others else ""
-        earlier = checkpoints_with_prefix(directory, prefix)
+        earlier = [info for info in intact if has_prefix(info.name, prefix)]
         if earlier:
             hint = (
                 " The last run there began afresh and was interrupted before its first checkpoint. To go on from an "

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ FORMAT_VERSION = 1
 Kind = Literal["checkpoint", "model"]
 
 _SELF_HASH = "manifest_xxh3_128"
-_KINDS = ("checkpoint", "model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,27 +100,6 @@ def parse(data: bytes, path: Path) -> Manifest:
         raise CheckpointDamagedError(
             f"{path} is damaged: it is not as it was written: its own hash differs. Load another checkpoint."
         )
-    _check_version(body, path)
-    try:
-        records = {_file_name(name): FileRecord(**record) for name, record in body["files"].items()}
-        known = {field.name: body[field.name] for field in fields(Manifest)} | {"files": records}
-        if body["kind"] not in _KINDS or TREE_FILE not in records:
-            raise ValueError("kind or files are wrong")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointDamagedError(f"{path} is no manifest of a checkpoint: {error!r}.") from error
-    return Manifest(**known)
-
-
-def _render(body: dict[str, Any]) -> bytes:
-    signed = {**body, _SELF_HASH: digest(_dump(body))}
-    return _dump(signed)
-
-
-def _dump(body: dict[str, Any]) -> bytes:
-    return (json.dumps(body, indent=1, allow_nan=False) + "\n").encode("ascii")
-
-
-def _check_version(body: dict[str, Any], path: Path) -> None:
     if body.get("format") != FORMAT:
         raise CheckpointDamagedError(f"{path} is no manifest of a trainstack checkpoint.")
     version = body.get("format_version")
@@ -130,9 +108,22 @@ def _check_version(body: dict[str, Any], path: Path) -> None:
             f"{path} has format version {version}; this trainstack reads versions up to {FORMAT_VERSION}. "
             "Upgrade trainstack to load it."
         )
+    try:
+        records = {name: FileRecord(**record) for name, record in body["files"].items()}
+        unknown = [name for name in records if name not in (MODEL_FILE, STATE_FILE, TREE_FILE)]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no file of a checkpoint")
+        known = {field.name: body[field.name] for field in fields(Manifest)} | {"files": records}
+        if body["kind"] not in get_args(Kind) or TREE_FILE not in records:
+            raise ValueError("kind or files are wrong")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointDamagedError(f"{path} is no manifest of a checkpoint: {error!r}.") from error
+    return Manifest(**known)
 
 
-def _file_name(name: str) -> str:
-    if name not in (MODEL_FILE, STATE_FILE, TREE_FILE):
-        raise ValueError(f"{name!r} is no file of a checkpoint")
-    return name
+def _render(body: dict[str, Any]) -> bytes:
+    return _dump({**body, _SELF_HASH: digest(_dump(body))})
+
+
+def _dump(body: dict[str, Any]) -> bytes:
+    return (json.dumps(body, indent=1, allow_nan=False) + "\n").encode("ascii")

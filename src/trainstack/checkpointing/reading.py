@@ -14,20 +14,12 @@ from trainstack.checkpointing import manifest
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.checksums import FileRecord, check_file, read_file
 from trainstack.checkpointing.decoding import StateDecoder
-from trainstack.checkpointing.directory import (
-    CheckpointInfo,
-    info_of,
-    is_checkpoint_directory,
-    read_manifest,
-    scan,
-)
+from trainstack.checkpointing.directory import CheckpointInfo, info_of, is_checkpoint_directory, read_manifest, scan
 from trainstack.checkpointing.format import Json
 from trainstack.checkpointing.manifest import Manifest
 from trainstack.checkpointing.tensorfile import map_tensors, read_placeholders, read_tensors
 from trainstack.checkpointing.writing import MODEL_STATE, STATES
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
-
-_TENSOR_FILES = (manifest.MODEL_FILE, manifest.STATE_FILE)
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointInfo:
@@ -122,11 +114,11 @@ def _open(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
 
 
 def _load(
-    root: Path, content: Manifest, read: Callable[[Path, FileRecord], dict[str, torch.Tensor]] = read_tensors
+    root: Path, content: Manifest, read: Callable[[Path, FileRecord], dict[str, torch.Tensor]]
 ) -> tuple[dict[str, Json], StateDecoder]:
     tree = _read_tree(root, content)
     tensors: dict[str, torch.Tensor] = {}
-    for file in _TENSOR_FILES:
+    for file in (manifest.MODEL_FILE, manifest.STATE_FILE):
         if file in content.files:
             tensors |= read(root / file, content.files[file])
     return tree, StateDecoder(tensors)

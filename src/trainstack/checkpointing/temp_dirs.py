@@ -18,7 +18,6 @@ from trainstack.checkpointing import filesystem
 
 TEMPORARY = ".tmp-"
 REPLACED = ".old-"
-_DEAD_AFTER_SECONDS = 24 * 3600
 _PATTERN = re.compile(r"\.(tmp|old)-(?P<name>.+)-(?P<host>[^-]+)-(?P<pid>\d+)-(?P<token>[0-9a-f]{32})", re.DOTALL)
 
 _claimed: set[str] = set()
@@ -81,7 +80,7 @@ def _is_dead(path: Path) -> bool:
     if match["host"] == _host() and not _is_alive(int(match["pid"])):
         return True
     try:
-        return time.time() - path.stat().st_mtime > _DEAD_AFTER_SECONDS
+        return time.time() - path.stat().st_mtime > 24 * 3600  # of another host: no save takes a day
     except OSError:
         return False
 

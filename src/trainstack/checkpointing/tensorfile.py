@@ -21,13 +21,6 @@ from trainstack.checkpointing.encoding import RESERVED
 from trainstack.checkpointing.format import BY_NATIVE_NAME, NATIVE
 from trainstack.errors import CheckpointDamagedError, CheckpointError
 
-_ALIGNMENT = 8
-
-
-def tensor_bytes(tensors: dict[str, torch.Tensor]) -> int:
-    """Return how many bytes the tensors take in a file, without its header."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
 
 def write_tensors(writer: HashingWriter, tensors: dict[str, torch.Tensor]) -> None:
     """Write the tensors; one at a time is brought to the CPU and made contiguous."""
@@ -105,7 +98,7 @@ def _header(ordered: list[tuple[str, torch.Tensor]]) -> bytes:
         entries[name] = {"dtype": native or "U8", "shape": shape, "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-len(text) % 8)  # so the data begins aligned
     return len(text).to_bytes(8, "little") + text
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainstack.checkpointing.difference import describe
 from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.reading import read_model
 from trainstack.checkpointing.tensorfile import read_unverified_tensors
@@ -87,9 +88,6 @@ def _strip_prefix(tensors: dict[str, torch.Tensor], prefix: str, file: Path) -> 
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-_MOST_NAMED = 6
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartReport:
     """What became of each tensor; `str(report)` says it in words.
@@ -152,7 +150,7 @@ def warm_start(
     weights = flat_tensors(source) if isinstance(source, Mapping) else read_weights(source)
     own = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     mismatched = {
-        key: f"{_describe_tensor(weights[key])} there, {_describe_tensor(own[key])} in the model"
+        key: f"{describe(weights[key])} there, {describe(own[key])} in the model"
         for key in own
         if key in weights and not _fits(weights[key], own[key])
     }
@@ -211,20 +209,13 @@ def flat_tensors(state: Mapping[Any, Any], prefix: str = "") -> dict[str, torch.
 
 
 def _fits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and _kind(one) == _kind(other)
-
-
-def _kind(tensor: torch.Tensor) -> tuple[bool, bool]:
-    return tensor.is_floating_point(), tensor.is_complex()
-
-
-def _describe_tensor(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    kinds = [(tensor.shape, tensor.is_floating_point(), tensor.is_complex()) for tensor in (one, other)]
+    return kinds[0] == kinds[1]
 
 
 def _format_names(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - 6
+    return ", ".join(names[:6]) + (f" and {more} more" if more > 0 else "")
 
 
 def _nothing_fits(model: nn.Module, weights: Mapping[str, Any], own: Mapping[str, Any], said: str) -> str:

@@ -22,10 +22,8 @@ from trainstack.checkpointing.checksums import FileRecord, HashingWriter
 from trainstack.checkpointing.encoding import StateEncoder, tensor_identity
 from trainstack.checkpointing.format import NATIVE, Json
 from trainstack.checkpointing.manifest import Kind, Manifest, library_versions
-from trainstack.checkpointing.tensorfile import tensor_bytes, write_tensors
+from trainstack.checkpointing.tensorfile import write_tensors
 from trainstack.errors import CheckpointError, UnsupportedStateError
-
-README = "README.md"
 
 
 def render_readme(
@@ -40,9 +38,7 @@ def render_readme(
     """Return the text of README.md for an export of `model_state`."""
     facts = {"optimizer updates": global_step, **(metadata or {})}
     tables = {
-        "Training": {
-            key: value for key, value in facts.items() if not isinstance(value, Mapping) and value is not None
-        },
+        "Training": {k: value for k, value in facts.items() if not isinstance(value, Mapping) and value is not None},
         **{key.capitalize(): value for key, value in facts.items() if isinstance(value, Mapping)},
         "Plan": {key: value for key, value in (plan or {}).items() if value is not None},
         "Versions": versions,
@@ -50,7 +46,8 @@ def render_readme(
     parts = [f"# {name}", "Weights of a PyTorch model, exported by trainstack.", *_how_to_load(model_state)]
     for title, table in tables.items():
         if table:
-            parts += [f"## {title}", _table(table)]
+            rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in table.items()]
+            parts += [f"## {title}", "\n".join(["| | |", "| --- | --- |", *rows])]
     parts.append(
         "`MANIFEST.json` holds the size and hash of each file but this one, which is yours to edit; "
         "`trainstack checkpoints verify` compares them. No file here is a pickle."
@@ -87,17 +84,9 @@ def _code(lines: Iterable[str]) -> str:
     return "\n".join(["```python", *lines, "```"])
 
 
-def _table(rows: Mapping[str, Any]) -> str:
-    cells = [f"| {_cell(key)} | {_cell(value)} |" for key, value in rows.items()]
-    return "\n".join(["| | |", "| --- | --- |", *cells])
-
-
 def _cell(value: Any) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return " ".join(text.split()).replace("|", "\\|")
-
-
-_SLACK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,17 +105,15 @@ class Payload:
 
     @property
     def size(self) -> int:
-        names = sum(len(name) + 128 for name in (*self.model, *self.rest))
-        return tensor_bytes(self.model) + tensor_bytes(self.rest) + len(self.tree) + names + _SLACK_BYTES
+        headers = sum(len(name) + 128 for name in (*self.model, *self.rest))  # dtype, shape and offsets beside a name
+        tensors = sum(t.numel() * t.element_size() for t in (*self.model.values(), *self.rest.values()))
+        return tensors + len(self.tree) + headers + (1 << 20)  # and 1 MiB for manifest, README and directories
 
     def copy_into(self, buffers: HostBuffers) -> Payload:
         """The same with tensors that the training does not touch."""
         copies = buffers.copy(self.model | self.rest)
-        return replace(
-            self,
-            model={name: copies[name] for name in self.model},
-            rest={name: copies[name] for name in self.rest},
-        )
+        model, rest = ({name: copies[name] for name in part} for part in (self.model, self.rest))
+        return replace(self, model=model, rest=rest)
 
 
 def commit(payload: Payload, directory: Path, name: str, abandoned: threading.Event | None = None) -> Path:
@@ -146,7 +133,12 @@ def commit(payload: Payload, directory: Path, name: str, abandoned: threading.Ev
         )
     try:
         filesystem.make_directories(directory)
-        _check_space(payload.size, directory)
+        free, needed = filesystem.free_bytes(directory), payload.size
+        if free is not None and free < needed:
+            raise CheckpointError(
+                f"a checkpoint of about {needed:,} bytes does not fit into {directory}: {free:,} bytes are free. "
+                "Free space, or set save_dir to another disk."
+            )
         temporary = temp_dirs.claim_temp_dir(directory, temp_dirs.TEMPORARY, name)
         try:
             _fill(temporary, payload, name, abandoned)
@@ -165,15 +157,6 @@ def commit(payload: Payload, directory: Path, name: str, abandoned: threading.Ev
     return final
 
 
-def _check_space(needed: int, directory: Path) -> None:
-    free = filesystem.free_bytes(directory)
-    if free is not None and free < needed:
-        raise CheckpointError(
-            f"a checkpoint of about {needed:,} bytes does not fit into {directory}: {free:,} bytes are free. "
-            "Free space, or set save_dir to another disk."
-        )
-
-
 def _fill(temporary: Path, payload: Payload, name: str, abandoned: threading.Event | None) -> None:
     sequence = listing.next_sequence(temporary.parent)
     filesystem.make_directory(temporary)
@@ -184,7 +167,7 @@ def _fill(temporary: Path, payload: Payload, name: str, abandoned: threading.Eve
             files[file] = put(temporary / file, partial(write_tensors, tensors=tensors))
     files[manifest.TREE_FILE] = put(temporary / manifest.TREE_FILE, lambda writer: writer.write(payload.tree))
     if payload.readme is not None:
-        put(temporary / README, lambda writer: writer.write(payload.readme or b""))
+        put(temporary / "README.md", lambda writer: writer.write(payload.readme or b""))
     content = Manifest(
         kind=payload.kind,
         name=name,

@@ -13,7 +13,7 @@ import torch
 
 from trainstack.checkpointing import verify_checkpoint
 from trainstack.checkpointing.decoding import StateDecoder
-from trainstack.checkpointing.difference import Difference, children, describe, differences
+from trainstack.checkpointing.difference import children, describe, differences
 from trainstack.checkpointing.directory import CheckpointInfo, is_checkpoint_directory, read_manifest, scan
 from trainstack.checkpointing.manifest import Manifest
 from trainstack.checkpointing.reading import read_states
@@ -26,12 +26,12 @@ def diff_checkpoints(args: argparse.Namespace) -> int:
     """Compare two checkpoints; 0 if all bits agree, else 1."""
     (one, states), (other, other_states) = read_states(args.one), read_states(args.other)
     model_only = args.model or one.kind == "model" or other.kind == "model"
-    if model_only:
-        found = list(differences(_model_of(states), _model_of(other_states), "model"))
+    if model_only:  # the module's state comes first in both kinds
+        found = list(differences(next(iter(states.values())), next(iter(other_states.values())), "model"))
     else:
         found = list(differences({**states, **_facts(one)}, {**other_states, **_facts(other)}))
     if args.json:
-        rows = [{name: getattr(row, name) for name in Difference.__dataclass_fields__} for row in found]
+        rows = [asdict(row) for row in found]
         print_json({"same": not found, "compared": "model" if model_only else "all", "differences": rows})
     else:
         for row in found:
@@ -41,20 +41,9 @@ def diff_checkpoints(args: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def _model_of(states: dict[str, Any]) -> Any:
-    return next(iter(states.values()))  # the module's state comes first in both kinds
-
-
 def _facts(content: Manifest) -> dict[str, Any]:
-    plain = StateDecoder({})
-    return {
-        "plan": plain.decode(content.plan),
-        "metadata": plain.decode(content.metadata),
-        "versions": content.versions,
-    }
-
-
-_LONG_LIST = 8
+    plan, metadata = (StateDecoder({}).decode(tree) for tree in (content.plan, content.metadata))
+    return {"plan": plan, "metadata": metadata, "versions": content.versions}
 
 
 def show_checkpoint(args: argparse.Namespace) -> int:
@@ -68,7 +57,8 @@ def show_checkpoint(args: argparse.Namespace) -> int:
         if isinstance(value, Mapping):
             print_line(name)
             for key, item in value.items():
-                print_line(f"  {key:<22} {_file(item) if name == 'files' else item}")
+                shown = f"{readable_size(item['size']):>9}  xxh3-128 {item['xxh3_128']}" if name == "files" else item
+                print_line(f"  {key:<22} {shown}")
         else:
             print_line(f"{name:<24} {value}")
     for name, state in states.items():
@@ -80,8 +70,7 @@ def show_checkpoint(args: argparse.Namespace) -> int:
 
 
 def _outline_facts(content: Manifest) -> dict[str, Any]:
-    plain = StateDecoder({})
-    plan, metadata = plain.decode(content.plan) or {}, plain.decode(content.metadata) or {}
+    plan, metadata = (StateDecoder({}).decode(tree) or {} for tree in (content.plan, content.metadata))
     processes = {"processes": plan["world_size"]} if "world_size" in plan else {}
     return {
         "name": content.name,
@@ -95,10 +84,6 @@ def _outline_facts(content: Manifest) -> dict[str, Any]:
         "versions": content.versions,
         "files": {name: asdict(record) for name, record in content.files.items()},
     }
-
-
-def _file(record: Mapping[str, Any]) -> str:
-    return f"{readable_size(record['size']):>9}  xxh3-128 {record['xxh3_128']}"
 
 
 def summary(state: Any) -> str:
@@ -122,22 +107,16 @@ def lines(value: Any, depth: int) -> Iterator[str]:
     """One line for each leaf of a state; lists of numbers and long lists are summed up."""
     for key, item in children(value) or ():
         name = f"{'  ' * depth}{key if isinstance(key, str) else f'[{key}]'}"
-        inner = children(item)
-        if inner is None or not inner or _is_plain_list(item):
+        inner = children(item) or []
+        is_long = len(inner) > 8 and not isinstance(item, Mapping)
+        if not inner or (is_long and not any(children(leaf) or isinstance(leaf, torch.Tensor) for _, leaf in inner)):
             yield f"{name:<40} {describe(item)}"
             continue
         yield name
-        shown = item if isinstance(item, Mapping) or len(inner) <= _LONG_LIST else [first for _, first in inner[:2]]
+        shown = [first for _, first in inner[:2]] if is_long else item
         yield from lines(shown, depth + 1)
         if len(shown) < len(inner):
             yield f"{'  ' * (depth + 1)}... and {len(inner) - len(shown)} more"
-
-
-def _is_plain_list(value: Any) -> bool:
-    inner = children(value) or []
-    if isinstance(value, Mapping):
-        return False
-    return len(inner) > _LONG_LIST and not any(children(item) or isinstance(item, torch.Tensor) for _, item in inner)
 
 
 def _as_json(value: Any) -> Any:
@@ -152,7 +131,6 @@ def _as_json(value: Any) -> Any:
 
 
 _COLUMNS = ("name", "kind", "step", "epoch", "created", "size", "backend", "metrics", "intact")
-_MOST_METRICS = 3
 
 
 def add(subparsers: Any) -> None:
@@ -246,9 +224,8 @@ def _row(entry: dict[str, Any]) -> list[str]:
     if "kind" not in entry:
         return [entry["name"], *["-"] * (len(_COLUMNS) - 2), intact]
     ordered = sorted(entry["metrics"].items(), key=lambda item: not item[0].startswith("val"))
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in ordered[:_MOST_METRICS])
-    known = [entry[name] for name in ("step", "epoch")]
-    numbers = ["-" if number is None else str(number) for number in known]
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in ordered[:3])
+    numbers = ["-" if number is None else str(number) for number in (entry["step"], entry["epoch"])]
     size, backend = readable_size(entry["size"]), entry["backend"] or "-"
     return [entry["name"], entry["kind"], *numbers, entry["created"], size, backend, metrics or "-", intact]
 
@@ -256,16 +233,17 @@ def _row(entry: dict[str, Any]) -> list[str]:
 def _verify(args: argparse.Namespace) -> int:
     code, results = 0, []
     for path in [inner for given in args.paths for inner in _checkpoints_at(Path(given))]:
+        problem = None
         try:
             verify_checkpoint(path)
-            results.append({"path": str(path), "problem": None})
-        except CheckpointDamagedError as error:
-            code = max(code, 1)
-            results.append({"path": str(path), "problem": str(error)})
         except CheckpointError as error:
-            code = TROUBLE
-            print_error(str(error))
-            results.append({"path": str(path), "problem": str(error)})
+            problem = str(error)
+            if isinstance(error, CheckpointDamagedError):
+                code = max(code, 1)
+            else:
+                code = TROUBLE
+                print_error(problem)
+        results.append({"path": str(path), "problem": problem})
     if args.json:
         print_json(results)
     else:

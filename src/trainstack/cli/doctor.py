@@ -30,7 +30,6 @@ _EXTRAS = {
     "mlflow": "mlflow-skinny",
     "trackio": "trackio",
 }
-_LONGEST_LAUNCH_S = 120.0
 
 
 def add(subparsers: Any) -> None:
@@ -67,7 +66,7 @@ def try_all(specs: Sequence[str]) -> dict[str, str | None]:
     together = [spec for spec in specs if any(record.layer.joins_processes for record in parse_spec(spec))]
     found = try_each([spec for spec in specs if spec not in together])
     try:
-        found |= launch(try_each, together, nproc=1, timeout_s=_LONGEST_LAUNCH_S)[0] if together else {}
+        found |= launch(try_each, together, nproc=1, timeout_s=120.0)[0] if together else {}
     except Exception as error:  # whatever it is, it is what the user wants to know
         found |= dict.fromkeys(together, _describe_error(error))
     return {spec: found[spec] for spec in specs}
@@ -83,6 +82,7 @@ def try_one(spec: str) -> str | None:
     private = any(DifferentialPrivacyArguments in record.layer.configured_by for record in parse_spec(spec))
     with tempfile.TemporaryDirectory(prefix="trainstack-doctor-") as directory:
         try:
+            privacy = DifferentialPrivacyArguments(noise_multiplier=1.0, delta=1e-5)
             arguments = TrainerArguments(
                 backend=spec,
                 train_batch_size=4,
@@ -93,7 +93,7 @@ def try_one(spec: str) -> str | None:
                 progress="none",
                 log_level="ERROR",
                 handle_signals=False,
-                differential_privacy_args=_privacy() if private else None,
+                differential_privacy_args=privacy if private else None,
             )
             data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
             Trainer(SupervisedModule(nn.Linear(2, 1), nn.MSELoss(), "sgd", data), arguments).train()
@@ -102,20 +102,14 @@ def try_one(spec: str) -> str | None:
     return None
 
 
-def _privacy() -> DifferentialPrivacyArguments:
-    return DifferentialPrivacyArguments(noise_multiplier=1.0, delta=1e-5)
-
-
 def _describe_error(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _devices() -> list[str]:
-    found = ["cpu"]
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        found.append(f"{torch.accelerator.device_count()} x {kind}")
-    return found
+    if not torch.accelerator.is_available():
+        return ["cpu"]
+    return ["cpu", f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"]
 
 
 def _version_of(package: str) -> str | None:

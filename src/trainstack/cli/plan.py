@@ -9,6 +9,8 @@ from trainstack.cli.printing import print_json, print_line
 from trainstack.errors import ConfigurationError
 from trainstack.trainer import TrainerArguments, TrainingPlan
 
+_FIELDS = ("train_batch_size", "gpu_batch_size_limit", "epochs", "max_train_steps_per_epoch")
+
 
 def add(subparsers: Any) -> None:
     """Add the command; its options are called as the fields of `TrainerArguments` are."""
@@ -17,7 +19,7 @@ def add(subparsers: Any) -> None:
     defaults = TrainerArguments()
     parser.add_argument("--samples", type=int, required=True, metavar="N", help="in the training data set")
     parser.add_argument("--processes", type=int, default=1, metavar="N")
-    for name in ("train_batch_size", "gpu_batch_size_limit", "epochs", "max_train_steps_per_epoch"):
+    for name in _FIELDS:
         default = getattr(defaults, name)
         shown = "" if default is None else f"default: {default}"
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=shown)
@@ -27,8 +29,7 @@ def add(subparsers: Any) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    names = ("train_batch_size", "gpu_batch_size_limit", "epochs", "max_train_steps_per_epoch")
-    chosen = TrainerArguments(**{name: getattr(args, name) for name in names})  # which checks them
+    chosen = TrainerArguments(**{name: getattr(args, name) for name in _FIELDS})  # which checks them
     for name in ("samples", "processes"):
         if getattr(args, name) < 1:
             raise ConfigurationError(f"--{name} {getattr(args, name)}: write a whole number, 1 or more.")

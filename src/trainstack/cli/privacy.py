@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from typing import Any
 
 from trainstack.backends.dp import (
@@ -19,13 +18,9 @@ from trainstack.backends.dp import (
 from trainstack.backends.dp.accounting import ACCOUNTANTS
 from trainstack.backends.dp.arguments import check_delta_for, sampling_rate
 from trainstack.backends.privacy_statement import round_up
+from trainstack.cli.printing import print_line
 from trainstack.errors import ConfigurationError
 from trainstack.ranks import global_rank
-
-FOUND = 1
-
-_SETTINGS = ("delta", "noise_multiplier", "target_epsilon", "clipping", "grad_mode", "accountant", "secure")
-_NUMBERS = ("train_batch_size", "dataset_size", "epochs")
 
 
 def add_audit(questions: Any) -> None:
@@ -51,13 +46,14 @@ def add_audit(questions: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from trainstack.auditing import audit
 
-    settings = DifferentialPrivacyArguments(**{name: getattr(options, name) for name in _SETTINGS})
-    numbers = {name: getattr(options, name) for name in _NUMBERS}
+    names = ("delta", "noise_multiplier", "target_epsilon", "clipping", "grad_mode", "accountant", "secure")
+    settings = DifferentialPrivacyArguments(**{name: getattr(options, name) for name in names})
+    numbers = {name: getattr(options, name) for name in ("train_batch_size", "dataset_size", "epochs")}
     rank = global_rank()  # before the audit, which ends with its process group closed
     report = audit(settings, options.backend, level=options.level, **numbers)
     if rank == 0:
-        sys.stdout.write((report.to_json() if options.json else report.text) + "\n")
-    return FOUND if report.broken else 0
+        print_line(report.to_json() if options.json else report.text)
+    return 1 if report.broken else 0
 
 
 ASSUMES = (
@@ -73,37 +69,24 @@ def add(subparsers: Any) -> None:
     questions = parser.add_subparsers(title="questions", metavar="QUESTION", required=True)
 
     epsilon = questions.add_parser("epsilon", help="what so many steps with this noise spend")
-    _add_noise(epsilon)
-    _add_steps(epsilon)
     epsilon.set_defaults(run=_run_epsilon)
-
     noise = questions.add_parser("noise", help="the noise with which so many steps stay within a budget")
     noise.add_argument("--target-epsilon", type=float, required=True, metavar="EPSILON")
-    _add_steps(noise)
     noise.set_defaults(run=_run_noise)
-
     steps = questions.add_parser("steps", help="how many steps with this noise stay within a budget")
     steps.add_argument("--max-epsilon", type=float, required=True, metavar="EPSILON")
-    _add_noise(steps)
     steps.set_defaults(run=_run_steps)
-
+    for question in (epsilon, steps):
+        about = "standard deviation / clipping norm"
+        question.add_argument("--noise-multiplier", type=float, required=True, metavar="SIGMA", help=about)
+    for question in (epsilon, noise):
+        about = "of N / batch size steps each, rounded up, as the Trainer makes them"
+        duration = question.add_mutually_exclusive_group(required=True)
+        duration.add_argument("--steps", type=int, help="of the whole training")
+        duration.add_argument("--epochs", type=int, help=about)
     for question in (epsilon, noise, steps):
         _add_mechanism(question)
     add_audit(questions)
-
-
-def _add_noise(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--noise-multiplier", type=float, required=True, metavar="SIGMA", help="standard deviation / clipping norm"
-    )
-
-
-def _add_steps(parser: argparse.ArgumentParser) -> None:
-    duration = parser.add_mutually_exclusive_group(required=True)
-    duration.add_argument("--steps", type=int, help="of the whole training")
-    duration.add_argument(
-        "--epochs", type=int, help="of N / batch size steps each, rounded up, as the Trainer makes them"
-    )
 
 
 def _add_mechanism(parser: argparse.ArgumentParser) -> None:
@@ -118,18 +101,20 @@ def _add_mechanism(parser: argparse.ArgumentParser) -> None:
 def _run_epsilon(args: argparse.Namespace) -> int:
     q = _rate(args)
     steps = _steps(args, q)
-    history = [(args.noise_multiplier, q, steps)]
+    history, shuffled = [(args.noise_multiplier, q, steps)], None
+    if q and steps >= (whole := _steps_per_epoch(args, q)):  # the lower bound is that of one whole epoch
+        shuffled = shuffled_epsilon_at_least(args.noise_multiplier, whole, args.delta)
     found = {
         "epsilon": epsilon_of(history, args.delta, args.accountant),
         **_by_both_accountants(history, args.delta),
         "fixed_order": fixed_order_epsilon(history, args.delta),
-        "shuffled_at_least": _shuffled(args, q, steps),
+        "shuffled_at_least": shuffled,
     }
     lines = [
         f"epsilon {_format_epsilon(found['epsilon'])} at delta {args.delta:g}",
         _both_line(found),
         f"without Poisson samples: epsilon {_format_epsilon(found['fixed_order'])} with batches in a fixed order"
-        + _at_least(found["shuffled_at_least"]),
+        + ("" if shuffled is None else f", at least {_format_epsilon(shuffled)} with shuffled ones"),
     ]
     return _answer(args, found, q, {"noise_multiplier": args.noise_multiplier, "steps": steps}, lines)
 
@@ -202,17 +187,6 @@ def _both_line(found: dict[str, Any]) -> str:
     )
 
 
-def _shuffled(args: argparse.Namespace, q: float, steps: int) -> float | None:
-    """The lower bound for one epoch, if there is a whole one."""
-    if q == 0 or steps < (whole := _steps_per_epoch(args, q)):
-        return None
-    return shuffled_epsilon_at_least(args.noise_multiplier, whole, args.delta)
-
-
-def _at_least(epsilon: float | None) -> str:
-    return "" if epsilon is None else f", at least {_format_epsilon(epsilon)} with shuffled ones"
-
-
 def _format_epsilon(epsilon: float) -> str:
     return "infinite" if epsilon == float("inf") else round_up(epsilon)
 
@@ -221,7 +195,7 @@ def _answer(args: argparse.Namespace, found: dict[str, Any], q: float, given: di
     if args.json:
         numbers = {**given, "sample_rate": q, "delta": args.delta, "accountant": args.accountant, **found}
         plain = {k: None if v == float("inf") else v for k, v in numbers.items()}
-        sys.stdout.write(json.dumps({**plain, "assumes": ASSUMES}) + "\n")
+        print_line(json.dumps({**plain, "assumes": ASSUMES}))
     else:
-        sys.stdout.write("\n".join([*lines, ASSUMES]) + "\n")
+        print_line("\n".join([*lines, ASSUMES]))
     return 0

@@ -28,18 +28,14 @@ def add(subparsers: Any) -> None:
 
 def _report(args: argparse.Namespace) -> int:
     directories = [Path(given) for given in args.directories]
-    if len({directory.resolve() for directory in directories}) < len(directories):
+    resolved = [directory.resolve() for directory in directories]
+    if len(set(resolved)) < len(directories):
         raise ConfigurationError("a run is named twice; name each once.")
-    runs = [read_run(directory, label) for directory, label in zip(directories, _labels(directories), strict=True)]
+    common = os.path.commonpath([path.parent for path in resolved])  # a label is a path without it
+    labels = [str(path.relative_to(common)) for path in resolved]
+    runs = [read_run(directory, label) for directory, label in zip(directories, labels, strict=True)]
     path = args.output or (directories[0] / REPORT_NAME if len(runs) == 1 else Path(_COMPARISON_NAME))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, page_of(runs))
     print_line(str(path))
     return 0
-
-
-def _labels(directories: list[Path]) -> list[str]:
-    """The paths without what they have in common at the front."""
-    resolved = [directory.resolve() for directory in directories]
-    common = Path(os.path.commonpath([path.parent for path in resolved]))
-    return [str(path.relative_to(common)) for path in resolved]

@@ -13,12 +13,10 @@ from trainstack.cli.target import FORM, UserCodeError, load_target, report_user_
 from trainstack.errors import ConfigurationError
 from trainstack.trainer import ModuleInterface, Trainer, seed_everything
 
-ABOUT = "train a module that a file defines; needs the extra 'cli'"
-
 
 def add(subparsers: Any) -> None:
     """Name the command in the list of them; `run` reads what stands behind it."""
-    subparsers.add_parser("train", help=ABOUT, add_help=False)
+    subparsers.add_parser("train", help="train a module that a file defines; needs the extra 'cli'", add_help=False)
 
 
 def run(words: Sequence[str]) -> int:

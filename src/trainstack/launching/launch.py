@@ -28,8 +28,6 @@ from trainstack.launching.worker import MONITOR_S, finished_attempt, work
 
 T = TypeVar("T")
 
-_READ_S = 60  # torch's own: a host that does not come is waited for so long, up to twice
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # what torch's agent handles, and never gives back
 _LOGS_OF_FAILURE = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 
 
@@ -123,7 +121,8 @@ def _config(order: LaunchOptions, run: Path) -> Any:
     meeting: dict[str, Any] = {} if order.is_host is None else {"is_host": order.is_host}
     if order.timeout_s is not None:
         meeting["join_timeout"] = math.ceil(order.timeout_s)
-        meeting["read_timeout"] = min(_READ_S, meeting["join_timeout"])
+        # 60 s are torch's own: a host that does not come is waited for so long, up to twice
+        meeting["read_timeout"] = min(60, meeting["join_timeout"])
     newer: dict[str, Any] = {}
     if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:  # newer than torch 2.10
         newer["shutdown_timeout"] = math.ceil(order.grace_s)
@@ -148,12 +147,13 @@ def _config(order: LaunchOptions, run: Path) -> Any:
 def _run_environment(order: LaunchOptions) -> Iterator[Path]:
     """A folder for the run and the variables of its processes; afterwards everything is as it was.
 
-    The variables are set here because a new process reads OMP_NUM_THREADS when it imports torch, before it is told
+    The variables are set here because a new process reads OMP_NUM_THREADS when it imports torch, before it gets
     anything else. The agent draws from `random`, replaces signal handlers and sets a variable of its own.
     """
     made = dict(order.env)
     if "OMP_NUM_THREADS" not in os.environ:
-        made.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // order.nproc)))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        made.setdefault("OMP_NUM_THREADS", str(max(1, cores // order.nproc)))
     made.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(order.grace_s)))  # so that a trainer knows
     if order.may_restart:  # the agent's store would keep the addresses of dead processes, and the new ones would hang
         made.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -187,7 +187,9 @@ def _handlers() -> dict[int, Any]:
     """The handlers of this process that Python knows; only the main thread can change them."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    # these are the signals that torch's agent handles, and whose handlers it never gives back
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     return {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
 
 
@@ -197,7 +199,3 @@ def _end(others: set[Any], watch: WorkerWatchdog) -> None:
     for process in set(multiprocessing.active_children()) - others:
         process.kill()
         process.join(5)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -65,9 +65,9 @@ def check_options(
             f"nnodes={nnodes!r}, rdzv_endpoint={endpoint!r}: several machines need a place to meet, the same on all of "
             "them. Write rdzv_endpoint='host:port' with the host of one machine and a port free there."
         )
-    for name, value, least_value in (("max_restarts", max_restarts, 0), ("grace_s", grace_s, 0)):
-        if value < least_value:
-            raise ConfigurationError(f"{name}={value}: write a number from {least_value} up.")
+    for name, value in (("max_restarts", max_restarts), ("grace_s", grace_s)):
+        if value < 0:
+            raise ConfigurationError(f"{name}={value}: write a number from 0 up.")
     if timeout_s is not None and timeout_s <= 0:
         raise ConfigurationError(f"timeout_s={timeout_s}: write seconds above 0, or None to wait for ever.")
     return LaunchOptions(

@@ -14,8 +14,6 @@ from typing import Any
 from trainstack.errors import LaunchError
 from trainstack.launching.worker import FailureReport, ResultDir, list_attempts
 
-_POLL_S = 0.1
-
 _logger = logging.getLogger("trainstack")
 
 
@@ -41,7 +39,7 @@ class WorkerWatchdog(threading.Thread):
         self._done = threading.Event()
 
     def run(self) -> None:
-        while not self._done.wait(_POLL_S):
+        while not self._done.wait(0.1):
             self._poll()
 
     def stop(self) -> None:
@@ -51,8 +49,7 @@ class WorkerWatchdog(threading.Thread):
 
     def kill(self) -> None:
         """End every process of the newest start."""
-        for pid in filter(_is_alive, self._pids()):
-            _send(pid, signal.SIGKILL)
+        self._send(signal.SIGKILL)
 
     def _poll(self) -> None:
         starts = self._attempts()
@@ -64,9 +61,9 @@ class WorkerWatchdog(threading.Thread):
         if self._deadline is not None and now > self._deadline and not self.expired:
             self.expired = True
             (self._run / "expired").touch()
-            for pid in filter(_is_alive, self._pids()):
-                _send(pid, signal.SIGTERM)
-        if any(_is_lost(box) for box in boxes) or (self.expired and boxes):
+            self._send(signal.SIGTERM)
+        lost = any((pid := box.pid) is not None and not box.has_result and not _is_alive(pid) for box in boxes)
+        if lost or (self.expired and boxes):
             since = self._lost.setdefault(boxes[0].path.parent, now)
             if now - since > self._grace_s:
                 self.kill()
@@ -77,8 +74,10 @@ class WorkerWatchdog(threading.Thread):
         except OSError:  # the agent is just making or clearing one
             return []
 
-    def _pids(self) -> list[int]:
-        return [pid for boxes in self._attempts()[-1:] for box in boxes if (pid := box.pid) is not None]
+    def _send(self, number: int) -> None:
+        for pid in [pid for boxes in self._attempts()[-1:] for box in boxes if (pid := box.pid) is not None]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 def launch_error(name: str, run: Path, failed: Exception | None, timeout_s: float | None) -> LaunchError:
@@ -137,18 +136,9 @@ def _others(reports: list[FailureReport]) -> str:
     return "".join(f"\nrank {said.rank} raised {said.kind}: {said.message}" for said in reports)
 
 
-def _is_lost(box: ResultDir) -> bool:
-    return (pid := box.pid) is not None and not box.has_result and not _is_alive(pid)
-
-
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     return True
-
-
-def _send(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)

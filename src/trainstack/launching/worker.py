@@ -17,12 +17,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import util
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from trainstack._files import atomic_write
@@ -51,9 +49,6 @@ class ResultDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    def __fspath__(self) -> str:
-        return str(self.path)
 
     @property
     def pid(self) -> int | None:
@@ -108,20 +103,17 @@ def work(call: bytes, output: str) -> None:
     _choose_output(output)
     try:
         fn, args = pickle.loads(call)
-        atomic_write(box.path / "result", _pickled(_result(fn, args)))
+        try:
+            result = fn(*args)
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                raise
+            result = None
+        atomic_write(box.path / "result", _pickled(result))
     except BaseException as error:
         _fail(box, error, shown=output not in ("all", "only_error", "ignore"))
     # torch waits until all processes have returned; then Python's exit runs this, after the data loaders' workers.
     util.Finalize(None, _leave, args=(0,), exitpriority=-1000)
-
-
-def _result(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    try:
-        return fn(*args)
-    except SystemExit as stop:
-        if stop.code not in (None, 0):
-            raise
-        return None
 
 
 def _pickled(result: Any) -> bytes:
@@ -136,11 +128,14 @@ def _pickled(result: Any) -> bytes:
 
 def _fail(box: ResultDir, error: BaseException, shown: bool) -> None:
     """Leave the traceback and end the process, soon and for certain."""
+    part = error.__traceback__  # of it only what lies in the user's function is shown
+    while part is not None and part.tb_next is not None and part.tb_frame.f_code.co_filename == __file__:
+        part = part.tb_next
     said = FailureReport(
         rank=int(os.environ["RANK"]),
         kind=type(error).__name__,
         message=str(error),
-        text="".join(traceback.format_exception(type(error), error, _user_traceback(error))),
+        text="".join(traceback.format_exception(type(error), error, part)),
         when=time.time(),
     )
     atomic_write(box.path / "report", json.dumps(asdict(said)).encode())
@@ -150,14 +145,6 @@ def _fail(box: ResultDir, error: BaseException, shown: bool) -> None:
         time.sleep(_YIELD_S)  # "connection closed by peer": the peer is what went wrong
     code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 1
     _leave(code if isinstance(code, int) and 0 < code < 256 else 1, within_s=_EXIT_WITHIN_S)
-
-
-def _user_traceback(error: BaseException) -> TracebackType | None:
-    """The traceback from the user's function on."""
-    part = error.__traceback__
-    while part is not None and part.tb_next is not None and part.tb_frame.f_code.co_filename == __file__:
-        part = part.tb_next
-    return part
 
 
 def _leave(code: int, within_s: float | None = None) -> None:

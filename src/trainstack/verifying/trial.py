@@ -79,7 +79,16 @@ def work(job: Job) -> None:
         os.dup2(output, stream)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
     if job.port is not None:
-        _set_launcher_variables(job.rank, job.nproc, job.port)
+        os.environ.update(  # as torchrun sets them
+            RANK=str(job.rank),
+            LOCAL_RANK=str(job.rank),
+            WORLD_SIZE=str(job.nproc),
+            LOCAL_WORLD_SIZE=str(job.nproc),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(job.port),
+        )
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, torch.get_num_threads() // job.nproc))
     factory, (args,) = pickle.loads(job.call)
     seed_everything(args.seed)
     trainer = Trainer(factory(), args)
@@ -92,20 +101,6 @@ def work(job: Job) -> None:
         (job.folder / _UNTRACKED).write_text(json.dumps(names))
     trainer.close()
     job.done.touch()
-
-
-def _set_launcher_variables(rank: int, nproc: int, port: int) -> None:
-    """The variables of torchrun."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(nproc),
-        LOCAL_WORLD_SIZE=str(nproc),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // nproc))
 
 
 @contextmanager
@@ -128,9 +123,6 @@ def _record_progress(trainer: Trainer, folder: Path) -> Iterator[None]:
         over.set()
         thread.join()
         os.pwrite(file, _PROGRESS.pack(first, trainer.global_steps_finished), 0)
-
-
-_END_OF_OUTPUT = 3000
 
 
 class Trial:
@@ -211,7 +203,7 @@ class Trial:
         self.kill()
         job = self._jobs[0]
         said = job.output.read_text(errors="replace").strip() if job.output.exists() else ""
-        said = said[-_END_OF_OUTPUT:] or "(nothing)"
+        said = said[-3000:] or "(nothing)"
         raise LaunchError(
             f"verify_resume: the process of {job.folder.name} {how} and said:\n{said}\n"
             f"All of it is in {job.folder.parent}"
@@ -222,8 +214,11 @@ class Trial:
 def start_trial(call: bytes, folder: Path, nproc: int | None, context: Any, timeout_s: float) -> Iterator[Trial]:
     """A training in `nproc` processes that find each other, or in one that stands alone; none is left at the end."""
     folder.mkdir(parents=True)
-    port = None if nproc is None else _free_port()
-    size = nproc or 1
+    port, size = None, nproc or 1
+    if nproc is not None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = int(listener.getsockname()[1])  # free, until a process takes it
     jobs = [Job(call=call, folder=folder, rank=rank, nproc=size, port=port) for rank in range(size)]
     made = Trial(jobs, context, time.monotonic() + timeout_s)
     try:
@@ -231,9 +226,3 @@ def start_trial(call: bytes, folder: Path, nproc: int | None, context: Any, time
         yield made
     finally:
         made.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -26,11 +26,6 @@ from trainstack.verifying.comparison import checkpoints_of, compare
 from trainstack.verifying.report import KillEvent, ResumeReport
 from trainstack.verifying.trial import read_untracked, start_trial
 
-MOST_KILLS = 4
-"""In one training: with more, each process would be killed before it has come anywhere."""
-
-_LAG_STEPS = 4
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSetup:
@@ -81,10 +76,9 @@ def run_trials(subject: TrialSetup, kills: int, draw: random.Random, folder: Pat
             raise ConfigurationError(
                 f"verify_resume: the training takes {seconds:.2f} s, too short to be killed in time. Write more epochs."
             )
-        left = min(kills - len(report.kills), MOST_KILLS)
-        moments = _moments(draw, left, report)
+        left = min(kills - len(report.kills), 4)  # with more, each process would be killed before it has come anywhere
         place = folder / f"training-{training}"
-        struck = _train(subject, place, training, moments)
+        struck = _train(subject, place, training, _moments(draw, left, report))
         parting = compare(whole, place)
         report = replace(report, kills=(*report.kills, *struck), trainings=training, divergence=parting)
         if report.same:
@@ -101,7 +95,7 @@ def _moments(draw: random.Random, count: int, report: ResumeReport) -> list[tupl
     """
     seconds = [draw.uniform(0, 2 * report.seconds / (count + 1)) for _ in range(count)]
     steps = sorted(draw.randint(1, max(1, report.steps - 1)) for _ in range(count))
-    lags = [draw.uniform(0, _LAG_STEPS * report.seconds / max(1, report.steps)) for _ in range(count)]
+    lags = [draw.uniform(0, 4 * report.seconds / max(1, report.steps)) for _ in range(count)]
     return list(zip(seconds, steps, lags, strict=True))
 
 
@@ -183,10 +177,9 @@ def verify_resume(
     def call_in(place: Path) -> bytes:
         return pickle_call(module_factory, (_placed(args, place),), "verify_resume")
 
-    alone = not _joins_processes(args.backend)
     subject = TrialSetup(
         backend=args.backend,
-        nproc=None if alone else nproc or 2,
+        nproc=(nproc or 2) if _joins_processes(args.backend) else None,
         call_in=call_in,
         context=multiprocessing.get_context("spawn"),
         timeout_s=timeout_s,
@@ -209,10 +202,6 @@ def verify_resume(
 
 def _joins_processes(backend: str) -> bool:
     return registered_backend(backend) is not None or any(r.layer.joins_processes for r in parse_spec(backend))
-
-
-def _is_private(backend: str) -> bool:
-    return registered_backend(backend) is None and any(r.layer.private for r in parse_spec(backend))
 
 
 def _placed(args: TrainerArguments, place: Path) -> TrainerArguments:
@@ -261,8 +250,9 @@ def _check(args: Any, kills: Any, nproc: Any, timeout_s: Any) -> None:
             "checkpointer_args has checkpoint=False: nothing is saved that a killed run could go on from. Write "
             "checkpointer_args=DefaultCheckpointerArguments(every_n_steps=...)."
         )
-    private = args.differential_privacy_args
-    if _is_private(args.backend) and (private is None or private.debug_seed is None):
+    settings = args.differential_privacy_args
+    private = registered_backend(args.backend) is None and any(r.layer.private for r in parse_spec(args.backend))
+    if private and (settings is None or settings.debug_seed is None):
         raise ConfigurationError(
             f"backend {args.backend!r} draws its batches and its noise anew after a resume, and has to: a private "
             "run is never the same twice. To test its checkpoints, write debug_seed in "
