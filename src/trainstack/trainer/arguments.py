@@ -122,11 +122,13 @@ class TrainerArguments(metaclass=SuggestsNames):
             them is warned about. By default what TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, or 30.
         save_on_exception: write what there is after an exception, for a look at it; never resumed from by itself.
         log_level: of the logger "trainstack"; the plan and the line of each epoch are the writer `"stdout"`'s.
-        stats_args, writer_args: PyMarlin's spelling of `log_every` and `output_dir`.
+        stats_args: PyMarlin's spelling of `log_every`.
+        writer_args: PyMarlin's spelling of `output_dir`.
         distributed_training_args: for backends that join processes.
         differential_privacy_args: for backends with a privacy layer.
-        amp_backend_native, amp_backend_apex, amp_level_apex: PyMarlin's flags; they must agree with `backend`.
-            `amp_level_apex` is the layer's `opt_level`.
+        amp_backend_native: PyMarlin's flag for `amp`; must agree with `backend`.
+        amp_backend_apex: PyMarlin's flag for `amp-apex`; must agree with `backend`.
+        amp_level_apex: PyMarlin's name for the `opt_level` of `amp-apex`.
 
     Raises:
         ConfigurationError: a value is out of range, or two contradict each other.

@@ -96,8 +96,10 @@ class SupervisedModule(ModuleInterface):
         val_forward_fn: the same outside training; `forward_fn` if None.
         input_mapping: for the batch, before the model: old and new names, or a function; see `apply_mapping`.
         output_mapping: the same for what the model returns.
-        train_input_mapping, val_input_mapping: instead of `input_mapping`, in training and elsewhere.
-        train_output_mapping, val_output_mapping: instead of `output_mapping`.
+        train_input_mapping: instead of `input_mapping`, in training.
+        val_input_mapping: instead of `input_mapping`, outside training.
+        train_output_mapping: instead of `output_mapping`, in training.
+        val_output_mapping: instead of `output_mapping`, outside training.
         target_keys: of batches with names, which items are handed on as targets; those that the model does not take
             if None.
         collate_fn: for all loaders.
