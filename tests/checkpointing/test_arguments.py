@@ -73,15 +73,6 @@ def test_every_argument_is_read() -> None:
         assert re.search(rf"(args|self)\.{field.name}\b", source), field.name
 
 
-def test_the_package_imports_nothing_of_trainstack_but_errors_and_how_arguments_are_answered() -> None:
-    root = Path(trainstack.checkpointing.__file__).parent
-    for file in root.glob("*.py"):
-        for module in re.findall(r"^\s*(?:from|import) (trainstack[\w.]*)", file.read_text(), re.MULTILINE):
-            assert module in ("trainstack.errors", "trainstack._keywords") or module.startswith(
-                "trainstack.checkpointing"
-            ), file
-
-
 @pytest.mark.spec("PMT-08")
 def test_a_checkpointer_of_ones_own_needs_two_methods() -> None:
     class InMemory(AbstractCheckpointer):

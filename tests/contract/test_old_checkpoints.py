@@ -10,13 +10,14 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
+import trainstack as ts
 from tests.helpers import old_checkpoints
-from tests.helpers.specs import every_stack
 
 
-@every_stack
+@pytest.mark.parametrize("spec", sorted(path.name for path in old_checkpoints.FOLDER.iterdir()))
 def test_a_checkpoint_of_an_earlier_tree_resumes(spec: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(old_checkpoints.FOLDER / spec, folder)
@@ -32,8 +33,6 @@ def test_a_checkpoint_of_an_earlier_tree_resumes(spec: str, tmp_path: Path) -> N
 
 
 def test_each_string_that_runs_on_a_cpu_has_a_fixture() -> None:
-    import trainstack as ts
-
     specs = {spec for spec in ts.legal_specs() if not spec.endswith("amp-apex")}
 
     assert specs == {path.name for path in old_checkpoints.FOLDER.iterdir()}

@@ -61,6 +61,10 @@ class AbstractTrainer(ABC):
         """Ask for the end of the training at the next step boundary."""
 
     @abstractmethod
+    def save_checkpoint(self, force: bool = False) -> None:
+        """Save a checkpoint, at the next step boundary where a step or a hook is under way."""
+
+    @abstractmethod
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the module's state as the folder `path`."""
 

@@ -725,6 +725,10 @@ def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: 
         ConfigurationError: the range is none; the run is private, since the trial would spend privacy; the order of the
             training data is not the library's; or it is called from within training.
     """
+    if not 0 < start < end or steps < 3:
+        raise ConfigurationError(
+            f"find_lr(start={start}, end={end}, steps={steps}): write 0 < start < end, and at least 3 steps."
+        )
     run = trainer._ready()
     return try_rates(run.context, run.data, run.loop.work, start, end, steps)
 

@@ -61,10 +61,6 @@ def try_rates(
     context: RunContext, data: TrainingData, work: Workload, start: float, end: float, steps: int
 ) -> LRFinderResult:
     """The trial of `find_lr`, which all processes make together."""
-    if not 0 < start < end or steps < 3:
-        raise ConfigurationError(
-            f"find_lr(start={start}, end={end}, steps={steps}): write 0 < start < end, and at least 3 steps."
-        )
     problem = data.training_set.problem
     if context.busy:
         problem = "a run is under way"
