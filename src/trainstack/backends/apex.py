@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot, TrainerBackend
 from trainstack.backends.processes.world import DeviceChoice, World
 from trainstack.backends.spec import register_layer
+from trainstack.backends.step_parameters import StepParameters
 from trainstack.backends.workload import Workload
 from trainstack.errors import ApexUnavailableError, CheckpointMismatchError, ConfigurationError
 
@@ -196,7 +197,8 @@ class AmpApex(AbstractTrainerBackendDecorator):
             handle._enable_caching = False
         self._optimizers = tuple(optimizers)
         self._own = frozenset(map(id, work.parameters))
-        return replace(work, model=model, optimizers=self._optimizers)
+        params = StepParameters(work.module, self._optimizers)
+        return replace(work, model=model, optimizers=self._optimizers, params=params)
 
     def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
         # Gradients stay scaled until `clip`: one verdict and one change of the scale a global step, whatever its
@@ -213,7 +215,7 @@ class AmpApex(AbstractTrainerBackendDecorator):
         if _skips(work):  # apex stops at the first overflow; the rest of the masters' gradients was never written
             return torch.full((), float("inf"), device=work.world.device)
         masters = {id(p): p for optimizer in optimizers for p in self._amp.master_params(optimizer)}
-        return self.inner.clip(replace(work, optimized_params=tuple(masters.values())))
+        return self.inner.clip(replace(work, params=work.params.clipping(masters.values())))
 
     def step(self, work: Workload) -> bool:
         if _skips(work):

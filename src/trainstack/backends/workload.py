@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainstack.backends.fast_paths import fast_paths_enabled
 from trainstack.backends.processes.world import World
+from trainstack.backends.step_parameters import StepParameters
 from trainstack.errors import ConfigurationError
 
 
@@ -104,8 +105,7 @@ class Workload:
         module: the user's module, never wrapped.
         model: what `forward` calls: `module`, or a layer's wrapper around it.
         optimizers: in the order in which the user returned them.
-        parameters: all parameters of `module`, each once, frozen ones included.
-        optimized_params: the parameters that the optimizers hold, each once: what is clipped.
+        params: owns the parameters of the current step.
         world: this process's place and device.
         clipping: what `clip` does.
         gradients_reduced_by: the name of the layer that sums gradients over processes, if one does.
@@ -117,8 +117,7 @@ class Workload:
     module: nn.Module
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
-    parameters: tuple[nn.Parameter, ...]
-    optimized_params: tuple[nn.Parameter, ...]
+    params: StepParameters
     world: World
     clipping: Clipping = Clipping()
     gradients_reduced_by: str | None = None
@@ -146,8 +145,7 @@ class Workload:
             module=module,
             model=module,
             optimizers=optimizers,
-            parameters=tuple(module.parameters()),
-            optimized_params=_held_by(optimizers),
+            params=StepParameters(module, optimizers),
             world=world,
             clipping=clipping or Clipping(),
             data=data,
@@ -159,11 +157,12 @@ class Workload:
         """The same, with no norm of the gradients computed that clipping does not need."""
         return replace(self, clipping=replace(self.clipping, measured=False))
 
-    def with_current_params(self) -> Workload:
-        """The same, with parameters that the module or an optimizer has been given since."""
-        return replace(self, parameters=tuple(self.module.parameters()), optimized_params=_held_by(self.optimizers))
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """All parameters of `module`, each once, frozen ones included."""
+        return self.params.all
 
-
-def _held_by(optimizers: tuple[Optimizer, ...]) -> tuple[nn.Parameter, ...]:
-    held = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    return tuple(held.values())
+    @property
+    def optimized_params(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that the optimizers hold, each once: what is clipped."""
+        return self.params.optimized

@@ -31,8 +31,7 @@ from trainstack.trainer.events.bus import check_event
 from trainstack.trainer.module_checks import check_parts
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.reporting.reporter import Reporter
-from trainstack.trainer.resume.restoring import select_resume_state, start_from_weights
-from trainstack.trainer.resume.run_checkpoint import restore_module
+from trainstack.trainer.resume.restoring import restore_module, select_resume_state, start_from_weights
 from trainstack.trainer.resume.saving import Saver, save_after_exception
 from trainstack.trainer.run.lr_finder import LRFinderResult, try_rates
 from trainstack.trainer.run.memory_fitting import fit_micro_batch

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from trainstack.backends import TrainerBackend
+from trainstack.backends import TrainerBackend, World
 from trainstack.backends.spec import known_layers
 from trainstack.checkpointing import Checkpoint, WarmStartReport, warm_start
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
@@ -19,9 +22,11 @@ from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.core.random_state import capture_rng, isolated_rng
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.resume.run_checkpoint import EXCEPTION, check_plan
+from trainstack.trainer.resume.saving import EXCEPTION
 from trainstack.trainer.schedulers.building import counts_at_end
 from trainstack.trainer.schedulers.stepping import Schedules
 
@@ -165,3 +170,126 @@ def warn_of_differences(checkpoint: Checkpoint, context: RunContext) -> None:
             "Each step has the same samples; random numbers in the model (dropout) are others, and sums are rounded in "
             f"another order. For the same bits, resume on {before}."
         )
+
+
+def restore_module(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Give the module its state.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint is of another model.
+    """
+    try:
+        module.update_state(checkpoint.module_interface_state)  # type: ignore[operator]
+    except RuntimeError as error:
+        what = " ".join(str(error).split()).rstrip(". ")
+        raise CheckpointMismatchError(
+            f"the checkpoint does not fit {type(module).__name__}: {what}. Build the module as it was when the "
+            "checkpoint was written, start afresh in another output_dir, or override update_state to take what fits."
+        ) from error
+
+
+def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log: RunLogger) -> None:
+    """Refuse to go on in the middle of an epoch over other data, and say what else is not as it was.
+
+    Raises:
+        CheckpointMismatchError: the data set has another length than when the checkpoint was written.
+    """
+    planned = checkpoint.plan or {}
+    placed = (checkpoint.trainer_state or {}).get("loaders")  # by states of its own, whoever reads it
+    for size in ("micro_batch", "accumulation", *(() if placed else ("world_size",))):
+        if state.steps_in_epoch and plan.samples_per_epoch is None and planned.get(size) != getattr(plan, size):
+            raise CheckpointMismatchError(
+                f"the checkpoint lies within epoch {state.epoch} of a loader with an order of its own, whose batches "
+                f"can only be counted; {size} was {planned.get(size)} and is now {getattr(plan, size)}. Resume with "
+                "the same train_batch_size, gpu_batch_size_limit and processes."
+            )
+    batch = planned.get("global_batch", plan.global_batch)
+    if batch != plan.global_batch:
+        log.warning(
+            f"the checkpoint's run trained on {batch} samples a step; train_batch_size={plan.global_batch} makes this "
+            "another training from here on. The order of the samples is kept."
+        )
+    before, now = planned.get("samples_per_epoch"), plan.samples_per_epoch
+    if before is None or now is None or before == now:
+        return
+    if not state.steps_in_epoch:
+        log.warning(f"the data set had {before} samples when the checkpoint was written, and now has {now}.")
+    else:
+        raise CheckpointMismatchError(
+            f"the checkpoint lies within epoch {state.epoch} of a data set of {before} samples; the data set now "
+            f"has {now}. Resume with the same data, or from a checkpoint at an epoch's end."
+        )
+
+
+def rng_of_rank(rng_state: Mapping[str, Any] | None, world: World, state: RunState) -> Mapping[str, Any] | None:
+    """The random state that this process goes on with; None if it is to seed itself.
+
+    Where the number of processes has changed there is none to go back to: each then gets one of its own, made of
+    the run's seed, the step and the rank.
+    """
+    if rng_state is None or len(rng_state["ranks"]) == world.size:
+        return None if rng_state is None else rng_state["ranks"][world.rank]
+    with isolated_rng(mix(state.seed, state.global_step, world.size, world.rank), world.device):
+        return {"now": capture_rng(world.device), "epoch": None}
+
+
+def load_states(kind: str, owners: Sequence[Any], states: Sequence[Any], kinds: Sequence[str], log: RunLogger) -> None:
+    """Give optimizers or schedulers the states of a checkpoint.
+
+    Args:
+        kind: "optimizer" or "scheduler".
+        owners: of the run; `states` and `kinds`, the names of their classes, are those of the checkpoint.
+
+    Raises:
+        CheckpointMismatchError: they are not those of the checkpoint.
+    """
+    how = "Make the same ones, or write reset_optimizers_schedulers=True to start them anew."
+    if len(owners) != len(states):
+        raise CheckpointMismatchError(
+            f"get_optimizers_schedulers returned {len(owners)} {kind}s, the checkpoint has {len(states)}. {how}"
+        )
+    for position, (owner, state) in enumerate(zip(owners, states, strict=True)):
+        if type(owner).__name__ != kinds[position]:
+            raise CheckpointMismatchError(
+                f"{kind} {position} is a {type(owner).__name__}; the checkpoint's is a {kinds[position]}. {how}"
+            )
+        if kind == "optimizer":
+            _warn_if_settings_differ(position, owner, state, log)
+        else:
+            _warn_if_length_differs(position, owner, state, log)
+        try:
+            owner.load_state_dict(state)
+        except (KeyError, ValueError, RuntimeError, TypeError) as error:
+            raise CheckpointMismatchError(
+                f"{kind} {position} ({type(owner).__name__}) does not fit the checkpoint's: {error}. {how}"
+            ) from error
+
+
+def _warn_if_settings_differ(position: int, optimizer: Optimizer, state: Mapping[str, Any], log: RunLogger) -> None:
+    name = f"optimizer {position} ({type(optimizer).__name__})"
+    for mine, theirs in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        scheduled = "initial_lr" in mine and "initial_lr" in theirs
+        for key in sorted(set(mine) & set(theirs) - {"params", "lr" if scheduled else "initial_lr"}):
+            if not _same(mine[key], theirs[key]):
+                log.warning(
+                    f"{name} was made with {key.removeprefix('initial_')}={mine[key]!r}; the run goes on with the "
+                    f"checkpoint's {theirs[key]!r}. To use the new one, write reset_optimizers_schedulers=True."
+                )
+
+
+def _warn_if_length_differs(position: int, scheduler: Any, state: Mapping[str, Any], log: RunLogger) -> None:
+    """Say that a schedule goes on as it was laid when the run began, also where the run has become longer since."""
+    mine = scheduler.state_dict()
+    for key in ("total_steps", "T_max", "total_iters", "lr_lambdas"):
+        if key in mine and key in state and not _same(mine[key], state[key]):
+            log.warning(
+                f"scheduler {position} ({type(scheduler).__name__}) was made with {key}={mine[key]!r}; the run goes on "
+                f"with the checkpoint's {state[key]!r}. To lay the schedule anew over the epochs that are left, write "
+                "reset_optimizers_schedulers=True."
+            )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return torch.equal(torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu())
+    return bool(one == other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import threading
@@ -20,8 +21,8 @@ from trainstack.errors import CheckpointError, annotate
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.core.random_state import capture_rng
 from trainstack.trainer.events import Event
-from trainstack.trainer.resume.run_checkpoint import metadata_of
 
 
 class SaveTimeBudget:
@@ -262,3 +263,52 @@ def save_after_exception(error: BaseException, context: RunContext, take: TakeCh
     thread.join(within_s)
     if thread.is_alive():
         log.warning(f"could not save after the exception within {within_s:g} s; the device may be stuck.")
+
+
+def make_checkpoint(
+    context: RunContext,
+    plan: TrainingPlan,
+    get_state: Callable[[], Mapping[str, Any]],
+    epoch_rng: Mapping[str, Any] | None,
+    loader_state: Mapping[str, Any] | None,
+    *,
+    pinned: bool = False,
+    after: BaseException | None = None,
+) -> Checkpoint:
+    """Everything that a run needs to go on from here; tensors are the live ones.
+
+    The metadata can be read without the tensors: what was measured with these very weights tells which is the best.
+
+    `get_state` is called after the processes have met. After an exception, `after`, the other processes are not asked
+    for anything, so there are no random states.
+    """
+    rng = {"now": capture_rng(context.world.device), "epoch": epoch_rng}
+    ranks = context.world.comm.gather((rng, loader_state)) if after is None else []
+    loaders = [loader for _, loader in ranks]
+    aside: dict[str, Any] = {"pinned": True} if pinned else {}
+    if after is not None:
+        aside[EXCEPTION] = f"{type(after).__name__}: {after}"
+    own = {"user": context.user_state.get_state()} | ({"loaders": loaders} if any(loaders) else {})
+    return Checkpoint(
+        module_interface_state=context.module.get_state(),
+        trainer_state={**get_state(), **own},
+        trainer_backend_state=context.stack.get_state(),
+        rng_state={"ranks": [rng for rng, _ in ranks]} if after is None else None,
+        history_state=context.history.get_state(),
+        callback_states=context.events.get_state(),
+        plan=plan.to_dict(),
+        global_step=context.state.global_step,
+        metadata=metadata_of(context) | aside,
+    )
+
+
+def metadata_of(context: RunContext) -> dict[str, Any]:
+    """What should be readable in a manifest: the backend, the epoch under way, what was measured at this step, and what
+    a private run has promised so far."""
+    metrics, stack = context.history.values_at(context.state.global_step), context.stack
+    facts = {"backend": stack.spec, "epoch": context.state.epoch, "metrics": metrics}
+    return facts | ({"privacy": json.loads(stack.privacy_statement().to_json())} if stack.is_private else {})
+
+
+EXCEPTION = "exception"
+"""The key in a checkpoint's metadata of what went wrong before it was written."""

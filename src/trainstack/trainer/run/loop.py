@@ -32,7 +32,7 @@ from trainstack.trainer.events.loop_events import (
     with_fetch_events,
 )
 from trainstack.trainer.reporting.loss_meter import LossMeter
-from trainstack.trainer.resume.run_checkpoint import load_states
+from trainstack.trainer.resume.restoring import load_states
 from trainstack.trainer.schedulers.stepping import Schedules
 
 
@@ -57,7 +57,6 @@ class TrainLoop:
         next_due_step: see `on_due`. A signal handler or another thread may call `wake` at any moment, which sets it to
             0.
         failed_in: the micro-batch of its step, from 0, in which an exception was raised; None before, or elsewhere.
-        frozen: parameters that are not trained for now, by `id`.
     """
 
     def __init__(
@@ -96,7 +95,6 @@ class TrainLoop:
         self.on_due: Callable[[], None] = lambda: None
         self.next_due_step = NEVER
         self.failed_in: int | None = None
-        self.frozen: dict[int, nn.Parameter] = {}
 
     def wake(self) -> None:
         """Let `on_due` be called after the step under way; threads and signal handlers may call this."""
@@ -138,13 +136,15 @@ def train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
         ModuleContractError: `train_step` did not return a loss to train on.
     """
     stack, state, step_schedulers = loop.stack, loop.state, loop.schedules.step
-    work, loop.failed_in = loop.work.with_current_params(), None
-    loop.work = work
+    work, loop.failed_in = loop.work, None
+    work.params.refresh()
     if loop.step_outputs is not None:
         loop.step_outputs.reset()
     buffers = BufferSnapshot(work.module) if loop.skip_nonfinite else None
     clip, read, parameters, meter = stack.clip, stack.read, work.parameters, loop.meter
-    dropped = {} if work.gradients_reduced_by is None else loop.frozen  # computed for the reducer, used by nobody
+    dropped = (
+        {} if work.gradients_reduced_by is None else work.params.frozen
+    )  # computed for the reducer, used by nobody
     unmeasured, measure_every = work.without_grad_norm(), 1 if loop.skip_nonfinite else loop.measure_every
     run_micro_batches, after_step = _bind_micro_batches(loop), _bind_end_train_step(loop)
     step, drop_gradients = _bind_update(loop)

@@ -32,9 +32,8 @@ from trainstack.trainer.events import Event
 from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.module_checks import check_optimizers_schedulers, check_signatures
 from trainstack.trainer.reporting.reporter import Reporter
-from trainstack.trainer.resume.restoring import check_resumable, check_schedules, warn_of_differences
-from trainstack.trainer.resume.run_checkpoint import make_checkpoint, rng_of_rank
-from trainstack.trainer.resume.saving import Saver
+from trainstack.trainer.resume.restoring import check_resumable, check_schedules, rng_of_rank, warn_of_differences
+from trainstack.trainer.resume.saving import Saver, make_checkpoint
 from trainstack.trainer.run.loop import TrainLoop, train_steps
 from trainstack.trainer.run.preflight import check_schedule_lengths
 from trainstack.trainer.run.stopping import Stopped, Stopper
@@ -330,7 +329,7 @@ class Run:
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Trainer.freeze`."""
         given = self._freezable("freeze", parameters)
-        frozen = self.loop.frozen
+        frozen = self.loop.work.params.frozen
         for parameter in given:
             if parameter.requires_grad and id(parameter) not in frozen:
                 frozen[id(parameter)] = parameter
@@ -339,7 +338,7 @@ class Run:
     def unfreeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Trainer.unfreeze`."""
         given = self._freezable("unfreeze", parameters)
-        frozen = self.loop.frozen
+        frozen = self.loop.work.params.frozen
         if not all(parameter.requires_grad or id(parameter) in frozen for parameter in given):
             raise ConfigurationError(
                 "unfreeze was given a parameter with requires_grad=False, which trainer.freeze has not frozen, so that "
