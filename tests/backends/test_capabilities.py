@@ -148,7 +148,7 @@ print(stack.get_global_steps_completed())
 
 
 def test_without_a_driver_the_error_names_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ts.TrainerBackend, "driver_class", None)
+    monkeypatch.setattr(ts.TrainerBackend, "runner_class", None)
 
     with pytest.raises(ts.ConfigurationError, match=r"import trainstack\.trainer"):
         ts.build_trainer_backend("sp").init(ts.TrainerBackendArguments(model=Classifier(), optimizers=[]))

@@ -89,7 +89,7 @@ class TrainerBackend(ABC):
     configured_by: ClassVar[Mapping[type, str]] = {}
     hides_losses: bool = False
     requires_state: ClassVar[bool] = False
-    driver_class: ClassVar[Callable[[TrainerBackend, TrainerBackendArguments], LoopRunner] | None] = None
+    runner_class: ClassVar[Callable[[TrainerBackend, TrainerBackendArguments], LoopRunner] | None] = None
     _runner: LoopRunner | None = None
     _owner: weakref.ref[Any] | None = None
 
@@ -287,7 +287,7 @@ class TrainerBackend(ABC):
 
     def init(self, args: TrainerBackendArguments) -> None:
         """Make the stack ready for `train_dl` and `validate_dl`, without a `Trainer`."""
-        make = TrainerBackend.driver_class
+        make = TrainerBackend.runner_class
         if make is None:
             raise ConfigurationError(
                 "nothing is there to drive a backend without a Trainer: import trainstack.trainer."

@@ -1,4 +1,4 @@
-"""`Workload`, the frozen record of modules and optimizers that every verb receives."""
+"""`Workload`, the frozen record of modules and optimizers that most verbs receive."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Workload:
         run_dir: str | PathLike[str] | None = None,
         fast_paths: bool = True,
     ) -> Workload:
-        """A workload as `prepare` first gets it: nothing wrapped, nothing placed.
+        """A workload as `prepare` first gets it: nothing wrapped.
 
         `TRAINSTACK_FAST_PATHS` wins over `fast_paths`.
         """

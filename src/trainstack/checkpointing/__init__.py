@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainstack.checkpointing.abstract import AbstractCheckpointer, Checkpoint
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
-from trainstack.checkpointing.default import DefaultCheckpointer
+from trainstack.checkpointing.default_checkpointer import DefaultCheckpointer
 from trainstack.checkpointing.directory import CheckpointInfo, list_checkpoints
 from trainstack.checkpointing.exporting import export_model, push_to_hub
 from trainstack.checkpointing.reading import read_checkpoint, read_model, verify_checkpoint

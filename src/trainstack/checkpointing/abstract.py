@@ -25,7 +25,7 @@ class Checkpoint:
         history_state: the metrics recorded so far.
         callback_states: one entry for each callback that has a state.
         plan: the training plan as plain values, kept readable in the manifest. Holds no tensors.
-        global_step: optimizer updates done so far.
+        global_step: global steps finished, skipped ones included.
         metadata: whatever else should be readable in the manifest. Holds no tensors.
     """
 

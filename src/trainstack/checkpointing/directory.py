@@ -23,7 +23,7 @@ class CheckpointInfo:
         name: the name it was written under.
         kind: "checkpoint" to resume from, or "model" for an export.
         sequence: rises with every directory written beside it; the highest is the newest.
-        global_step: optimizer updates done, if known.
+        global_step: global steps finished, skipped ones included; None if unknown.
         created: UTC, ISO 8601.
         size: bytes in all files.
         metrics: what was measured with these very weights: name and value. May hold inf and nan.

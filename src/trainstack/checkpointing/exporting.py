@@ -32,7 +32,7 @@ def export_model(
         model: a module, whose `get_state()` or else `state_dict()` is taken, or a state dict.
         path: of the folder to make; missing parents are made as well.
         plan: of the training, for the manifest and the README.
-        global_step: optimizer updates behind these weights.
+        global_step: global steps behind these weights, skipped ones included.
         metadata: whatever else is worth knowing. Plain values, one level of dicts.
 
     Returns:

@@ -36,7 +36,7 @@ def render_readme(
     metadata: Mapping[str, Any] | None,
 ) -> bytes:
     """Return the text of README.md for an export of `model_state`."""
-    facts = {"optimizer updates": global_step, **(metadata or {})}
+    facts = {"global steps": global_step, **(metadata or {})}
     tables = {
         "Training": {k: value for k, value in facts.items() if not isinstance(value, Mapping) and value is not None},
         **{key.capitalize(): value for key, value in facts.items() if isinstance(value, Mapping)},

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from trainstack.trainer.arg_matching import apply_mapping, call_with_matching_args
     from trainstack.trainer.supervised import SupervisedModule, build_optimizer
 
-TrainerBackend.driver_class = DataLoaderRunner
+TrainerBackend.runner_class = DataLoaderRunner
 
 __getattr__ = lazy_imports(
     __name__,

@@ -28,7 +28,7 @@ class RunContext:
 
     Attributes:
         module: the user's module.
-        args: the arguments in force. A callback, `train(epochs=...)` and `fit_micro_batch` replace them, so read them
+        args: the arguments in force. A callback and `train(epochs=...)` replace them, so read them
             here each time and keep no copy.
         stack: the outermost layer of the backend.
         checkpointer: writes and finds checkpoints.

@@ -45,7 +45,7 @@ class CallbackInterface:
         """
 
     def on_end_train_step(self, global_step: int, *train_step_collated_outputs: Any) -> None:
-        """After each global step, when the weights have moved.
+        """After each global step, also one that was skipped.
 
         Args:
             global_step: global steps finished, this one included.

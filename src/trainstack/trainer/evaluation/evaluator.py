@@ -18,7 +18,7 @@ from trainstack.trainer.core.random_state import isolated_rng
 from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.evaluation.collector import as_arguments
 from trainstack.trainer.evaluation.loader_pass import (
-    Evaluation,
+    LoaderPass,
     eval_mode,
     evaluation_batches,
     evaluation_pass,
@@ -217,7 +217,7 @@ class Evaluator:
         """Evaluate one loader on all processes; what they collected, joined, if it is to be kept, and the metrics."""
         context, stack, state = self._context, self._context.stack, self._context.state
         world, work = context.world, self._work()
-        evaluation = Evaluation(stack, work, stage, state.global_step, keep_outputs=keep)
+        evaluation = LoaderPass(stack, work, stage, state.global_step, keep_outputs=keep)
         limit = only or (context.args.max_val_steps_per_epoch if stage is Stage.VAL else None)
         batches, in_parts = evaluation_batches(
             loader, seed=state.seed, world=world, limit=limit, fast_paths=work.fast_paths

@@ -1,4 +1,4 @@
-"""One pass over a loader without training, which restores modes and random state."""
+"""One pass over a loader without training."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def evaluation_pass(stack: TrainerBackend, work: Workload) -> Iterator[None]:
         stack.end_evaluation(work)
 
 
-class Evaluation:
+class LoaderPass:
     """One pass over one loader.
 
     Args:

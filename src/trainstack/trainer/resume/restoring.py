@@ -1,4 +1,4 @@
-"""Restoring of a run from a checkpoint."""
+"""Restoring of a run from a checkpoint or from weights."""
 
 from __future__ import annotations
 

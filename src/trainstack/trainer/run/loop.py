@@ -1,4 +1,4 @@
-"""`TrainLoop` runs the global steps of an epoch on a stack.
+"""`train_steps` runs the global steps of an epoch on a stack.
 
 Zeroing, schedulers, counters, collecting and hooks happen here and nowhere else. Nothing in here reads a value
 back from the device, unless non-finite steps are to be skipped, which has to be known before each step.

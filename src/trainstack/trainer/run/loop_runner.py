@@ -12,7 +12,7 @@ from trainstack.trainer.core.random_state import isolated_rng
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.core.tensors import samples_in
 from trainstack.trainer.data.step_batches import PreshardedSource
-from trainstack.trainer.evaluation.loader_pass import Evaluation, eval_mode, evaluation_pass
+from trainstack.trainer.evaluation.loader_pass import LoaderPass, eval_mode, evaluation_pass
 from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.run.loop import TrainLoop, train_steps
 from trainstack.trainer.schedulers.stepping import Schedules
@@ -70,7 +70,7 @@ class DataLoaderRunner:
 
     def validate(self, dataloader: Any) -> Any:
         """One pass over `dataloader`; returns the collected outputs."""
-        evaluation = Evaluation(self._stack, self._work, Stage.VAL, self._state.global_step)
+        evaluation = LoaderPass(self._stack, self._work, Stage.VAL, self._state.global_step)
         seed = mix(0, Stage.VAL.value, self._state.global_step)
         device, module = self._work.world.device, self._work.module
         with evaluation_pass(self._stack, self._work), isolated_rng(seed, device), eval_mode(module):

@@ -34,7 +34,7 @@ class Request(NamedTuple):
 
 
 class Stopped(Exception):
-    """Raised on every process at the boundary where the run stops; `Trainer.train` catches it."""
+    """Raised on every process at the boundary where the run stops. It ends the epoch in `Run`, then the training."""
 
 
 class Stopper:

@@ -19,7 +19,7 @@ from trainstack.errors import CheckpointDamagedError, ConfigurationError, Module
 
 
 class Record(NamedTuple):
-    """One value of one metric. `step` counts optimizer updates, `epoch` is the epoch it was measured in."""
+    """One value of one metric. `step` counts global steps, `epoch` is the epoch it was measured in."""
 
     name: str
     value: float
