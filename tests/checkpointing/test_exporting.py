@@ -40,7 +40,7 @@ def test_a_trainers_export_says_what_it_is_and_how_to_load_it(tmp_path: Path, mo
 
     for name, tensor in module.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor)
-    for row in ("| module | Classifier |", "| backend | sp |", "| global_batch | 8 |", "| optimizer updates | 12 |"):
+    for row in ("| module | Classifier |", "| backend | sp |", "| global_batch | 8 |", "| global steps | 12 |"):
         assert row in text
     assert "| val/loss | " in text
     assert f"| torch | {torch.__version__} |" in text
