@@ -20,7 +20,7 @@ from trainstack.trainer.events import Callback, Event, Events, Filter, call_filt
 from trainstack.trainer.module_interface import CallbackInterface, ModuleInterface
 from trainstack.trainer.run.loop_runner import DataLoaderRunner
 from trainstack.trainer.run.lr_finder import LRFinderResult
-from trainstack.trainer.run.run import RunView
+from trainstack.trainer.run.view import RunView
 from trainstack.trainer.schedulers import SchedulerConfig, build_scheduler, placeholders
 from trainstack.trainer.tracking.history import Record, RunHistory
 from trainstack.trainer.tracking.progress import ProgressDisplay

@@ -36,8 +36,9 @@ from trainstack.trainer.resume.saving import Saver, save_after_exception
 from trainstack.trainer.run.lr_finder import LRFinderResult, try_rates
 from trainstack.trainer.run.memory_fitting import fit_micro_batch
 from trainstack.trainer.run.preflight import already_finished_message, check_can_train
-from trainstack.trainer.run.run import Run, RunView
+from trainstack.trainer.run.run import Run
 from trainstack.trainer.run.stopping import Stopped, Stopper, raise_for_signal, stop_on_signals
+from trainstack.trainer.run.view import RunView
 from trainstack.trainer.tracking.history import RunHistory
 
 if TYPE_CHECKING:
