@@ -16,7 +16,7 @@ from tests.checkpointing.support import make_checkpoint, mark_of
 from trainstack.checkpointing import (
     DefaultCheckpointer,
     DefaultCheckpointerArguments,
-    default,
+    default_checkpointer,
     filesystem,
     list_checkpoints,
     write_checkpoint,
@@ -170,13 +170,13 @@ def test_what_is_abandoned_leaves_no_trace(tmp_path: Path, gate: Gate) -> None:
 
 def test_memory_is_taken_once_and_given_back_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[list[int]] = []
-    commit = default.commit
+    commit = default_checkpointer.commit
 
     def recording(payload: Any, *args: Any) -> Path:
         places.append([tensor.data_ptr() for tensor in (payload.model | payload.rest).values()])
         return commit(payload, *args)
 
-    monkeypatch.setattr(default, "commit", recording)
+    monkeypatch.setattr(default_checkpointer, "commit", recording)
     one = in_background(tmp_path)
     for mark in (1, 2):
         one.save(make_checkpoint(mark, step=mark), mark)

@@ -121,10 +121,16 @@ def reference(name: str, spec: str) -> Returns:
         return trained(FORMS[name], directory, spec)
 
 
+def skip_what_apex_cannot_cast(name: str, spec: str) -> None:
+    if name == "named tuple" and spec.endswith("amp-apex"):
+        pytest.skip("apex casts outputs by type(value)(items), which a named tuple does not take")
+
+
 @single_process
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.spec("FN-51")
 def test_each_form_trains_and_the_hook_gets_the_same_structure(name: str, spec: str, tmp_path: Path) -> None:
+    skip_what_apex_cannot_cast(name, spec)
     module = trained(FORMS[name], tmp_path, spec)
 
     assert torch.equal(weights(module), weights(reference("tensor", spec)))
@@ -179,6 +185,8 @@ def test_a_loss_of_another_shape_is_refused(spec: str, tmp_path: Path) -> None:
 @single_process
 @pytest.mark.parametrize("name", FORMS)
 def test_the_same_forms_give_a_loss_of_validation(name: str, spec: str, tmp_path: Path) -> None:
+    skip_what_apex_cannot_cast(name, spec)
+
     class Validates(Returns):
         def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
             return self.train_step(global_step, batch, device)
