@@ -435,6 +435,7 @@ print(json.dumps({"loaded": loaded[-1], "reports": len(list(folder.rglob("report
 COLLECTS_PLAIN_DATA = ("facts", "recorder")
 
 
+@pytest.mark.processes
 def test_nothing_of_the_html_report_is_imported_before_it_is_written(tmp_path: Path) -> None:
     command = [sys.executable, "-c", REPORT_PROBE, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
@@ -477,6 +478,7 @@ def text_files() -> Iterator[tuple[Path, str]]:
             continue
 
 
+@pytest.mark.processes
 def test_no_path_of_a_machine_in_the_tree() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {match.group()}"

@@ -134,6 +134,7 @@ def test_a_private_run_of_ones_own_layer_is_not_verified(tokens: None, tmp_path:
         ts.verify_resume(Classifier, args)
 
 
+@pytest.mark.processes
 def test_a_stack_is_driven_whatever_was_imported_of_the_library() -> None:
     program = """
 from torch import nn, optim, zeros

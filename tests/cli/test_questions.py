@@ -57,6 +57,7 @@ def test_an_option_that_there_is_not_is_answered_with_the_one_to_write(capsys: p
     )
 
 
+@pytest.mark.processes
 def test_doctor_says_which_strings_work_by_trying_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "sp", "ddp-bf16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

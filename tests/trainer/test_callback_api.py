@@ -40,6 +40,7 @@ def test_a_users_callback_does_what_the_ready_made_one_does(name: str, tmp_path:
     assert users != without
 
 
+@pytest.mark.processes
 def test_over_two_processes_too(tmp_path: Path) -> None:
     """The last step of an epoch has one sample, so that the second process has none."""
     first, second = run_world(2, user_callbacks, directory=str(tmp_path / "two"))
@@ -169,6 +170,7 @@ def test_a_call_that_cannot_come_is_refused(step: Any, function: Any, message: s
         trainer.call_at_step(step, function)
 
 
+@pytest.mark.processes
 def test_calls_over_processes_validate_and_save(tmp_path: Path) -> None:
     first, second = run_world(2, calls_over_processes, directory=str(tmp_path))
 

@@ -458,6 +458,7 @@ def test_the_profiler_writes_a_trace_of_the_steps_asked_for(tmp_path: Path) -> N
 
 
 @pytest.mark.spec("PA-36", "PA-40")
+@pytest.mark.processes
 def test_callbacks_over_two_processes_do_what_they_do_in_one(tmp_path: Path) -> None:
     """Stopping, averages, best weights and freezing; stopped by one process in the middle and resumed."""
     alone = with_callbacks(str(tmp_path / "one"), backend="sp")

@@ -24,6 +24,7 @@ RunLogger("ERROR").warning("a warning of a quiet run")
 """
 
 
+@pytest.mark.processes
 def test_importing_sets_no_level_and_adds_a_null_handler() -> None:
     program = """
 import logging
@@ -35,6 +36,7 @@ print(logger.level, [isinstance(handler, logging.NullHandler) for handler in log
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.processes
 def test_a_level_of_the_application_survives(when: str) -> None:
     level = "import logging\nlogging.basicConfig(format='%(message)s')\nLOGGER.setLevel(logging.WARNING)\n"
     level = level.replace("LOGGER", "logging.getLogger('trainstack')")
@@ -43,16 +45,19 @@ def test_a_level_of_the_application_survives(when: str) -> None:
     assert done.stderr == "a warning\n"
 
 
+@pytest.mark.processes
 def test_what_a_run_lets_through_reaches_the_handlers_of_the_application() -> None:
     done = run("import logging\nlogging.basicConfig(format='%(message)s')\n" + SAY)
 
     assert done.stderr == "an info\na warning\n"
 
 
+@pytest.mark.processes
 def test_warnings_go_to_stderr_where_nothing_is_configured() -> None:
     assert run(SAY).stderr == "a warning\n"
 
 
+@pytest.mark.processes
 def test_a_handler_of_the_application_on_the_logger_is_enough() -> None:
     own = """
 import logging

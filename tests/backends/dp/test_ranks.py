@@ -17,6 +17,7 @@ NOISY = {"noise_multiplier": 0.7}
 
 @pytest.mark.spec("PMB-22")
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.processes
 def test_processes_carry_out_the_mechanism_of_one(size: int, tmp_path: Path) -> None:
     batch = 8 if size == 2 else 9
     runs = {
@@ -44,6 +45,7 @@ def test_processes_carry_out_the_mechanism_of_one(size: int, tmp_path: Path) -> 
     assert stopped["epsilon"] <= 8.0 < epsilon_of([(0.7, q, stopped["steps"] + 1)], 1e-4, "rdp")
 
 
+@pytest.mark.processes
 def test_the_process_group_is_left_although_the_ledger_cannot_be_settled(tmp_path: Path) -> None:
     main, other = run_world(2, private.closed_on_a_full_disk, directory=str(tmp_path))
     assert "No space left on device" in main["error"]
