@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, weights
 from trainstack.backends import fast_paths
-from trainstack.backends.fast_paths import GradientSeeds, fast_backward, fast_call, fast_paths_enabled, fast_update
+from trainstack.backends.fast_paths import fast_backward, fast_call, fast_paths_enabled, fast_update, gradient_seed
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.callbacks import EMA
 
@@ -119,13 +119,13 @@ def test_a_backward_that_was_replaced_is_called(monkeypatch: pytest.MonkeyPatch)
     assert calls == ["all", "one"]
 
 
-def test_a_seed_is_made_again_after_a_hook_has_written_to_it() -> None:
-    seeds, loss = GradientSeeds(), torch.ones(())
-    seed = seeds.get(0.5, loss)
-    assert seeds.get(0.5, loss) is seed
-    seed.mul_(3)
-    assert seeds.get(0.5, loss).item() == 0.5
-    assert seeds.get(0.5, loss, enabled=False) is not seeds.get(0.5, loss)
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+def test_no_gradient_seed_is_used_twice(weight: float) -> None:
+    loss = torch.ones((), dtype=torch.float64)
+    seed = gradient_seed(weight, loss)
+    seed.data.mul_(3)
+    assert gradient_seed(weight, loss).item() == weight
+    assert seed.dtype is loss.dtype
 
 
 # --- one switch ---------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ PRIVATE = (
     "_foreach_lerp_",
 )
 """The private functions of torch that `fast_paths.py` calls."""
-PLAIN = ("_MODULE_CALLS_KNOWN", "_STEPS_KNOWN", "_VERSIONS_COUNTED", "_MapFetcher")
+PLAIN = ("_MODULE_CALLS_KNOWN", "_STEPS_KNOWN", "_MapFetcher")
 """What it finds out about other private names when it is imported."""
 
 

@@ -57,6 +57,7 @@ class Amp(AbstractTrainerBackendDecorator):
     summary: ClassVar[str] = (
         "autocasts the forward pass of every stage to float16, scales the loss, and skips a step that overflowed"
     )
+    may_skip_steps: ClassVar[bool] = True
 
     def __init__(self, inner: TrainerBackend, **scaler_options: Any) -> None:
         super().__init__(inner)
@@ -97,6 +98,13 @@ class Amp(AbstractTrainerBackendDecorator):
         moved = not overflowed and self.inner.step(work)
         self.scaler.update()
         return moved
+
+    def skip(self, work: Workload) -> None:
+        if self.scaler.overflowed() is None:
+            self.scaler.forget()
+        else:
+            self.scaler.update()
+        self.inner.skip(work)
 
     def get_layer_state(self) -> dict[str, Any]:
         return self.scaler.state_dict()

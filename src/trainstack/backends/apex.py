@@ -157,6 +157,7 @@ class AmpApex(AbstractTrainerBackendDecorator):
     summary: ClassVar[str] = (
         "has apex.amp cast the model, scale the loss, keep master weights and skip a step that overflowed"
     )
+    may_skip_steps: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = {
         "dp": "privacy needs the gradient of each sample in true units, apex scales and sums them first.",
         "fsdp": "apex replaces parameters by masters of its own, which sharding does not see.",
@@ -221,12 +222,15 @@ class AmpApex(AbstractTrainerBackendDecorator):
         if _skips(work):
             self.inner.step(work)  # apex has put steps in place that move nothing and then take themselves away
             return False
-        if all(parameter.grad is None for parameter in work.parameters):
-            for masters in self._masters():  # the step is left out: what lies here would count in the next one
-                for master in masters:
-                    master.grad = None
-            return False
         return self.inner.step(work)
+
+    def skip(self, work: Workload) -> None:
+        if _skips(work):
+            self.inner.step(work)  # see `step`
+        for masters in self._masters():  # their gradients would count in the next step
+            for master in masters:
+                master.grad = None
+        self.inner.skip(work)
 
     def get_layer_state(self) -> dict[str, Any]:
         if not self._optimizers:

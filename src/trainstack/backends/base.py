@@ -37,6 +37,7 @@ VERBS = (
     "backward",
     "clip",
     "step",
+    "skip",
     "begin_evaluation",
     "end_evaluation",
     "gather",
@@ -69,6 +70,8 @@ class TrainerBackend(ABC):
         private: whether the layer bounds what training reveals of a record.
         bounds_gradients: whether the layer bounds the gradient of each record. A loss of inf or nan then has no
             influence: it neither stops a run nor skips a step.
+        may_skip_steps: whether `step` may leave the weights as they are, as a gradient scaler does. The loop then keeps
+            the buffers of the module for such a step.
         hides_losses: whether training losses must not be logged.
         joins_processes: whether the layer lets several processes train together.
         configured_by: the classes of the fields of `TrainerArguments` that configure the layer, each with the parameter
@@ -85,6 +88,7 @@ class TrainerBackend(ABC):
     slot: ClassVar[Slot] = Slot.USER
     private: ClassVar[bool] = False
     bounds_gradients: ClassVar[bool] = False
+    may_skip_steps: ClassVar[bool] = False
     joins_processes: ClassVar[bool] = False
     configured_by: ClassVar[Mapping[type, str]] = {}
     hides_losses: bool = False
@@ -148,6 +152,9 @@ class TrainerBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what `open` took. May be called twice."""
+
+    def skip(self, work: Workload) -> None:  # noqa: B027 - most layers have nothing to do
+        """Called in place of `step` for a global step that moves nothing; its gradients are dropped already."""
 
     def begin_evaluation(self, work: Workload) -> None:  # noqa: B027 - most layers have nothing to do
         """Make what is evaluated the same on all processes, before each pass without training; all call it."""
@@ -360,6 +367,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
 
     def step(self, work: Workload) -> bool:
         return self.inner.step(work)
+
+    def skip(self, work: Workload) -> None:
+        self.inner.skip(work)
 
     def begin_evaluation(self, work: Workload) -> None:
         self.inner.begin_evaluation(work)

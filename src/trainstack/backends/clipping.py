@@ -48,3 +48,10 @@ def _limit_values(gradients: list[Tensor], limit: float, fast_paths: bool) -> No
             summed.values().clamp_(-limit, limit)
             if summed is not gradient:
                 gradient.copy_(summed)
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply the gradients of `parameters` by `factor` in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)

@@ -139,37 +139,15 @@ def fast_backward(loss: Tensor, gradient: Tensor, *, enabled: bool = True) -> No
     _run_engine((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-# torch 2.13.0: how often a tensor was written to in place. Autograd compares the same count.
-_VERSIONS_COUNTED = hasattr(Tensor, "_version")
+def gradient_seed(weight: float, loss: Tensor) -> Tensor:
+    """The gradient that the backward pass of `weight * loss` begins with: a new tensor, 0-dim like `loss`.
 
-
-class GradientSeeds:
-    """The gradients that backward passes begin with, 0-dim tensors of the micro-batch's weight.
-
-    A tensor that is kept takes less than a quarter of the time of a new one in each micro-batch.
+    Autograd may make it the gradient of a parameter with one element, and hooks may write to it. So it is never used
+    twice.
     """
-
-    # A step has few weights, one for each size of micro-batch. The bound is for a `batch_weight` that always differs.
-    _MOST = 256
-
-    def __init__(self) -> None:
-        self._seeds: dict[tuple[float, torch.dtype, torch.device], tuple[Tensor, int]] = {}
-
-    def get(self, weight: float, loss: Tensor, *, enabled: bool = True) -> Tensor:
-        """`torch.full((), weight)` of the dtype and on the device of `loss`.
-
-        A hook may write to the tensor. Then a new one is made.
-        """
-        key = (weight, loss.dtype, loss.device)
-        kept = self._seeds.get(key) if enabled else None
-        if kept is not None and kept[0]._version == kept[1]:
-            return kept[0]
-        seed = torch.full((), weight, dtype=loss.dtype, device=loss.device)
-        if enabled and _VERSIONS_COUNTED:
-            if len(self._seeds) >= self._MOST:
-                self._seeds.clear()
-            self._seeds[key] = (seed, seed._version)  # not 0 on every device: filling a new tensor may count as a write
-        return seed
+    if weight == 1.0:
+        return torch.ones_like(loss)  # as `torch.autograd.backward` makes it
+    return torch.full((), weight, dtype=loss.dtype, device=loss.device)
 
 
 # --- Optimizer.step ------------------------------------------------------------------------------------------------
@@ -245,6 +223,14 @@ def _unwrapped(step: Step) -> Step | None:
         found.append(step.__code__.co_name)
         step = inner
     return step if found == _WRAPPERS and hooks == _STEP_HOOKS | _GLOBAL_STEP_HOOKS else None
+
+
+_USUAL_ZERO_GRAD = Optimizer.zero_grad
+
+
+def has_usual_zero_grad(optimizer: Optimizer) -> bool:
+    """Whether `optimizer.zero_grad()` is torch's, which sets gradients to None."""
+    return type(optimizer).zero_grad is _USUAL_ZERO_GRAD and "zero_grad" not in optimizer.__dict__
 
 
 # --- many tensors at once ------------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ def find_loss(outputs: Any, records: int | None = None) -> Tensor:
     Raises:
         ModuleContractError: there is no such tensor; the message says what to return.
     """
-    if type(outputs) is Tensor and outputs.requires_grad and outputs.dim() == 0:  # the usual case, cheaply
-        return outputs
+    if type(outputs) is Tensor and outputs.requires_grad and outputs.dim() == 0 and outputs.is_floating_point():
+        return outputs  # the usual case, cheaply
     loss = loss_item(outputs)
     if not isinstance(loss, Tensor):
         if is_number(loss):
@@ -47,6 +47,11 @@ def find_loss(outputs: Any, records: int | None = None) -> Tensor:
         raise ModuleContractError(
             f"train_step returned a loss of shape {tuple(loss.shape)}; a loss is one number. "
             f"Return its mean over the batch: loss.mean(){or_each}."
+        )
+    if loss.is_complex():
+        raise ModuleContractError(
+            f"train_step returned a loss of dtype {loss.dtype}; a loss is a real number. Return its real part or its "
+            "absolute value: loss.real."
         )
     if not loss.requires_grad:
         raise ModuleContractError(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainstack.backends.base import Slot, TrainerBackend
 from trainstack.backends.clipping import clip_gradients
-from trainstack.backends.fast_paths import GradientSeeds, fast_backward, fast_call, fast_step
+from trainstack.backends.fast_paths import fast_backward, fast_call, fast_step, gradient_seed
 from trainstack.backends.processes.environment import launcher_world_size
 from trainstack.backends.processes.world import DeviceChoice, World, pick_device
 from trainstack.backends.spec import register_layer
@@ -39,7 +39,6 @@ class SingleProcess(TrainerBackend):
     def __init__(self, *, environ: Mapping[str, str] | None = None, standalone: bool = True) -> None:
         self._environ = os.environ if environ is None else environ
         self._standalone = standalone
-        self._seeds = GradientSeeds()
 
     def open(self, device: DeviceChoice = "auto") -> World:
         if self._standalone and (size := launcher_world_size(self._environ)) > 1:
@@ -67,8 +66,7 @@ class SingleProcess(TrainerBackend):
         return call(stage=stage, global_step=step, batch=batch, device=device)
 
     def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
-        fast = work.fast_paths
-        fast_backward(loss, self._seeds.get(weight, loss, enabled=fast), enabled=fast)
+        fast_backward(loss, gradient_seed(weight, loss), enabled=work.fast_paths)
 
     def clip(self, work: Workload) -> Tensor | None:
         return clip_gradients(work.optimized_params, work.clipping, fast_paths=work.fast_paths)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
+from operator import is_
+from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
+
+from trainstack.errors import ModuleContractError
 
 
 class StepParameters:
     """The parameters that a global step zeroes, clips, reduces and checks.
 
-    The loop and the layers read them here, through `Workload`, and do not collect them elsewhere.
+    The loop and the layers read them here, through `Workload`, and do not collect them elsewhere. The loop calls
+    `refresh` in each step, so that parameters that join during training are treated like the others.
 
     Attributes:
-        all: those of the module, each once, frozen ones included.
+        all: those of the module and of the optimizers, each once, frozen ones included.
         optimized: those that the optimizers hold, each once: what is clipped.
         frozen: those that `Trainer.freeze` has frozen, by `id`.
     """
@@ -23,12 +33,52 @@ class StepParameters:
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         self._module, self._optimizers = module, tuple(optimizers)
         self.frozen: dict[int, nn.Parameter] = {}
+        self._held: list[nn.Parameter] = []
+        self._outside: frozenset[int] | None = None
+        self._module_changed = True
         self.refresh()
 
     def refresh(self) -> None:
-        """Read again what the module and the optimizers hold."""
-        held = {id(p): p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
-        self.all, self.optimized = tuple(self._module.parameters()), tuple(held.values())
+        """Read again what the module and the optimizers hold, where that has changed.
+
+        Changes of the module are seen within `watch` only.
+
+        Raises:
+            ModuleContractError: an optimizer was given a parameter that the module does not have.
+        """
+        held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+        if not self._module_changed and len(held) == len(self._held) and all(map(is_, held, self._held)):
+            return
+        self._held, self._module_changed = held, False
+        own = {id(p): p for p in self._module.parameters()}
+        optimized = {id(p): p for p in held}
+        outside = optimized.keys() - own.keys()
+        if self._outside is None:
+            self._outside = frozenset(outside)  # of a loop without a trainer, which refuses them
+        elif foreign := outside - self._outside:
+            shapes = [tuple(optimized[one].shape) for one in foreign]
+            raise ModuleContractError(
+                f"an optimizer was given {len(foreign)} parameters that the module does not have, of shapes {shapes}: "
+                "no checkpoint would hold them. Assign them to the module first: self.extra = layer."
+            )
+        self.all, self.optimized = tuple({**own, **optimized}.values()), tuple(optimized.values())
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """A block in which `refresh` sees parameters and submodules that are assigned to any module."""
+
+        def changed(*given: Any) -> None:
+            self._module_changed = True
+
+        self._module_changed = True
+        hooks = (register_module_parameter_registration_hook, register_module_module_registration_hook)
+        handles = [register(changed) for register in hooks]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._module_changed = True
 
     def clipping(self, optimized: Iterable[nn.Parameter]) -> StepParameters:
         """The same with `optimized` to clip, for a layer that steps copies of the parameters."""

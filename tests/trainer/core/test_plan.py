@@ -89,15 +89,10 @@ def test_the_plan_is_what_the_order_does(size: dict[str, object]) -> None:
 def test_the_plan_is_what_a_loader_with_an_order_of_its_own_makes(size: dict[str, int]) -> None:
     plan = make(**size)
     batches = range(size["loader_length"])
-    steps = [
-        len(
-            list(
-                CustomOrderSource(batches, plan.accumulation, lambda _: 1.0, rank, plan.world_size).iter_steps(0, 0, 0)
-            )
-        )
-        for rank in range(plan.world_size)
-    ]
-
+    steps = []
+    for rank in range(plan.world_size):
+        source = CustomOrderSource(batches, plan.accumulation, lambda _: 1.0, rank, plan.world_size)
+        steps.append(sum(bool(list(step.micro_batches)) for step in source.iter_steps(0, 0, 0)))
     assert steps == [plan.steps_per_epoch] * plan.world_size
     assert plan.batches_per_epoch == size["loader_length"]
     assert max(steps) <= plan.estimated_global_steps_per_epoch

@@ -62,9 +62,11 @@ def test_steps_that_are_all_skipped_end_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", stacks_that_run_here())
 def test_a_loss_that_is_nan_is_hidden_by_no_layer(backend: str, tmp_path: Path) -> None:
     module = broken(**steps(lambda s, b: s.net(b[0]).sum() * float("nan")))
+    # a gradient scaler skips steps that overflowed, so amp reports the loss only if it persists
+    message = "50 global steps in a row" if "amp" in backend else r"the loss is nan (at global step 1|or inf)"
 
-    with pytest.raises((ts.NonFiniteError, ts.PrivacyError), match=r"the loss is nan (at global step 1|or inf)"):
-        train(module, tmp_path, backend=backend)
+    with pytest.raises((ts.NonFiniteError, ts.PrivacyError), match=message):
+        train(module, tmp_path, backend=backend, epochs=40)
 
 
 @pytest.mark.parametrize("changes", [{}, {"clip_grads": False}, {"clip_grad_value": 1.0}])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, tee
-from typing import Any, NamedTuple
+from itertools import chain, islice, tee
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,23 +19,41 @@ from trainstack.trainer.core.order import DataOrder
 from trainstack.trainer.data.loading import Fetcher
 
 
-class StepBatches(NamedTuple):
+@dataclass(slots=True)
+class StepBatches:
     """What one global step trains on, on this process.
 
+    A micro-batch is fetched when the loop asks for it, never ahead: a loader may reuse the memory of a batch for the
+    next one. Where `batch_weight` counts items, their total is therefore known only after the last micro-batch. The
+    weights are then shares of an estimate, and the gradients are multiplied by `scale` afterwards.
+
     Attributes:
-        batches: the micro-batches.
-        weights: the share of each in the step; over all processes they sum to one (to zero if nothing counts).
+        micro_batches: gives each micro-batch once, with its weight and whether it is the last of the step here. A short
+            step of a loader without length may end before the last. The loop reads it to its end.
+        weights: the share of each micro-batch in the step; over all processes they sum to one (to zero if nothing
+            counts). Valid once `micro_batches` is used up, as are `items` and `scale`.
         items: what the step's loss is a mean over, on all processes together: samples, tokens, ...
         samples: samples on all processes together; 0 where unknown.
         counted: how many micro-batches counters count, where that is not how many there are.
+        scale: the factor that turns the accumulated gradients into those of the mean loss.
     """
 
-    batches: Sequence[Any]
-    weights: Sequence[float]
-    items: float
-    samples: int
+    micro_batches: Iterator[MicroBatch]
+    weights: Sequence[float] = ()
+    items: float = 0.0
+    samples: int = 0
     counted: int | None = None
+    scale: float = 1.0
 
+    def settle(self, counts: Sequence[float], estimate: float, total: float) -> None:
+        """Set what is known after the last micro-batch: `counts` items here, of `total` on all processes."""
+        self.items = total
+        self.weights = [count / total if total else 0.0 for count in counts]
+        self.scale = estimate / total if total else 1.0
+
+
+MicroBatch = tuple[Any, float, bool]
+"""A collated batch, its weight, and whether it is the last of its global step on this process."""
 
 WeightFn = Callable[[Any], float]
 
@@ -103,15 +121,16 @@ class OrderedSource:
         """The steps of `epoch` that follow the first `samples_done` samples."""
         shares, ahead = tee(self.order.local_batches(epoch, samples_done))
         batches = self.fetcher.batches(epoch, (index for share in ahead for index in share.micro_batches))
+        largest_share = -(-self.order.global_batch // self.order.world_size)
+        accumulation = -(-largest_share // self.order.micro_batch)
         for share in shares:
-            own = list(islice(batches, len(share.micro_batches)))
+            own = islice(batches, len(share.micro_batches))
+            sizes = [len(index) for index in share.micro_batches]
             if self.weight_fn is None:
-                counts = [len(index) for index in share.micro_batches]
-                total = float(share.samples)
+                yield _known_step(own, sizes, share.samples)
             else:
-                counts = [float(self.weight_fn(batch)) for batch in own]  # type: ignore[misc]
-                total = self.comm.sum([math.fsum(counts)])[0]
-            yield _step_batches(own, counts, total, share.samples)
+                number = len(sizes) or 1
+                yield _weigh_step(own, number, self.weight_fn, accumulation, share.samples, self.comm)
 
 
 @dataclass(slots=True)
@@ -132,20 +151,31 @@ class CustomOrderSource:
         stream = iter(self.batches)
         for _ in islice(stream, batches_done * self.world_size):
             pass
-        return map(self._single, stream) if self.accumulation == self.world_size == 1 else self._cut(stream)
+        single = self.accumulation == self.world_size == 1
+        for first in stream:
+            if single:
+                count = _checked_count(self.weight_fn(first))
+                yield StepBatches(iter([(first, 1.0, True)]), _WHOLE, count)
+            else:
+                step = StepBatches(iter(()))
+                step.micro_batches = self._micro_batches(step, first, stream)
+                yield step
+            del first  # the next batch may need its memory
 
-    def _cut(self, stream: Iterator[Any]) -> Iterator[StepBatches]:
-        while together := list(islice(stream, self.accumulation * self.world_size)):
-            counts = [float(self.weight_fn(batch)) for batch in together]
-            mine = slice(self.rank, None, self.world_size)
-            yield _step_batches(together[mine], counts[mine], math.fsum(counts), 0)
-
-    def _single(self, batch: Any) -> StepBatches:
-        """The micro-batches of a step that has one: what `_step_batches` does, faster."""
-        count = float(self.weight_fn(batch))
-        if 0 < count < math.inf:
-            return StepBatches((batch,), _WHOLE, count, 0)
-        return _step_batches([batch], [count], count, 0)
+    def _micro_batches(self, step: StepBatches, first: Any, stream: Iterator[Any]) -> Iterator[MicroBatch]:
+        number = self.accumulation * self.world_size
+        counts: list[float] = []
+        estimate = 1.0
+        for position, batch in enumerate(chain([first], islice(stream, number - 1))):
+            counts.append(_checked_count(self.weight_fn(batch)))
+            if not position:  # every process reads this batch, so all have the same estimate
+                estimate = counts[0] * number or 1.0
+            if position % self.world_size == self.rank:
+                yield batch, counts[-1] / estimate, position // self.world_size == self.accumulation - 1
+        own = counts[self.rank :: self.world_size]
+        if len(own) < self.accumulation and self.world_size > 1:
+            yield EMPTY, 0.0, True
+        step.settle(own, estimate, math.fsum(counts))
 
 
 @dataclass(slots=True)
@@ -165,34 +195,60 @@ class PreshardedSource:
         """The steps of one pass, as many on every process."""
         stream = iter(self.batches)
         while True:
-            own = list(islice(stream, self.accumulation))
-            counts = [float(self.weight_fn(batch)) for batch in own]
-            total, going_on = self.comm.sum([math.fsum(counts), float(bool(own))])
-            if not going_on:
+            first = list(islice(stream, 1))
+            if not self.comm.sum([float(len(first))])[0]:
                 return
-            yield _step_batches(own, counts, total, 0)
+            own = chain(first, islice(stream, self.accumulation - 1))
+            yield _weigh_step(own, self.accumulation, self.weight_fn, self.accumulation, 0, self.comm)
 
 
-def _step_batches(batches: list[Any], counts: Sequence[float], total: float, samples: int) -> StepBatches:
-    """What one process does in a step of `total` items; micro-batches that count nothing come first, so that the last
-    one, which sums gradients over the processes, has something to add."""
-    if len(counts) == 1 and counts[0] == total and total > 0:
-        return StepBatches(batches, _WHOLE, total, samples)
-    if not 0 <= total < math.inf or min(counts, default=0) < 0:
+_WHOLE, _LAST = (1.0,), (True,)
+
+
+def _known_step(batches: Iterator[Any], sizes: Sequence[int], samples: int) -> StepBatches:
+    """A step whose batches count as their samples; it has `samples` on all processes."""
+    if len(sizes) == 1 and sizes[0] == samples:
+        return StepBatches(zip(batches, _WHOLE, _LAST, strict=True), _WHOLE, samples, samples)
+    if not sizes:
+        return StepBatches(iter([(EMPTY, 0.0, True)]), (), samples, samples)
+    weights = [size / samples for size in sizes]
+    lasts = [False] * (len(sizes) - 1) + [True]
+    return StepBatches(zip(batches, weights, lasts, strict=True), weights, samples, samples)
+
+
+def _weigh_step(
+    batches: Iterator[Any], number: int, weight_fn: WeightFn, accumulation: int, samples: int, comm: Communicator
+) -> StepBatches:
+    """A step of at most `number` batches here and `accumulation` on any process, whose items `weight_fn` counts."""
+    step = StepBatches(iter(()), samples=samples)
+
+    def micro_batches() -> Iterator[MicroBatch]:
+        # The estimate has to be the same on all processes, since their gradients are summed. With one micro-batch a
+        # process it is the total.
+        counts, total = list[float](), None
+        for position, batch in enumerate(batches):
+            counts.append(_checked_count(weight_fn(batch)))
+            if total is None:
+                total = comm.sum(counts)[0]
+            yield batch, counts[-1] / (total * accumulation or 1.0), position == number - 1
+        if total is None:
+            total = comm.sum([0.0])[0]
+        estimate = total * accumulation or 1.0
+        if len(counts) < number and comm.size > 1:
+            yield EMPTY, 0.0, True  # before the sum below: the others wait for this pass in theirs
+        step.settle(counts, estimate, total if accumulation == 1 else comm.sum([math.fsum(counts)])[0])
+
+    step.micro_batches = micro_batches()
+    return step
+
+
+def _checked_count(count: Any) -> float:
+    if not 0 <= count < math.inf:
         raise ModuleContractError(
-            f"batch_weight returned {list(counts)}: return how many items the loss of the batch is a mean over, "
+            f"batch_weight returned {count!r}: return how many items the loss of the batch is a mean over, "
             "a finite number >= 0."
         )
-    if not batches:
-        return StepBatches([EMPTY], [0.0], total, samples)
-    shares = [count / total if total else 0.0 for count in counts]
-    if not shares[-1]:
-        order = sorted(range(len(batches)), key=lambda position: shares[position] > 0)
-        batches, shares = [batches[i] for i in order], [shares[i] for i in order]
-    return StepBatches(batches, shares, total, samples)
-
-
-_WHOLE = (1.0,)
+    return float(count)
 
 
 def custom_batch_weight(module: Any) -> WeightFn | None:
@@ -225,19 +281,23 @@ class PoissonSource:
         self.sampling.begin()
         draws, ahead = tee(self.sampling.draw(step) for step in range(first_step, last))
         batches = self.fetcher.batches(epoch, (part for draw in ahead for part in self._cut(draw)))
+        planned = self.data.global_batch
         for draw in draws:
             counts = [len(part) for part in self._cut(draw)]
-            own = list(islice(batches, len(counts)))
-            for batch, count in zip(own, counts, strict=True):
-                self.sampling.check(batch, count)
-            yield self._step_batches(own, counts, draw.total)
+            weights = [count / draw.total for count in counts]
+            own = self._micro_batches(islice(batches, len(counts)), counts, weights)
+            yield StepBatches(own, weights, float(planned), planned, self.accumulation)
+
+    def _micro_batches(
+        self, batches: Iterator[Any], counts: Sequence[int], weights: Sequence[float]
+    ) -> Iterator[MicroBatch]:
+        for position, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+            self.sampling.check(batch, count)
+            yield batch, weights[position], position == len(counts) - 1
+        if not counts:
+            yield EMPTY, 0.0, True
 
     def _cut(self, draw: Draw) -> tuple[Tensor, ...]:
         """Parts of nearly equal size, none larger than fits."""
         pieces = -(-len(draw.local) // self.data.max_micro_batch)
         return torch.tensor_split(draw.local, pieces) if pieces else ()
-
-    def _step_batches(self, batches: list[Any], counts: Sequence[int], total: float) -> StepBatches:
-        planned = self.data.global_batch
-        shares = [count / total for count in counts] if batches else [0.0]
-        return StepBatches(batches or [EMPTY], shares, float(planned), planned, self.accumulation)

@@ -223,7 +223,7 @@ class LoaderPass:
         """Keep the loss in `outputs`, if it is a 0-dim floating tensor; other outputs are predictions."""
         loss = loss_item(outputs)
         if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
-            self._losses.append(loss.detach())
+            self._losses.append(loss.detach().clone())  # user code may write to it later
             weigh = custom_batch_weight(self.work.module)
             if weigh is None:
                 self._weights.append(float(samples_in(batch) if samples is None else samples))

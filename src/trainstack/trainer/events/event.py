@@ -25,15 +25,20 @@ class Event(Enum):
     TRAIN_BEGIN = ("train_begin", "", "`train()` begins, also where it goes on after an interruption", 1)
     EPOCH_BEGIN = ("epoch_begin", "epoch", "an epoch begins or resumes; epochs are counted from 0", 1)
     TRAIN_EPOCH_BEGIN = ("train_epoch_begin", "epoch", "right after that, before data is asked for", 1)
-    FETCH_DATA_BEGIN = ("fetch_data_begin", "", "before the micro-batches of a global step are fetched", 1)
-    FETCH_DATA_END = ("fetch_data_end", "batches", "they are here: a sequence, on the host as a rule", 1)
+    FETCH_DATA_BEGIN = ("fetch_data_begin", "", "before a micro-batch is fetched", 1)
+    FETCH_DATA_END = ("fetch_data_end", "batch", "it is here, on the host as a rule", 1)
     TRAIN_BATCH_BEGIN = ("train_batch_begin", "batch", "before the forward pass of a micro-batch", 1)
     BEFORE_BACKWARD = ("before_backward", "outputs", "`train_step` has returned; not where a batch weighs nothing", 1)
     AFTER_BACKWARD = ("after_backward", "loss", "after the backward pass of a micro-batch; the graph is freed", 1)
     BEFORE_OPTIMIZER_STEP = ("before_optimizer_step", "optimizers", "once a global step; gradients are clipped", 1)
-    AFTER_OPTIMIZER_STEP = ("after_optimizer_step", "optimizers", "the optimizers have stepped, or could not", 1)
+    AFTER_OPTIMIZER_STEP = (
+        "after_optimizer_step",
+        "optimizers",
+        "the optimizers have stepped, or could not; schedulers and counters too",
+        1,
+    )
     BEFORE_ZERO_GRAD = ("before_zero_grad", "optimizers", "the gradients of the step are still there", 1)
-    AFTER_ZERO_GRAD = ("after_zero_grad", "optimizers", "they are dropped; schedulers have not stepped", 1)
+    AFTER_ZERO_GRAD = ("after_zero_grad", "optimizers", "they are dropped", 1)
     TRAIN_STEP_END = ("train_step_end", "step", "a global step is finished and counted", 1)
     LOG = ("log", "step", "at each log point, when the loss is recorded and nothing is written yet", 0)
     TRAIN_EPOCH_END = ("train_epoch_end", "epoch", "after the last step of an epoch, before its validation", 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from trainstack.backends import EMPTY
-from trainstack.trainer.data.step_batches import StepBatches
+from trainstack.trainer.data.step_batches import MicroBatch, StepBatches
 from trainstack.trainer.events.bus import Fire
 from trainstack.trainer.events.event import Event
 
@@ -19,7 +19,7 @@ def no_subscribers(event: Event) -> None:
 
 
 def with_fetch_events(steps: Iterable[StepBatches], bind: Bind) -> Iterable[StepBatches]:
-    """`steps`, with the events around getting each."""
+    """`steps`, with the events around the fetch of each micro-batch."""
     begin, end = bind(Event.FETCH_DATA_BEGIN), bind(Event.FETCH_DATA_END)
     if begin is None and end is None:
         return steps
@@ -27,16 +27,25 @@ def with_fetch_events(steps: Iterable[StepBatches], bind: Bind) -> Iterable[Step
     def fetched() -> Iterator[StepBatches]:
         source = iter(steps)
         while True:
-            if begin is not None:
+            if begin is not None:  # some sources fetch the first micro-batch to see whether there is a step
                 begin()
             step_batches = next(source, None)
             if step_batches is None:
                 return
-            if end is not None:
-                end(step_batches.batches)
+            step_batches.micro_batches = _announced(step_batches.micro_batches, begin, end)
             yield step_batches
 
     return fetched()
+
+
+def _announced(micro_batches: Iterator[MicroBatch], begin: Fire | None, end: Fire | None) -> Iterator[MicroBatch]:
+    """`micro_batches` with the events of a fetch, of which the first has begun."""
+    for batch, weight, last in micro_batches:
+        if end is not None and batch is not EMPTY:
+            end(batch)
+        yield batch, weight, last
+        if not last and begin is not None:
+            begin()
 
 
 def with_batch_events(forward: Verb, backward: Verb, bind: Bind) -> tuple[Any, Any]:

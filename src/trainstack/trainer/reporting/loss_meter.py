@@ -144,7 +144,7 @@ class LossMeter:
     def _count(self, entry: StepEntry, values: list[float], norm: float | None) -> None:
         if self._per_record_clipped:
             values = [value if math.isfinite(value) else 0.0 for value in values]
-        if entry.updated or not self._skip_nonfinite:
+        if entry.updated:
             for position, (value, weight) in enumerate(zip(values, entry.weights, strict=True)):
                 if weight and not math.isfinite(value):
                     raise NonFiniteError(f"the loss is {value} at {_place(entry)}, micro-batch {position}. {_ADVICE}")

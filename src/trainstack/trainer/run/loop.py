@@ -7,13 +7,15 @@ back from the device, unless non-finite steps are to be skipped, which has to be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainstack.backends import EMPTY, TrainerBackend, Workload
+from trainstack.backends.clipping import scale_gradients
+from trainstack.backends.fast_paths import has_usual_zero_grad
 from trainstack.backends.losses import find_loss
 from trainstack.stage import Stage
 from trainstack.trainer.core.intervals import NEVER
@@ -21,6 +23,7 @@ from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.evaluation.collector import OutputCollector
+from trainstack.trainer.events.bus import Fire
 from trainstack.trainer.events.event import Event
 from trainstack.trainer.events.hooks import Hooks, needs_outputs
 from trainstack.trainer.events.loop_events import (
@@ -45,10 +48,8 @@ class TrainLoop:
         skip_nonfinite: leave out steps whose loss or gradient is inf or nan (reads the device in every step). A layer
             that bounds each record's gradient leaves nothing to skip.
         keep_epoch_outputs: collect what `train_step` returns over a whole epoch.
-        measure_every: global steps between those whose gradients' norm is computed even where nothing is clipped.
+        measures_every_step: whether each step's gradient norm is computed, even where nothing is clipped.
         bind: gives the subscribers of an event; asked once an epoch, so that others cost nothing.
-        copy_losses: keep copies of the losses, for a compiled model that is replayed as a CUDA graph returns the same
-            memory in every step.
 
     Attributes:
         meter: gets the losses.
@@ -56,6 +57,8 @@ class TrainLoop:
         on_due: called once `state.global_step` has reached `next_due_step`, which it sets anew.
         next_due_step: see `on_due`. A signal handler or another thread may call `wake` at any moment, which sets it to
             0.
+        next_measured_step: the next global step whose gradient norm is computed even where nothing is clipped; 0 for
+            every step.
         failed_in: the micro-batch of its step, from 0, in which an exception was raised; None before, or elsewhere.
     """
 
@@ -69,17 +72,16 @@ class TrainLoop:
         state: RunState | None = None,
         skip_nonfinite: bool = False,
         keep_epoch_outputs: bool = False,
-        measure_every: int = 1,
+        measures_every_step: bool = True,
         bind: Bind = no_subscribers,
-        copy_losses: bool = False,
     ) -> None:
-        self.bind, self.copy_losses = bind, copy_losses
-        self.stack, self.work, self.hooks = stack, work, hooks
+        self.stack, self.work, self.hooks, self.bind = stack, work, hooks, bind
         self.schedules = schedules or Schedules()
         self.state = state or RunState()
         bounded = any(layer.bounds_gradients for layer in stack.layers())
         self.skip_nonfinite = skip_nonfinite and not bounded
-        unmeasured = work.clipping.kind == "none" and measure_every > 1 and not skip_nonfinite and not bounded
+        self.may_skip = self.skip_nonfinite or any(layer.may_skip_steps for layer in stack.layers())
+        unmeasured = work.clipping.kind == "none" and not (measures_every_step or skip_nonfinite or bounded)
         self.meter = LossMeter(
             stack.read,
             skip_nonfinite=skip_nonfinite,
@@ -91,7 +93,7 @@ class TrainLoop:
         )
         self.step_outputs = OutputCollector(device=None) if hooks.step_outputs else None
         self.epoch_outputs = OutputCollector() if keep_epoch_outputs else None
-        self.measure_every = measure_every
+        self.next_measured_step = 0
         self.on_due: Callable[[], None] = lambda: None
         self.next_due_step = NEVER
         self.failed_in: int | None = None
@@ -135,40 +137,46 @@ def train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
     Raises:
         ModuleContractError: `train_step` did not return a loss to train on.
     """
-    stack, state, step_schedulers = loop.stack, loop.state, loop.schedules.step
-    work, loop.failed_in = loop.work, None
-    work.params.refresh()
+    loop.failed_in = None
     if loop.step_outputs is not None:
         loop.step_outputs.reset()
-    buffers = BufferSnapshot(work.module) if loop.skip_nonfinite else None
-    clip, read, parameters, meter = stack.clip, stack.read, work.parameters, loop.meter
-    dropped = (
-        {} if work.gradients_reduced_by is None else work.params.frozen
-    )  # computed for the reducer, used by nobody
-    unmeasured, measure_every = work.without_grad_norm(), 1 if loop.skip_nonfinite else loop.measure_every
+    with loop.work.params.watch():
+        _train_steps(loop, steps)
+
+
+def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
+    stack, state, step_schedulers = loop.stack, loop.state, loop.schedules.step
+    work, params, meter = loop.work, loop.work.params, loop.meter
+    params.refresh()
+    buffers = BufferSnapshot(work.module) if loop.may_skip else None
+    clip, read, unmeasured = stack.clip, stack.read, work.without_grad_norm()
     run_micro_batches, after_step = _bind_micro_batches(loop), _bind_end_train_step(loop)
-    step, drop_gradients = _bind_update(loop)
-    _drop_gradients(parameters)
+    before_update, after_update, zero_gradients = _bind_update_events(loop)
+    _drop_gradients(params.all)
     for step_batches in with_fetch_events(steps, loop.bind):
         if buffers is not None:
             buffers.keep()
         losses = run_micro_batches(step_batches)
-        if dropped:
-            _drop_gradients(dropped.values())
-        norm = clip(unmeasured if (state.global_step + 1) % measure_every else work)
-        left_out = not step_batches.items > 0 or (
-            loop.skip_nonfinite and norm is not None and not math.isfinite(read([norm])[0])
-        )
-        if left_out:
-            _drop_gradients(parameters)
-        moved = step(work) and not left_out
-        drop_gradients(parameters)
-        if not moved and buffers is not None:
-            buffers.restore()
+        measured = loop.skip_nonfinite or state.global_step + 1 >= loop.next_measured_step
+        norm = clip(work if measured else unmeasured)
+        if not step_batches.items > 0 or (loop.skip_nonfinite and _is_nonfinite(norm, read)):
+            _drop_gradients(params.all)
+            stack.skip(work)
+            updated = moved = False
+        else:
+            if before_update is not None:
+                before_update(work.optimizers)
+            updated, moved = True, stack.step(work)
+        # Weights, schedulers and counters change together, before user code runs: a hook may raise.
         if moved:
             step_schedulers()
+        elif buffers is not None:
+            buffers.restore()
         _advance(state, step_batches, moved)
         meter.add_step(state, step_batches, losses, moved, norm)
+        if updated and after_update is not None:
+            after_update(work.optimizers)
+        zero_gradients()
         if after_step is not None:
             after_step()
         if state.global_step >= loop.next_due_step:
@@ -182,44 +190,67 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
     forward, backward = with_batch_events(stack.forward, stack.backward, loop.bind)
     end_backward = chain(loop.hooks.end_backward, loop.bind(Event.AFTER_BACKWARD), slice(1, None))
     collectors = [c.collect for c in (loop.step_outputs, loop.epoch_outputs) if c is not None]
-    must_join, skip, copy = work.gradients_reduced_by is not None, loop.skip_nonfinite, loop.copy_losses
+    must_join, skip, params = work.gradients_reduced_by is not None, loop.skip_nonfinite, work.params
+    dropped = params.frozen if must_join else {}  # computed for the reducer, used by nobody
 
     def run_micro_batches(step_batches: StepBatches) -> list[Tensor]:
-        number, last, losses = state.global_step + 1, len(step_batches.batches) - 1, []
+        number = state.global_step + 1
+        losses: list[Tensor] = []
         state.current_step = number
-        position = 0
+        position, last = 0, False
         try:
-            for position, batch in enumerate(step_batches.batches):
-                weight = step_batches.weights[position]
-                with accumulate(work, position == last):
+            for batch, weight, last in step_batches.micro_batches:
+                with accumulate(work, last):
                     outputs = forward(work, train, batch, number)
                     loss = find_loss(outputs)
+                    value = loss.detach().clone()  # a copy: user code and optimizers may write to the loss later
                     if weight or must_join:  # the gradients of all processes meet in the backward pass
                         backward(work, propagate_nonfinite(loss) if skip else loss, weight)
-                # a leaf, such as a parameter, may be changed in place when the optimizers step
-                losses.append(loss.detach().clone() if copy or loss.is_leaf else loss.detach())
                 if batch is EMPTY:
                     continue
+                losses.append(value)
                 for collect in collectors:
                     collect(outputs)
                 if end_backward is not None:
                     end_backward(number, loss)
+                position += 1
+                del batch, outputs, loss  # the next fetch may reuse their memory, and needs room
         except Exception:
             loop.failed_in = position
             raise
+        if not last:  # a loader without length has ended within the step
+            with accumulate(work, True):
+                pass
+        params.refresh()
+        if step_batches.scale != 1.0:
+            scale_gradients(params.all, step_batches.scale)
+        if dropped:
+            _drop_gradients(dropped.values())
         return losses
 
     return run_micro_batches
 
 
-def _bind_update(loop: TrainLoop) -> tuple[Callable[[Workload], bool], Callable[[Iterable[nn.Parameter]], None]]:
-    """The optimizers' step and the dropping of gradients, with the events around them."""
-    bind, optimizers = loop.bind, loop.work.optimizers
-    step = with_events_around(
-        loop.stack.step, bind(Event.BEFORE_OPTIMIZER_STEP), bind(Event.AFTER_OPTIMIZER_STEP), optimizers
-    )
-    drop = with_events_around(_drop_gradients, bind(Event.BEFORE_ZERO_GRAD), bind(Event.AFTER_ZERO_GRAD), optimizers)
-    return step, drop
+def _bind_update_events(loop: TrainLoop) -> tuple[Fire | None, Fire | None, Callable[[], None]]:
+    """What is called before and after the optimizers' step, and the zeroing with the events around it.
+
+    An optimizer with another `zero_grad` than torch's zeroes its parameters itself.
+    """
+    bind, optimizers, params = loop.bind, loop.work.optimizers, loop.work.params
+    public = [one for one in optimizers if not (loop.work.fast_paths and has_usual_zero_grad(one))]
+
+    def zero_gradients() -> None:
+        if not public:
+            _drop_gradients(params.all)
+            return
+        for optimizer in public:
+            optimizer.zero_grad()
+        zeroed = {id(p) for optimizer in public for group in optimizer.param_groups for p in group["params"]}
+        _drop_gradients(p for p in params.all if id(p) not in zeroed)
+
+    before, after = bind(Event.BEFORE_OPTIMIZER_STEP), bind(Event.AFTER_OPTIMIZER_STEP)
+    zero = with_events_around(zero_gradients, bind(Event.BEFORE_ZERO_GRAD), bind(Event.AFTER_ZERO_GRAD), optimizers)
+    return before, after, zero
 
 
 def _bind_end_train_step(loop: TrainLoop) -> Callable[[], None] | None:
@@ -233,13 +264,17 @@ def _bind_end_train_step(loop: TrainLoop) -> Callable[[], None] | None:
         outputs: tuple[Any, ...] | None = ()
         if collector is not None:  # a step may be without samples, on one process or on all
             outputs = None if collector.is_empty and insists else collector.as_arguments
-            collector.reset()
+            collector.reset()  # before the hook, which may raise
         if hook is not None and outputs is not None:
             hook(state.global_step, *outputs)
         if fire is not None:
             fire(state.global_step)
 
     return end_train_step
+
+
+def _is_nonfinite(norm: Tensor | None, read: Callable[[Sequence[Tensor]], list[float]]) -> bool:
+    return norm is not None and not math.isfinite(read([norm])[0])
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
@@ -265,7 +300,7 @@ class BufferSnapshot:
 
 
 def _advance(state: RunState, step_batches: StepBatches, updated: bool) -> None:
-    micro_batches = len(step_batches.batches) if step_batches.counted is None else step_batches.counted
+    micro_batches = len(step_batches.weights) if step_batches.counted is None else step_batches.counted
     state.global_step += 1
     state.steps_in_epoch += 1
     state.samples_in_epoch += step_batches.samples

@@ -127,10 +127,9 @@ class Run:
             schedules=make_schedules(schedulers, work.optimizers, replace(ahead, epochs=epochs)),
             state=self.state,
             skip_nonfinite=args.nonfinite == "skip",
-            measure_every=self.log_interval,
+            measures_every_step=self.log_interval == 1,
             keep_epoch_outputs=self.hooks.epoch_outputs if keep == "auto" else bool(keep),
             bind=self.events.bound,
-            copy_losses=args.compile is not False,
         )
 
     def train_epoch(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
@@ -270,6 +269,7 @@ class Run:
 
     def _set_next_due_step(self, reporter: Reporter, save_every: int | None) -> None:
         step = self.state.global_step
+        self.loop.next_measured_step = self.next_log_step
         # the polls may be overdue, hence `max(1, ...)`; the others always come after `step`
         look = reporter.progress.next_poll - self.state.steps_in_epoch
         due = [self.next_log_step - step, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
@@ -375,7 +375,7 @@ class Run:
         self.context.args = args
         self.data.set_plan(self.data.plan.with_end(args.epochs, args.max_steps))
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
-        self.log_interval = self.loop.measure_every = whole_steps("log_every", args.log_interval, self.data.plan)
+        self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
 
     def end(self, reporter: Reporter, export: Callable[[], None]) -> None:
         """End a training that no exception has ended: save, call the subscribers, and export the module.
