@@ -100,10 +100,10 @@ class Amp(AbstractTrainerBackendDecorator):
         return moved
 
     def skip(self, work: Workload) -> None:
-        if self.scaler.overflowed() is None:
-            self.scaler.forget()
-        else:
+        if self.scaler.overflowed():
             self.scaler.update()
+        else:  # a step that counts nothing says nothing about the scale
+            self.scaler.forget()
         self.inner.skip(work)
 
     def get_layer_state(self) -> dict[str, Any]:

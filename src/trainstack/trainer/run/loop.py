@@ -190,8 +190,7 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
     forward, backward = with_batch_events(stack.forward, stack.backward, loop.bind)
     end_backward = chain(loop.hooks.end_backward, loop.bind(Event.AFTER_BACKWARD), slice(1, None))
     collectors = [c.collect for c in (loop.step_outputs, loop.epoch_outputs) if c is not None]
-    must_join, skip, params = work.gradients_reduced_by is not None, loop.skip_nonfinite, work.params
-    dropped = params.frozen if must_join else {}  # computed for the reducer, used by nobody
+    must_join, skip = work.gradients_reduced_by is not None, loop.skip_nonfinite
 
     def run_micro_batches(step_batches: StepBatches) -> list[Tensor]:
         number = state.global_step + 1
@@ -221,14 +220,20 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
         if not last:  # a loader without length has ended within the step
             with accumulate(work, True):
                 pass
-        params.refresh()
-        if step_batches.scale != 1.0:
-            scale_gradients(params.all, step_batches.scale)
-        if dropped:
-            _drop_gradients(dropped.values())
+        _complete_gradients(work, step_batches.scale)
         return losses
 
     return run_micro_batches
+
+
+def _complete_gradients(work: Workload, scale: float) -> None:
+    """Make the gradients those of the step, of all parameters that take part in it by now."""
+    params = work.params
+    params.refresh()
+    if scale != 1.0:
+        scale_gradients(params.all, scale)
+    if params.frozen and work.gradients_reduced_by is not None:  # computed for the reducer, used by nobody
+        _drop_gradients(params.frozen.values())
 
 
 def _bind_update_events(loop: TrainLoop) -> tuple[Fire | None, Fire | None, Callable[[], None]]:
