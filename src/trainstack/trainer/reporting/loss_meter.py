@@ -147,7 +147,10 @@ class LossMeter:
         if entry.updated:
             for position, (value, weight) in enumerate(zip(values, entry.weights, strict=True)):
                 if weight and not math.isfinite(value):
-                    raise NonFiniteError(f"the loss is {value} at {_place(entry)}, micro-batch {position}. {_ADVICE}")
+                    cause = "" if self._weights is None else _UNMEASURED
+                    raise NonFiniteError(
+                        f"the loss is {value} at {_place(entry)}, micro-batch {position}. {cause}{_ADVICE}"
+                    )
         if not entry.updated:
             self.skipped_in_a_row += entry.items > 0
             if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
@@ -182,6 +185,10 @@ class LossMeter:
         self.epoch.add_all(parts, items)
 
 
+_UNMEASURED = (
+    "Gradients are measured at log points only, since clip_grads=False: the cause may be the gradient of an earlier step "
+    "since the last one. "
+)
 _ADVICE = (
     "No checkpoint was written after it. Write nonfinite='skip' to leave such steps out and count them, or "
     "log_every=1 to stop before the next step."
