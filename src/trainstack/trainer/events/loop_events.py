@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from trainstack.backends import EMPTY
 from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.events.bus import Fire
+from trainstack.trainer.events.calling import call_all
 from trainstack.trainer.events.event import Event
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
@@ -79,13 +80,9 @@ def with_events_around(verb: Verb, before: Fire | None, after: Fire | None, *giv
 
 
 def chain(first: Fire | None, second: Fire | None, second_takes: slice = slice(None)) -> Fire | None:
-    """Calls `first`, and `second` with a part of what it is given."""
+    """Calls `first`, and `second` with a part of what it is given; see `call_all`."""
     if second is None:
         return first
-
-    def both(*given: Any) -> None:
-        if first is not None:
-            first(*given)
-        second(*given[second_takes])
-
-    return both
+    taken: Fire = lambda *given: second(*given[second_takes])  # noqa: E731
+    calls = [taken] if first is None else [first, taken]
+    return lambda *given: call_all(calls, *given)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from trainstack.backends import EMPTY, TrainerBackend, Workload
@@ -18,6 +17,7 @@ from trainstack.backends.losses import find_loss
 from trainstack.stage import Stage
 from trainstack.trainer.core.intervals import NEVER
 from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.module_snapshot import ModuleSnapshot
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.evaluation.collector import OutputCollector
@@ -140,7 +140,7 @@ def train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
     work.params.refresh()
     if loop.step_outputs is not None:
         loop.step_outputs.reset()
-    buffers = BufferSnapshot(work.module) if loop.skip_nonfinite else None
+    buffers = ModuleSnapshot(work.module) if loop.skip_nonfinite else None
     clip, read, parameters, meter = stack.clip, stack.read, work.parameters, loop.meter
     dropped = (
         {} if work.gradients_reduced_by is None else work.params.frozen
@@ -244,24 +244,6 @@ def _bind_end_train_step(loop: TrainLoop) -> Callable[[], None] | None:
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: weight for name, weight in module.named_parameters() if weight.requires_grad and weight.numel()}
-
-
-class BufferSnapshot:
-    """The buffers of a module as they were before a step that may have to be left out, such as running statistics."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._kept: list[tuple[Tensor, Tensor]] = []
-
-    def keep(self) -> None:
-        """Remember them."""
-        self._kept = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
-
-    def restore(self) -> None:
-        """Make them what they were."""
-        with torch.no_grad():
-            for buffer, before in self._kept:
-                buffer.copy_(before)
 
 
 def _advance(state: RunState, step_batches: StepBatches, updated: bool) -> None:
