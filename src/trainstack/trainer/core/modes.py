@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -40,31 +40,37 @@ def decide_modes(module: nn.Module, kept_before: tuple[nn.Module, ...] = ()) -> 
     """
     modes: dict[nn.Module, bool] = {}
     kept, changed = list[nn.Module](), list[str]()
-
-    def keep(part: nn.Module) -> None:
-        kept.append(part)
-        modes.update((inner, False) for inner in part.modules())
-
-    def visit(part: nn.Module, name: str, parent_trains: bool) -> None:
-        if part in modes:
-            return
-        if not any(inner.training for inner in part.modules()):
-            if parent_trains and _may_keep(part):
-                return keep(part)
+    for part, name in _largest_parts(module):
+        if part.training:  # a part of it is in eval mode
+            modes[part] = True
+            continue
+        if any(inner.training for inner in part.modules()):
             changed.append(name)
-            modes.update((inner, True) for inner in part.modules())
-            for inner in part.modules():
-                if inner in kept_before and _may_keep(inner):
-                    keep(inner)
-            return
-        if not part.training:
+            modes[part] = True
+            continue
+        inside = (
+            [part] if name and _may_keep(part) else [p for p in part.modules() if p in kept_before and _may_keep(p)]
+        )
+        if inside != [part]:
             changed.append(name)
-        modes[part] = True
-        for child_name, child in part.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name, True)
-
-    visit(module, "", False)
+        modes.update((inner, True) for inner in part.modules())
+        modes.update((inner, False) for keeps in inside for inner in keeps.modules())
+        kept += inside
     return Decision(modes, tuple(kept), tuple(changed))
+
+
+def _largest_parts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The parts that are not wholly in eval mode, and the largest ones that are, each once and with its name."""
+    seen = set[nn.Module]()
+    waiting = [(module, "")]
+    while waiting:
+        part, name = waiting.pop(0)
+        if part in seen:
+            continue
+        seen.add(part)
+        yield part, name
+        if any(inner.training for inner in part.modules()):
+            waiting += [(child, f"{name}.{key}" if name else key) for key, child in part.named_children()]
 
 
 def _may_keep(part: nn.Module) -> bool:
