@@ -15,7 +15,6 @@ from trainstack.trainer.events.bus import Subscription
 from trainstack.trainer.events.loop_events import (
     no_subscribers,
     with_batch_events,
-    with_events_around,
     with_fetch_events,
 )
 
@@ -336,7 +335,6 @@ def test_the_verbs_of_a_step_are_left_as_they_are_where_nobody_subscribes() -> N
     windows: list[Any] = []
     assert with_batch_events(verb, verb, no_subscribers) == (verb, verb)
     assert with_fetch_events(windows, no_subscribers) is windows
-    assert with_events_around(verb, None, None) is verb
 
 
 def test_a_run_without_subscribers_dispatches_nothing_in_its_steps(

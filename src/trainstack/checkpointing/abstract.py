@@ -149,3 +149,11 @@ class AbstractCheckpointer(ABC):
     def every_n_steps(self) -> int | float | None:
         """Global steps between saves inside an epoch: a number, a float for a fraction of the run's, None for none."""
         return None
+
+    @property
+    def keeps_best_by(self) -> tuple[str, str] | None:
+        """The metric by which the best checkpoints are kept, and "min" or "max"; None where none is kept for its value.
+
+        The trainer then also saves after each validation that has brought a better value than all before.
+        """
+        return None

@@ -42,6 +42,12 @@ class DefaultCheckpointer(AbstractCheckpointer):
         return self.args.every_n_steps if self.args.checkpoint else None
 
     @property
+    def keeps_best_by(self) -> tuple[str, str] | None:
+        """`args.monitor` and its direction, if `args.keep_best` asks for the best."""
+        monitor = self.args.monitored
+        return (monitor.name, monitor.mode) if self.args.checkpoint and self.args.keep_best else None
+
+    @property
     def save_dir(self) -> Path:
         """Where checkpoints go; settled, as an absolute path, when it is first asked for."""
         return self._resolve_directory("save_dir", self.args.save_dir or "checkpoints")
@@ -115,8 +121,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         step = checkpoint_state.global_step
         name = self._name(f"{index:06d}" if step is None else f"{step:09d}")
         payload = pack(retention.preserve_pin(checkpoint_state, self.save_dir / name, self.args.file_prefix))
-        if not force:
-            self._warn_missing_monitor(checkpoint_state)
+        self._warn_missing_monitor(checkpoint_state, force)
         if self.args.async_save:
             copy = payload.copy_into(self._buffers)
 
@@ -222,11 +227,13 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._loaded_from = finder.found_in or self._loaded_from
         return checkpoint
 
-    def _warn_missing_monitor(self, checkpoint: Checkpoint) -> None:
-        """Say once that a checkpoint cannot be the best, where somebody asked for the best."""
+    def _warn_missing_monitor(self, checkpoint: Checkpoint, force: bool) -> None:
+        """Say once that a checkpoint cannot be the best, where somebody asked for the best and none can be yet."""
         args, metrics = self.args, (checkpoint.metadata or {}).get("metrics", {})
         asked = args.keep_best or args.monitor != DEFAULT_MONITOR
-        if asked and not self._missed and args.monitor not in metrics:
+        if args.monitor in metrics:
+            self._missed = True  # it is measured at times
+        elif asked and not self._missed and not force:
             self._missed = True
             self._log(
                 logging.WARNING,

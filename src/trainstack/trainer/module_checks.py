@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainstack.backends import TrainerBackend
@@ -142,6 +143,21 @@ def _warn_on_missing_method(module: Any, name: str, log: RunLogger, val_step: An
 
 
 _HOW = "Return ([optimizer], [scheduler]), or ([optimizer], []) without a scheduler."
+
+
+def check_initialized(module: nn.Module, what: str) -> None:
+    """Refuse a module with parameters or buffers that get their shape in the first forward pass.
+
+    Raises:
+        ConfigurationError: naming the first of them; `what` needs their values.
+    """
+    named = (*module.named_parameters(), *module.named_buffers())
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        raise ConfigurationError(
+            f"{what} needs the values of {lazy[0]!r}, which has no shape before the first forward pass. Run the "
+            "network on one batch before you build the Trainer, under torch.no_grad()."
+        )
 
 
 def check_optimizers_schedulers(

@@ -92,11 +92,14 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
 
     Attributes:
         plan: all step arithmetic of the run; set by the trainer before it calls `get_optimizers_schedulers`.
+        keep_modes: whether each part trains in the mode, training or eval, that it has when `train()` is called. By
+            default parts with trainable parameters are put into training mode, except single layers.
         metrics: not defined here. A module may have this attribute or method: metrics by name, anything with `update`,
             `compute` and `reset`; see docs/validation.md.
     """
 
     plan: TrainingPlan | None = None
+    keep_modes: bool = False
     _log_sink: LogSink | None = None
 
     @abstractmethod

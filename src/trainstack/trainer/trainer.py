@@ -15,7 +15,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from trainstack.backends import TrainerBackend, World, build_trainer_backend
 from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport, read_model
-from trainstack.errors import ConfigurationError
+from trainstack.errors import ConfigurationError, ModuleContractError, StopTraining
 from trainstack.stage import Stage
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.arguments import TrainerArguments, limit_for_dev_run
@@ -118,8 +118,9 @@ class Trainer(AbstractTrainer):
     def train(self, *, epochs: int | None = None, max_steps: int | float | None = None) -> None:
         """Train the epochs that are left, validate after each, save, and export the model at the end.
 
-        Does nothing once it is through. Call it again after an interruption to go on from where it stopped. What
-        `request_stop` has ended counts as through: the model is exported and `on_end_train` called.
+        Does nothing once it is through. Call it again after an interruption or an exception to go on from where it
+        stopped; a hook that raised counts as called. What `request_stop` has ended counts as through: the model is
+        exported and `on_end_train` called.
 
         Args:
             epochs: train until so many are trained in all, instead of what the arguments say.
@@ -160,6 +161,7 @@ class Trainer(AbstractTrainer):
                 reporter.fail(error)
                 raise
             finally:
+                run.leave_training()
                 self._training = context.busy = False
                 saver.pending_save = saver.pending_pin = False  # no step boundary follows; paths wait for the next one
                 reporter.close()
@@ -174,7 +176,7 @@ class Trainer(AbstractTrainer):
         resumed = state.global_step or None
         stopper.begin(run.loop, self.world)
         saver.begin_run(run.loop.wake, resumed=resumed is not None)
-        self.module.train()
+        run.begin_training()
         if self.args.fit_micro_batch:
             fit_micro_batch(context, run.data, work)
             plan = run.data.plan
@@ -186,13 +188,24 @@ class Trainer(AbstractTrainer):
         if self.args.sanity_val_steps:
             run.evaluator.sanity_check(self.args.sanity_val_steps)
         state.current_step = state.global_step  # a step that failed is no longer under way
-        with suppress(Stopped):
-            self.events.begin_train()
-            stopper.stop_if_requested()
-            while not run.is_over and run.exhausted_reason is None:
-                run.train_epoch(reporter, self.save_checkpoint, save_every)
-        run.end(reporter, self.save_model_checkpoint)
-        self._finished = run.is_over
+        try:
+            with suppress(Stopped):
+                self.events.begin_train()
+                stopper.stop_if_requested()
+                while not run.is_over and run.exhausted_reason is None:
+                    run.train_epoch(reporter, self.save_checkpoint, save_every)
+        except StopTraining as stop:
+            raise ModuleContractError(
+                "StopTraining was raised in a step, a loader or a metric, which cannot be left half-way. Raise it in a "
+                "hook (on_end_backward, on_end_train_step, on_end_val_epoch, ...) or in a subscriber of an event, or "
+                "call trainer.request_stop(reason), after which the step under way is finished."
+            ) from stop
+        run.end(reporter, self._end_with_export)
+
+    def _end_with_export(self) -> None:
+        self.save_model_checkpoint()
+        assert self._run is not None
+        self._finished = self._run.is_over  # before on_end_train, which is called once
 
     def _extend(self, epochs: int | None, max_steps: int | float | None) -> None:
         """Extend the run; a refused extension changes nothing.
@@ -353,9 +366,26 @@ class Trainer(AbstractTrainer):
         with self._context.fail_together():
             self._saver.save_model(self.plan)
 
-    def export(self, path: str | os.PathLike[str]) -> None:
-        """Write the module's state as the folder `path`, with a README; see `export_model`."""
+    def export(self, path: str | os.PathLike[str], *, check_finite: bool = True) -> None:
+        """Write the module's state as the folder `path`, with a README; see `export_model`.
+
+        Args:
+            path: of the folder.
+            check_finite: refuse weights and buffers that became inf or nan.
+
+        Raises:
+            NonFiniteError: the weights are inf or nan, and `check_finite` is True; nothing was written.
+        """
+        if check_finite:
+            self._ready().check_finite("No export was written; write check_finite=False to export them as they are.")
         self._saver.save_model(self.plan, path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Trainer:
+        """Refuse a copy, which would share the files, the processes and the counters of the run."""
+        raise ConfigurationError(
+            "a Trainer cannot be copied: it holds locks, files and processes of one run. Copy the module, "
+            "copy.deepcopy(trainer.module), and give it to a new Trainer."
+        )
 
     def load_checkpoints(self) -> Checkpoint:
         """What the checkpointer finds to continue from, as `args.resume` says; an empty one if nothing."""
@@ -711,8 +741,8 @@ def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: 
 
     It ends early once the loss is not finite or far above its minimum. A step that moves nothing, such as an overflow
     in fp16, is followed by another at the same rate. Hooks are not called, schedules stand still, and afterwards the
-    run is what it was: weights, optimizers, random numbers, history. The method is that of L. N. Smith, "Cyclical
-    Learning Rates for Training Neural Networks" (2017), with the steepest slope as the answer.
+    run is what it was: weights, buffers, gradients, optimizers, modes, random numbers, history. The method is that of
+    L. N. Smith, "Cyclical Learning Rates for Training Neural Networks" (2017), with the steepest slope as the answer.
 
     Args:
         trainer: about to train, or between two calls of `train`. All processes call it together.
@@ -730,7 +760,7 @@ def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: 
             f"find_lr(start={start}, end={end}, steps={steps}): write 0 < start < end, and at least 3 steps."
         )
     run = trainer._ready()
-    return try_rates(run.context, run.data, run.loop.work, start, end, steps)
+    return try_rates(run.context, run.data, run.loop.work, run.decide_modes().modes, start, end, steps)
 
 
 def _all_callbacks(args: TrainerArguments, given: Iterable[Any] | None) -> Iterable[Any] | None:

@@ -80,6 +80,11 @@ def whole_steps(name: str, every: int | float, plan: TrainingPlan) -> int:
     return max(1, math.ceil(steps_of(name, every, plan)))
 
 
+def is_log_point(step: int, interval: int, last: int | None) -> bool:
+    """Whether global step `step` is measured and logged: a multiple of `interval`, or the last of `max_steps`."""
+    return step % interval == 0 or step == last
+
+
 class ValidationSchedule:
     """When to validate in training.
 

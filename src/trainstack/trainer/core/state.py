@@ -4,9 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from enum import IntEnum
 from typing import Any
 
 from trainstack.errors import CheckpointMismatchError
+
+
+class EpochEnd(IntEnum):
+    """The parts of the end of an epoch, in their order."""
+
+    LOSS = 1
+    HOOKS = 2
+    VALIDATION = 3
+    SCHEDULERS = 4
+    EVENT = 5
+
+
+class DuePart(IntEnum):
+    """The parts of what may be due after a global step, in their order."""
+
+    LOG = 1
+    VALIDATION = 2
+    SAVE = 3
 
 
 @dataclass(slots=True)
@@ -23,8 +42,12 @@ class RunState:
         steps_in_epoch: global steps finished in `epoch`.
         samples_in_epoch: samples consumed in `epoch` over all processes: the cursor of the data order.
         batches_in_epoch: micro-batches consumed in `epoch` on this process.
+        epoch_end: the part of the end of `epoch` that came last, see `EpochEnd`.
         validated: loaders finished of the validation after `epoch`; -1 while it trains, until its hooks have run.
         validating: loaders finished of a validation within `epoch`; -1 while none is under way.
+        validated_step: the global step of the last validation of the training that has finished.
+        due_part: the part that came last of what is due after the last global step, see `DuePart`; 0 when all is done.
+        interrupted: whether an exception came before all that is due after the last global step was done.
         current_step: the step under way, or the last finished; where logged values belong.
         order: how the samples of `epoch` come, in words; empty before its first, or where that is not known.
     """
@@ -38,8 +61,12 @@ class RunState:
     steps_in_epoch: int = 0
     samples_in_epoch: int = 0
     batches_in_epoch: int = 0
+    epoch_end: int = 0
     validated: int = -1
     validating: int = -1
+    validated_step: int = 0
+    due_part: int = 0
+    interrupted: bool = False
     current_step: int = 0
     order: str = ""
 
@@ -48,7 +75,24 @@ class RunState:
         self.last_epoch = self.epoch
         self.epoch += 1
         self.steps_in_epoch = self.samples_in_epoch = self.batches_in_epoch = 0
-        self.validated, self.order = -1, ""
+        self.epoch_end, self.validated, self.order = 0, -1, ""
+
+    def begin_epoch_end(self, part: EpochEnd) -> bool:
+        """Whether `part` of the end of the epoch is still to come. From now on it counts as done.
+
+        Parts are marked before user code runs in them, so that none comes twice, whatever is raised.
+        """
+        if self.epoch_end >= part:
+            return False
+        self.epoch_end = int(part)
+        return True
+
+    def begin_due(self, part: DuePart) -> bool:
+        """The same for `part` of what is due after the last global step."""
+        if self.due_part >= part:
+            return False
+        self.due_part = int(part)
+        return True
 
     @property
     def loaders_done(self) -> int:
@@ -61,6 +105,14 @@ class RunState:
             self.validating = self.loaders_done + 1
         else:
             self.validated += 1
+
+    def finish_validation(self) -> None:
+        """The validation under way, within or after the epoch, has finished all loaders."""
+        self.validated_step = self.global_step
+        if self.validated < 0:
+            self.validating = -1
+        else:
+            self.epoch_end = max(self.epoch_end, int(EpochEnd.VALIDATION))
 
     def get_state(self) -> dict[str, int | str]:
         """All of it."""

@@ -22,8 +22,14 @@ def finite_tensors(stack: TrainerBackend, work: Workload) -> frozenset[str]:
     return frozenset(names | {name for name, good in zip(buffers, finite, strict=True) if good})
 
 
-def check_finite_weights(stack: TrainerBackend, module: nn.Module, watched: frozenset[str], step: int) -> None:
-    """Refuse to keep weights or buffers that became inf or nan.
+def check_finite_weights(
+    stack: TrainerBackend,
+    module: nn.Module,
+    watched: frozenset[str],
+    step: int,
+    outcome: str = "No checkpoint was written.",
+) -> None:
+    """Refuse to keep weights or buffers that became inf or nan; the message says the `outcome`.
 
     Raises:
         NonFiniteError: naming the first of them.
@@ -34,7 +40,7 @@ def check_finite_weights(stack: TrainerBackend, module: nn.Module, watched: froz
     first = next((name for name, good in zip(named, finite, strict=True) if not good), None)
     if first is not None:
         raise NonFiniteError(
-            f"{first!r} holds inf or nan after global step {step}. No checkpoint was written. Look for division by "
+            f"{first!r} holds inf or nan after global step {step}. {outcome} Look for division by "
             "zero or log(0) in the forward pass, or write nonfinite='skip' to leave out steps whose gradients are not "
             "finite."
         )

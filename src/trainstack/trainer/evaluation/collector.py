@@ -27,10 +27,24 @@ class OutputCollector:
         self._device = None if device is None else torch.device(device)
         self._root: _Node | None = None
         self._joined: Any = None
+        self._count = self._marked = 0
 
     def reset(self) -> None:
         """Forget everything collected."""
         self._root = self._joined = None
+        self._count = self._marked = 0
+
+    def mark(self) -> None:
+        """What has been collected so far belongs to global steps that are finished."""
+        self._marked = self._count
+
+    def back_to_mark(self) -> None:
+        """Forget what was collected after `mark`, in a step that an exception has ended and that is made once more."""
+        if not self._marked:
+            self.reset()
+        elif self._root is not None and self._count > self._marked:
+            self._root.cut(self._marked)
+            self._count, self._joined = self._marked, None
 
     def collect(self, outputs: Any) -> None:
         """Keep the outputs of one step.
@@ -43,6 +57,7 @@ class OutputCollector:
         if self._root is None:
             by_position = isinstance(outputs, list)
             self._root = _Items("outputs", outputs) if by_position else _make_node(outputs, "outputs")
+        self._count += 1
         self._root.add(outputs, self._device)
         self._joined = None
 
@@ -87,6 +102,10 @@ class _Node:
     def add(self, value: Any, device: torch.device | None) -> None:
         raise AssertionError("abstract")
 
+    def cut(self, count: int) -> None:
+        """Keep the first `count` values alone; fewer may be there of a step that failed half-way."""
+        raise AssertionError("abstract")
+
     def join(self) -> Any:
         raise AssertionError("abstract")
 
@@ -118,6 +137,9 @@ class _Tensors(_Node):
         # torch 2.13.0: `_version` counts writes in place, and has no public counterpart.
         self.versions.append(-1 if value.is_inference() else value._version)
 
+    def cut(self, count: int) -> None:
+        del self.kept[count:], self.versions[count:]
+
     def join(self) -> Tensor:
         for step, (tensor, version) in enumerate(zip(self.kept, self.versions, strict=True)):
             if version != -1 and version != tensor._version:
@@ -148,6 +170,9 @@ class _Objects(_Node):
             raise self._mismatch_error(value, f"a {type(self.kept[0]).__name__}" if self.kept else "a plain object")
         self.kept.append(value.copy() if isinstance(value, np.ndarray) else value)
 
+    def cut(self, count: int) -> None:
+        del self.kept[count:]
+
     def join(self) -> StepList:
         return StepList(self.kept)
 
@@ -173,6 +198,10 @@ class _Items(_Node):
             )
         for key, item in pairs:
             self.children[key].add(item, device)
+
+    def cut(self, count: int) -> None:
+        for child in self.children.values():
+            child.cut(count)
 
     def join(self) -> Any:
         joined = {key: child.join() for key, child in self.children.items()}

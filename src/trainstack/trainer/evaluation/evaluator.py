@@ -10,9 +10,10 @@ from typing import Any, Protocol
 from torch.utils.data import SequentialSampler
 
 from trainstack.backends import Communicator, Workload
-from trainstack.errors import ModuleContractError, annotate
+from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.module_snapshot import ModuleSnapshot
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import isolated_rng
 from trainstack.trainer.data.training_data import TrainingData
@@ -86,7 +87,8 @@ class Evaluator:
         self.metrics = metrics
         self._context, self._data, self._hooks, self._stopper, self._work = context, data, hooks, stopper, work
         self._logged = set[str]()
-        self.has_validated = False
+        self.has_validated = self._has_begun = False
+        self._under_way = set[Stage]()
 
     def loaders_of(self, stage: Stage) -> dict[str, Any]:
         """The module's loaders for `stage` by name; empty if it has none."""
@@ -104,18 +106,23 @@ class Evaluator:
             loaders = self.loaders_of(Stage.VAL)
         if loaders:
             self.evaluate(Stage.VAL, loaders, keep=self._hooks.val_outputs, reporter=reporter)
-        self.has_validated = True
+        else:
+            self._finish()
 
     def sanity_check(self, batches: int) -> None:
         """Run `val_step` and the metrics over the first `batches` of each loader, and forget about it."""
         with self._isolated_rng():
             loaders = self.loaders_of(Stage.VAL)
+        buffers = ModuleSnapshot(self._context.module)
+        buffers.keep()
         try:
             with self._context.sink.redirect(RunHistory(), self._context.state) as history:
                 self.evaluate(Stage.VAL, loaders, keep=False, history=history, only=batches)
         except Exception as error:
             annotate(error, "while sanity_val_steps tried out the validation before training")
             raise
+        finally:
+            buffers.restore()
 
     def run_standalone(
         self, stage: Stage, dataloaders: Any, log: bool | None, keep_outputs: bool = True
@@ -156,12 +163,15 @@ class Evaluator:
     ) -> EvaluationOutputs:
         """Run the step of `stage` over each loader; returns metrics, and outputs by loader where `keep` asks for them.
 
-        Modes and random state are afterwards what they were before. With a `reporter` the pass is a part of training:
-        it may be broken off, and loaders of an interrupted validation that are done already are left out. Metrics are
-        recorded in `history`, the run's if None. With `only` so many batches a process, no hook is called.
+        Modes and random state are afterwards what they were before. A hook is called when its loader counts as done, so
+        that it is not called twice where it raises and `train()` is called again. With a `reporter` the pass is a
+        part of training: it may be broken off, and loaders of an interrupted validation that are done already are left
+        out. Metrics are recorded in `history`, the run's if None. With `only` so many batches a process, no hook is
+        called.
 
         Raises:
             Stopped: it was broken off.
+            ConfigurationError: an evaluation of this stage is under way.
         """
         context, hooks = self._context, self._hooks
         state, world = context.state, context.world
@@ -169,7 +179,7 @@ class Evaluator:
         hook = hooks.end_val_epoch if announced else None
         step, collected, was_busy = state.global_step, EvaluationOutputs(), context.busy
         seed = mix(state.seed, stage.value, step, world.rank)
-        with self._evaluating(seed, announced):
+        with self._evaluating(stage, seed, announced, reporter is not None):
             self.metrics.check_loaders(list(loaders))
             context.busy = True
             done = 0 if reporter is None else state.loaders_done
@@ -182,31 +192,55 @@ class Evaluator:
                             collected.metrics |= self._record(stage, key, values, history or context.history)
                             if keep:
                                 collected[key] = outputs
+                            if reporter is not None:
+                                state.finish_loader()
                             if hook is not None:
                                 hook(step, *(as_arguments(outputs) if keep and hooks.val_outputs else ()), key=key)
-                        if reporter is not None:
-                            state.finish_loader()
             finally:
                 context.busy = was_busy
         return collected
 
     @contextmanager
-    def _evaluating(self, seed: int, announced: bool) -> Iterator[None]:
+    def _evaluating(self, stage: Stage, seed: int, announced: bool, in_training: bool) -> Iterator[None]:
         """A block inside callbacks' contexts, and between the events of a validation if it is `announced`.
 
         Subscribers draw from separate generators, like all of an evaluation. One that is broken off does not end, and
-        one that only tries out a few batches is not announced.
+        one that only tries out a few batches is not announced. One that goes on in the same process has begun already.
         """
         context, events = self._context, self._context.events
         with isolated_rng(seed, context.world.device):
-            if announced:
-                events.fire(Event.VALIDATION_BEGIN)
-            with events.evaluation_contexts():
-                yield
+            with self._only_one(stage):
+                if announced and not (in_training and self._has_begun):
+                    self._has_begun |= in_training
+                    events.fire(Event.VALIDATION_BEGIN)
+                with events.evaluation_contexts():
+                    yield
+            if in_training:
+                self._finish()
             if announced:
                 history = context.sink.history  # not the run's, where the validation is no part of it
                 measured = history.values_at(context.state.global_step) if events.has(Event.VALIDATION_END) else {}
                 events.fire(Event.VALIDATION_END, measured)
+
+    def _finish(self) -> None:
+        """A validation of the training has finished."""
+        self._context.state.finish_validation()
+        self.has_validated, self._has_begun = True, False
+
+    @contextmanager
+    def _only_one(self, stage: Stage) -> Iterator[None]:
+        if stage in self._under_way:
+            name = "validate" if stage is Stage.VAL else stage.name.lower()
+            raise ConfigurationError(
+                f"trainer.{name}() was called within an evaluation of the same stage, whose hooks would call it again "
+                f"without end. Call it in on_end_train_step, on_validation_end or on_epoch_end, or evaluate the other "
+                "data as a second loader of get_val_dataloaders."
+            )
+        self._under_way.add(stage)
+        try:
+            yield
+        finally:
+            self._under_way.discard(stage)
 
     def _isolated_rng(self) -> AbstractContextManager[None]:
         return isolated_rng(mix(self._context.state.seed), self._context.world.device)

@@ -17,6 +17,7 @@ from trainstack.backends.fast_paths import fast_batches
 from trainstack.backends.losses import RETURN_THE_TENSOR, is_number, loss_item
 from trainstack.errors import ModuleContractError, annotate
 from trainstack.stage import Stage
+from trainstack.trainer.core.modes import get_modes, set_modes
 from trainstack.trainer.core.tensors import samples_in
 from trainstack.trainer.data.loading import Fetcher
 from trainstack.trainer.data.step_batches import check_not_presharded, custom_batch_weight, unsupported_order_reason
@@ -132,15 +133,12 @@ def sample_count_mismatch(loader: Any, counts: Sequence[int | None]) -> str | No
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
     """All submodules in eval mode inside; each in the mode it had before, after."""
-    mode, modes = module.training, [(part, part.training) for part in module.modules()]
+    modes = get_modes(module)
     module.eval()
     try:
         yield
     finally:
-        module.train(mode)  # a module may do more in train() than set a flag
-        for part, training in modes:
-            if part.training is not training:
-                part.training = training
+        set_modes(module, modes)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from trainstack.errors import ConfigurationError, StopTraining, annotate
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.events.calling import call_all
 from trainstack.trainer.events.event import SPANS, Callback, Event
 from trainstack.trainer.events.filters import Filter, adapt_arity, filter_of, name_of
 from trainstack.trainer.events.weight_swap import WeightSwap
@@ -188,8 +189,7 @@ class Events:
             return lambda *given: only(trainer, *given)
 
         def fire(*given: Any) -> None:
-            for call in calls:
-                call(trainer, *given)
+            call_all(calls, trainer, *given)
 
         return fire
 
@@ -198,7 +198,7 @@ class Events:
         return bool(self._subscriptions[event])
 
     def fire(self, event: Event, *given: Any) -> None:
-        """Call the subscribers of `event`."""
+        """Call the subscribers of `event`, see `call_all`."""
         if event in SPANS:
             self._open.discard(SPANS[event])
         elif event in SPANS.values():
@@ -207,8 +207,7 @@ class Events:
                     if subscription.filter is not None:
                         subscription.filter.take_back()
             self._open.add(event)
-        for subscription in list(self._subscriptions[event]):
-            subscription.call(self.trainer, *given)
+        call_all([subscription.call for subscription in self._subscriptions[event]], self.trainer, *given)
 
     def evaluation_contexts(self) -> ExitStack:
         """A block in which the module is as it is evaluated: all callbacks' contexts, entered."""
@@ -246,8 +245,7 @@ class Events:
 
     def run_calls(self, step: int) -> None:
         """Call what was asked for at global step `step`, in the order of the requests."""
-        for call in self._calls.pop(step, ()):
-            call()
+        call_all(self._calls.pop(step, ()))
 
     def begin_train(self) -> None:
         """`train()` begins."""

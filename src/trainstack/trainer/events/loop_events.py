@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from trainstack.backends import EMPTY
 from trainstack.trainer.data.step_batches import MicroBatch, StepBatches
 from trainstack.trainer.events.bus import Fire
+from trainstack.trainer.events.calling import call_all
 from trainstack.trainer.events.event import Event
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
@@ -71,30 +72,10 @@ def with_batch_events(forward: Verb, backward: Verb, bind: Bind) -> tuple[Any, A
     return announced_forward, announced_backward
 
 
-def with_events_around(verb: Verb, before: Fire | None, after: Fire | None, *given: Any) -> Any:
-    """`verb` between two events that give `given`."""
-    if before is None and after is None:
-        return verb
-
-    def announced(*arguments: Any) -> Any:
-        if before is not None:
-            before(*given)
-        result = verb(*arguments)
-        if after is not None:
-            after(*given)
-        return result
-
-    return announced
-
-
 def chain(first: Fire | None, second: Fire | None, second_takes: slice = slice(None)) -> Fire | None:
-    """Calls `first`, and `second` with a part of what it is given."""
+    """Calls `first`, and `second` with a part of what it is given; see `call_all`."""
     if second is None:
         return first
-
-    def both(*given: Any) -> None:
-        if first is not None:
-            first(*given)
-        second(*given[second_takes])
-
-    return both
+    taken: Fire = lambda *given: second(*given[second_takes])  # noqa: E731
+    calls = [taken] if first is None else [first, taken]
+    return lambda *given: call_all(calls, *given)

@@ -186,8 +186,8 @@ class LossMeter:
 
 
 _UNMEASURED = (
-    "Gradients are measured at log points only, since clip_grads=False: the cause may be the gradient of an earlier step "
-    "since the last one. "
+    "Gradients are measured at log points only, since clip_grads=False: the cause may be the gradient of an earlier "
+    "step since the last one. "
 )
 _ADVICE = (
     "No checkpoint was written after it. Write nonfinite='skip' to leave such steps out and count them, or "

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from trainstack.backends import EMPTY, TrainerBackend, Workload
@@ -20,10 +20,11 @@ from trainstack.backends.losses import find_loss
 from trainstack.stage import Stage
 from trainstack.trainer.core.intervals import NEVER
 from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.module_snapshot import ModuleSnapshot
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.evaluation.collector import OutputCollector
-from trainstack.trainer.events.bus import Fire
+from trainstack.trainer.events.calling import call_all
 from trainstack.trainer.events.event import Event
 from trainstack.trainer.events.hooks import Hooks, needs_outputs
 from trainstack.trainer.events.loop_events import (
@@ -31,7 +32,6 @@ from trainstack.trainer.events.loop_events import (
     chain,
     no_subscribers,
     with_batch_events,
-    with_events_around,
     with_fetch_events,
 )
 from trainstack.trainer.reporting.loss_meter import LossMeter
@@ -148,10 +148,10 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
     stack, state, step_schedulers = loop.stack, loop.state, loop.schedules.step
     work, params, meter = loop.work, loop.work.params, loop.meter
     params.refresh()
-    buffers = BufferSnapshot(work.module) if loop.may_skip else None
+    buffers = ModuleSnapshot(work.module) if loop.may_skip else None
     clip, read, unmeasured = stack.clip, stack.read, work.without_grad_norm()
-    run_micro_batches, after_step = _bind_micro_batches(loop), _bind_end_train_step(loop)
-    before_update, after_update, zero_gradients = _bind_update_events(loop)
+    run_micro_batches, before_update = _bind_micro_batches(loop), loop.bind(Event.BEFORE_OPTIMIZER_STEP)
+    end_update, end_skip = _bind_step_end(loop)
     _drop_gradients(params.all)
     for step_batches in with_fetch_events(steps, loop.bind):
         if buffers is not None:
@@ -162,11 +162,11 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
         if not step_batches.items > 0 or (loop.skip_nonfinite and _is_nonfinite(norm, read)):
             _drop_gradients(params.all)
             stack.skip(work)
-            updated = moved = False
+            moved, end_step = False, end_skip
         else:
             if before_update is not None:
                 before_update(work.optimizers)
-            updated, moved = True, stack.step(work)
+            moved, end_step = stack.step(work), end_update
         # Weights, schedulers and counters change together, before user code runs: a hook may raise.
         if moved:
             step_schedulers()
@@ -174,11 +174,7 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
             buffers.restore()
         _advance(state, step_batches, moved)
         meter.add_step(state, step_batches, losses, moved, norm)
-        if updated and after_update is not None:
-            after_update(work.optimizers)
-        zero_gradients()
-        if after_step is not None:
-            after_step()
+        end_step()
         if state.global_step >= loop.next_due_step:
             loop.on_due()
 
@@ -236,13 +232,29 @@ def _complete_gradients(work: Workload, scale: float) -> None:
         _drop_gradients(params.frozen.values())
 
 
-def _bind_update_events(loop: TrainLoop) -> tuple[Fire | None, Fire | None, Callable[[], None]]:
-    """What is called before and after the optimizers' step, and the zeroing with the events around it.
+def _bind_step_end(loop: TrainLoop) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What ends a step in which the optimizers were stepped, and one that was skipped: zeroing, events and hooks."""
+    optimizers, after_update = loop.work.optimizers, loop.bind(Event.AFTER_OPTIMIZER_STEP)
+    before_zero, after_zero = loop.bind(Event.BEFORE_ZERO_GRAD), loop.bind(Event.AFTER_ZERO_GRAD)
+    calls: list[Callable[[], None]] = []
+    if before_zero is not None:
+        calls.append(partial(before_zero, optimizers))
+    calls.append(_bind_zero_gradients(loop.work))
+    if after_zero is not None:
+        calls.append(partial(after_zero, optimizers))
+    calls += _bind_end_train_step(loop)
+    updated = [] if after_update is None else [partial(after_update, optimizers)]
+    return _in_turn([*updated, *calls]), _in_turn(calls)
 
-    An optimizer with another `zero_grad` than torch's zeroes its parameters itself.
-    """
-    bind, optimizers, params = loop.bind, loop.work.optimizers, loop.work.params
-    public = [one for one in optimizers if not (loop.work.fast_paths and has_usual_zero_grad(one))]
+
+def _in_turn(calls: list[Callable[[], None]]) -> Callable[[], None]:
+    return calls[0] if len(calls) == 1 else partial(call_all, calls)
+
+
+def _bind_zero_gradients(work: Workload) -> Callable[[], None]:
+    """Drops the gradients of all parameters; an optimizer with another `zero_grad` than torch's zeroes its own."""
+    params = work.params
+    public = [one for one in work.optimizers if not (work.fast_paths and has_usual_zero_grad(one))]
 
     def zero_gradients() -> None:
         if not public:
@@ -253,29 +265,29 @@ def _bind_update_events(loop: TrainLoop) -> tuple[Fire | None, Fire | None, Call
         zeroed = {id(p) for optimizer in public for group in optimizer.param_groups for p in group["params"]}
         _drop_gradients(p for p in params.all if id(p) not in zeroed)
 
-    before, after = bind(Event.BEFORE_OPTIMIZER_STEP), bind(Event.AFTER_OPTIMIZER_STEP)
-    zero = with_events_around(zero_gradients, bind(Event.BEFORE_ZERO_GRAD), bind(Event.AFTER_ZERO_GRAD), optimizers)
-    return before, after, zero
+    return zero_gradients
 
 
-def _bind_end_train_step(loop: TrainLoop) -> Callable[[], None] | None:
+def _bind_end_train_step(loop: TrainLoop) -> list[Callable[[], None]]:
+    """The hook and the subscribers of the end of a step."""
     hook, collector, state = loop.hooks.end_train_step, loop.step_outputs, loop.state
     fire = loop.bind(Event.TRAIN_STEP_END)
-    if hook is None and fire is None:
-        return None
-    insists = hook is not None and needs_outputs(hook)
+    calls: list[Callable[[], None]] = []
+    if hook is not None:
+        insists = needs_outputs(hook)
 
-    def end_train_step() -> None:
-        outputs: tuple[Any, ...] | None = ()
-        if collector is not None:  # a step may be without samples, on one process or on all
-            outputs = None if collector.is_empty and insists else collector.as_arguments
-            collector.reset()  # before the hook, which may raise
-        if hook is not None and outputs is not None:
-            hook(state.global_step, *outputs)
-        if fire is not None:
-            fire(state.global_step)
+        def call_hook() -> None:
+            outputs: tuple[Any, ...] | None = ()
+            if collector is not None:  # a step may be without samples, on one process or on all
+                outputs = None if collector.is_empty and insists else collector.as_arguments
+                collector.reset()  # before the hook, which may raise
+            if outputs is not None:
+                hook(state.global_step, *outputs)
 
-    return end_train_step
+        calls.append(call_hook)
+    if fire is not None:
+        calls.append(lambda: fire(state.global_step))
+    return calls
 
 
 def _is_nonfinite(norm: Tensor | None, read: Callable[[Sequence[Tensor]], list[float]]) -> bool:
@@ -284,24 +296,6 @@ def _is_nonfinite(norm: Tensor | None, read: Callable[[Sequence[Tensor]], list[f
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: weight for name, weight in module.named_parameters() if weight.requires_grad and weight.numel()}
-
-
-class BufferSnapshot:
-    """The buffers of a module as they were before a step that may have to be left out, such as running statistics."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._kept: list[tuple[Tensor, Tensor]] = []
-
-    def keep(self) -> None:
-        """Remember them."""
-        self._kept = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
-
-    def restore(self) -> None:
-        """Make them what they were."""
-        with torch.no_grad():
-            for buffer, before in self._kept:
-                buffer.copy_(before)
 
 
 def _advance(state: RunState, step_batches: StepBatches, updated: bool) -> None:

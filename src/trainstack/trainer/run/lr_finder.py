@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trainstack.backends import Workload
 from trainstack.errors import ConfigurationError, NonFiniteError
 from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.modes import Modes, set_modes
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.data.step_batches import StepBatches
@@ -20,7 +21,7 @@ from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.reporting.loss_meter import MAX_SKIPPED_IN_A_ROW
 from trainstack.trainer.run.loop import TrainLoop, train_steps
-from trainstack.trainer.run.memory_fitting import restore_after
+from trainstack.trainer.run.trial import restore_after
 
 DIVERGED = 4.0
 """So many times the smallest running mean of the loss ends the search."""
@@ -58,9 +59,9 @@ class LRFinderResult:
 
 
 def try_rates(
-    context: RunContext, data: TrainingData, work: Workload, start: float, end: float, steps: int
+    context: RunContext, data: TrainingData, work: Workload, modes: Modes, start: float, end: float, steps: int
 ) -> LRFinderResult:
-    """The trial of `find_lr`, which all processes make together."""
+    """The trial of `find_lr`, which all processes make together; the module trains in `modes`."""
     problem = data.training_set.problem
     if context.busy:
         problem = "a run is under way"
@@ -71,8 +72,9 @@ def try_rates(
             f"find_lr: {problem}. Call it before train, on a DataLoader over a map-style data set."
         )
     rates, losses, means = list[float](), list[float](), list[float]()
-    with context.fail_together(), restore_after(context, work, seed=mix(context.state.seed, steps)) as state:
-        context.module.train()
+    seed = mix(context.state.seed, steps)
+    with context.fail_together(), restore_after(context, work, seed, "find_lr") as state:
+        set_modes(context.module, modes)
         loop = TrainLoop(context.stack, work, Hooks(None), state=state)
         ramp = _Ramp(loop.work.optimizers, start, end, steps)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -15,9 +12,8 @@ from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.order import mix
-from trainstack.trainer.core.random_state import isolated_rng
-from trainstack.trainer.core.state import RunState
 from trainstack.trainer.data.training_data import TrainingData
+from trainstack.trainer.run.trial import restore_after
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
@@ -26,36 +22,6 @@ def ran_out_of_memory(error: BaseException) -> bool:
         return True
     sentences = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(sentence in str(error) for sentence in sentences)
-
-
-@contextmanager
-def restore_after(context: RunContext, work: Workload, seed: int) -> Iterator[RunState]:
-    """A block that may train: weights, buffers, optimizers, layers, modes and random numbers are put back after it.
-
-    Gradients are dropped, and what the module logs is forgotten. What a step changes beside these, such as a counter of
-    the module's own, stays.
-
-    The run is at a step boundary; `seed` is that of the random numbers in the block. Yields counters to advance there.
-    """
-    module, layers = context.module, copy.deepcopy(context.stack.get_state())
-    tensors = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
-    optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in work.optimizers]
-    modes = [(part, part.training) for part in module.modules()]
-    state = copy.copy(context.state)
-    try:
-        with context.sink.mute(state), isolated_rng(seed, context.world.device):
-            yield state
-    finally:
-        with torch.no_grad():
-            for tensor, before in tensors:
-                tensor.copy_(before)
-        for parameter in module.parameters():
-            parameter.grad = None
-        for optimizer, saved in zip(work.optimizers, optimizers, strict=True):
-            optimizer.load_state_dict(saved)
-        context.stack.update_state(layers)
-        for part, training in modes:
-            part.training = training
 
 
 def fit_micro_batch(context: RunContext, data: TrainingData, work: Workload) -> None:
@@ -111,7 +77,7 @@ def _try_once(context: RunContext, data: TrainingData, work: Workload) -> None:
     stack, step = context.stack, context.state.global_step + 1
     samples = data.training_set
     batch = samples.fetch(torch.arange(min(data.plan.micro_batch, samples.length or 1)))
-    with restore_after(context, work, seed=mix(context.state.seed, step)):
+    with restore_after(context, work, mix(context.state.seed, step), "fit_micro_batch=True"):
         kept = [torch.empty_like(p) for p in work.optimized_params for _ in range(2)]
         with stack.accumulate(work, False):
             stack.backward(work, find_loss(stack.forward(work, Stage.TRAIN, batch, step)), 1.0)

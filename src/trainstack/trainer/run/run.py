@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -15,10 +16,11 @@ from trainstack.checkpointing import Checkpoint
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.context import RunContext
-from trainstack.trainer.core.intervals import ValidationSchedule, whole_steps
+from trainstack.trainer.core.intervals import ValidationSchedule, is_log_point, whole_steps
+from trainstack.trainer.core.modes import Decision, Modes, decide_modes, describe_modes, get_modes, set_modes
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import capture_rng, isolated_rng, restore_rng
-from trainstack.trainer.core.state import RunState
+from trainstack.trainer.core.state import DuePart, EpochEnd, RunState
 from trainstack.trainer.core.tensors import check_finite_weights, finite_tensors, refuse_diverged
 from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.data.training_data import TrainingData
@@ -26,6 +28,7 @@ from trainstack.trainer.evaluation.collector import as_arguments
 from trainstack.trainer.evaluation.evaluator import Evaluator
 from trainstack.trainer.evaluation.metrics import Metrics
 from trainstack.trainer.events import Event
+from trainstack.trainer.events.calling import call_all
 from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.module_checks import check_optimizers_schedulers, check_signatures
 from trainstack.trainer.reporting.reporter import Reporter
@@ -61,6 +64,23 @@ def failure_location(state: RunState, data: TrainingData, position: int | None) 
     return f"{place}, with the samples {shown}{more} of the training data set"
 
 
+@dataclass(slots=True)
+class _Begun:
+    """What the beginning of an epoch has left in this process.
+
+    Attributes:
+        epoch: which one.
+        modes: of the parts whose modes the hooks have changed.
+        rng: the random state after the hooks; None before.
+        has_data: whether the module has given its loader.
+    """
+
+    epoch: int
+    modes: dict[nn.Module, bool] = field(default_factory=dict)
+    rng: Mapping[str, Any] | None = None
+    has_data: bool = False
+
+
 class Run:
     """A module made ready on a stack.
 
@@ -78,6 +98,7 @@ class Run:
         loop: what the loop works with.
         pending_rng: the random state to go on with; used up when training goes on.
         epoch_rng: the random state that the epoch under way began with.
+        modes: in which the parts of the module train, before hooks change them for an epoch.
         watched: names of the parameters and buffers that must stay finite.
     """
 
@@ -90,6 +111,11 @@ class Run:
         check_signatures(module, self.log, context.val_step)
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
+        self.modes: Modes = {}
+        self._kept: tuple[nn.Module, ...] = ()
+        self._begun: _Begun | None = None
+        self._epoch_unsaved = False
+        self._attended = -1
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log, self.stack.public_dataset_size)
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
@@ -140,29 +166,48 @@ class Run:
         Raises:
             Stopped: somebody asked for it; the run stands at a step boundary, or between two validation batches.
         """
-        state, monitor = self.state, self.context.args.monitor
+        state = self.state
         self.context.busy = True
+        if self._epoch_unsaved:  # what was saved there has failed
+            self._save_epoch(save)
         steps = self._begin_epoch()
         reporter.start_epoch(state, self.data.plan)
-        if state.validated < 0:
+        if not state.epoch_end:
             self._train_steps(steps, reporter, save, save_every)
             if self.is_over:
                 reporter.progress.end_epoch()
                 return
-            reporter.end_training_epoch(state, self.loop.meter)
-            self._end_train_epoch()
-            state.validated = 0
-        if self.validation.after_epoch(state.epoch):
-            self.evaluator.validate(reporter)
-        may_lack = self.validation.is_sparse and not self.evaluator.has_validated
-        if monitor is not None and self.evaluator.has_validated:
-            self.history.get_latest_metric(monitor)  # or say which ones there are
-        self.loop.schedules.end_epoch(self.history, state.epoch, self.world.comm, may_lack=may_lack)
-        self.events.fire(Event.EPOCH_END, state.epoch)
-        state.finish_epoch()
+        self._end_epoch(reporter)
+        self._epoch_unsaved = True
         reporter.end_epoch(state, self.data.plan)
-        self._save(save, self.saver.pending_save)
+        self._save_epoch(save)
         self.stopper.stop_if_requested()
+
+    def _end_epoch(self, reporter: Reporter) -> None:
+        """Do what is left to do at the end of the epoch, each part once, and let the next epoch be the one to train."""
+        state, monitor = self.state, self.context.args.monitor
+        if state.begin_epoch_end(EpochEnd.LOSS):
+            reporter.end_training_epoch(state, self.loop.meter)
+        if state.begin_epoch_end(EpochEnd.HOOKS):
+            state.validated = 0
+            self._end_train_epoch()
+        if state.epoch_end < EpochEnd.VALIDATION and self.validation.after_epoch(state.epoch):
+            self.evaluator.validate(reporter)  # which may be broken off
+        state.begin_epoch_end(EpochEnd.VALIDATION)
+        if state.epoch_end < EpochEnd.SCHEDULERS:
+            may_lack = self.validation.is_sparse and not self.evaluator.has_validated
+            if monitor is not None and self.evaluator.has_validated:
+                self.history.get_latest_metric(monitor)  # or say which ones there are
+            self.loop.schedules.end_epoch(self.history, state.epoch, self.world.comm, may_lack=may_lack)
+        state.begin_epoch_end(EpochEnd.SCHEDULERS)
+        if state.begin_epoch_end(EpochEnd.EVENT):
+            self.events.fire(Event.EPOCH_END, state.epoch)
+        state.finish_epoch()
+
+    def _save_epoch(self, save: Callable[[bool], None]) -> None:
+        """Save at the end of the epoch that `state` has just finished."""
+        self._save(save, self.saver.pending_save or self._is_best())
+        self._epoch_unsaved = False
 
     def _train_steps(
         self, steps: Iterator[StepBatches], reporter: Reporter, save: Callable[[bool], None], save_every: int | None
@@ -170,13 +215,19 @@ class Run:
         state = self.state
         self.loop.on_due = lambda: self._on_due(reporter, save, save_every)
         self._set_next_due_step(reporter, save_every)
+        goes_on = state.interrupted or state.validating >= 0  # or a validation was broken off there
+        if not goes_on:
+            state.due_part, self._attended = 0, state.global_step
         try:
             with suppress(Stopped):
-                if state.validating >= 0:  # it was broken off there
-                    self._validate_within(reporter)
+                if goes_on:
+                    self._on_due(reporter, save, save_every)
                 train_steps(self.loop, islice(steps, self._steps_left()))
-        except Exception as error:
-            annotate(error, failure_location(state, self.data, self.loop.failed_in))
+        except BaseException as error:
+            at_boundary = state.current_step == state.global_step >= self.loop.next_due_step
+            state.interrupted = at_boundary and self._attended != state.global_step
+            if isinstance(error, Exception):
+                annotate(error, failure_location(state, self.data, self.loop.failed_in))
             raise
         self.stopper.stop_if_requested()
         if not state.steps_in_epoch:
@@ -193,30 +244,83 @@ class Run:
         return max(0, min(left)) if left else None
 
     def _begin_epoch(self) -> Iterator[StepBatches]:
-        """Call the hook and ask for data; within an epoch both see the random state that the epoch began with."""
-        state, hook, device = self.state, self.hooks.begin_train_epoch, self.world.device
-        within = state.steps_in_epoch > 0
+        """Call the hooks that begin the epoch and ask for its data.
+
+        Where the epoch goes on, both see the random state that it began with. Hooks that were called in this process
+        are not called again, for the module and the callbacks have their effects.
+        """
+        state, device = self.state, self.world.device
         now = self.pending_rng or capture_rng(device)
-        if within and self.epoch_rng is not None:
+        known = self._begun is not None and self._begun.epoch == state.epoch
+        begun = self._begun if known and self._begun is not None else _Begun(state.epoch)
+        resumed = not known and state.steps_in_epoch > 0
+        goes_on = resumed or begun.has_data
+        if known:
+            set_modes(self.module, {**self.modes, **begun.modes})
+        else:
+            self._begun = begun
+            self._call_begin_hooks(begun, resumed)
+        if begun.rng is None:
+            begun.rng = capture_rng(device)
+        else:
+            restore_rng(begun.rng, device)
+        steps = self.data.iter_steps(state, self.stack.sampling) if not state.epoch_end else iter(())
+        begun.has_data = True
+        if goes_on:
+            restore_rng(now, device)
+            self.pending_rng = None
+        if resumed and not state.epoch_end and self.loop.epoch_outputs is not None:
+            self.log.warning(
+                f"resumed within epoch {state.epoch}: on_end_train_epoch gets the outputs of the steps from here on, "
+                "those before the interruption are gone."
+            )
+        return steps
+
+    def _call_begin_hooks(self, begun: _Begun, resumed: bool) -> None:
+        state, hook, device = self.state, self.hooks.begin_train_epoch, self.world.device
+        if resumed and self.epoch_rng is not None:
             restore_rng(self.epoch_rng, device)
         else:
             self.restore_rng_once()
             self.epoch_rng = capture_rng(device)
-        self.events.fire(Event.EPOCH_BEGIN, state.epoch)
-        if hook is not None:
-            hook(state.global_step, state.epoch)
-        self.events.fire(Event.TRAIN_EPOCH_BEGIN, state.epoch)
-        steps = self.data.iter_steps(state, self.stack.sampling) if state.validated < 0 else iter(())
-        if within:
-            restore_rng(now, device)
-            self.pending_rng = None
-            collector = self.loop.epoch_outputs
-            if collector is not None and collector.is_empty and state.validated < 0:
-                self.log.warning(
-                    f"resumed within epoch {state.epoch}: on_end_train_epoch gets the outputs of the steps from here "
-                    "on, those before the interruption are gone."
+        set_modes(self.module, self.modes)
+        calls: list[Callable[[], Any]] = [lambda: self.events.fire(Event.EPOCH_BEGIN, state.epoch)]
+        calls += [] if hook is None else [lambda: hook(state.global_step, state.epoch)]
+        calls += [lambda: self.events.fire(Event.TRAIN_EPOCH_BEGIN, state.epoch)]
+        try:
+            call_all(calls)
+        finally:
+            begun.modes = {p: mode for p, mode in get_modes(self.module).items() if self.modes.get(p, mode) is not mode}
+
+    def decide_modes(self) -> Decision:
+        """In which modes the parts of the module train.
+
+        Raises:
+            ConfigurationError: the module keeps all modes, and the run is private.
+        """
+        module = self.module
+        if self.stack.is_private:
+            if module.keep_modes:
+                raise ConfigurationError(
+                    f"{type(module).__name__}.keep_modes is True and the run is private. What it promises was checked "
+                    "in training mode, so all parts train in it. Write keep_modes = False."
                 )
-        return steps
+            return Decision(dict.fromkeys(module.modules(), True), (), ())
+        return Decision(get_modes(module), (), ()) if module.keep_modes else decide_modes(module, self._kept)
+
+    def begin_training(self) -> None:
+        """Put the parts of the module into the modes in which they train; `train()` begins."""
+        decision = self.decide_modes()
+        self.modes, self._kept = decision.modes, decision.kept
+        set_modes(self.module, self.modes)
+        if decision.kept or decision.changed:
+            self.log.info(describe_modes(self.module, decision))
+
+    def leave_training(self) -> None:
+        """`train()` ends: undo the modes that hooks have set for an epoch; they are no choice for the next call."""
+        for part, mode in {} if self._begun is None else self._begun.modes.items():
+            if part.training is mode:
+                part.training = self.modes.get(part, mode)
 
     def _save(self, save: Callable[[bool], None], force: bool) -> None:
         """Save at a step boundary, where everything that goes into a checkpoint fits together."""
@@ -226,33 +330,37 @@ class Run:
 
     def _end_train_epoch(self) -> None:
         hook, collector = self.hooks.end_train_epoch, self.loop.epoch_outputs
+        calls: list[Callable[[], Any]] = [lambda: self.events.fire(Event.TRAIN_EPOCH_END, self.state.epoch)]
         if hook is not None and collector is not None and self.hooks.epoch_outputs and collector.is_empty:
             self.log.warning("on_end_train_epoch is left out: the outputs it takes were lost in the interruption.")
         elif hook is not None:
             outputs = self.stack.gather(collector.all_outputs) if collector is not None else []
-            hook(self.state.global_step, *(as_arguments(outputs) if self.hooks.epoch_outputs else ()))
+            given = as_arguments(outputs) if self.hooks.epoch_outputs else ()
+            calls.insert(0, lambda: hook(self.state.global_step, *given))
         if collector is not None:
             collector.reset()
-        self.events.fire(Event.TRAIN_EPOCH_END, self.state.epoch)
+        call_all(calls)
 
     def _on_due(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
         """What is due at this step: log, validate, save, poll the display, stop; and find the next due step."""
         # The order matters for an exact resume: a checkpoint holds what was recorded and measured at this step, and a
-        # run that stops here has saved what was due.
+        # run that stops here has saved what was due. Each part is marked as done before user code runs in it.
         state, step = self.state, self.state.global_step
-        if step % self.log_interval == 0 or step == self.data.plan.max_steps:
-            reporter.measure(state, self.loop.meter, self.loop.work.optimizers)
-            self.events.fire(Event.LOG, step)
+        if is_log_point(step, self.log_interval, self.data.plan.max_steps):
+            if state.begin_due(DuePart.LOG):
+                reporter.measure(state, self.loop.meter, self.loop.work.optimizers)
+                self.events.fire(Event.LOG, step)
             reporter.write()
         elif step % MOST_PENDING_STEPS == 0:  # at the same steps on every process
             self.loop.meter.flush()
             reporter.write()
         self.events.run_calls(step)
-        if self.validation.is_due(step, state.steps_in_epoch, self.world.comm):
+        if state.begin_due(DuePart.VALIDATION) and self.validation.is_due(step, state.steps_in_epoch, self.world.comm):
+            state.validating = 0
+        if state.validating >= 0:
             self._validate_within(reporter)
-        if self.saver.pending_save or (save_every is not None and step % save_every == 0):
-            reporter.write()  # a history counts as written once it is saved
-            self._save(save, True)
+        self._save_if_due(reporter, save, save_every)
+        state.due_part, state.interrupted, self._attended = 0, False, step
         if state.steps_in_epoch >= reporter.progress.next_poll:
             reporter.poll(state)
         if self.stopper.is_due(step):
@@ -260,9 +368,36 @@ class Run:
         self._set_next_due_step(reporter, save_every)
         self.saver.poll()  # after that: what fails later moves `next_due_step` again
 
+    def _save_if_due(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
+        state = self.state
+        periodic = save_every is not None and state.global_step % save_every == 0
+        if not (state.begin_due(DuePart.SAVE) and (periodic or self._is_best())) and not self.saver.pending_save:
+            return
+        reporter.write()  # a history counts as written once it is saved
+        try:
+            self._save(save, True)
+        except BaseException:
+            state.due_part = int(DuePart.VALIDATION)  # `train()`, called again, saves
+            raise
+
+    def _is_best(self) -> bool:
+        """Whether a validation at this step has brought the best value yet of what the checkpointer keeps the best by.
+
+        All processes get the answer of the main one.
+        """
+        wanted, step = self.context.checkpointer.keeps_best_by, self.state.global_step
+        if wanted is None or self.state.validated_step != step:
+            return False
+        name, mode = wanted
+        known = self.history.records(name) if name in self.history.get_metric_names() else []
+        sign = 1 if mode == "min" else -1
+        values = [(record.step, sign * record.value) for record in known if math.isfinite(record.value)]
+        here = values[-1][1] if values and values[-1][0] == step else math.inf
+        best = here < min((value for at, value in values if at < step), default=math.inf)
+        return bool(self.world.comm.broadcast_object(best))
+
     def _validate_within(self, reporter: Reporter) -> None:
         """Validate at a step boundary; one that is broken off is gone on with when the run is."""
-        self.state.validating = self.state.loaders_done
         self.evaluator.validate(reporter)
         self.state.validating = -1
         reporter.end_validation(self.state)
@@ -295,7 +430,7 @@ class Run:
         state, plan = self.state, self.data.plan
         if plan.max_steps is None:
             return state.epoch >= plan.epochs
-        if state.validated >= 0 or state.validating >= 0 or state.global_step < plan.max_steps:
+        if state.epoch_end or state.validating >= 0 or state.interrupted or state.global_step < plan.max_steps:
             return False
         return not state.steps_in_epoch or plan.ends_within_epoch(state.global_step, state.steps_in_epoch)
 
@@ -421,6 +556,15 @@ class Run:
         refuse_diverged(self.stack, self.module, self.world.comm, state.global_step)
         loader_state = self.data.loader_state.get_state(within=state.steps_in_epoch > 0)
         return make_checkpoint(context, plan, get_state, self.epoch_rng, loader_state, pinned=pinned)
+
+    def check_finite(self, advice: str) -> None:
+        """Refuse weights or buffers that became inf or nan.
+
+        Raises:
+            NonFiniteError: naming the first of them; ends with `advice`.
+        """
+        with self.context.fail_together():
+            check_finite_weights(self.stack, self.module, self.watched, self.state.global_step, advice)
 
     def resume(self, checkpoint: Checkpoint, update_state: Callable[[Mapping[str, Any] | None], None]) -> None:
         """Take the states of `checkpoint`, as far as `resume_mode` asks for them; the module has its state already.

@@ -130,12 +130,13 @@ class Schedules:
         """
         for scheduled in self._scheduled:
             call, monitor = scheduled.epoch_call, scheduled.config.monitor
-            if call is None:
+            if call is None or scheduled.ended_epoch == epoch:  # another one has raised since
                 continue
             if monitor is None:
                 _step(call)
             elif (value := _broadcast_value(history, monitor, epoch, comm, may_lack)) is not None:
                 _step(call, value)
+            scheduled.ended_epoch = epoch
 
     def counts_after(self, updates: int | None, epochs: int | None) -> list[int | None]:
         """What torch's schedulers will have counted to after so many more; None where that is not known."""
@@ -156,6 +157,7 @@ class _Scheduled:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config, self.scheduler, self.waited = config, config.scheduler, 0
+        self.ended_epoch: int | None = None
 
     @property
     def step_call(self) -> Callable[[], Any] | None:
