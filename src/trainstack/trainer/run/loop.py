@@ -49,6 +49,7 @@ class TrainLoop:
         bind: gives the subscribers of an event; asked once an epoch, so that others cost nothing.
         copy_losses: keep copies of the losses, for a compiled model that is replayed as a CUDA graph returns the same
             memory in every step.
+        inspect_loss: called with the first loss, before its backward pass.
 
     Attributes:
         meter: gets the losses.
@@ -72,7 +73,9 @@ class TrainLoop:
         measure_every: int = 1,
         bind: Bind = no_subscribers,
         copy_losses: bool = False,
+        inspect_loss: Callable[[Tensor], None] | None = None,
     ) -> None:
+        self.inspect_loss = inspect_loss
         self.bind, self.copy_losses = bind, copy_losses
         self.stack, self.work, self.hooks = stack, work, hooks
         self.schedules = schedules or Schedules()
@@ -190,10 +193,13 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
         position = 0
         try:
             for position, batch in enumerate(step_batches.batches):
-                weight = step_batches.weights[position]
+                weight, state.micro_batch = step_batches.weights[position], position
                 with accumulate(work, position == last):
                     outputs = forward(work, train, batch, number)
                     loss = find_loss(outputs)
+                    if loop.inspect_loss is not None and batch is not EMPTY:
+                        loop.inspect_loss, inspect = None, loop.inspect_loss
+                        inspect(loss)
                     if weight or must_join:  # the gradients of all processes meet in the backward pass
                         backward(work, propagate_nonfinite(loss) if skip else loss, weight)
                 # a leaf, such as a parameter, may be changed in place when the optimizers step
