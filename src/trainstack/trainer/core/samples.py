@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -34,7 +35,7 @@ def samples_in(batch: Any, *, lists_are_fields: bool = False) -> int:
     """
     fields_known = type(batch) is tuple or (type(batch) is list and lists_are_fields)
     if fields_known and batch and type(batch[0]) is Tensor and batch[0].dim():
-        return batch[0].shape[0]  # type: ignore[no-any-return]
+        return batch[0].shape[0]
     first = next((length for length in _lengths(batch, lists_are_fields) if length is not None), None)
     if first is None:
         raise ModuleContractError(
@@ -51,7 +52,7 @@ def differing_lengths(batch: Any) -> str | None:
             return None
     lengths = list(_lengths(batch, True))
     known = [length for length in lengths if length is not None]
-    if not known or len(set(known)) == 1 and (len(known) > 1 or len(lengths) == 1):
+    if not known or (len(set(known)) == 1 and (len(known) > 1 or len(lengths) == 1)):
         return None
     sizes = ", ".join("none" if length is None else str(length) for length in lengths[:6])
     return (
@@ -72,6 +73,29 @@ def checked_weight(weight: Any) -> float:
             "a finite number >= 0."
         )
     return float(weight)
+
+
+IGNORED_LABEL = -100
+"""The label that `torch.nn.functional.cross_entropy` leaves out of its mean by default."""
+
+
+def labels_in(labels: Any, *, shifted: bool = False) -> int | None:
+    """How many labels a loss is a mean over: those that are not -100; None where `labels` are no tensor of integers.
+
+    Args:
+        labels: of any shape.
+        shifted: the first label of each row is not predicted, as in a causal language model.
+    """
+    if (
+        not isinstance(labels, Tensor)
+        or labels.is_floating_point()
+        or labels.is_complex()
+        or labels.dtype is torch.bool
+    ):
+        return None
+    if shifted and labels.dim():
+        labels = labels[..., 1:]
+    return int((labels != IGNORED_LABEL).sum())
 
 
 def _lengths(item: Any, lists_are_fields: bool, nested: bool = False) -> Iterator[int | None]:
@@ -95,8 +119,7 @@ def _lengths(item: Any, lists_are_fields: bool, nested: bool = False) -> Iterato
         if item and _has_one_item_a_sample(item):
             yield len(item)
             return
-        if not lists_are_fields:
-            _check_fields(item, nested)
+        _check_fields(item, lists_are_fields, nested)
         parts = list(item)
     else:
         return
@@ -119,10 +142,11 @@ def _may_be_samples(items: list[Any] | tuple[Any, ...]) -> bool:
     return alike and len(items) > 1 and len({getattr(item, "dtype", None) for item in items}) == 1
 
 
-def _check_fields(items: list[Any] | tuple[Any, ...], nested: bool) -> None:
+def _check_fields(items: list[Any] | tuple[Any, ...], lists_are_fields: bool, nested: bool) -> None:
     """Refuse what may be a tensor for each sample or a tensor for each field."""
+    known = lists_are_fields if isinstance(items, list) else hasattr(items, "_fields")
     first = getattr(items[0], "shape", None) if items else None
-    if (nested and first) or (isinstance(items, list) and _may_be_samples(items)):
+    if not known and ((nested and first) or (isinstance(items, list) and _may_be_samples(items))):
         raise ModuleContractError(
             f"a {type(items).__name__} of {len(items)} tensors in a batch may have a tensor for each sample, or one "
             f"for each field of a sample. Use a tuple for the fields of a batch. {_OVERRIDE}"

@@ -200,7 +200,8 @@ _WHOLE = (1.0,)
 def custom_batch_weight(module: Any) -> WeightFn | None:
     """The module's `batch_weight` if it overrides the method; None where a batch counts as its samples."""
     weigh = getattr(module, "batch_weight", None)
-    return None if getattr(weigh, "counts_samples", False) else weigh
+    counts = getattr(weigh, "counts_samples", False)
+    return None if (counts(module) if callable(counts) else counts) else weigh
 
 
 def sums_losses(module: Any) -> bool:

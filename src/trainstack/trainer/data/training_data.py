@@ -25,6 +25,7 @@ from trainstack.trainer.data.step_batches import (
     OrderedSource,
     PoissonSource,
     StepBatches,
+    WeightFn,
     check_not_presharded,
     custom_batch_weight,
     describe_order,
@@ -117,7 +118,7 @@ class TrainingData:
         self._fetcher: Fetcher | None = None
         self._fast_paths = fast_paths_enabled(args.fast_paths)
         self._cursor: OrderCursor | None = None
-        self._custom_order_logged = self._lengths_differ_logged = False
+        self._custom_order_logged = self._lengths_differ_logged = self._choice_logged = False
         self.loader: Any = None
         self._overfit = OverfitSubset(args.overfit_batches, args.global_batch_size(world.size), seed)
         self.loader_state = LoaderState(log, fast_paths=self._fast_paths)
@@ -229,13 +230,29 @@ class TrainingData:
 
     def _unordered(self, loader: Any, *, within: bool) -> tuple[CustomOrderSource, bool]:
         """The source of a loader with an order of its own, and whether it continues from a checkpoint's state."""
-        counter, weigh = None, custom_batch_weight(self._module)
+        counter, weigh = None, self._batch_weight()
         if weigh is None:
             pending = self.plan.accumulation * self._world.size
             weigh = counter = SampleCounter(loader, self._warn_once, pending)
         batches, positioned = self.loader_state.begin(loader, within=within, counter=counter)
         source = CustomOrderSource(batches, self.plan.accumulation, weigh, self._world.rank, self._world.size)
         return source, positioned
+
+    def _batch_weight(self) -> WeightFn | None:
+        """As `custom_batch_weight`; what a `SupervisedModule` has chosen is logged at its first batch."""
+        module: Any = self._module
+        weigh = custom_batch_weight(module)
+        if weigh is None or self._choice_logged or not hasattr(module, "weight_choice"):
+            return weigh
+
+        def first(batch: Any) -> float:
+            count = weigh(batch)
+            if not self._choice_logged and module.weight_choice:
+                self._choice_logged = True
+                self._log.info(f"the loss counts as a mean over {module.weight_choice}; loss_weight changes that.")
+            return count
+
+        return first
 
     def _warn_once(self, message: str) -> None:
         if not self._lengths_differ_logged:
@@ -355,7 +372,7 @@ class TrainingData:
             drop_last=loader.drop_last,
         )
         self._cursor = OrderCursor(order)
-        return OrderedSource(self._fetcher_of(loader), order, custom_batch_weight(self._module), world.comm)
+        return OrderedSource(self._fetcher_of(loader), order, self._batch_weight(), world.comm)
 
     def _log_custom_order(self, reason: str, loader: Any, state: RunState) -> None:
         if self._custom_order_logged:

@@ -25,6 +25,7 @@ from trainstack.trainer.data.step_batches import (
     sums_losses,
     unsupported_order_reason,
 )
+from trainstack.trainer.data.torch_classes import makes_lists_of_fields
 from trainstack.trainer.evaluation.collector import OutputCollector
 from trainstack.trainer.tracking.progress import ProgressDisplay
 
@@ -166,7 +167,7 @@ class LoaderPass:
         stage: which step method runs.
         step: handed to it as `global_step`.
         keep_outputs: collect what the step returns.
-        lists_are_fields: see `samples_in`, which counts the samples of batches that come without their number.
+        loader: gives the batches; how it collates them tells how to count the samples of one without a number.
 
     Attributes:
         outputs: what was collected; None where nothing was to be.
@@ -185,7 +186,7 @@ class LoaderPass:
         step: int,
         *,
         keep_outputs: bool = True,
-        lists_are_fields: bool = True,
+        loader: Any = None,
     ) -> None:
         self.stack, self.work, self.stage, self.step = stack, work, stage, step
         self.outputs = OutputCollector() if keep_outputs else None
@@ -193,7 +194,7 @@ class LoaderPass:
         self.samples: int | None = 0
         self.loss_message: str | None = None
         self.count_message: str | None = None
-        self._lists_are_fields, self._sums = lists_are_fields, sums_losses(work.module)
+        self._lists_are_fields, self._sums = makes_lists_of_fields(loader), sums_losses(work.module)
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
 

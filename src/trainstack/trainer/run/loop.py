@@ -197,8 +197,8 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
                 with accumulate(work, position == last):
                     outputs = forward(work, train, batch, number)
                     loss = find_loss(outputs)
-                    if loop.inspect_loss is not None and batch is not EMPTY:
-                        loop.inspect_loss, inspect = None, loop.inspect_loss
+                    if (inspect := loop.inspect_loss) is not None and batch is not EMPTY:
+                        loop.inspect_loss = None
                         inspect(loss)
                     if weight or must_join:  # the gradients of all processes meet in the backward pass
                         backward(work, propagate_nonfinite(loss) if skip else loss, weight)

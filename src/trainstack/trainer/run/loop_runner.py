@@ -71,7 +71,7 @@ class DataLoaderRunner:
 
     def validate(self, dataloader: Any) -> Any:
         """One pass over `dataloader`; returns the collected outputs."""
-        evaluation = LoaderPass(self._stack, self._work, Stage.VAL, self._state.global_step)
+        evaluation = LoaderPass(self._stack, self._work, Stage.VAL, self._state.global_step, loader=dataloader)
         seed = mix(0, Stage.VAL.value, self._state.global_step)
         device, module = self._work.world.device, self._work.module
         with evaluation_pass(self._stack, self._work), isolated_rng(seed, device), eval_mode(module):
