@@ -136,10 +136,12 @@ def _has_one_item_a_sample(items: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _may_be_samples(items: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether `items` are tensors or arrays that differ in their lengths at most."""
+    """Whether `items` are tensors or arrays of one shape, or like images of several sizes."""
     shapes = [getattr(item, "shape", None) for item in items]
-    alike = all(shape is not None and len(shape) == len(shapes[0] or ()) > 0 for shape in shapes)
-    return alike and len(items) > 1 and len({getattr(item, "dtype", None) for item in items}) == 1
+    if len(items) < 2 or not all(shapes) or len({getattr(item, "dtype", None) for item in items}) > 1:
+        return False
+    dims = {len(shape) for shape in shapes if shape is not None}
+    return len(set(shapes)) == 1 or (len(dims) == 1 and dims.pop() > 2)
 
 
 def _check_fields(items: list[Any] | tuple[Any, ...], lists_are_fields: bool, nested: bool) -> None:
