@@ -14,7 +14,7 @@ from tests.helpers.modules import Classifier, arguments, numbers
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.tracking.log_sink import LogSink
 
-DOCUMENTED = {"plan", "_log_sink"}
+DOCUMENTED = {"plan", "_log_sink", "_step_view"}
 
 
 class Logs(Classifier):

@@ -20,6 +20,7 @@ import trainstack as ts
 from tests.helpers.modules import CLASSES, FEATURES, arguments, numbers, train, weights
 from tests.helpers.specs import every_stack
 from trainstack import SchedulerConfig, SupervisedModule, placeholders
+from trainstack.trainer.data.step_batches import custom_batch_weight
 
 
 def network(seed: int = 0) -> nn.Sequential:
@@ -487,6 +488,120 @@ def test_what_does_not_fit_the_data_is_answered_when_it_is_seen(failure: str, tm
     changes, message = FAILURES[failure]
     with pytest.raises((ts.ModuleContractError, ts.ConfigurationError), match=message):
         train(supervised(**changes), tmp_path)
+
+
+class TokenMean(nn.Module):
+    """Computes its own loss: a mean over the tokens whose label is not -100."""
+
+    shift = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(1, 2).double()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        scores = self.net(x[..., None])[:, : x.shape[1] - self.shift]
+        return {"loss": cross_entropy(scores.flatten(0, 1), labels[:, self.shift :].flatten())}
+
+
+class TokenMeanForCausalLM(TokenMean):
+    shift = 1
+
+
+class ShiftsThem(TokenMean):
+    """Gets labels that are shifted already."""
+
+    def forward(self, x: Tensor, labels: Tensor, shift_labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(x, shift_labels)
+
+
+def padded(shifted: bool = False) -> list[dict[str, Tensor]]:
+    """Eight rows of four tokens, of which one to four count."""
+    inputs = torch.rand(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    labels = torch.tensor([[1, 0, 1, 0][: 1 + i % 4] + [-100] * (3 - i % 4) for i in range(8)])
+    rows = [{"x": x, "labels": row} for x, row in zip(inputs, labels, strict=True)]
+    return [{**row, "shift_labels": row["labels"].flip(0)} for row in rows] if shifted else rows
+
+
+@pytest.mark.parametrize("limit", [2, 3])
+@pytest.mark.parametrize("kind", [TokenMean, TokenMeanForCausalLM, ShiftsThem, "compiled"])
+def test_a_model_s_own_loss_over_labels_counts_by_labels(
+    kind: Any, limit: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Compiled(nn.Module):  # what torch.compile makes
+        def __init__(self) -> None:
+            super().__init__()
+            self._orig_mod = TokenMeanForCausalLM()
+
+        def forward(self, **inputs: Any) -> Any:
+            return self._orig_mod(**inputs)
+
+    make = Compiled if kind == "compiled" else kind
+    ends, losses = [], []
+    for size in (None, limit):
+        rows = padded(shifted=make is ShiftsThem)
+        module = supervised(make(), None, train_dataset=rows, val_dataset=rows, optimizer_kwargs={"lr": 1.0})
+        trainer = train(module, tmp_path, epochs=3, train_batch_size=8, gpu_batch_size_limit=size, val_batch_size=size)
+        ends.append(weights(module))
+        losses.append(trainer.history.get_latest_metric("val/loss"))
+
+    assert (ends[0] - ends[1]).abs().max() < 1e-14
+    assert losses[0] == pytest.approx(losses[1], abs=1e-14)
+    said = [record.getMessage() for record in caplog.records if "the loss counts as a mean" in record.getMessage()]
+    assert len(said) == 2, "once a run"
+    assert "labels that are not -100" in said[0]
+    assert ("the first of each row" in said[0]) == (make in (TokenMeanForCausalLM, Compiled))
+
+
+ROW = {"labels": torch.tensor([[1, -100, -100], [1, 0, -100]]), "x": torch.zeros(2, 3)}
+COUNTS: dict[str, tuple[dict[str, Any], Any, float | None]] = {
+    "a loss": ({"loss": cross_entropy}, ROW, None),
+    "a loss over labels": ({"loss_weight": "labels", "loss": cross_entropy}, ROW, 3),
+    "a loss over the targets of a tuple": ({"loss_weight": "labels"}, (ROW["x"], ROW["labels"]), 3),
+    "a loss over the only target": ({"loss_weight": "labels", "target_keys": ["y"]}, {"y": ROW["labels"]}, 3),
+    "the model's, of classes": ({"loss": None}, {"x": ROW["x"], "labels": torch.tensor([1, 2])}, 2),
+    "the model's, of values": ({"loss": None}, {**ROW, "labels": torch.zeros(2, 3)}, 2),
+    "the model's, of several labels": ({"loss": None}, {**ROW, "labels": torch.ones(2, 3, dtype=torch.bool)}, 2),
+    "the model's, without labels": ({"loss": None}, {"x": ROW["x"]}, 2),
+    "the model's, by samples": ({"loss": None, "loss_weight": "samples"}, ROW, None),
+    "a function": ({"loss_weight": lambda batch: 7}, ROW, 7),
+    "a name that is mapped": ({"loss": None, "input_mapping": {"y": "labels"}}, {"y": ROW["labels"]}, 3),
+    "a function as mapping": ({"loss": None, "input_mapping": lambda batch: batch}, ROW, 3),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_the_loss_is_a_mean_over_can_be_chosen(name: str) -> None:
+    changes, batch, count = COUNTS[name]
+    module = supervised(**changes)
+    weigh = custom_batch_weight(module)
+    assert (None if weigh is None else weigh(batch)) == count
+    assert (custom_batch_weight(copy.deepcopy(module)) is None) == (count is None)
+
+
+def test_a_class_that_overrides_the_weight_is_asked() -> None:
+    class Mine(SupervisedModule):
+        def batch_weight(self, batch: Any) -> float:
+            return 5.0
+
+    weigh = custom_batch_weight(Mine(network(), cross_entropy, "sgd", numbers(4)))
+    assert weigh is not None
+    assert weigh(ROW) == 5.0
+
+
+def test_labels_that_are_missing_are_an_error() -> None:
+    with pytest.raises(ts.ModuleContractError, match="a batch has no labels of integers"):
+        supervised(loss_weight="labels").batch_weight({"x": ROW["x"]})
+    with pytest.raises(ts.ConfigurationError, match="loss_weight='tokens': write 'samples', 'labels'"):
+        supervised(loss_weight="tokens")
+
+
+@pytest.mark.parametrize("name", ["XLNetLMHeadModel", "FlaubertWithLMHeadModel", "T5ForConditionalGeneration"])
+def test_models_that_do_not_shift_their_labels(name: str) -> None:
+    model = type(name, (TokenMean,), {})()
+    assert supervised(model, None).batch_weight(ROW) == 3
+    assert supervised(type("GPT2LMHeadModel", (TokenMean,), {})(), None).batch_weight(ROW) == 1
 
 
 class PredictsOnly(nn.Module):

@@ -35,7 +35,7 @@ class AuditedRun:
         args: the privacy settings.
         backend: the backend string.
         train_batch_size, dataset_size, epochs: of the run.
-        gpu_batch_size_limit: records in one forward pass.
+        gpu_batch_size_limit: records in one forward pass; None for all of a step.
         device: on which it runs.
     """
 
@@ -44,7 +44,7 @@ class AuditedRun:
     train_batch_size: int = 500
     dataset_size: int = 2000
     epochs: int = 2
-    gpu_batch_size_limit: int = 512
+    gpu_batch_size_limit: int | None = None
     device: str = "cpu"
 
     def __post_init__(self) -> None:

@@ -89,3 +89,33 @@ def with_loss(outputs: Any, loss: Tensor) -> Any:
 def is_number(value: Any) -> bool:
     """Whether `value` is a plain number, which a step returns by mistake instead of a tensor."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+# torch 2.13.0: names of autograd nodes that pass a loss on as it is, and the reduction that the nodes of losses save.
+_PASSES_ON = {"Add", "Sub", "Neg", "ToCopy", "Clone", "Alias", "View", "Squeeze", "Unsqueeze", "Reshape", "Select"}
+_SUM = 2
+
+
+def looks_summed(loss: Tensor, samples: int | None) -> bool:
+    """Whether the graph of `loss` ends in a sum over its `samples` samples, or in a loss with `reduction="sum"`.
+
+    A sum that is divided or multiplied afterwards is none, for it may be a mean. Nothing is computed. What the graph
+    does not show, such as the inside of a compiled model, is not found.
+    """
+    nodes = [loss.grad_fn]
+    for _ in range(100):
+        node: Any = nodes.pop() if nodes else None
+        if node is None:
+            if not nodes:
+                return False
+            continue
+        name = node.name().rstrip("0123456789").removesuffix("Backward")
+        if name in _PASSES_ON:
+            nodes += [following for following, _ in node.next_functions]
+        elif getattr(node, "_saved_reduction", None) == _SUM:
+            return True
+        elif name == "Sum" and samples is not None:
+            sizes = getattr(node, "_saved_self_sym_sizes", None)
+            if sizes and sizes[0] == samples:
+                return True
+    return False

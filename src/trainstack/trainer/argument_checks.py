@@ -106,6 +106,7 @@ def _check_writers(writers: Any) -> None:
 
 _AT_LEAST_ONE_OR_NONE = (
     "per_device_train_batch_size",
+    "gpu_batch_size_limit",
     "val_batch_size",
     "max_train_steps_per_epoch",
     "max_val_steps_per_epoch",
@@ -141,8 +142,7 @@ def _check_numbers(args: Unchecked) -> None:
     _whole_number("overfit_batches", args.overfit_batches, -1)
     if not isinstance(args.fast_dev_run, bool):
         _whole_number("fast_dev_run", args.fast_dev_run, 1)
-    for name in ("train_batch_size", "gpu_batch_size_limit"):
-        _whole_number(name, getattr(args, name), 1)
+    _whole_number("train_batch_size", args.train_batch_size, 1)
     for name in _AT_LEAST_ONE_OR_NONE:
         if getattr(args, name) is not None:
             _whole_number(name, getattr(args, name), 1)

@@ -63,7 +63,8 @@ class TrainerArguments(metaclass=SuggestsNames):
         train_batch_size: the GLOBAL batch: samples a global step over all processes.
         per_device_train_batch_size: samples a global step on each process, instead of `train_batch_size`: the global
             batch then grows with the number of processes.
-        gpu_batch_size_limit: samples that fit into one forward pass; larger batches are accumulated.
+        gpu_batch_size_limit: samples that fit into one forward pass. A process with a larger batch accumulates the
+            gradients of as few micro-batches as fit. None: one forward pass a step.
         fit_micro_batch: try out a step before training, and halve the micro-batch until it fits into memory.
         val_batch_size: samples a validation batch, on each process; None for as many as a micro-batch.
         max_train_steps_per_epoch: cap on global steps an epoch.
@@ -161,7 +162,7 @@ class TrainerArguments(metaclass=SuggestsNames):
     max_steps: int | float | None = None
     train_batch_size: int = 1
     per_device_train_batch_size: int | None = None
-    gpu_batch_size_limit: int = 512
+    gpu_batch_size_limit: int | None = None
     fit_micro_batch: bool = False
     val_batch_size: int | None = 1
     max_train_steps_per_epoch: int | None = None

@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.stage import Stage
-from trainstack.trainer.core.tensors import samples_in
+from trainstack.trainer.core.samples import samples_in
 
 if TYPE_CHECKING:
     from trainstack.trainer.core.plan import TrainingPlan
@@ -85,22 +86,66 @@ def calls_val_step(module: nn.Module, function: Callable[..., Any] | None) -> It
         _val_step.reset(before)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchInfo:
+    """The part of a global step that `train_step` is called for.
+
+    Attributes:
+        number: its place among the micro-batches of the step on this process, counted from 0.
+        count: how many there are; at most so many for a loader with an order of its own.
+        samples: the indices of its samples in the dataset; None for a loader with an order of its own, or with
+            `overfit_batches`.
+    """
+
+    number: int
+    count: int
+    samples: tuple[int, ...] | None
+
+
+class StepView:
+    """Tells a module which micro-batch is under way. A copy, such as one in a pickled module, tells nothing."""
+
+    def __init__(self, micro_batch: Callable[[], MicroBatchInfo | None] = lambda: None) -> None:
+        self.micro_batch = micro_batch
+
+    def __reduce__(self) -> tuple[type[StepView], tuple[()]]:
+        return StepView, ()
+
+
+class _MicroBatchUnderWay:
+    """The attribute `micro_batch` of a module, unless the module assigns one itself."""
+
+    def __get__(self, module: Any, kind: Any = None) -> MicroBatchInfo | None:
+        view = getattr(module, "_step_view", None)
+        return None if view is None else view.micro_batch()
+
+
 class ModuleInterface(nn.Module, CallbackInterface, ABC):
     """Model, steps, optimizers and data of one training task.
 
-    A trainer sets two attributes, `plan` and the private `_log_sink`, to which `log` passes values.
+    A trainer sets `plan` and two private attributes: `_log_sink`, to which `log` passes values, and `_step_view`.
 
     Attributes:
         plan: all step arithmetic of the run; set by the trainer before it calls `get_optimizers_schedulers`.
         keep_modes: whether each part trains in the mode, training or eval, that it has when `train()` is called. By
             default parts with trainable parameters are put into training mode, except single layers.
+        micro_batch: in `train_step`, which part of the global step this is; None elsewhere.
+        loss_reduction: `"mean"` if `train_step` returns a mean over the items of its batch. `"sum"` if it returns a
+            sum: then the losses and gradients of micro-batches and processes are added up. None: a mean, and what looks
+            like a sum is warned about where a step is split.
+        splits_batches: False refuses a run whose steps have several micro-batches, such as that of a module that
+            carries state from batch to batch.
         metrics: not defined here. A module may have this attribute or method: metrics by name, anything with `update`,
             `compute` and `reset`; see docs/validation.md.
     """
 
     plan: TrainingPlan | None = None
     keep_modes: bool = False
+    micro_batch = _MicroBatchUnderWay()
+    loss_reduction: Literal["mean", "sum"] | None = None
+    splits_batches: bool = True
     _log_sink: LogSink | None = None
+    _step_view: StepView | None = None
 
     @abstractmethod
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
@@ -211,7 +256,7 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
         micro-batches of a global step then count by their items, so that any split gives the same gradient.
         `batch` is as the loader gave it, before it is moved to the device.
         """
-        return samples_in(batch)
+        return samples_in(batch, lists_are_fields=True)
 
     batch_weight.counts_samples = True  # type: ignore[attr-defined]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn, optim
@@ -20,6 +20,7 @@ from trainstack.trainer.arg_matching import (
     parameters_of,
     select_mappings,
 )
+from trainstack.trainer.core.samples import IGNORED_LABEL, labels_in
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.schedulers.building import build_scheduler, is_scheduler
 from trainstack.trainer.schedulers.placeholders import resolve
@@ -106,10 +107,18 @@ class SupervisedModule(ModuleInterface):
         train_dataloader_kwargs: what else the `DataLoader` of the training data gets, such as `num_workers`.
             `shuffle=False` keeps the order of the data set.
         val_dataloader_kwargs: the same for validation and test data.
+        loss_weight: what the loss of a batch is a mean over, see `batch_weight`: `"samples"`, `"labels"`, which are the
+            labels that are not -100, or a function that counts the items of a batch. None: labels where the model
+            computes its own loss from an item `labels` of integers, else samples.
 
     Raises:
         ConfigurationError: an argument is wrong, or two contradict each other.
+
+    Attributes:
+        weight_choice: what the loss of the last counted batch is a mean over, in words; empty before the first.
     """
+
+    weight_choice = ""
 
     def __init__(
         self,
@@ -136,6 +145,7 @@ class SupervisedModule(ModuleInterface):
         collate_fn: Callable[[Any], Any] | None = None,
         train_dataloader_kwargs: Mapping[str, Any] | None = None,
         val_dataloader_kwargs: Mapping[str, Any] | None = None,
+        loss_weight: Literal["samples", "labels"] | Callable[[Any], float] | None = None,
     ) -> None:
         super().__init__()
         _check_loss(loss)
@@ -147,7 +157,7 @@ class SupervisedModule(ModuleInterface):
         self.forward_fns = _check_methods(model, forward_fn, val_forward_fn)
         self.input_mappings = select_mappings("input", input_mapping, train_input_mapping, val_input_mapping)
         self.output_mappings = select_mappings("output", output_mapping, train_output_mapping, val_output_mapping)
-        self.target_keys, self.collate_fn = target_keys, collate_fn
+        self.target_keys, self.collate_fn, self.loss_weight = target_keys, collate_fn, _check_loss_weight(loss_weight)
         self.train_dataloader_kwargs = _without_batch_size(train_dataloader_kwargs)
         self.val_dataloader_kwargs = dict(val_dataloader_kwargs or {})
 
@@ -185,6 +195,48 @@ class SupervisedModule(ModuleInterface):
         if isinstance(datasets, dict):
             return {key: self.build_dataloader(data, sampler, **options) for key, data in datasets.items()}
         return self.build_dataloader(datasets, sampler, **options)
+
+    def batch_weight(self, batch: Any) -> float:
+        """How many items the loss of `batch` is a mean over, as `loss_weight` says.
+
+        Raises:
+            ModuleContractError: `loss_weight="labels"`, and the batch has no labels.
+        """
+        if callable(self.loss_weight):
+            return float(self.loss_weight(batch))
+        labels, shifted = self._labels(batch)
+        count = None if self.loss_weight == "samples" else labels_in(labels, shifted=shifted)
+        if count is not None:
+            self.weight_choice = f"labels that are not {IGNORED_LABEL}{', but for the first of each row' * shifted}"
+            return count
+        if self.loss_weight == "labels":
+            raise ModuleContractError(
+                "loss_weight='labels', and a batch has no labels of integers: no item 'labels', no single target_keys, "
+                "and no target at the end of a tuple. Write a function of the batch that counts them."
+            )
+        self.weight_choice = "samples"
+        return super().batch_weight(batch)
+
+    def _counts_samples(self) -> bool:
+        return self.loss_weight == "samples" or (self.loss_weight is None and self.loss is not None)
+
+    batch_weight.counts_samples = _counts_samples  # type: ignore[attr-defined]
+
+    def _labels(self, batch: Any) -> tuple[Any, bool]:
+        """The labels of a batch as the loader gave it, and whether the model shifts them before its loss."""
+        mapping = self.input_mappings[0]
+        if isinstance(mapping, Mapping):  # a function might draw random numbers, and is called for the step alone
+            batch = apply_mapping(mapping, batch)
+        named = as_named(batch)
+        if named is None:
+            given = self.loss is not None and isinstance(batch, tuple | list) and len(batch) > 1
+            return (batch[-1] if given else None), False
+        if self.loss is not None:
+            keys = self.target_keys or ()
+            return named.get("labels", named.get(keys[0]) if len(keys) == 1 else None), False
+        if named.get("shift_labels") is not None:
+            return named["shift_labels"], False
+        return named.get("labels"), _shifts_labels(self.model)
 
     def train_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
         return self.step(batch, training=True)
@@ -293,6 +345,27 @@ def _check_loss(loss: Any) -> None:
             f"loss={loss!r}: write a function such as torch.nn.functional.cross_entropy, a module such as "
             "torch.nn.CrossEntropyLoss(), or None where the model's outputs have an item 'loss'."
         )
+
+
+def _check_loss_weight(loss_weight: Any) -> Any:
+    if loss_weight not in (None, "samples", "labels") and not callable(loss_weight):
+        raise ConfigurationError(
+            f"loss_weight={loss_weight!r}: write 'samples', 'labels', a function that counts the items of a batch, or "
+            "None."
+        )
+    return loss_weight
+
+
+# Models of transformers with these names predict each label from what comes before it, so the first is left out. The
+# exceptions have such a name and predict the labels as they are.
+_CAUSAL, _NOT_CAUSAL = ("ForCausalLM", "LMHeadModel"), ("WithLMHeadModel", "XLNetLMHeadModel")
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    model = getattr(model, "_orig_mod", model)  # inside a compiled model
+    name = type(model).__name__
+    causal = name.endswith(_CAUSAL) and not name.endswith(_NOT_CAUSAL)
+    return causal and "shift_labels" not in parameters_of(model).names
 
 
 def _named_scheduler(scheduler: Any, options: Mapping[str, Any] | None) -> Any:

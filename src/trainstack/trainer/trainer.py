@@ -474,7 +474,7 @@ class Trainer(AbstractTrainer):
 
     @property
     def train_step_batch_size(self) -> int:
-        """Samples a micro-batch: the largest divisor of the process's batch within `gpu_batch_size_limit`."""
+        """Samples a micro-batch, at most; the last one of a step may have fewer."""
         return self._sizes.micro_batch
 
     @property

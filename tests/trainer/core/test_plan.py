@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -33,14 +34,30 @@ def make(per_process: int, world_size: int, **rest: object) -> ts.TrainingPlan:
 
 @given(sizes)
 @pytest.mark.spec("PMT-18", "PMT-19", "F106")
-def test_the_micro_batch_is_the_largest_divisor_within_the_limit(size: dict[str, object]) -> None:
+def test_a_step_has_as_few_micro_batches_as_the_limit_allows(size: dict[str, object]) -> None:
     plan = make(**size)  # type: ignore[arg-type]
     limit = size["gpu_batch_size_limit"]
+    assert isinstance(limit, int)
 
-    assert plan.micro_batch <= limit  # type: ignore[operator]
-    assert plan.micro_batch * plan.accumulation == plan.process_batch == size["per_process"]
-    better = [d for d in range(plan.micro_batch + 1, min(limit, plan.process_batch) + 1) if plan.process_batch % d == 0]  # type: ignore[type-var, operator]
-    assert not better
+    sizes = [len(part) for part in torch.arange(plan.process_batch).split(plan.micro_batch)]
+    assert max(sizes) == plan.micro_batch <= limit
+    assert len(sizes) == plan.accumulation == math.ceil(plan.process_batch / limit)
+    assert sizes[-1] == plan.last_micro_batch > 0
+    assert plan.accumulation == 1 or plan.micro_batch > limit / 2, "no step is cut into crumbs"
+
+
+@pytest.mark.parametrize(
+    ("batch", "limit", "parts"),
+    [(1109, 512, [370, 370, 369]), (1021, 512, [511, 510]), (514, 512, [257, 257]), (31, 12, [11, 11, 9])],
+)
+def test_micro_batches_need_not_divide_the_batch(batch: int, limit: int, parts: list[int]) -> None:
+    plan = ts.TrainingPlan.make(train_batch_size=batch, gpu_batch_size_limit=limit, dataset_length=batch)
+    (share,) = DataOrder(length=batch, global_batch=batch, micro_batch=plan.micro_batch).local_batches(0)
+
+    assert [len(part) for part in share.micro_batches] == parts
+    assert (plan.accumulation, plan.batches_per_epoch) == (len(parts), len(parts))
+    unlimited = ts.TrainingPlan.make(train_batch_size=batch)
+    assert (unlimited.micro_batch, unlimited.accumulation) == (batch, 1)
 
 
 @given(sizes)
@@ -150,7 +167,7 @@ def sizes_of(trainer: ts.Trainer, module: Hungry) -> tuple[int, int, int]:
     by_name = (trainer.pergpu_global_batch_size, trainer.train_step_batch_size, trainer.gradient_accumulation)
     plan, val_dataloaders = trainer.plan, trainer.view.val_dataloaders
     assert by_name == (plan.process_batch, plan.micro_batch, plan.accumulation)
-    assert plan.process_batch == plan.micro_batch * plan.accumulation
+    assert plan.process_batch == plan.micro_batch * (plan.accumulation - 1) + plan.last_micro_batch
     assert trainer.view.batches_per_step == plan.accumulation
     assert module.plan is plan
     assert not val_dataloaders

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments
 from tests.helpers.patience import patience
 from tests.helpers.processes import ROOT
+from trainstack.trainer.data.loading import Fetcher
+from trainstack.trainer.data.training_data import OverfitSubset
 
 pytestmark = pytest.mark.timeout(patience(60))
 
@@ -74,3 +78,44 @@ def test_a_script_ends_while_its_trainer_still_has_workers(tmp_path: Path) -> No
         f"trainer = trained(Path({str(tmp_path)!r}), persistent_workers=True)"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=patience(30))
+
+
+class Scaled(Dataset[float]):
+    """Gives its index times a factor, which a worker may change."""
+
+    scale = 1.0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        info = get_worker_info()
+        assert info is not None
+        assert info.dataset is self
+        return index * self.scale
+
+    def multiply(self, scale: float) -> None:
+        self.scale = scale
+
+
+def set_up(worker: int) -> None:
+    get_worker_info().dataset.multiply(10.0)  # type: ignore[union-attr, attr-defined]
+
+
+def collate(samples: list[float]) -> Any:
+    return type(get_worker_info().dataset).__name__, torch.tensor(samples)  # type: ignore[union-attr]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("overfit", [False, True])
+def test_workers_have_the_dataset_of_the_user(overfit: bool) -> None:
+    loader: Any = DataLoader(
+        Scaled(), 2, num_workers=1, worker_init_fn=set_up, collate_fn=collate, persistent_workers=not overfit
+    )
+    if overfit:
+        loader = OverfitSubset(2, 2, seed=0).of(loader)
+    fetcher = Fetcher(loader, 0)
+    for epoch in (0, 1):
+        batches = list(fetcher.batches(epoch, torch.arange(4).split(2)))
+        assert batches[0][0] == "Scaled"
+        assert [batch[1].tolist() for batch in batches] == [[0.0, 10.0], [20.0, 30.0]]

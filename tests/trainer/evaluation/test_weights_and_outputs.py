@@ -78,7 +78,7 @@ def test_nothing_is_collected_for_a_checkpoint_that_is_not_due(tmp_path: Path) -
         ("own drop_last", "8 samples were evaluated and the data set has 10"),
         ("twice", "20 samples were evaluated and the data set has 10"),
         ("capped", None),
-        ("uncountable", None),
+        ("counted by indices", "5 samples were evaluated and the data set has 10"),
     ],
 )
 def test_an_evaluation_over_other_samples_than_the_data_set_is_told_once(
@@ -97,7 +97,7 @@ def test_an_evaluation_over_other_samples_than_the_data_set_is_told_once(
                 return DataLoader(data, batch_size=4, sampler=SubsetRandomSampler(range(5)))
             if kind == "twice":
                 return DataLoader(data, batch_sampler=[list(range(10)), list(range(10))])
-            if kind == "uncountable":
+            if kind == "counted by indices":
                 return DataLoader(data, batch_sampler=[list(range(5))], collate_fn=lambda samples: object())
             return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 4, True))
 

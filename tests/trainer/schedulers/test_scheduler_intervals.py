@@ -201,6 +201,32 @@ def test_with_several_optimizers_each_factory_gets_the_one_at_its_position(tmp_p
         train(Two(HALVES, HALVES, HALVES), tmp_path)
 
 
+FITTING = {
+    "epochs under max_steps": SchedulerConfig(
+        functools.partial(lrs.OneCycleLR, max_lr=1.0, total_steps=4), interval="epoch"
+    ),
+    "every second step": SchedulerConfig(functools.partial(lrs.OneCycleLR, max_lr=1.0, total_steps=10), frequency=2),
+}
+
+
+@pytest.mark.parametrize("kind", FITTING)
+def test_a_resume_with_a_schedule_that_just_fits_is_not_refused(kind: str, tmp_path: Path) -> None:
+    """Nine steps of three an epoch, resumed after four: the scheduler counts what is left, in its rhythm."""
+    unbroken = Scheduled(FITTING[kind])
+    options: dict[str, Any] = {"max_steps": 9, "train_batch_size": 14}
+    train(unbroken, tmp_path / "unbroken", **options)
+
+    saving = {"checkpointer_args": ts.DefaultCheckpointerArguments(every_n_steps=1), **options}
+    with pytest.raises(KeyboardInterrupt):
+        train(Scheduled(FITTING[kind], stop_at=5), tmp_path / "cut", **saving)
+    resumed = Scheduled(FITTING[kind])
+    trainer = train(resumed, tmp_path / "cut", resume=True, **saving)
+
+    assert trainer.global_steps_finished == 9
+    assert resumed.rates == unbroken.rates[4:]
+    assert torch.equal(weights(resumed), weights(unbroken))
+
+
 @pytest.mark.spec("PMT-16", "PA-15")
 def test_schedulers_that_start_anew_are_planned_for_the_epochs_that_are_left(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments()

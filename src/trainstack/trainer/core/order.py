@@ -89,3 +89,22 @@ class DataOrder:
             first = begin + self.rank * low + min(self.rank, extra)
             mine = order[first : first + low + (self.rank < extra)]
             yield RankSlice(micro_batches=torch.split(mine, self.micro_batch) if len(mine) else (), samples=end - begin)
+
+
+class OrderCursor:
+    """Looks up this process's share of a global batch; of successive ones without a new permutation each time."""
+
+    def __init__(self, order: DataOrder) -> None:
+        self._order = order
+        self._place, self._next = (-1, -1), (-1, -1)
+        self._share: RankSlice | None = None
+        self._shares: Iterator[RankSlice] = iter(())
+
+    def share(self, epoch: int, start: int) -> RankSlice | None:
+        """The share of the global batch that begins at the sample at position `start`; None behind the last."""
+        if (epoch, start) != self._place:
+            if (epoch, start) != self._next:
+                self._shares = self._order.local_batches(epoch, start)
+            self._place, self._share = (epoch, start), next(self._shares, None)
+            self._next = (epoch, start + (self._share.samples if self._share else 0))
+        return self._share

@@ -10,9 +10,13 @@ from typing import Any
 from trainstack.errors import ConfigurationError
 
 
-def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that does not exceed `limit`; both are at least 1."""
-    return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
+def split_evenly(number: int, limit: int | None) -> tuple[int, int]:
+    """The fewest parts of at most `limit` that `number` samples have room in, and the size of the larger ones.
+
+    The last part may be smaller. Without a limit, or within it, there is one part.
+    """
+    parts = 1 if limit is None else -(-number // limit)
+    return parts, -(-number // parts)
 
 
 def fraction_of_steps(name: str, fraction: float, steps: int | None) -> Fraction:
@@ -38,8 +42,8 @@ class TrainingPlan:
     Attributes:
         global_batch: samples a global step, over all processes (`train_batch_size`).
         process_batch: samples a global step on one process.
-        micro_batch: samples a forward pass: the largest divisor of `process_batch` within the limit.
-        accumulation: micro-batches a global step on one process.
+        micro_batch: samples a forward pass, at most; the last one of a step may have fewer.
+        accumulation: micro-batches a global step on one process: as few as the limit allows.
         world_size: number of processes.
         epochs: epochs of the whole run, the last of them perhaps cut short by `max_steps`.
         samples_per_epoch: samples an epoch over all processes, after `drop_last`; None if unknown.
@@ -68,7 +72,7 @@ class TrainingPlan:
         cls,
         *,
         train_batch_size: int,
-        gpu_batch_size_limit: int,
+        gpu_batch_size_limit: int | None = None,
         world_size: int = 1,
         epochs: int = 1,
         dataset_length: int | None = None,
@@ -81,7 +85,7 @@ class TrainingPlan:
 
         Args:
             train_batch_size: the global batch.
-            gpu_batch_size_limit: samples that fit into one forward pass.
+            gpu_batch_size_limit: samples that fit into one forward pass; None: as many as a process has in a step.
             world_size: number of processes.
             epochs: of the whole run.
             dataset_length: samples in the data set, where the library orders them.
@@ -102,8 +106,7 @@ class TrainingPlan:
                 f"number of samples a step over all of them. Write train_batch_size={' or '.join(choices)}."
             )
         process_batch = train_batch_size // world_size
-        micro = largest_divisor(process_batch, gpu_batch_size_limit)
-        accumulation = process_batch // micro
+        accumulation, micro = split_evenly(process_batch, gpu_batch_size_limit)
         in_step = accumulation * world_size
         lengths = _lengths(dataset_length, loader_length, train_batch_size, micro, in_step, drop_last)
         steps = lengths["steps_per_epoch"]
@@ -142,9 +145,14 @@ class TrainingPlan:
     def with_micro_batch(self, limit: int) -> TrainingPlan:
         """The plan of the same data in micro-batches of at most `limit` samples; `samples_per_epoch` must be known."""
         assert self.samples_per_epoch is not None
-        micro = largest_divisor(self.process_batch, limit)
-        batches = -(-self.samples_per_epoch // micro)
-        return replace(self, micro_batch=micro, accumulation=self.process_batch // micro, batches_per_epoch=batches)
+        accumulation, micro = split_evenly(self.process_batch, limit)
+        batches = _micro_batches(self.samples_per_epoch, self.global_batch, micro, accumulation * self.world_size)
+        return replace(self, micro_batch=micro, accumulation=accumulation, batches_per_epoch=batches)
+
+    @property
+    def last_micro_batch(self) -> int:
+        """Samples in the last micro-batch of a full step."""
+        return self.process_batch - (self.accumulation - 1) * self.micro_batch
 
     def ends_within_epoch(self, global_step: int, steps_in_epoch: int) -> bool:
         """Whether the run is over at a step that is not the last of its epoch, as far as that is known."""
@@ -169,6 +177,8 @@ class TrainingPlan:
         """The plan as label and value, for a table."""
         split = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
         split += f" x {self.accumulation} micro-batch{'es' if self.accumulation > 1 else ''} x {self.micro_batch}"
+        if self.last_micro_batch != self.micro_batch:
+            split += f", the last of {self.last_micro_batch}"
         unknown = "unknown until the loader ends"
         rows = [("global batch", f"{self.global_batch} = {split}")]
         if self.samples_per_epoch is not None:
@@ -209,7 +219,7 @@ def _lengths(
         samples = dataset - rest if drop_last else dataset
         steps = full + (rest > 0 and not drop_last)
         tail = rest if rest and not drop_last else min(global_batch, samples)
-        batches = -(-samples // micro)
+        batches = _micro_batches(samples, global_batch, micro, in_step)
     elif loader is not None:
         batches, steps = loader, -(-loader // in_step)
     return {
@@ -218,3 +228,9 @@ def _lengths(
         "batches_per_epoch": batches,
         "steps_per_epoch": steps,
     }
+
+
+def _micro_batches(samples: int, global_batch: int, micro: int, in_step: int) -> int:
+    """How many micro-batches an epoch of `samples` has, with `in_step` of them in a full step."""
+    full, rest = divmod(samples, global_batch)
+    return full * in_step + -(-rest // micro)

@@ -49,6 +49,7 @@ class RunState:
         due_part: the part that came last of what is due after the last global step, see `DuePart`; 0 when all is done.
         interrupted: whether an exception came before all that is due after the last global step was done.
         current_step: the step under way, or the last finished; where logged values belong.
+        micro_batch: of the step under way, counted from 0.
         order: how the samples of `epoch` come, in words; empty before its first, or where that is not known.
     """
 
@@ -68,6 +69,7 @@ class RunState:
     due_part: int = 0
     interrupted: bool = False
     current_step: int = 0
+    micro_batch: int = 0
     order: str = ""
 
     def finish_epoch(self) -> None:

@@ -1,16 +1,12 @@
-"""Checks of weights and batches."""
+"""Checks of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainstack.backends import Communicator, TrainerBackend, Workload
-from trainstack.errors import ModuleContractError, NonFiniteError, PeerError
+from trainstack.errors import NonFiniteError, PeerError
 
 
 def finite_tensors(stack: TrainerBackend, work: Workload) -> frozenset[str]:
@@ -64,35 +60,3 @@ def refuse_diverged(stack: TrainerBackend, module: nn.Module, comm: Communicator
             "(write backend_options={'ddp': {'find_unused_parameters': True}}), or a hook changes weights on one "
             "process only."
         )
-
-
-def samples_in(batch: Any) -> int:
-    """How many samples a collated batch holds.
-
-    That is the length of the first tensor or array found in it; of a list of strings, numbers or dicts, its length.
-
-    Raises:
-        ModuleContractError: nothing in it tells; `batch_weight` must be overridden.
-    """
-    if type(batch) in (list, tuple) and batch and type(batch[0]) is Tensor and batch[0].dim():
-        return batch[0].shape[0]
-    if is_dataclass(batch):
-        batch = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    if isinstance(batch, Mapping) and batch:
-        return samples_in(next(iter(batch.values())))
-    shape = getattr(batch, "shape", None)
-    if shape is not None and len(shape) > 0:
-        return int(shape[0])
-    if isinstance(batch, list | tuple) and batch:
-        first = batch[0]
-        if isinstance(first, str | bytes | int | float) or (isinstance(batch, list) and isinstance(first, dict)):
-            return len(batch)
-        if getattr(first, "shape", None) == ():
-            return len(batch)
-        # A list or tuple of tensors inside a batch: one tensor a sample, or several inputs? That cannot be told.
-        if not (isinstance(first, list | tuple) and first and getattr(first[0], "shape", ())):
-            return samples_in(first)
-    raise ModuleContractError(
-        f"cannot tell how many samples a batch of type {type(batch).__name__} holds. Override "
-        "ModuleInterface.batch_weight(batch) and return the number that the loss is a mean over."
-    )

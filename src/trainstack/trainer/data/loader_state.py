@@ -13,6 +13,7 @@ from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.random_state import preserve_host_rng
 from trainstack.trainer.core.state import is_stateful
+from trainstack.trainer.data.sample_counts import SampleCounter
 
 
 class LoaderState:
@@ -42,8 +43,10 @@ class LoaderState:
         self._lasting = loader is self._loader
         self._loader, self._iterated = loader, False
 
-    def begin(self, loader: Any, *, within: bool) -> tuple[Iterator[Any], bool]:
+    def begin(self, loader: Any, *, within: bool, counter: SampleCounter | None = None) -> tuple[Iterator[Any], bool]:
         """The batches of an epoch, and whether they go on from where a checkpoint stood.
+
+        `counter`, if given, reads a loader without a state, and so learns how many samples its batches have.
 
         Raises:
             CheckpointMismatchError: the loader does not take the checkpoint's state.
@@ -52,6 +55,8 @@ class LoaderState:
         pending, self._pending = self._pending, None
         self._iterated, self._exhausted = True, False
         if not is_stateful(loader):
+            if counter is not None:
+                return counter.read(loader, fast_paths=self._fast_paths), False
             return fast_batches(loader, enabled=self._fast_paths), False
         if pending is None:
             return self._track_batches(iter(loader)), False

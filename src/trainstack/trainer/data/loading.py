@@ -8,24 +8,30 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
 from trainstack.errors import annotate
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import preserve_host_rng, seed_sample
+from trainstack.trainer.data.torch_classes import is_usual, stacks_tensors
 
 
-class IgnoreSignalsInWorker:
-    """A `worker_init_fn` for loaders: a worker lives until the training process has stopped.
+class WorkerStart:
+    """A `worker_init_fn` for the library's loaders.
 
-    Terminals, torchrun and schedulers send signals to whole groups of processes. A worker that died of one would make
-    its loader raise in the middle of the step after which the run was to stop. So the first SIGTERM is let pass; the
-    second, with which a loader ends a worker that does not hear, is obeyed.
+    A worker lives until the training process has stopped. Terminals, torchrun and schedulers send signals to whole
+    groups of processes. A worker that died of one would make its loader raise in the middle of the step after which the
+    run was to stop. So the first SIGTERM is let pass; the second, with which a loader ends a worker that does not hear,
+    is obeyed.
+
+    `get_worker_info().dataset` becomes the user's dataset. torch fetches from the `SeededDataset` around it, which no
+    user code ever meets.
 
     Args:
-        then: the loader's own `worker_init_fn`.
+        then: the `worker_init_fn` of the user's loader.
     """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
@@ -36,6 +42,9 @@ class IgnoreSignalsInWorker:
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, SeededDataset):
+            object.__setattr__(info, "dataset", info.dataset.users_dataset)  # torch 2.13.0: a frozen dataclass
         if self._then is not None:
             self._then(worker)
 
@@ -48,7 +57,7 @@ def shutdown_workers_with(owner: object, iterator: Any) -> weakref.finalize[Any,
 
     torch ends them when it deletes the iterator. Where it deletes it as part of a reference cycle, though, the queue
     for that message is closed before, and torch waits 10 s in vain for each. When Python ends, they get a single
-    SIGTERM, which they ignore (see `IgnoreSignalsInWorker`), and torch waits for ever.
+    SIGTERM, which they ignore (see `WorkerStart`), and torch waits for ever.
 
     Returns:
         ends them when called; once, however often it is called.
@@ -68,15 +77,24 @@ def _shutdown_all() -> None:
         ending()
 
 
+class PartOfDataset(Subset[Any]):
+    """A `Subset` that the library makes; workers see the dataset inside it."""
+
+
 class SeededDataset(Dataset[Any]):
-    """A data set whose samples draw from generators seeded by (seed, epoch, index) and by nothing else."""
+    """A dataset whose samples draw from generators seeded by (seed, epoch, index) and by nothing else."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        while type(dataset) is Subset:  # which loads many samples at once only where its own data set does
-            dataset = dataset.dataset
+        while type(dataset) is PartOfDataset or is_usual(dataset, Subset):
+            dataset = dataset.dataset  # a Subset loads many samples at once only where its own dataset does
         self.fetches_batches = callable(getattr(dataset, "__getitems__", None))
+
+    @property
+    def users_dataset(self) -> Any:
+        """The dataset of the user's loader."""
+        return self.dataset.dataset if type(self.dataset) is PartOfDataset else self.dataset
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
         """The samples of one micro-batch; a key is (epoch, index)."""
@@ -89,7 +107,7 @@ class SeededDataset(Dataset[Any]):
             try:
                 samples.append(self.dataset[index])
             except Exception as error:
-                annotate(error, f"raised by the data set for sample {index}")
+                annotate(error, f"raised by the dataset for sample {index}")
                 raise
         return samples
 
@@ -124,11 +142,9 @@ class Fetcher:
         """Whether `loader` describes the same data, so that this fetcher and its workers can be kept."""
         mine = self.loader
         return mine is loader or (
-            not mine.persistent_workers  # the workers hold the data set as it was
-            and mine.dataset is loader.dataset
-            and mine.collate_fn is loader.collate_fn
-            and mine.num_workers == loader.num_workers
-            and mine.pin_memory == loader.pin_memory
+            not mine.persistent_workers  # the workers hold the dataset as it was
+            and all(getattr(mine, name) is getattr(loader, name) for name in ("dataset", "worker_init_fn"))
+            and loading_options(mine) == loading_options(loader)
         )
 
     def batches(self, epoch: int, indices: Iterable[Tensor]) -> Iterator[Any]:
@@ -154,7 +170,7 @@ class Fetcher:
             self._workers = DataLoader(
                 self._seeded,
                 batch_sampler=self._keys,
-                worker_init_fn=IgnoreSignalsInWorker(self.loader.worker_init_fn),
+                worker_init_fn=WorkerStart(self.loader.worker_init_fn),
                 # Shifted by one: a seed of 63 bits is the same number whether it is read with a sign or without.
                 generator=torch.Generator().manual_seed(mix(self.seed) >> 1),
                 persistent_workers=self.loader.persistent_workers,
@@ -193,14 +209,31 @@ def _plain_tensors(loader: DataLoader[Any]) -> tuple[tuple[Tensor, ...], Tensor 
     Indexing the tensors gives the same bits and strides as collating rows, without a Python call a row. A batch of rows
     of a tensor in another memory format than the contiguous one would have that format; collated, it is contiguous.
     """
+    if not stacks_tensors(loader.collate_fn) or loader.num_workers or loader.pin_memory:
+        return None
     dataset: Any = loader.dataset
     chosen: Tensor | None = None
-    while type(dataset) is Subset:
-        rows = torch.as_tensor(dataset.indices)
+    while type(dataset) is PartOfDataset or is_usual(dataset, Subset):
+        rows = _as_rows(dataset.indices)
+        if rows is None:
+            return None
         chosen = rows if chosen is None else rows[chosen]
         dataset = dataset.dataset
-    usual = loader.collate_fn is default_collate and loader.num_workers == 0 and not loader.pin_memory
-    if not usual or type(dataset) is not TensorDataset:
+    if not is_usual(dataset, TensorDataset):
         return None
     plain = all(type(t) is Tensor and t.layout is torch.strided and t.is_contiguous() for t in dataset.tensors)
     return (dataset.tensors, chosen) if plain else None
+
+
+def _as_rows(indices: Any) -> Tensor | None:
+    """`indices` of a `Subset` as int64; None for what indexes a tensor in another way, such as a mask."""
+    if isinstance(indices, range):
+        return torch.arange(indices.start, indices.stop, indices.step)
+    if type(indices) in (list, tuple):
+        usual = all(kind is int or issubclass(kind, np.integer) for kind in set(map(type, indices)))
+        return torch.tensor(indices, dtype=torch.int64) if usual else None
+    if type(indices) is np.ndarray and indices.ndim == 1 and indices.dtype.kind in "iu":
+        return torch.from_numpy(indices.astype(np.int64))
+    if type(indices) is Tensor and indices.dim() == 1 and indices.dtype in (torch.int8, torch.int16, torch.int32):
+        return indices.to(torch.int64)  # one of uint8 would be a mask
+    return indices if type(indices) is Tensor and indices.dim() == 1 and indices.dtype is torch.int64 else None

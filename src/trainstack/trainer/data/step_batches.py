@@ -14,9 +14,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from trainstack.backends import EMPTY, Communicator
 from trainstack.backends.workload import Draw, Sampling, TrainingSet
-from trainstack.errors import ModuleContractError
+from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.trainer.core.order import DataOrder
 from trainstack.trainer.data.loading import Fetcher
+from trainstack.trainer.data.torch_classes import is_usual, replaced_method
 
 
 @dataclass(slots=True)
@@ -62,15 +63,16 @@ def unsupported_order_reason(loader: Any) -> str | None:
     """Why the library cannot order the data behind `loader` itself; None if it can."""
     if not isinstance(loader, DataLoader):
         return f"it is a {type(loader).__name__}, not a DataLoader"
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        return f"{type(loader).__name__} iterates in its own way"
+    replaced = replaced_method(loader, DataLoader)
+    if replaced is not None:
+        return f"{type(loader).__name__} has its own {replaced}"
     if isinstance(loader.dataset, IterableDataset):
         return "its data set is iterable and has no indices"
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+    if loader.batch_size is None or not is_usual(loader.batch_sampler, BatchSampler):
         return "it has its own batch sampler, or no automatic batching"
     sampler: Any = loader.sampler
-    if type(sampler) not in (RandomSampler, SequentialSampler):
-        return f"its sampler is a {type(sampler).__name__}"
+    if not is_usual(sampler, RandomSampler) and not is_usual(sampler, SequentialSampler):
+        return f"its sampler is a {type(sampler).__name__} with an order of its own"
     dataset: Any = loader.dataset
     if len(sampler) != len(dataset) or getattr(sampler, "replacement", False):
         return "its sampler does not draw every sample once"
@@ -254,7 +256,39 @@ def _checked_count(count: Any) -> float:
 def custom_batch_weight(module: Any) -> WeightFn | None:
     """The module's `batch_weight` if it overrides the method; None where a batch counts as its samples."""
     weigh = getattr(module, "batch_weight", None)
-    return None if getattr(weigh, "counts_samples", False) else weigh
+    counts = getattr(weigh, "counts_samples", False)
+    return None if (counts(module) if callable(counts) else counts) else weigh
+
+
+def sums_losses(module: Any) -> bool:
+    """Whether the losses of `module` are sums over samples, as its `loss_reduction` says.
+
+    Raises:
+        ConfigurationError: it says something else.
+    """
+    reduction = getattr(module, "loss_reduction", None)
+    if reduction not in (None, "mean", "sum"):
+        raise ConfigurationError(
+            f"{type(module).__name__}.loss_reduction is {reduction!r}. Write 'mean', or 'sum' if train_step returns a "
+            "sum over the samples of the batch."
+        )
+    return reduction == "sum"
+
+
+def sum_steps(steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
+    """`steps` whose losses are sums over samples: their micro-batches are added up over all processes.
+
+    One without items still has weight 0.
+    """
+    for step in steps:
+        step.micro_batches = _summed(step, step.micro_batches)
+        yield step
+
+
+def _summed(step: StepBatches, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    for batch, weight, last in micro_batches:
+        yield batch, float(weight > 0), last
+    step.weights, step.scale = [float(weight > 0) for weight in step.weights], 1.0
 
 
 @dataclass(slots=True)

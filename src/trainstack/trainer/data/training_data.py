@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from trainstack.backends import World
 from trainstack.backends.fast_paths import fast_paths_enabled
@@ -14,22 +14,26 @@ from trainstack.backends.workload import Sampling, TrainingSet
 from trainstack.errors import CheckpointMismatchError, ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
-from trainstack.trainer.core.order import DataOrder
+from trainstack.trainer.core.order import DataOrder, OrderCursor
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.state import RunState, is_stateful
 from trainstack.trainer.data.loader_state import LoaderState, missing_state_description
-from trainstack.trainer.data.loading import Fetcher, loading_options
+from trainstack.trainer.data.loading import Fetcher, PartOfDataset, loading_options
+from trainstack.trainer.data.sample_counts import SampleCounter
 from trainstack.trainer.data.step_batches import (
     CustomOrderSource,
     OrderedSource,
     PoissonSource,
     StepBatches,
+    WeightFn,
     check_not_presharded,
     custom_batch_weight,
     describe_order,
+    sum_steps,
+    sums_losses,
     unsupported_order_reason,
 )
-from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.module_interface import MicroBatchInfo, ModuleInterface
 
 
 class OverfitSubset:
@@ -45,7 +49,7 @@ class OverfitSubset:
 
     def __init__(self, number: int, global_batch: int, seed: int) -> None:
         self._number, self._global_batch, self._seed = number, global_batch, seed
-        self._subset: Subset[Any] | None = None
+        self._subset: PartOfDataset | None = None
 
     def of(self, loader: Any) -> DataLoader[Any]:
         """A loader like `loader` over those samples.
@@ -68,7 +72,7 @@ class OverfitSubset:
                 shuffle=not isinstance(loader.sampler, SequentialSampler),
             )
             wanted = None if self._number < 0 else self._number * self._global_batch
-            self._subset = Subset(loader.dataset, order.permutation(0)[:wanted].tolist())
+            self._subset = PartOfDataset(loader.dataset, order.permutation(0)[:wanted].tolist())
         return like(loader, self._subset, loader.batch_size)
 
 
@@ -113,8 +117,8 @@ class TrainingData:
         self._public_dataset_size = public_dataset_size
         self._fetcher: Fetcher | None = None
         self._fast_paths = fast_paths_enabled(args.fast_paths)
-        self._order: DataOrder | None = None
-        self._custom_order_logged = False
+        self._cursor: OrderCursor | None = None
+        self._custom_order_logged = self._lengths_differ_logged = self._choice_logged = False
         self.loader: Any = None
         self._overfit = OverfitSubset(args.overfit_batches, args.global_batch_size(world.size), seed)
         self.loader_state = LoaderState(log, fast_paths=self._fast_paths)
@@ -123,6 +127,8 @@ class TrainingData:
         self.loader_state.attach(loader)
         self.plan = self._make_plan(loader)
         self.training_set = self._training_set(loader)
+        self._check_plan(self.plan)
+        self._warn_of_small_parts(loader)
         if loader is not None and self.plan.steps_per_epoch is None:
             log.warning(
                 "the training loader has no length, so the steps of an epoch are unknown: get_optimizers_schedulers "
@@ -143,32 +149,38 @@ class TrainingData:
                 f"{type(self._module).__name__}.get_train_dataloader returned None. Return a DataLoader: "
                 "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))."
             )
-        reason, self._order = unsupported_order_reason(loader), None
+        reason, self._cursor = unsupported_order_reason(loader), None
         if sampling is not None:
             return self._sampled(loader, sampling, state)
         _keep_order(state, describe_order(loader))
         if reason is None:
-            return self._ordered(loader).iter_steps(state.epoch, state.samples_in_epoch, state.batches_in_epoch)
-        self._log_custom_order(reason, loader, state)
-        batches, positioned = self.loader_state.begin(loader, within=state.batches_in_epoch > 0)
-        source = CustomOrderSource(
-            batches, self.plan.accumulation, self._module.batch_weight, self._world.rank, self._world.size
-        )
-        return source.iter_steps(state.epoch, state.samples_in_epoch, 0 if positioned else state.batches_in_epoch)
+            source: OrderedSource | CustomOrderSource = self._ordered(loader)
+            steps = source.iter_steps(state.epoch, state.samples_in_epoch, state.batches_in_epoch)
+        else:
+            self._log_custom_order(reason, loader, state)
+            source, positioned = self._unordered(loader, within=state.batches_in_epoch > 0)
+            done = 0 if positioned else state.batches_in_epoch
+            steps = source.iter_steps(state.epoch, state.samples_in_epoch, done)
+        return sum_steps(steps) if sums_losses(self._module) else steps
 
     def close(self) -> None:
         """End the loader's workers; another pass starts new ones."""
         self._fetcher = None
 
     def set_plan(self, plan: TrainingPlan) -> None:
-        """Replace the plan by another one of the same data, for the module as well."""
+        """Replace the plan by another one of the same data, for the module as well.
+
+        Raises:
+            ConfigurationError: the module refuses that its batches are split.
+        """
+        self._check_plan(plan)
         self.plan = self._module.plan = plan
 
     def indices_under_way(self, state: RunState, position: int) -> list[int] | None:
         """The samples of a micro-batch of the step after those that `state` counts; None where that is not known."""
-        if self._order is None or self._args.overfit_batches:
+        if self._cursor is None or self._args.overfit_batches:
             return None
-        share = next(self._order.local_batches(state.epoch, state.samples_in_epoch), None)
+        share = self._cursor.share(state.epoch, state.samples_in_epoch)
         if share is None or position >= len(share.micro_batches):
             return None
         # With weights of the user's, micro-batches may have changed places.
@@ -176,13 +188,85 @@ class TrainingData:
         rows = share.micro_batches[position : position + 1] if known else share.micro_batches
         return [index for row in rows for index in row.tolist()]
 
+    def micro_batch(self, state: RunState) -> MicroBatchInfo | None:
+        """The micro-batch that `train_step` is called for; None between steps."""
+        if state.current_step <= state.global_step:
+            return None
+        position = state.micro_batch
+        share = None if self._cursor is None else self._cursor.share(state.epoch, state.samples_in_epoch)
+        count = self.plan.accumulation if share is None else max(1, len(share.micro_batches))
+        samples = self.indices_under_way(state, position)
+        return MicroBatchInfo(number=position, count=count, samples=None if samples is None else tuple(samples))
+
+    def _check_plan(self, plan: TrainingPlan) -> None:
+        if plan.accumulation > 1 and not getattr(self._module, "splits_batches", True):
+            raise ConfigurationError(
+                f"{type(self._module).__name__}.splits_batches is False, and a step of {plan.process_batch} samples on "
+                f"each process would be split into {plan.accumulation} micro-batches of at most {plan.micro_batch}. "
+                "Write gpu_batch_size_limit=None and fit_micro_batch=False, or a smaller train_batch_size."
+            )
+
+    def _warn_of_small_parts(self, loader: Any) -> None:
+        """Say where a step is split into parts that are not alike."""
+        plan, limit = self.plan, self._args.gpu_batch_size_limit
+        last = plan.last_micro_batch
+        if limit is None or last == plan.micro_batch:
+            return
+        whole = f"gpu_batch_size_limit={limit} splits the {plan.process_batch} samples of a step on each process into"
+        if unsupported_order_reason(loader) is None:
+            if 4 * last < limit:
+                self._log.warning(
+                    f"{whole} {plan.accumulation} micro-batches, of which the last has {last}. Each counts for what it "
+                    "holds, but batch norm and other parts that see a batch as a whole see so few. Write "
+                    f"train_batch_size={(plan.process_batch - last) * self._world.size}."
+                )
+        elif loader is not None:
+            self._log.warning(
+                f"{whole} batches of {plan.micro_batch}, the last of {last}, but each batch of a loader with an order "
+                f"of its own has {plan.micro_batch}: a step has "
+                f"{plan.accumulation * plan.micro_batch * self._world.size} samples instead of {plan.global_batch}. "
+                "Write a gpu_batch_size_limit that divides the batch."
+            )
+
+    def _unordered(self, loader: Any, *, within: bool) -> tuple[CustomOrderSource, bool]:
+        """The source of a loader with an order of its own, and whether it continues from a checkpoint's state."""
+        counter, weigh = None, self._batch_weight()
+        if weigh is None:
+            pending = self.plan.accumulation * self._world.size
+            weigh = counter = SampleCounter(loader, self._warn_once, pending)
+        batches, positioned = self.loader_state.begin(loader, within=within, counter=counter)
+        source = CustomOrderSource(batches, self.plan.accumulation, weigh, self._world.rank, self._world.size)
+        return source, positioned
+
+    def _batch_weight(self) -> WeightFn | None:
+        """As `custom_batch_weight`; what a `SupervisedModule` has chosen is logged at its first batch."""
+        module: Any = self._module
+        weigh = custom_batch_weight(module)
+        if weigh is None or self._choice_logged or not hasattr(module, "weight_choice"):
+            return weigh
+
+        def first(batch: Any) -> float:
+            count = weigh(batch)
+            if not self._choice_logged and module.weight_choice:
+                self._choice_logged = True
+                self._log.info(f"the loss counts as a mean over {module.weight_choice}; loss_weight changes that.")
+            return count
+
+        return first
+
+    def _warn_once(self, message: str) -> None:
+        if not self._lengths_differ_logged:
+            self._lengths_differ_logged = True
+            self._log.warning(message)
+
     def _training_set(self, loader: Any) -> TrainingSet:
         problem = "get_train_dataloader returned None" if loader is None else unsupported_order_reason(loader)
+        length = None if problem else len(loader.dataset)
         return TrainingSet(
-            length=None if problem else len(loader.dataset),
+            length=length,
             fetch=lambda index: self._fetcher_of(loader).load(0, index),
             global_batch=self.plan.global_batch,
-            max_micro_batch=self._args.gpu_batch_size_limit,
+            max_micro_batch=self._args.gpu_batch_size_limit or max(length or 0, self.plan.global_batch),
             total_steps=self.plan.total_steps,
             problem=problem,
         )
@@ -190,6 +274,11 @@ class TrainingData:
     def _sampled(self, loader: Any, sampling: Sampling, state: RunState) -> Iterator[StepBatches]:
         plan = self.plan
         assert plan.steps_per_epoch is not None
+        if sums_losses(self._module):
+            raise ConfigurationError(
+                f"{type(self._module).__name__}.loss_reduction is 'sum', and a private run bounds and adds the "
+                "gradients of single records. Return one loss for each record, or their mean."
+            )
         problem = unsupported_order_reason(loader)
         if problem is not None or len(loader.dataset) != self.training_set.length:
             raise ModuleContractError(
@@ -272,7 +361,7 @@ class TrainingData:
                 f"train_batch_size={plan.global_batch} with drop_last=True and {length} samples leaves no global step "
                 "at all. Lower train_batch_size or write drop_last=False."
             )
-        order = self._order = DataOrder(
+        order = DataOrder(
             length=length,
             global_batch=plan.global_batch,
             micro_batch=plan.micro_batch,
@@ -282,7 +371,8 @@ class TrainingData:
             shuffle=not isinstance(loader.sampler, SequentialSampler),
             drop_last=loader.drop_last,
         )
-        return OrderedSource(self._fetcher_of(loader), order, custom_batch_weight(self._module), world.comm)
+        self._cursor = OrderCursor(order)
+        return OrderedSource(self._fetcher_of(loader), order, self._batch_weight(), world.comm)
 
     def _log_custom_order(self, reason: str, loader: Any, state: RunState) -> None:
         if self._custom_order_logged:

@@ -251,7 +251,7 @@ class Evaluator:
         """Evaluate one loader on all processes; what they collected, joined, if it is to be kept, and the metrics."""
         context, stack, state = self._context, self._context.stack, self._context.state
         world, work = context.world, self._work()
-        evaluation = LoaderPass(stack, work, stage, state.global_step, keep_outputs=keep)
+        evaluation = LoaderPass(stack, work, stage, state.global_step, keep_outputs=keep, loader=loader)
         limit = only or (context.args.max_val_steps_per_epoch if stage is Stage.VAL else None)
         batches, in_parts = evaluation_batches(
             loader, seed=state.seed, world=world, limit=limit, fast_paths=work.fast_paths
@@ -266,7 +266,8 @@ class Evaluator:
             on_batch=None if measured is None else measured.add,
         )
         progress.end_validation()
-        self._warn_once(evaluation.loss_message)
+        for message in (evaluation.loss_message, evaluation.count_message):
+            self._warn_once(message)
         comm = world.comm if in_parts else Communicator()
         by_rank = world.comm.gather((evaluation.batches, evaluation.samples, evaluation.stopped_early))
         if any(stopped_early for *_, stopped_early in by_rank):

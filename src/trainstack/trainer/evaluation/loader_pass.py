@@ -13,14 +13,20 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainstack.backends import Communicator, TrainerBackend, Workload, World
-from trainstack.backends.fast_paths import fast_batches
 from trainstack.backends.losses import RETURN_THE_TENSOR, is_number, loss_item
 from trainstack.errors import ModuleContractError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.core.modes import get_modes, set_modes
-from trainstack.trainer.core.tensors import samples_in
+from trainstack.trainer.core.samples import checked_weight, differing_lengths, samples_in
 from trainstack.trainer.data.loading import Fetcher
-from trainstack.trainer.data.step_batches import check_not_presharded, custom_batch_weight, unsupported_order_reason
+from trainstack.trainer.data.sample_counts import counted_batches
+from trainstack.trainer.data.step_batches import (
+    check_not_presharded,
+    custom_batch_weight,
+    sums_losses,
+    unsupported_order_reason,
+)
+from trainstack.trainer.data.torch_classes import makes_lists_of_fields
 from trainstack.trainer.evaluation.collector import OutputCollector
 from trainstack.trainer.tracking.progress import ProgressDisplay
 
@@ -92,8 +98,7 @@ def evaluation_batches(
     """
     check_not_presharded(loader, world.size)
     if unsupported_order_reason(loader) is not None:
-        own = islice(fast_batches(loader, enabled=fast_paths), limit)
-        return ((batch, None) for batch in own), False
+        return islice(counted_batches(loader, fast_paths=fast_paths), limit), False
     size = loader.batch_size
     number = -(-len(loader.dataset) // size)
     if limit is not None:
@@ -160,6 +165,7 @@ class LoaderPass:
         stage: which step method runs.
         step: handed to it as `global_step`.
         keep_outputs: collect what the step returns.
+        loader: gives the batches; how it collates them tells how to count the samples of one without a number.
 
     Attributes:
         outputs: what was collected; None where nothing was to be.
@@ -167,16 +173,26 @@ class LoaderPass:
         samples: how many they held; None where that could not be counted.
         stopped_early: whether `run` ended before the last.
         loss_message: the warning about what the first step returned in place of its loss; None for none.
+        count_message: the warning about the first batch whose number of samples is doubtful; None for none.
     """
 
     def __init__(
-        self, stack: TrainerBackend, work: Workload, stage: Stage, step: int, *, keep_outputs: bool = True
+        self,
+        stack: TrainerBackend,
+        work: Workload,
+        stage: Stage,
+        step: int,
+        *,
+        keep_outputs: bool = True,
+        loader: Any = None,
     ) -> None:
         self.stack, self.work, self.stage, self.step = stack, work, stage, step
         self.outputs = OutputCollector() if keep_outputs else None
         self.batches, self.stopped_early = 0, False
         self.samples: int | None = 0
         self.loss_message: str | None = None
+        self.count_message: str | None = None
+        self._lists_are_fields, self._sums = makes_lists_of_fields(loader), sums_losses(work.module)
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
 
@@ -205,7 +221,7 @@ class LoaderPass:
                         on_batch(outputs, batch)
                     if type(outputs) is not Tensor or not outputs.dim():
                         self._keep_loss(outputs, batch, samples)
-                    counted += _count(batch) if samples is None else samples
+                    counted += self._count(batch) if samples is None else samples
                     self.batches += 1
                     if self.batches >= progress.next_poll:
                         progress.poll(self.batches, lambda: None)
@@ -223,27 +239,32 @@ class LoaderPass:
         if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
             self._losses.append(loss.detach().clone())  # user code may write to it later
             weigh = custom_batch_weight(self.work.module)
-            if weigh is None:
-                self._weights.append(float(samples_in(batch) if samples is None else samples))
+            if weigh is not None:
+                self._weights.append(checked_weight(weigh(batch)))
+            elif samples is not None:
+                self._weights.append(float(samples))
             else:
-                self._weights.append(float(weigh(batch)))
+                self._weights.append(float(samples_in(batch, lists_are_fields=self._lists_are_fields)))
+                self.count_message = self.count_message or differing_lengths(batch)
         elif not self.batches:
             self.loss_message = number_loss_message(outputs, self.stage)
 
     def mean_loss(self, comm: Communicator) -> float | None:
         """The mean of the losses that the step returned, weighted by `batch_weight`; None if it returned none.
 
-        Over what all processes of `comm` have evaluated, as one sum and one weight.
+        Over what all processes of `comm` have evaluated, as one sum and one weight. With `loss_reduction = "sum"` it is
+        their sum.
         """
         values = self.stack.read(self._losses)
-        mine = [v * w for v, w in zip(values, self._weights, strict=True) if w]
+        mine = [v if self._sums else v * w for v, w in zip(values, self._weights, strict=True) if w]
         everyone = comm.gather((mine, self._weights))
         total = math.fsum(weight for _, weights in everyone for weight in weights)
-        return math.fsum(value for parts, _ in everyone for value in parts) / total if total else None
+        if not total:
+            return None
+        return math.fsum(value for parts, _ in everyone for value in parts) / (1.0 if self._sums else total)
 
-
-def _count(batch: Any) -> float:
-    try:
-        return samples_in(batch)
-    except ModuleContractError:
-        return math.nan
+    def _count(self, batch: Any) -> float:
+        try:
+            return samples_in(batch, lists_are_fields=self._lists_are_fields)
+        except ModuleContractError:
+            return math.nan

@@ -50,6 +50,7 @@ class TrainLoop:
         keep_epoch_outputs: collect what `train_step` returns over a whole epoch.
         measures_every_step: whether each step's gradient norm is computed, even where nothing is clipped.
         bind: gives the subscribers of an event; asked once an epoch, so that others cost nothing.
+        inspect_loss: called with the first loss, before its backward pass.
 
     Attributes:
         meter: gets the losses.
@@ -74,8 +75,10 @@ class TrainLoop:
         keep_epoch_outputs: bool = False,
         measures_every_step: bool = True,
         bind: Bind = no_subscribers,
+        inspect_loss: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.stack, self.work, self.hooks, self.bind = stack, work, hooks, bind
+        self.inspect_loss = inspect_loss
         self.schedules = schedules or Schedules()
         self.state = state or RunState()
         bounded = any(layer.bounds_gradients for layer in stack.layers())
@@ -191,14 +194,16 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
     def run_micro_batches(step_batches: StepBatches) -> list[Tensor]:
         number = state.global_step + 1
         losses: list[Tensor] = []
-        state.current_step = number
-        position, last = 0, False
+        state.current_step, state.micro_batch, last = number, 0, False
         try:
             for batch, weight, last in step_batches.micro_batches:
                 with accumulate(work, last):
                     outputs = forward(work, train, batch, number)
                     loss = find_loss(outputs)
                     value = loss.detach().clone()  # a copy: user code and optimizers may write to the loss later
+                    if (inspect := loop.inspect_loss) is not None and batch is not EMPTY:
+                        loop.inspect_loss = None
+                        inspect(loss)
                     if weight or must_join:  # the gradients of all processes meet in the backward pass
                         backward(work, propagate_nonfinite(loss) if skip else loss, weight)
                 if batch is EMPTY:
@@ -208,10 +213,10 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
                     collect(outputs)
                 if end_backward is not None:
                     end_backward(number, loss)
-                position += 1
+                state.micro_batch += 1
                 del batch, outputs, loss  # the next fetch may reuse their memory, and needs room
         except Exception:
-            loop.failed_in = position
+            loop.failed_in = state.micro_batch
             raise
         if not last:  # a loader without length has ended within the step
             with accumulate(work, True):

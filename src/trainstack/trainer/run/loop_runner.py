@@ -7,11 +7,12 @@ from typing import Any
 
 from trainstack.backends import Clipping, TrainerBackend, TrainerBackendArguments, Workload
 from trainstack.stage import Stage
+from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import isolated_rng
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.core.tensors import samples_in
-from trainstack.trainer.data.step_batches import PreshardedSource
+from trainstack.trainer.data.sample_counts import SampleCounter
+from trainstack.trainer.data.step_batches import PreshardedSource, custom_batch_weight
 from trainstack.trainer.evaluation.loader_pass import LoaderPass, eval_mode, evaluation_pass
 from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.run.loop import TrainLoop, train_steps
@@ -45,7 +46,7 @@ class DataLoaderRunner:
 
     def train(self, dataloader: Any, callback: Any) -> Any:
         """One pass over `dataloader`; returns the collected outputs, and raises on a non-finite loss at the end."""
-        weigh = getattr(self._args.model, "batch_weight", samples_in)
+        weigh = custom_batch_weight(self._args.model) or SampleCounter(dataloader, RunLogger().warning)
         source = PreshardedSource(dataloader, self._args.gradient_accumulation, weigh, self._work.world.comm)
         loop = TrainLoop(
             self._stack,
@@ -70,7 +71,7 @@ class DataLoaderRunner:
 
     def validate(self, dataloader: Any) -> Any:
         """One pass over `dataloader`; returns the collected outputs."""
-        evaluation = LoaderPass(self._stack, self._work, Stage.VAL, self._state.global_step)
+        evaluation = LoaderPass(self._stack, self._work, Stage.VAL, self._state.global_step, loader=dataloader)
         seed = mix(0, Stage.VAL.value, self._state.global_step)
         device, module = self._work.world.device, self._work.module
         with evaluation_pass(self._stack, self._work), isolated_rng(seed, device), eval_mode(module):

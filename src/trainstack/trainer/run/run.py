@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainstack.backends import Workload
+from trainstack.backends.losses import looks_summed
 from trainstack.checkpointing import Checkpoint
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arguments import TrainerArguments
@@ -31,6 +33,7 @@ from trainstack.trainer.events import Event
 from trainstack.trainer.events.calling import call_all
 from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.module_checks import check_optimizers_schedulers, check_signatures
+from trainstack.trainer.module_interface import StepView
 from trainstack.trainer.reporting.reporter import Reporter
 from trainstack.trainer.resume.restoring import check_resumable, check_schedules, rng_of_rank, warn_of_differences
 from trainstack.trainer.resume.saving import Saver, make_checkpoint
@@ -121,6 +124,8 @@ class Run:
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
         module.plan = self.data.plan
+        data = weakref.ref(self.data)  # the module may outlive the run
+        module._step_view = StepView(lambda: None if (mine := data()) is None else mine.micro_batch(state))
         module._log_sink = context.sink = (module._log_sink or LogSink()).connect(context.history, state)
         self.hooks = Hooks(module, stopper.request)
         prepare_model(module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private)
@@ -156,7 +161,27 @@ class Run:
             measures_every_step=self.log_interval == 1,
             keep_epoch_outputs=self.hooks.epoch_outputs if keep == "auto" else bool(keep),
             bind=self.events.bound,
+            inspect_loss=self._inspect_loss if self._may_misjudge_sums else None,
         )
+
+    @property
+    def _may_misjudge_sums(self) -> bool:
+        """Whether a loss that is a sum would count for less than in a plain loop, and the module does not say."""
+        split = self.data.plan.accumulation > 1 or self.world.size > 1
+        return split and not self.stack.is_private and getattr(self.module, "loss_reduction", None) is None
+
+    def _inspect_loss(self, loss: Tensor) -> None:
+        """Warn about the first loss if it is a sum over samples; nothing is computed for it."""
+        under_way = self.data.micro_batch(self.state)
+        samples = None if under_way is None or under_way.samples is None else len(under_way.samples)
+        if looks_summed(loss, samples):
+            name, parts = type(self.module).__name__, self.data.plan.accumulation * self.world.size
+            self.log.warning(
+                f"{name}.train_step returns a sum over samples, and a step is split into {parts} parts: their losses "
+                f"are averaged, so the loss and its gradient are about {parts} times smaller than those of the whole "
+                "batch. Return a mean, or write loss_reduction = 'sum' in the module to add the parts up; "
+                "loss_reduction = 'mean' leaves it as it is."
+            )
 
     def train_epoch(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
         """Train what is left of the epoch under way, validate and save.

@@ -1,0 +1,155 @@
+"""How many samples a batch holds, and how many items its loss is a mean over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from trainstack.errors import ModuleContractError
+
+_OVERRIDE = (
+    "Override ModuleInterface.batch_weight(batch) and return the number of items that the loss of the batch is a mean "
+    "over."
+)
+
+
+def samples_in(batch: Any, *, lists_are_fields: bool = False) -> int:
+    """How many samples a collated batch holds.
+
+    That is the length of the first dimension of the first tensor or array in it that has dimensions, or the length of a
+    list of strings, numbers, dicts or 0-dim tensors, if that comes first. `differing_lengths` says where others differ.
+
+    Args:
+        batch: as the loader gave it.
+        lists_are_fields: a list has an item for each field of a sample, as torch's collate functions make it. Otherwise
+            a list of similar tensors is refused, for it may also have a tensor for each sample.
+
+    Raises:
+        ModuleContractError: nothing in it tells, or it can be read in two ways; `batch_weight` must be overridden.
+    """
+    fields_known = type(batch) is tuple or (type(batch) is list and lists_are_fields)
+    if fields_known and batch and type(batch[0]) is Tensor and batch[0].dim():
+        return batch[0].shape[0]
+    first = next((length for length in _lengths(batch, lists_are_fields) if length is not None), None)
+    if first is None:
+        raise ModuleContractError(
+            f"cannot tell how many samples a batch of type {type(batch).__name__} holds. {_OVERRIDE}"
+        )
+    return first
+
+
+def differing_lengths(batch: Any) -> str | None:
+    """The warning for a batch whose parts are not of one length, so that the first may not be that of the samples."""
+    if type(batch) in (list, tuple) and len(batch) == 2:  # the usual case, cheaply
+        one, two = batch
+        if type(one) is type(two) is Tensor and one.dim() and two.dim() and one.shape[0] == two.shape[0]:
+            return None
+    lengths = list(_lengths(batch, True))
+    known = [length for length in lengths if length is not None]
+    if not known or (len(set(known)) == 1 and (len(known) > 1 or len(lengths) == 1)):
+        return None
+    sizes = ", ".join("none" if length is None else str(length) for length in lengths[:6])
+    return (
+        f"the first dimensions of the tensors in a batch differ ({sizes}): the batch counts as {known[0]} samples, the "
+        f"first of them. {_OVERRIDE}"
+    )
+
+
+def checked_weight(weight: Any) -> float:
+    """What `batch_weight` returned, as a float.
+
+    Raises:
+        ModuleContractError: it is inf, nan or negative.
+    """
+    if not 0 <= weight < math.inf:
+        raise ModuleContractError(
+            f"batch_weight returned {weight!r}: return how many items the loss of the batch is a mean over, "
+            "a finite number >= 0."
+        )
+    return float(weight)
+
+
+IGNORED_LABEL = -100
+"""The label that `torch.nn.functional.cross_entropy` leaves out of its mean by default."""
+
+
+def labels_in(labels: Any, *, shifted: bool = False) -> int | None:
+    """How many labels a loss is a mean over: those that are not -100; None where `labels` are no tensor of integers.
+
+    Args:
+        labels: of any shape.
+        shifted: the first label of each row is not predicted, as in a causal language model.
+    """
+    if (
+        not isinstance(labels, Tensor)
+        or labels.is_floating_point()
+        or labels.is_complex()
+        or labels.dtype is torch.bool
+    ):
+        return None
+    if shifted and labels.dim():
+        labels = labels[..., 1:]
+    return int((labels != IGNORED_LABEL).sum())
+
+
+def _lengths(item: Any, lists_are_fields: bool, nested: bool = False) -> Iterator[int | None]:
+    """The lengths of the parts of a batch; None for a tensor without dimensions."""
+    if isinstance(item, PackedSequence):
+        raise ModuleContractError(
+            f"a PackedSequence has time steps of several samples, and the loss may be a mean over either. {_OVERRIDE}"
+        )
+    if isinstance(item, Tensor) and item.is_nested:
+        yield item.size(0)
+        return
+    shape = getattr(item, "shape", None)
+    if shape is not None and not isinstance(item, Mapping):
+        yield int(shape[0]) if len(shape) else None
+        return
+    if is_dataclass(item) and not isinstance(item, type):
+        item = {f.name: getattr(item, f.name) for f in fields(item)}
+    if isinstance(item, Mapping):
+        parts = list(item.values())
+    elif isinstance(item, list | tuple):
+        if item and _has_one_item_a_sample(item):
+            yield len(item)
+            return
+        _check_fields(item, lists_are_fields, nested)
+        parts = list(item)
+    else:
+        return
+    for part in parts:
+        yield from _lengths(part, lists_are_fields, True)
+
+
+def _has_one_item_a_sample(items: list[Any] | tuple[Any, ...]) -> bool:
+    if all(isinstance(item, str | bytes | int | float) for item in items):
+        return True
+    if not isinstance(items, list):
+        return False
+    return all(isinstance(item, dict) for item in items) or all(getattr(item, "shape", None) == () for item in items)
+
+
+def _may_be_samples(items: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether `items` are tensors or arrays of one shape, or like images of several sizes."""
+    shapes = [getattr(item, "shape", None) for item in items]
+    if len(items) < 2 or not all(shapes) or len({getattr(item, "dtype", None) for item in items}) > 1:
+        return False
+    dims = {len(shape) for shape in shapes if shape is not None}
+    return len(set(shapes)) == 1 or (len(dims) == 1 and dims.pop() > 2)
+
+
+def _check_fields(items: list[Any] | tuple[Any, ...], lists_are_fields: bool, nested: bool) -> None:
+    """Refuse what may be a tensor for each sample or a tensor for each field."""
+    known = lists_are_fields if isinstance(items, list) else hasattr(items, "_fields")
+    first = getattr(items[0], "shape", None) if items else None
+    if not known and ((nested and first) or (isinstance(items, list) and _may_be_samples(items))):
+        raise ModuleContractError(
+            f"a {type(items).__name__} of {len(items)} tensors in a batch may have a tensor for each sample, or one "
+            f"for each field of a sample. Use a tuple for the fields of a batch. {_OVERRIDE}"
+        )

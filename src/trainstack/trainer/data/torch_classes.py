@@ -1,0 +1,61 @@
+"""Whether loaders, samplers and datasets have torch's own methods, so that what they do is known.
+
+The methods are noted when this module is imported. A method that is overridden in a subclass, or replaced later on the
+class or on the object, makes the object one that is used as it comes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor
+from torch.utils import data
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
+from torch.utils.data import default_collate as _default_collate
+from torch.utils.data import default_convert as _default_convert
+
+
+def _methods(kind: type) -> dict[str, Any]:
+    """The methods and properties that `kind` itself defines, except for its constructor."""
+    kinds = (FunctionType, property, staticmethod, classmethod)
+    return {name: item for name, item in vars(kind).items() if isinstance(item, kinds) and name != "__init__"}
+
+
+_KINDS: tuple[type, ...] = (DataLoader, BatchSampler, RandomSampler, SequentialSampler, Subset, TensorDataset)
+_METHODS = {kind: _methods(kind) for kind in _KINDS}
+# torch 2.13.0: the registry behind `default_collate`, documented as its extension point, and its entry for tensors.
+_collate = getattr(getattr(data, "_utils", None), "collate", None)
+_stack_tensors = getattr(_collate, "collate_tensor_fn", None)
+_collate_by_type = getattr(_collate, "collate", None)
+
+
+def replaced_method(item: Any, kind: type) -> str | None:
+    """The name of a method of `kind`, one of torch's classes, for which `item` has another; None if it has all."""
+    mine = getattr(item, "__dict__", {})
+    for name, usual in _METHODS[kind].items():
+        if inspect.getattr_static(type(item), name, None) is not usual or name in mine:
+            return name
+    return None
+
+
+def is_usual(item: Any, kind: type) -> bool:
+    """Whether `item` is an object of `kind` itself, with all of its methods, and fetches one sample at a time."""
+    if type(item) is not kind or replaced_method(item, kind) is not None:
+        return False
+    return "__getitems__" in _METHODS[kind] or not hasattr(item, "__getitems__")
+
+
+def stacks_tensors(collate_fn: Any) -> bool:
+    """Whether `collate_fn` makes a list of stacked tensors of samples that are tuples of tensors."""
+    registry = getattr(_collate, "default_collate_fn_map", None)
+    if collate_fn is not _default_collate or _stack_tensors is None or not isinstance(registry, dict):
+        return False
+    usual = registry.get(Tensor) is _stack_tensors and getattr(_collate, "collate", None) is _collate_by_type
+    return usual and not any(isinstance((), kind) for kind in registry)
+
+
+def makes_lists_of_fields(loader: Any) -> bool:
+    """Whether a list among the batches of `loader` has an item for each field of a sample, not one for each sample."""
+    return getattr(loader, "collate_fn", None) in (_default_collate, _default_convert)

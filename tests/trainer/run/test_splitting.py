@@ -1,0 +1,239 @@
+"""When a step is split, and what a module can say about it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, numbers, train, weights
+from trainstack.backends.losses import looks_summed
+
+ROWS = torch.randn(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+class Line(ts.ModuleInterface):
+    """A linear model with a loss to choose, over 20 rows in their order."""
+
+    def __init__(self, loss: Any, dataset: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.loss = nn.Linear(3, 1).double(), loss
+        self.dataset = TensorDataset(ROWS, ROWS.sum(1, keepdim=True)) if dataset is None else dataset
+
+    def get_optimizers_schedulers(self, *_: Any) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01), None
+
+    def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+        return DataLoader(self.dataset, batch_size=batch_size)
+
+    def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
+        return DataLoader(self.dataset, batch_size=batch_size)
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        return self.loss(self.net(batch[0]), batch[1])
+
+    val_step = train_step
+
+
+class Listed(Line):
+    def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+        return list(DataLoader(self.dataset, batch_size=batch_size))
+
+
+def summed(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(outputs, targets, reduction="sum")
+
+
+@pytest.mark.parametrize("kind", [Line, Listed])
+@pytest.mark.parametrize("limit", [None, 4, 3])
+def test_losses_that_are_sums_are_added_up(kind: type[Line], limit: int | None, tmp_path: Path) -> None:
+    """A step of 8 samples in whole or in parts, a short one at the end: as in a plain loop."""
+    plain = Line(summed)
+    optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.01), []
+    limit = 4 if kind is Listed and limit == 3 else limit  # whose batches cannot be split further
+    for inputs, targets in DataLoader(plain.dataset, batch_size=8):
+        optimizer.zero_grad()
+        losses.append(plain.loss(plain.net(inputs), targets))
+        losses[-1].backward()
+        optimizer.step()
+    module = kind(summed)
+    module.loss_reduction = "sum"
+    trainer = train(
+        module,
+        tmp_path,
+        train_batch_size=8,
+        gpu_batch_size_limit=limit,
+        clip_grads=False,
+        log_every=1,
+        val_batch_size=7,
+    )
+
+    assert (weights(module) - weights(plain)).abs().max() < 1e-12
+    assert trainer.history.get_metric_values("train/loss") == pytest.approx([loss.item() for loss in losses])
+    outputs = plain.net(ROWS)
+    assert trainer.history.get_latest_metric("val/loss") == pytest.approx(summed(outputs, ROWS.sum(1, True)).item())
+
+
+def vae_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    divergence = -0.5 * torch.sum(1 + outputs - outputs.pow(2))
+    return F.binary_cross_entropy(outputs.sigmoid(), targets.sigmoid(), reduction="sum") + divergence
+
+
+SUMS = {
+    "reduction": summed,
+    "sum": lambda outputs, targets: (outputs - targets).pow(2).sum(),
+    "parts": vae_loss,
+    "rows": lambda outputs, targets: (outputs - targets).pow(2).mean(1).sum(0).float(),
+}
+MEANS = {
+    "mean": F.mse_loss,
+    "sum divided": lambda outputs, targets: summed(outputs, targets) / len(outputs),
+    "sum times a factor": lambda outputs, targets: summed(outputs, targets) * (1 / len(outputs)),
+    "mean of sums": lambda outputs, targets: (outputs - targets).pow(2).sum(1).mean(),
+    "sum of means": lambda outputs, targets: (outputs - targets).pow(2).mean(0).sum(),
+}
+
+
+@pytest.mark.parametrize("name", [*SUMS, *MEANS])
+def test_a_sum_is_found_in_the_graph_of_the_loss(name: str) -> None:
+    module = Line((SUMS | MEANS)[name])
+    loss = module.train_step(1, (ROWS[:7], ROWS[:7].sum(1, keepdim=True)), None)
+    assert looks_summed(loss, 7) == (name in SUMS)
+    with_weights = loss + sum(p.pow(2).sum() for p in module.parameters())
+    assert looks_summed(with_weights, 7) == (name in SUMS), "a sum over weights is not one over samples"
+
+
+@pytest.mark.parametrize("said", [None, "mean", "sum"])
+@pytest.mark.parametrize("limit", [None, 4])
+def test_a_sum_is_warned_about_where_a_step_is_split(
+    limit: int | None, said: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Line(summed)
+    module.loss_reduction = said
+    with caplog.at_level(logging.WARNING):
+        train(module, tmp_path, train_batch_size=8, gpu_batch_size_limit=limit, epochs=2)
+    warned = [record.getMessage() for record in caplog.records if "sum over samples" in record.getMessage()]
+    assert len(warned) == (limit is not None and said is None)
+    assert all("loss_reduction = 'sum'" in text for text in warned)
+
+
+def test_a_reduction_that_is_none_is_refused(tmp_path: Path) -> None:
+    module = Line(summed)
+    module.loss_reduction = "avg"  # type: ignore[assignment]
+    with pytest.raises(ts.ConfigurationError, match=r"Line\.loss_reduction is 'avg'\. Write 'mean', or 'sum'"):
+        train(module, tmp_path)
+
+
+def test_a_private_run_refuses_sums(tmp_path: Path) -> None:
+    module = Classifier(numbers(16))
+    module.loss_reduction = "sum"
+    with pytest.raises(ts.ConfigurationError, match="a private run bounds and adds the gradients of single records"):
+        train(module, tmp_path, backend="sp-dp")
+
+
+class Carries(Line):
+    """Notes which part of the step each call of `train_step` is."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(F.mse_loss, **changes)
+        self.seen: list[Any] = []
+        self.elsewhere: list[Any] = []
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        self.seen.append(self.micro_batch)
+        samples = self.micro_batch.samples if self.micro_batch else None
+        assert samples is None or torch.equal(batch[0], ROWS[list(samples)])
+        return super().train_step(global_step, batch, device)
+
+    def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        self.elsewhere.append(self.micro_batch)
+        return super().train_step(global_step, batch, device)
+
+    def on_end_train_step(self, global_step: int) -> None:
+        self.elsewhere.append(self.micro_batch)
+
+
+class Shuffled(Carries):
+    def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+        return DataLoader(self.dataset, sampler=sampler(self.dataset), batch_size=batch_size)
+
+
+class CarriesListed(Carries, Listed):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Carries, Shuffled, CarriesListed])
+def test_a_step_can_ask_which_micro_batch_it_has(kind: Any, tmp_path: Path) -> None:
+    module = kind()
+    assert module.micro_batch is None
+    train(module, tmp_path, train_batch_size=8, gpu_batch_size_limit=4, epochs=2, val_batch_size=10)
+
+    assert [info.number for info in module.seen] == [0, 1, 0, 1, 0] * 2
+    if kind is CarriesListed:
+        assert {(info.count, info.samples) for info in module.seen} == {(2, None)}
+    else:
+        assert [info.count for info in module.seen] == [2, 2, 2, 2, 1] * 2
+        assert sorted(sum((info.samples for info in module.seen[:5]), ())) == list(range(20))
+    assert set(module.elsewhere) == {None}
+    assert copy.deepcopy(module).micro_batch is None
+    torch.save(module._step_view, io.BytesIO())
+    module.micro_batch = 7
+    assert module.micro_batch == 7, "an attribute of the user's wins"
+
+
+def test_a_module_can_refuse_to_be_split(tmp_path: Path) -> None:
+    module = Carries()
+    module.splits_batches = False
+    refused = re.escape(
+        "Carries.splits_batches is False, and a step of 8 samples on each process would be split into 2"
+    )
+    with pytest.raises(ts.ConfigurationError, match=refused):
+        train(module, tmp_path, train_batch_size=8, gpu_batch_size_limit=4)
+    assert not module.seen
+    assert train(module, tmp_path, train_batch_size=8).global_steps_finished == 3
+
+
+@pytest.mark.parametrize("batch", [1024, 650])
+def test_large_batches_are_not_split_by_default(batch: int, tmp_path: Path) -> None:
+    """Batch norm shows it: the weights and statistics are those of a plain loop, to the bit."""
+
+    def build() -> Classifier:
+        module = Classifier(numbers(2 * batch))
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            module.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        module.get_train_dataloader = lambda sampler, batch_size: DataLoader(module.dataset, batch_size=batch_size)  # type: ignore[method-assign]
+        return module
+
+    plain, module = build(), build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for one in DataLoader(plain.dataset, batch_size=batch):
+        optimizer.zero_grad()
+        plain.train_step(1, one, None).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+    train(module, tmp_path, train_batch_size=batch)
+
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.state_dict().values(), plain.state_dict().values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(("limit", "said"), [(None, ""), (7, ""), (5, "5 micro-batches, of which the last has 1")])
+def test_a_crumb_at_the_end_of_a_step_is_warned_about(
+    limit: int | None, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(Line(F.mse_loss), tmp_path, train_batch_size=21, gpu_batch_size_limit=limit)
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [said in text for text in warned] == ([True] if said else [])
