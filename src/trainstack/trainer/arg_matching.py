@@ -220,6 +220,29 @@ def default_metric_inputs(outputs: Any, batch: Any) -> tuple[Any, ...] | dict[st
     return (*items, *target.values()) if len(items) == 1 else tuple(items)
 
 
+def check_not_correctness(outputs: Any, inputs: Any, step: str, metric: str) -> None:
+    """Refuse booleans as the only output beside a target of numbers: they tell which predictions are right.
+
+    Args:
+        outputs: of the step.
+        inputs: what `default_metric_inputs` made of them.
+        step, metric: names for the message.
+
+    Raises:
+        ModuleContractError: saying what to return.
+    """
+    if not isinstance(inputs, tuple) or len(inputs) != 2:
+        return
+    if isinstance(outputs, tuple | list) and any(item is inputs[1] for item in outputs):
+        return  # the step chose both
+    prediction, target = (str(getattr(item, "dtype", None)).removeprefix("torch.") for item in inputs)
+    if prediction == "bool" and target != "bool":
+        raise ModuleContractError(
+            f"{step} returned a boolean tensor, and the metric {metric!r} would compare it with the labels. Return "
+            "the predictions, or define metric_inputs(self, outputs, batch)."
+        )
+
+
 def feeder(update: Callable[..., Any]) -> Callable[[tuple[Any, ...] | Mapping[str, Any]], None]:
     """A function that calls `update` of a metric with a tuple by position, or with what it takes of a dict.
 

@@ -222,7 +222,12 @@ class Evaluator:
         batches, in_parts = evaluation_batches(
             loader, seed=state.seed, world=world, limit=limit, fast_paths=work.fast_paths
         )
-        measured = None if stage is Stage.PREDICT else self.metrics.over(key, world, in_parts=in_parts)
+        step_name = f"{stage.name.lower()}_step"
+        over = self.metrics.over
+        measured = None if stage is Stage.PREDICT else over(key, world, in_parts=in_parts, step=step_name)
+        evaluation.is_consumed = (
+            measured is not None or self._hooks.val_outputs or stage is not Stage.VAL or context.module._may_lack_loss
+        )
         progress = NoProgress() if reporter is None else reporter.progress
         progress.start_validation(key, None)
         evaluation.run(
@@ -269,6 +274,7 @@ class Evaluator:
                         f"{full} is not one number, so it is returned by validate and test, and not recorded."
                     )
                 else:
+                    self._context.sink.claim(full)
                     named[full] = float(number)
                     history.update_metric(full, named[full], step=state.global_step, epoch=state.epoch)
         return named
