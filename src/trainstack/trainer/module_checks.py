@@ -230,7 +230,7 @@ def _warn_on_unregistered_modules(module: nn.Module, log: RunLogger) -> None:
 def _trainable_in(container: Any) -> list[nn.Module | nn.Parameter]:
     """The layers and parameters with something to train in nested lists, tuples and dicts, each once."""
     found: dict[int, nn.Module | nn.Parameter] = {}
-    seen, pending = set[int](), [container]
+    seen, pending = set[int](), list[Any]([container])
     left = _MOST_ITEMS
     while pending and left > 0:
         value = pending.pop()

@@ -307,8 +307,8 @@ def library_names() -> frozenset[str]:
 def name_conflict(owner: str, name: str, value: Any) -> str | None:
     """Why `value` cannot be the attribute `name` of a module of the class `owner`; None if it can.
 
-    A function may replace a method, as `torch.compile(self.train_step)` does. An `nn.Module` cannot: PyTorch registers it
-    under the name, and the method of the class still comes first.
+    A function may replace a method, as `torch.compile(self.train_step)` does. An `nn.Module` cannot: PyTorch registers
+    it under the name, and the method of the class still comes first.
     """
     if name == "plan":
         if value is None or isinstance(value, TrainingPlan):

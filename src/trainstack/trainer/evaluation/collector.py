@@ -192,7 +192,7 @@ def _copied(value: Any, device: torch.device | None) -> Any:
         items = {key: _copied(item, device) for key, item in _pairs(value)}
         if isinstance(value, tuple):
             return type(value)(*items.values()) if hasattr(value, "_fields") else tuple(items.values())
-        copied = copy(value)  # of the same class
+        copied: Any = copy(value)  # of the same class
         for key, item in items.items():
             copied[key] = item
         return copied

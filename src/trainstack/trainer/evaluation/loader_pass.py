@@ -41,8 +41,8 @@ def missing_loss_message(outputs: Any, stage: Stage, *, is_consumed: bool) -> st
     name = stage.name.lower()
     if is_number(loss := loss_item(outputs)):
         return (
-            f"{name}_step returned a {type(loss).__name__} where its loss is looked for, and only a tensor is taken: no "
-            f"{name}/loss is recorded. {RETURN_THE_TENSOR}"
+            f"{name}_step returned a {type(loss).__name__} where its loss is looked for, and only a tensor is taken: "
+            f"no {name}/loss is recorded. {RETURN_THE_TENSOR}"
         )
     named = as_named(outputs)
     items = list(outputs) if isinstance(outputs, tuple | list) else [] if named is None else list(named.values())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainstack.backends import Communicator, World, move_to_device
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
+from trainstack.stage import Stage
 from trainstack.trainer.arg_matching import check_not_correctness, feeder
 from trainstack.trainer.module_interface import ModuleInterface
 
@@ -73,17 +74,17 @@ class Metrics:
                     f"{', '.join(map(repr, keys))}. Write metrics of all loaders directly: metrics={{'name': metric}}."
                 )
 
-    def over(self, key: str, world: World, *, in_parts: bool, step: str = "val_step") -> MetricPass | None:
+    def over(self, key: str, world: World, stage: Stage, *, in_parts: bool) -> MetricPass | None:
         """Begin a pass over the loader `key`; None if it has no metrics.
 
         Args:
             key: of the loader.
             world: this process's place.
+            stage: of the pass.
             in_parts: whether each process evaluates a part.
-            step: the name of the method that is evaluated, for messages.
         """
         metrics = self._for_all | self._for_one.get(key, {})
-        return MetricPass(metrics, self._module, world, in_parts=in_parts, step=step) if metrics else None
+        return MetricPass(metrics, self._module, world, stage, in_parts=in_parts) if metrics else None
 
 
 class MetricPass:
@@ -95,9 +96,9 @@ class MetricPass:
     """
 
     def __init__(
-        self, metrics: Mapping[str, Metric], module: nn.Module, world: World, *, in_parts: bool, step: str = "val_step"
+        self, metrics: Mapping[str, Metric], module: nn.Module, world: World, stage: Stage, *, in_parts: bool
     ) -> None:
-        self._metrics, self._module, self._world, self._step = metrics, module, world, step
+        self._metrics, self._module, self._world, self._stage = metrics, module, world, stage
         self._kept: list[Any] | None = [] if in_parts and world.size > 1 else None
         self._updates = 0
         method = getattr(cast(Any, module).metric_inputs, "__func__", None)
@@ -120,7 +121,7 @@ class MetricPass:
             return
         if self._by_default:
             self._by_default = False  # the first batch tells
-            check_not_correctness(outputs, inputs, self._step, next(iter(self._metrics)))
+            check_not_correctness(outputs, inputs, f"{self._stage.name.lower()}_step", next(iter(self._metrics)))
         if not isinstance(inputs, tuple | dict):
             raise ModuleContractError(
                 f"metric_inputs returned a {type(inputs).__name__}. Return a tuple, which is given to each metric's "

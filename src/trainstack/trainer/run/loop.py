@@ -145,9 +145,8 @@ def train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
         loop.step_outputs.reset()
     buffers = BufferSnapshot(work.module) if loop.skip_nonfinite else None
     clip, read, parameters, meter = stack.clip, stack.read, work.parameters, loop.meter
-    dropped = (
-        {} if work.gradients_reduced_by is None else work.params.frozen
-    )  # computed for the reducer, used by nobody
+    # computed for the reducer, used by nobody
+    dropped = {} if work.gradients_reduced_by is None else work.params.frozen
     unmeasured, measure_every = work.without_grad_norm(), 1 if loop.skip_nonfinite else loop.measure_every
     run_micro_batches, after_step = _bind_micro_batches(loop), _bind_end_train_step(loop)
     step, drop_gradients = _bind_update(loop)

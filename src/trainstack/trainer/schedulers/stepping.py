@@ -168,11 +168,13 @@ class Schedules:
             owner = getattr(call, "__self__", call)
             kind = type(getattr(owner, "scheduler", owner)).__name__
             by_hand = scheduled.steps_by_hand(self._updates, self._epochs)
-            often = "once after each global step that moved the weights, unless a SchedulerConfig says otherwise"
             reason = (
-                f"The trainer steps it {often}, and other code has called its step() {by_hand} times. Leave out those calls."
+                "It steps once after each global step that moved the weights, unless a SchedulerConfig says otherwise"
+            )
+            reason += (
+                f", and other code has called its step() {by_hand} times. Leave out those calls."
                 if by_hand > 0
-                else f"It steps {often}: make it for self.plan.total_steps steps."
+                else ": make it for self.plan.total_steps steps."
             )
             raise ModuleContractError(f"{kind}.step() failed: {error}. {reason}") from error
 

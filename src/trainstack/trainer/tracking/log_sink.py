@@ -11,7 +11,6 @@ from trainstack.errors import ConfigurationError
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.tracking.history import RunHistory
 
-
 _TAKEN = "{name!r} is recorded by the trainer. Choose another name."
 _OF_TRAINING = re.compile(r"train/(loss|loss_epoch|grad_norm|skipped_steps)|lr(/\d+)?")
 
