@@ -116,6 +116,8 @@ class StepChecks:
     def _annotate(self, error: Exception) -> None:
         if "backward through the graph a second time" in str(error):
             annotate(error, _SECOND_BACKWARD)
+        if "Tried to step" in str(error) and self._loop.schedules.steps_by_hand():  # OneCycleLR past its end
+            annotate(error, "the trainer steps the scheduler, and other code has called its step() as well")
         optimizer = None if self._watch is None else self._watch.stepping
         if optimizer is None or type(optimizer).__module__.startswith("torch.optim"):
             return

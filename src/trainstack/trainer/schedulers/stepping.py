@@ -168,15 +168,13 @@ class Schedules:
             owner = getattr(call, "__self__", call)
             kind = type(getattr(owner, "scheduler", owner)).__name__
             by_hand = scheduled.steps_by_hand(self._updates, self._epochs)
-            reason = (
-                "It steps once after each global step that moved the weights, unless a SchedulerConfig says otherwise"
-            )
-            reason += (
-                f", and other code has called its step() {by_hand} times. Leave out those calls."
-                if by_hand > 0
-                else ": make it for self.plan.total_steps steps."
-            )
-            raise ModuleContractError(f"{kind}.step() failed: {error}. {reason}") from error
+            cure = ": make it for self.plan.total_steps steps."
+            if by_hand > 0:
+                cure = f", and other code has called its step() {by_hand} times. Leave out those calls."
+            raise ModuleContractError(
+                f"{kind}.step() failed: {error}. It steps once after each global step that moved the weights, unless a "
+                f"SchedulerConfig says otherwise{cure}"
+            ) from error
 
 
 def torch_count(scheduler: Any) -> int | None:
