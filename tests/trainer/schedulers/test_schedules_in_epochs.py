@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,8 @@ class Scheduled(Classifier):
 
 
 def warning_of(make: Callable[[Any, Any], Any], path: Path, caplog: pytest.LogCaptureFixture, epochs: int) -> str:
-    try:
+    with suppress(ts.ModuleContractError):  # OneCycleLR ends
         train(Scheduled(make), path, epochs=epochs)
-    except ts.ModuleContractError as error:
-        assert "OneCycleLR" in str(error)
     return " ".join(record.message for record in caplog.records if "it steps once after" in record.message)
 
 
@@ -42,6 +41,10 @@ def sequence(optimizer: Any, length: int) -> Any:
     warm_up = lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=1)
     rest = lr_scheduler.CosineAnnealingLR(optimizer, length - 1)
     return lr_scheduler.SequentialLR(optimizer, [warm_up, rest], milestones=[1])
+
+
+def falling(step: int, *, num_training_steps: int) -> float:
+    return max(0.1, 1 - step / num_training_steps)
 
 
 IN_EPOCHS = {
@@ -55,10 +58,7 @@ IN_EPOCHS = {
     "chain": lambda o, length: lr_scheduler.ChainedScheduler([lr_scheduler.CosineAnnealingLR(o, length)], optimizer=o),
     "factory": lambda o, length: partial(lr_scheduler.CosineAnnealingLR, T_max=length),
     "warmup_cosine": lambda o, length: schedulers.warmup_cosine(o, length),
-    "transformers": lambda o, length: lr_scheduler.LambdaLR(
-        o,
-        partial(lambda step, *, num_training_steps: max(0.1, 1 - step / num_training_steps), num_training_steps=length),
-    ),
+    "transformers": lambda o, length: lr_scheduler.LambdaLR(o, partial(falling, num_training_steps=length)),
 }
 
 
@@ -108,9 +108,7 @@ class Stateless:
 def test_a_scheduler_without_a_state_is_refused_before_the_first_step(tmp_path: Path) -> None:
     module = Scheduled(lambda optimizer, module: Stateless(optimizer))
     saves = ts.DefaultCheckpointerArguments(checkpoint=True)
-    with pytest.raises(
-        ts.ModuleContractError, match="Stateless has no state_dict and no load_state_dict, and a checkp"
-    ):
+    with pytest.raises(ts.ModuleContractError, match="Stateless has no state_dict and no load_state_dict"):
         train(module, tmp_path, checkpointer_args=saves)
 
 
