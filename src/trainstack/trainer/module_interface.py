@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -195,6 +195,10 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
         from trainstack.trainer.arg_matching import default_metric_inputs  # which imports classes derived from this
 
         return default_metric_inputs(outputs, batch)
+
+    def _unused_items(self, batch: Any, takers: Sequence[Callable[..., Any]]) -> str | None:
+        """A warning for items of `batch` that neither the step nor `takers` take; None where nothing is known."""
+        return None
 
     def _lacks(self, step: str, loaders: str) -> ModuleContractError:
         return ModuleContractError(

@@ -61,6 +61,10 @@ class Metrics:
                 metrics = _items(item, name)
                 self._for_one[name] = {_checked(inner): _of_protocol(inner, metric) for inner, metric in metrics}
 
+    def updates(self) -> list[Callable[..., Any]]:
+        """What takes inputs in each of them."""
+        return [metric.update for part in (self._for_all, *self._for_one.values()) for metric in part.values()]
+
     def check_loaders(self, keys: list[str]) -> None:
         """Refuse metrics for a loader that there is not.
 

@@ -101,7 +101,7 @@ class Run:
         prepare_model(module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private)
         with context.sink.mute(state):  # a layer may try the module out
             self.loop = self._make_loop()
-        self.step_checks = StepChecks(context, self.loop)
+        self.step_checks = StepChecks(context, self.loop, made_metrics)
         self.evaluator = Evaluator(
             context,
             metrics=made_metrics,

@@ -16,6 +16,7 @@ from trainstack.backends import EMPTY
 from trainstack.errors import annotate
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.data.step_batches import StepBatches
+from trainstack.trainer.evaluation.metrics import Metrics
 from trainstack.trainer.module_checks import left_out_parameters, shortened
 from trainstack.trainer.run.loop import TrainLoop
 
@@ -41,10 +42,11 @@ class StepChecks:
     Args:
         context: of the run.
         loop: its steps are watched.
+        metrics: may use items of the batches.
     """
 
-    def __init__(self, context: RunContext, loop: TrainLoop) -> None:
-        self._context, self._loop = context, loop
+    def __init__(self, context: RunContext, loop: TrainLoop, metrics: Metrics) -> None:
+        self._context, self._loop, self._metrics = context, loop, metrics
         self._untrained = _references(left_out_parameters(loop.work.optimizers, context.module))
         self._said = set[str]()
         self._watch: _Watch | None = None
@@ -65,12 +67,18 @@ class StepChecks:
             self._unplug()
 
     def _first(self, steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
-        self._watch = _Watch(self._loop, self._context)
+        self._watch = _Watch(self._loop, self._context, self._check_items)
         for step_batches in steps:
             self._watch.begin_step()
             yield step_batches
             self._end_step()
         self._unplug()
+
+    def _check_items(self, batch: Any) -> None:
+        """Warn of what nothing takes of a batch, the first of the run."""
+        message = self._context.module._unused_items(batch, self._metrics.updates())
+        if message is not None:
+            self._context.log.warning(message)
 
     def _end_step(self) -> None:
         """Warn of what was seen in the step that is over; also called where nothing is watched."""
@@ -148,8 +156,9 @@ class _Watch:
         without_gradient: the names of optimized parameters that had no gradient when the weights moved; None before.
     """
 
-    def __init__(self, loop: TrainLoop, context: RunContext) -> None:
+    def __init__(self, loop: TrainLoop, context: RunContext, on_first_batch: Callable[[Any], None]) -> None:
         self._loop, self._context = loop, context
+        self._on_batch = None if context.state.global_step else on_first_batch
         self._names = {id(p): name for name, p in context.module.named_parameters()}
         self.step, self.is_within = 0, False
         self.without_gradient: list[str] | None = None
@@ -162,8 +171,8 @@ class _Watch:
                 self._handles.append(optimizer.register_step_pre_hook(self._before_step))
                 self._handles.append(optimizer.register_step_post_hook(self._after_step))
         # a layer that ends `backward` computes gradients in `forward`
-        if not any("backward" in layer.ends for layer in loop.stack.layers()):
-            loop.watch_forward(self._watched)
+        self._sees_gradients = not any("backward" in layer.ends for layer in loop.stack.layers())
+        loop.watch_forward(self._watched)
 
     def close(self) -> None:
         """Remove everything."""
@@ -209,7 +218,10 @@ class _Watch:
 
     def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(work: Any, stage: Any, batch: Any, step: int) -> Any:
-            if batch is EMPTY:
+            on_batch, self._on_batch = self._on_batch, None
+            if on_batch is not None and batch is not EMPTY:
+                on_batch(batch)
+            if batch is EMPTY or not self._sees_gradients:
                 return forward(work, stage, batch, step)
             before = self._gradients()  # after the hooks of the micro-batch before
             if self._position and (not before or self._versions.keys() - before.keys()):
