@@ -43,7 +43,10 @@ __all__ = [
     "rank_zero_only",
     "verify_resume",
 ]
-__all__ += [*errors.__all__, *backends.__all__, *checkpointing.__all__, *trainer.__all__]
+__all__ += errors.__all__  # one statement a package: pyright evaluates this form alone
+__all__ += backends.__all__
+__all__ += checkpointing.__all__
+__all__ += trainer.__all__
 
 
 def __dir__() -> list[str]:

@@ -383,7 +383,7 @@ def test_a_learning_rate_that_is_a_tensor_is_recorded_as_it_was_at_each_step(tmp
             return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)]
 
     trainer = trained(tmp_path, TensorRate(numbers(32)), cb.LRMonitor(momentum=True, weight_decay=True), log_every=4)
-    assert trainer.history.get_metric_values("schedule/lr/0") == [0.25, 0.125, 0.0625, 0.03125]
+    assert trainer.history.get_metric_values("schedule/lr/0") == [0.5, 0.25, 0.125, 0.0625]
 
 
 def test_a_tensor_learning_rate_may_be_changed_at_a_log_point(tmp_path: Path) -> None:

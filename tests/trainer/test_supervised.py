@@ -7,7 +7,7 @@ import functools
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -689,3 +689,78 @@ def test_it_reads_handwritten_digits(tmp_path: Path) -> None:
     right = module.seen["default"]["outputs"].argmax(1) == module.seen["default"]["targets"]
 
     assert right.float().mean() > 0.9
+
+
+# --- items of a batch that nothing takes (L-S8)
+
+
+class Masks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return cast(torch.Tensor, self.net(x))
+
+
+def weighted(input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    return nn.functional.cross_entropy(input, target)
+
+
+class Takes:
+    def update(self, preds: torch.Tensor, target: torch.Tensor, group: torch.Tensor) -> None:
+        pass
+
+    def compute(self) -> float:
+        return 0.0
+
+    def reset(self) -> None:
+        pass
+
+
+def items(**more: Any) -> list[dict[str, Any]]:
+    return [{"x": torch.randn(3), "target": index % 2, **more} for index in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"attention_mask": torch.ones(3)}, "'attention_mask' (did you mean 'mask' of Masks.forward?)"),
+        ({"weights": torch.ones(2)}, "'weights' (did you mean 'weight' of weighted?)"),
+        ({"number": 7}, "'number', which Masks.forward and weighted do not take"),
+    ],
+)
+def test_items_that_nothing_takes_are_named_once(
+    more: Any, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = ts.SupervisedModule(Masks(), weighted, "sgd", items(**more))
+    train(module, tmp_path, epochs=2, train_batch_size=4, gpu_batch_size_limit=2)
+    (told,) = [record.message for record in caplog.records if "nothing uses" in record.message]
+    assert words in told
+
+
+@pytest.mark.parametrize(
+    ("more", "changes"),
+    [
+        ({"mask": torch.ones(3), "weight": torch.ones(2)}, {}),
+        ({"name": "a string"}, {}),
+        ({"attention_mask": torch.ones(3)}, {"input_mapping": {"attention_mask": "mask"}}),
+        ({"attention_mask": torch.ones(3)}, {"input_mapping": lambda batch: dict(batch)}),
+        ({"group": 1}, {"target_keys": ["target", "group"]}),
+        ({"group": 1}, {"metrics": {"takes": Takes()}}),
+    ],
+)
+def test_items_that_something_takes_are_not(
+    more: Any, changes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(ts.SupervisedModule(Masks(), weighted, "sgd", items(**more), **changes), tmp_path, train_batch_size=4)
+    assert "nothing uses" not in caplog.text
+
+
+def test_a_derived_class_may_use_any_item(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Weighed(ts.SupervisedModule):
+        def batch_weight(self, batch: Any) -> float:
+            return float(batch["tokens"].sum())
+
+    train(Weighed(Masks(), weighted, "sgd", items(tokens=torch.ones(1))), tmp_path, train_batch_size=4)
+    assert "nothing uses" not in caplog.text

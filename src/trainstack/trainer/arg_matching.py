@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -218,6 +220,64 @@ def default_metric_inputs(outputs: Any, batch: Any) -> tuple[Any, ...] | dict[st
     if wanted is not None and names is not None:
         target = {"target": names[wanted]}
     return (*items, *target.values()) if len(items) == 1 else tuple(items)
+
+
+def unused_names_message(
+    names: Iterable[str], functions: Sequence[Callable[..., Any]], others: Sequence[Callable[..., Any]]
+) -> str | None:
+    """The warning for `names` that neither `functions` nor `others` have as a parameter; None if each is one.
+
+    Args:
+        names: of the items of a batch.
+        functions: the model and the loss, whose parameters are proposed.
+        others: such as the `update` of metrics.
+    """
+    named = [parameters_of(function) for function in functions]
+    known: set[str] = set()
+    for function in others:
+        with suppress(ModuleContractError):
+            named_by = parameters_of(function)
+            known.update(*((TARGETS, named_by.names) if not named_by.takes_all else (names,)))
+    if any(one.takes_all for one in named):
+        return None
+    known.update(*(one.names for one in named))
+    given = list(names)
+    unused = [name for name in given if name not in known]
+    if not unused:
+        return None
+    free = {name: one.function for one in named for name in one.names if name not in given and name not in one.required}
+    lines = []
+    for name in unused:
+        near = difflib.get_close_matches(name, free, n=1, cutoff=0.4)
+        lines.append(f"{name!r} (did you mean {near[0]!r} of {free[near[0]]}?)" if near else repr(name))
+    takers = " and ".join(one.function for one in named)
+    return (
+        f"the batches have {', '.join(lines)}, which {takers} do not take, so nothing uses them. "
+        "Rename them with input_mapping={'old': 'new'}, or leave them out of the data set."
+    )
+
+
+def check_not_correctness(outputs: Any, inputs: Any, step: str, metric: str) -> None:
+    """Refuse booleans as the only output beside a target of numbers: they tell which predictions are right.
+
+    Args:
+        outputs: of the step.
+        inputs: what `default_metric_inputs` made of them.
+        step, metric: names for the message.
+
+    Raises:
+        ModuleContractError: saying what to return.
+    """
+    if not isinstance(inputs, tuple) or len(inputs) != 2:
+        return
+    if isinstance(outputs, tuple | list) and any(item is inputs[1] for item in outputs):
+        return  # the step chose both
+    prediction, target = (str(getattr(item, "dtype", None)).removeprefix("torch.") for item in inputs)
+    if prediction == "bool" and target != "bool":
+        raise ModuleContractError(
+            f"{step} returned a boolean tensor, and the metric {metric!r} would compare it with the labels. Return "
+            "the predictions, or define metric_inputs(self, outputs, batch)."
+        )
 
 
 def feeder(update: Callable[..., Any]) -> Callable[[tuple[Any, ...] | Mapping[str, Any]], None]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,7 @@ from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.events.event import Event
-from trainstack.trainer.module_interface import CallbackInterface, ModuleInterface
+from trainstack.trainer.module_interface import CallbackInterface, ModuleInterface, library_names, name_conflict
 from trainstack.trainer.schedulers.building import is_scheduler, is_scheduler_factory
 from trainstack.trainer.schedulers.stepping import SchedulerConfig
 
@@ -97,6 +98,7 @@ def check_signatures(module: Any, log: RunLogger, val_step: Any = None) -> None:
     Raises:
         ModuleContractError: naming the method and the signature it needs.
     """
+    _check_library_names(module)
     for name, (positional, named) in _CALLS.items():
         method = getattr(module, name)
         try:
@@ -116,6 +118,19 @@ def check_signatures(module: Any, log: RunLogger, val_step: Any = None) -> None:
                 f"Write def {name}({wanted}).{hint if name == 'forward' else ''}"
             ) from error
     _warn_on_method_typos(module, log, val_step)
+
+
+def _check_library_names(module: Any) -> None:
+    """Refuse attributes of the class that hide a name of the library; `__setattr__` refuses those of the object."""
+    for name in library_names():
+        owner = next(kind for kind in type(module).__mro__ if name in vars(kind))
+        problem = None
+        if owner is not ModuleInterface and name == "plan":
+            problem = name_conflict(type(module).__name__, name, vars(owner)[name])
+        elif not callable(getattr(module, name)):
+            problem = name_conflict(type(module).__name__, name, getattr(module, name))
+        if problem is not None:
+            raise ModuleContractError(problem)
 
 
 def _warn_on_method_typos(module: Any, log: RunLogger, val_step: Any) -> None:
@@ -188,6 +203,7 @@ def check_optimizers_schedulers(
                 f"{type(optimizer).__name__} evaluates a closure several times a step, which the loop does not offer. "
                 "Use a first-order optimizer such as torch.optim.AdamW."
             )
+    _warn_on_unregistered_modules(module, log)
     _check_parameters(optimizers, module, log)
     for scheduler in schedulers:
         _check_scheduler(scheduler, optimizers)
@@ -198,6 +214,78 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+_CONTAINERS = {
+    dict: ("nn.ModuleDict", "nn.ParameterDict"),
+    list: ("nn.ModuleList", "nn.ParameterList"),
+    tuple: ("nn.ModuleList", "nn.ParameterList"),
+}
+_MOST_ITEMS = 10_000
+"""So many items of one attribute are looked at: an attribute may be a list of samples."""
+
+
+def _warn_on_unregistered_modules(module: nn.Module, log: RunLogger) -> None:
+    """Warn of trainable layers and parameters in lists and dicts, which `parameters()` does not see.
+
+    A part without trainable parameters, such as a metric, a loss or a frozen teacher, may be kept in a list.
+    """
+    registered = {id(part) for part in (*module.modules(), *module.parameters())}
+    own = vars(nn.Module())
+    for part in module.modules():
+        if type(part).__module__.startswith("torch."):  # such as `nn.LSTM`, which lists its own weights
+            continue
+        for name, value in vars(part).items():
+            if name in own or not isinstance(value, tuple(_CONTAINERS)):
+                continue
+            found = [one for one in _trainable_in(value) if id(one) not in registered]
+            if found:
+                log.warning(_unregistered_message(f"{type(part).__name__}.{name}", value, found))
+
+
+def _trainable_in(container: Any) -> list[nn.Module | nn.Parameter]:
+    """The layers and parameters with something to train in nested lists, tuples and dicts, each once."""
+    found: dict[int, nn.Module | nn.Parameter] = {}
+    seen, pending = set[int](), list[Any]([container])
+    left = _MOST_ITEMS
+    while pending and left > 0:
+        value = pending.pop()
+        left -= 1
+        if isinstance(value, nn.Parameter):
+            trains = value.requires_grad
+        elif isinstance(value, nn.Module):
+            trains = any(parameter.requires_grad for parameter in value.parameters())
+        else:
+            if isinstance(value, tuple(_CONTAINERS)) and id(value) not in seen:
+                seen.add(id(value))
+                items: Iterable[Any] = value.values() if isinstance(value, dict) else value  # type: ignore[assignment]
+                pending += list(islice(items, left))
+            continue
+        if trains:
+            found[id(value)] = value
+    return list(found.values())
+
+
+def _unregistered_message(where: str, container: Any, found: Sequence[Any]) -> str:
+    kind = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+    modules = sum(isinstance(one, nn.Module) for one in found)
+    counts = [(modules, "module"), (len(found) - modules, "parameter")]
+    what = " and ".join(f"{count} {word}{'s' if count > 1 else ''}" for count, word in counts if count)
+    return (
+        f"{where} is a {kind.__name__} with {what}, which PyTorch does not register: they are not trained, moved or "
+        f"saved. Use {_CONTAINERS[kind][not modules]}."
+    )
+
+
+def left_out_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters of `module` that no optimizer holds, by name."""
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in held}
+
+
+def shortened(names: Sequence[str], most: int = 3) -> str:
+    """The first of `names`, for a message."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module, log: RunLogger) -> None:
@@ -219,10 +307,10 @@ def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module, log: R
                 "it holds as well, so they would move twice a step. Give each parameter to one optimizer."
             )
         held |= {id(p) for p in parameters}
-    left_out = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+    left_out = list(left_out_parameters(optimizers, module))
     if left_out:
-        names = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
-        log.warning(f"{len(left_out)} trainable parameters are in no optimizer and will not change: {names}")
+        count, names = len(left_out), shortened(left_out)
+        log.warning(f"{count} trainable parameters are in no optimizer and will not change: {names}")
 
 
 def _check_scheduler(scheduler: Any, optimizers: Sequence[Optimizer]) -> None:

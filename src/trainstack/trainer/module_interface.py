@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,11 +16,19 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.stage import Stage
+from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.samples import samples_in
 
 if TYPE_CHECKING:
-    from trainstack.trainer.core.plan import TrainingPlan
     from trainstack.trainer.tracking.log_sink import LogSink
+
+
+def _hook(function: Callable[..., None]) -> Callable[..., None]:
+    """Declare a hook whose overriding method may have fewer parameters, or outputs under their own names.
+
+    Type checkers compare an override with the declared type, and `...` accepts each list of parameters.
+    """
+    return function
 
 
 class CallbackInterface:
@@ -29,6 +38,7 @@ class CallbackInterface:
     Outputs are detached; those of a step lie on the training device, those of an epoch on the CPU.
     """
 
+    @_hook
     def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
         """Before the first batch of an epoch.
 
@@ -37,6 +47,7 @@ class CallbackInterface:
             epoch: counted from 0.
         """
 
+    @_hook
     def on_end_backward(self, global_step: int, loss_tensor: Tensor) -> None:
         """After the backward pass of each micro-batch.
 
@@ -45,6 +56,7 @@ class CallbackInterface:
             loss_tensor: the micro-batch's loss, 0-dim, neither scaled nor detached; its graph is freed.
         """
 
+    @_hook
     def on_end_train_step(self, global_step: int, *train_step_collated_outputs: Any) -> None:
         """After each global step, also one that was skipped.
 
@@ -54,9 +66,11 @@ class CallbackInterface:
                 process, item by item, joined along dimension 0; a dict arrives as one dict.
         """
 
+    @_hook
     def on_end_train_epoch(self, global_step: int, *train_step_collated_outputs: Any) -> None:
         """After the last step of an epoch and before validation; outputs as above, over the whole epoch."""
 
+    @_hook
     def on_end_val_epoch(self, global_step: int, *val_step_collated_outputs: Any, key: str = "default") -> None:
         """After each validation loader.
 
@@ -66,6 +80,7 @@ class CallbackInterface:
             key: the loader's key in the dict that `get_val_dataloaders` returned; "default" for a single loader.
         """
 
+    @_hook
     def on_end_train(self, global_step: int) -> None:
         """Once, after the last epoch and its checkpoint."""
 
@@ -146,6 +161,7 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
     splits_batches: bool = True
     _log_sink: LogSink | None = None
     _step_view: StepView | None = None
+    _may_lack_loss: bool = False  # whether `val_step` is known to return no loss sometimes
 
     @abstractmethod
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
@@ -228,6 +244,10 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
 
         return default_metric_inputs(outputs, batch)
 
+    def _unused_items(self, batch: Any, takers: Sequence[Callable[..., Any]]) -> str | None:
+        """A warning for items of `batch` that neither the step nor `takers` take; None where nothing is known."""
+        return None
+
     def _lacks(self, step: str, loaders: str) -> ModuleContractError:
         return ModuleContractError(
             f"{type(self).__name__} has no {step}, but {loaders} returned data. Define "
@@ -307,6 +327,16 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
             )
         self._log_sink.record(name, _without_wrappers(value))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; refuse a value that would hide a name of the library.
+
+        Raises:
+            ModuleContractError: `plan` is given another value than a plan, or a method another value than a function.
+        """
+        if name in library_names() and (problem := name_conflict(type(self).__name__, name, value)) is not None:
+            raise ModuleContractError(problem)
+        super().__setattr__(name, value)
+
     def get_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the module; its `state_dict` unless overridden, under the names of what
         `torch.compile` may have wrapped."""
@@ -319,6 +349,31 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
             self.load_state_dict({wrapped.get(name, name): value for name, value in state.items()})
 
 
+@cache
+def library_names() -> frozenset[str]:
+    """The names on a module that the trainer sets or calls."""
+    methods = {*vars(ModuleInterface), *vars(CallbackInterface)}
+    return frozenset(name for name in methods if not name.startswith("_"))
+
+
+def name_conflict(owner: str, name: str, value: Any) -> str | None:
+    """Why `value` cannot be the attribute `name` of a module of the class `owner`; None if it can.
+
+    A function may replace a method, as `torch.compile(self.train_step)` does. An `nn.Module` cannot: PyTorch registers
+    it under the name, and the method of the class still comes first.
+    """
+    if name == "plan":
+        if value is None or isinstance(value, TrainingPlan):
+            return None
+        return f"{owner}.plan was given a {type(value).__name__}. The trainer keeps its TrainingPlan there. {_RENAME}"
+    if name not in library_names() or (callable(value) and not isinstance(value, nn.Module)):
+        return None
+    return (
+        f"{owner}.{name} was given a {type(value).__name__}, and {name} is a method that the trainer calls. {_RENAME}"
+    )
+
+
+_RENAME = "Choose another name for the attribute."
 _WRAPPED = "_orig_mod."
 
 

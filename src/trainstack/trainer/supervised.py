@@ -19,6 +19,7 @@ from trainstack.trainer.arg_matching import (
     call_with_matching_args,
     parameters_of,
     select_mappings,
+    unused_names_message,
 )
 from trainstack.trainer.core.samples import IGNORED_LABEL, labels_in
 from trainstack.trainer.module_interface import ModuleInterface
@@ -150,6 +151,7 @@ class SupervisedModule(ModuleInterface):
         super().__init__()
         _check_loss(loss)
         self.model, self.loss, self.metrics = model, loss, metrics
+        self._may_lack_loss = loss is None
         self.optimizer, self.optimizer_kwargs = optimizer, dict(optimizer_kwargs or {})
         self.scheduler = _named_scheduler(scheduler, scheduler_kwargs)
         _check_optimizer(optimizer, self.optimizer_kwargs, self.scheduler)
@@ -288,6 +290,23 @@ class SupervisedModule(ModuleInterface):
                 inputs = {role: items} | inputs
         return inputs
 
+    def _unused_items(self, batch: Any, takers: Sequence[Callable[..., Any]]) -> str | None:
+        """The warning for tensors that neither the model nor the loss nor `takers` have a parameter for.
+
+        A mapping that is a function is not called once more, and a method of a derived class may take any item.
+        """
+        mapping, named = self.input_mappings[0], as_named(batch)
+        derived = any(getattr(type(self), name) is not getattr(SupervisedModule, name) for name in _MAY_TAKE_ITEMS)
+        if derived or named is None or (mapping is not None and not isinstance(mapping, Mapping)):
+            return None
+        handed_on = self.target_keys or ()
+        names = [
+            name
+            for name, item in _mapped(mapping, named).items()
+            if isinstance(item, torch.Tensor) and name not in handed_on
+        ]
+        return unused_names_message(names, [self._method(True), *([self.loss] if self.loss else [])], takers)
+
     def _call_model(self, batch: Any, training: bool) -> Any:
         method = self._method(training)
         if isinstance(batch, dict):
@@ -325,6 +344,18 @@ class SupervisedModule(ModuleInterface):
             return call_with_matching_args(self.loss, outputs, named)
         first = parameters_of(self.loss).names[:1]
         return call_with_matching_args(self.loss, {**named, **dict.fromkeys(first, outputs)})
+
+
+_MAY_TAKE_ITEMS = (
+    "step",
+    "train_step",
+    "val_step",
+    "metric_inputs",
+    "batch_weight",
+    "on_end_train_step",
+    "on_end_train_epoch",
+    "on_end_val_epoch",
+)
 
 
 def _mapped(mapping: NameMapping | None, value: Any) -> Any:

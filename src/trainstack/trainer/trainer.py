@@ -180,7 +180,7 @@ class Trainer(AbstractTrainer):
         if self.args.fit_micro_batch:
             fit_micro_batch(context, run.data, work)
             plan = run.data.plan
-        reporter.open(plan, work.optimizers, resumed)
+        reporter.open(run.data, work, resumed)
         if run.is_over:
             reporter.text(already_finished_message(context, plan))
         else:

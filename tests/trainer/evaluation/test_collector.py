@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -104,3 +106,40 @@ def test_a_tensor_that_is_changed_afterwards_is_refused() -> None:
 
     with pytest.raises(ts.ModuleContractError, match=r"step 0 returned was changed in place.*tensor\.clone\(\)"):
         _ = collector.all_outputs
+
+
+@dataclass(frozen=True)
+class Output:
+    scores: torch.Tensor
+    more: Any
+    name: str = "step"
+
+
+def test_a_dataclass_is_kept_without_its_graph_and_apart_from_the_step_s_memory() -> None:
+    scores, counts = torch.ones(2, requires_grad=True), np.zeros(2)
+    given = Output(scores * 2, {"list": [scores * 3, (scores * 4, counts)], "own": Output(scores * 5, None)})
+    ((kept,),) = collected(given)
+    assert type(kept) is Output
+    tensors = [kept.scores, kept.more["list"][0], kept.more["list"][1][0], kept.more["own"].scores]
+    assert [tensor.tolist() for tensor in tensors] == [[2.0, 2.0], [3.0, 3.0], [4.0, 4.0], [5.0, 5.0]]
+    assert not any(tensor.requires_grad for tensor in tensors)
+    with torch.no_grad():
+        given.scores.zero_()
+    counts += 1
+    assert kept.scores.tolist() == [2.0, 2.0]
+    assert kept.more["list"][1][1].tolist() == [0.0, 0.0]
+    assert given.scores.requires_grad  # the step's own object is as it was
+
+
+def test_a_list_of_dataclasses_or_of_lists_is_kept_without_graphs() -> None:
+    scores = torch.ones(2, requires_grad=True)
+    (kept,) = collected([Output(scores * 2, None), [scores * 3]])[0:1]
+    assert not kept[0].scores.requires_grad
+
+
+def test_a_scalar_may_be_changed_afterwards() -> None:
+    running, collector = torch.tensor(1.0), ts.OutputCollector()
+    for _ in range(2):
+        collector.collect(running)
+        running.mul_(2)
+    assert collector.all_outputs[0].tolist() == [1.0, 2.0]

@@ -22,7 +22,7 @@ def record(trainer: AbstractTrainer, name: str, value: float | Tensor) -> None:
 
 
 class LRMonitor(Callback):
-    """Records what schedules change, after each global step, where the trainer itself records `lr` at log points only.
+    """Records what schedules change, as each global step used it; the trainer itself records `lr` at log points only.
 
     Names are `schedule/lr/<group>`, with the optimizer's number in front of the group where there are several; a
     group is called as its key "name" says, or by its number.
@@ -40,16 +40,27 @@ class LRMonitor(Callback):
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ConfigurationError(f"every={every!r}: write a whole number from 1 on.")
         self._every, self._momentum, self._weight_decay = every, momentum, weight_decay
+        self._used: dict[str, float | Tensor] | None = None
+
+    def on_before_optimizer_step(self, trainer: AbstractTrainer) -> None:
+        if (trainer.state.global_step + 1) % self._every == 0:
+            self._used = self._values(trainer)
 
     def on_train_step_end(self, trainer: AbstractTrainer, step: int) -> None:
         if step % self._every:
             return
-        optimizers = trainer.optimizers
+        used, self._used = self._used, None
+        for name, value in (self._values(trainer) if used is None else used).items():  # a step may be left out
+            record(trainer, name, value)
+
+    def _values(self, trainer: AbstractTrainer) -> dict[str, float | Tensor]:
+        values, optimizers = {}, trainer.optimizers
         for number, optimizer in enumerate(optimizers):
             for position, group in enumerate(optimizer.param_groups):
                 name = f"{number}/" * (len(optimizers) > 1) + str(group.get("name", position))
                 for what, value in self._changing(group).items():
-                    record(trainer, f"schedule/{what}/{name}", snapshot_value(value))
+                    values[f"schedule/{what}/{name}"] = snapshot_value(value)
+        return values
 
     def _changing(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
         found = {"lr": group["lr"]} if "lr" in group else {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,8 @@ class OutputCollector:
 
     Tensors of shape `(batch, ...)` become one of shape `(total, ...)`; 0-dim tensors become shape `(steps,)`;
     tuples, lists and dicts are collected item by item; anything else becomes a list. Dtypes are kept. Tensors are
-    detached and, unless `device` says otherwise, moved to the CPU.
+    detached and, unless `device` says otherwise, moved to the CPU; those in a dataclass, or in a list of other things,
+    are copied.
 
     Args:
         device: where to keep collected tensors; None keeps each where it is.
@@ -129,8 +132,8 @@ class _Tensors(_Node):
             raise self._mismatch_error(value, "a tensor")
         if value.requires_grad:
             value = value.detach()
-        if value.untyped_storage().nbytes() > value.nbytes:
-            value = value.clone()  # a small view would keep all of a large tensor alive
+        if not value.dim() or value.untyped_storage().nbytes() > value.nbytes:
+            value = value.clone()  # a scalar is cheap to copy; a small view would keep all of a large tensor alive
         if device is not None and value.device != device:
             value = value.to(device, non_blocking=False)
         self.kept.append(value)
@@ -168,7 +171,7 @@ class _Objects(_Node):
     def add(self, value: Any, device: torch.device | None) -> None:
         if isinstance(value, Tensor) or _has_items(value):
             raise self._mismatch_error(value, f"a {type(self.kept[0]).__name__}" if self.kept else "a plain object")
-        self.kept.append(value.copy() if isinstance(value, np.ndarray) else value)
+        self.kept.append(_copied(value, device))
 
     def cut(self, count: int) -> None:
         del self.kept[count:]
@@ -206,6 +209,28 @@ class _Items(_Node):
     def join(self) -> Any:
         joined = {key: child.join() for key, child in self.children.items()}
         return joined if self.kind is dict else list(joined.values())
+
+
+def _copied(value: Any, device: torch.device | None) -> Any:
+    """`value` with copies of the tensors and arrays in it, without graphs; other objects are the same ones."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, copy=True) if device is not None else value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, list | tuple | dict):
+        items = {key: _copied(item, device) for key, item in _pairs(value)}
+        if isinstance(value, tuple):
+            return type(value)(*items.values()) if hasattr(value, "_fields") else tuple(items.values())
+        copied: Any = copy(value)  # of the same class
+        for key, item in items.items():
+            copied[key] = item
+        return copied
+    if is_dataclass(value) and not isinstance(value, type):
+        copied = copy(value)
+        for name in (field.name for field in fields(value) if hasattr(value, field.name)):
+            object.__setattr__(copied, name, _copied(getattr(value, name), device))  # it may be frozen
+        return copied
+    return value
 
 
 def _pairs(outputs: Any) -> list[tuple[Any, Any]]:

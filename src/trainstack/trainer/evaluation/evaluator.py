@@ -256,7 +256,8 @@ class Evaluator:
         batches, in_parts = evaluation_batches(
             loader, seed=state.seed, world=world, limit=limit, fast_paths=work.fast_paths
         )
-        measured = None if stage is Stage.PREDICT else self.metrics.over(key, world, in_parts=in_parts)
+        measured = None if stage is Stage.PREDICT else self.metrics.over(key, world, stage, in_parts=in_parts)
+        evaluation.is_consumed = measured is not None or not self._expects_loss(stage)
         progress = NoProgress() if reporter is None else reporter.progress
         progress.start_validation(key, None)
         evaluation.run(
@@ -284,6 +285,10 @@ class Evaluator:
         outputs = evaluation.outputs.all_outputs
         return (stack.gather(outputs) if in_parts else outputs), values
 
+    def _expects_loss(self, stage: Stage) -> bool:
+        """Whether outputs without a loss are probably a mistake, as far as hooks and module tell."""
+        return stage is Stage.VAL and not self._hooks.val_outputs and not self._context.module._may_lack_loss
+
     def _warn_once(self, message: str | None) -> None:
         if message is not None and message not in self._logged:
             self._logged.add(message)
@@ -304,6 +309,7 @@ class Evaluator:
                         f"{full} is not one number, so it is returned by validate and test, and not recorded."
                     )
                 else:
+                    self._context.sink.claim(full)
                     named[full] = float(number)
                     history.update_metric(full, named[full], step=state.global_step, epoch=state.epoch)
         return named

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -16,6 +16,7 @@ from trainstack.backends import Communicator, TrainerBackend, Workload, World
 from trainstack.backends.losses import RETURN_THE_TENSOR, is_number, loss_item
 from trainstack.errors import ModuleContractError, annotate
 from trainstack.stage import Stage
+from trainstack.trainer.arg_matching import as_named
 from trainstack.trainer.core.modes import get_modes, set_modes
 from trainstack.trainer.core.samples import checked_weight, differing_lengths, samples_in
 from trainstack.trainer.data.loading import Fetcher
@@ -31,16 +32,52 @@ from trainstack.trainer.evaluation.collector import OutputCollector
 from trainstack.trainer.tracking.progress import ProgressDisplay
 
 
-def number_loss_message(outputs: Any, stage: Stage) -> str | None:
-    """The warning for a plain number in the place of the loss; None where there is none, and for predictions."""
-    loss = loss_item(outputs)
-    if stage is Stage.PREDICT or not is_number(loss):
+def missing_loss_message(outputs: Any, stage: Stage, *, is_consumed: bool) -> str | None:
+    """The warning where a step returned no loss and probably was to return one; None where nothing is wrong.
+
+    A step that returns predictions for a metric or a hook needs no loss. One whose outputs hold a single number, or an
+    item that is called like a loss, has one in the wrong place.
+
+    Args:
+        outputs: of the first batch, in which no loss was found.
+        stage: of the step.
+        is_consumed: whether somebody takes the outputs, such as a metric or a hook.
+    """
+    if outputs is None or stage is Stage.PREDICT:
         return None
     name = stage.name.lower()
+    if is_number(loss := loss_item(outputs)):
+        return (
+            f"{name}_step returned a {type(loss).__name__} where its loss is looked for, and only a tensor is taken: "
+            f"no {name}/loss is recorded. {RETURN_THE_TENSOR}"
+        )
+    named = as_named(outputs)
+    items = list(outputs) if isinstance(outputs, tuple | list) else [] if named is None else list(named.values())
+    misplaced = any(_is_single(item) for item in items) or any("loss" in str(key).lower() for key in named or ())
+    if is_consumed and not misplaced:
+        return None
     return (
-        f"{name}_step returned a {type(loss).__name__} where its loss is looked for, and only a tensor is taken: no "
-        f"{name}/loss is recorded. {RETURN_THE_TENSOR}"
+        f"{name}_step returned {_described(outputs, items, named)}: no loss was found, so no {name}/loss is recorded. "
+        "Return (loss, ...) or a dict with the key 'loss'."
     )
+
+
+def _is_single(value: Any) -> bool:
+    """Whether `value` may be a loss: a number, or a floating tensor without dimensions."""
+    return is_number(value) or (isinstance(value, Tensor) and not value.dim() and value.is_floating_point())
+
+
+def _described(outputs: Any, items: list[Any], named: Mapping[str, Any] | None) -> str:
+    kind = "tuple" if isinstance(outputs, tuple) else type(outputs).__name__
+    if isinstance(outputs, Tensor):
+        return f"a tensor of shape {tuple(outputs.shape)}"
+    if named is not None:
+        numbers = [key for key, item in named.items() if is_number(item)]
+        also = f", of which {', '.join(map(repr, numbers))} are numbers and no tensors" if numbers else ""
+        return f"a {'dict' if isinstance(outputs, dict) else kind} with the keys {', '.join(map(repr, named))}{also}"
+    if items and all(isinstance(item, Tensor) for item in items):
+        return f"a {kind} of tensors of shapes {', '.join(str(tuple(item.shape)) for item in items)}"
+    return f"a {kind} of {', '.join(type(item).__name__ for item in items)}" if items else f"a {kind}"
 
 
 EVALUATION_EPOCH = (1 << 32) - 1
@@ -172,6 +209,7 @@ class LoaderPass:
         batches: how many were evaluated.
         samples: how many they held; None where that could not be counted.
         stopped_early: whether `run` ended before the last.
+        is_consumed: whether somebody takes the outputs, so that they need no loss.
         loss_message: the warning about what the first step returned in place of its loss; None for none.
         count_message: the warning about the first batch whose number of samples is doubtful; None for none.
     """
@@ -190,6 +228,7 @@ class LoaderPass:
         self.outputs = OutputCollector() if keep_outputs else None
         self.batches, self.stopped_early = 0, False
         self.samples: int | None = 0
+        self.is_consumed = True
         self.loss_message: str | None = None
         self.count_message: str | None = None
         self._lists_are_fields, self._sums = makes_lists_of_fields(loader), sums_losses(work.module)
@@ -219,7 +258,7 @@ class LoaderPass:
                         collect(outputs)
                     if on_batch is not None:
                         on_batch(outputs, batch)
-                    if type(outputs) is not Tensor or not outputs.dim():
+                    if type(outputs) is not Tensor or not outputs.dim() or not self.batches:
                         self._keep_loss(outputs, batch, samples)
                     counted += self._count(batch) if samples is None else samples
                     self.batches += 1
@@ -247,7 +286,7 @@ class LoaderPass:
                 self._weights.append(float(samples_in(batch, lists_are_fields=self._lists_are_fields)))
                 self.count_message = self.count_message or differing_lengths(batch)
         elif not self.batches:
-            self.loss_message = number_loss_message(outputs, self.stage)
+            self.loss_message = missing_loss_message(outputs, self.stage, is_consumed=self.is_consumed)
 
     def mean_loss(self, comm: Communicator) -> float | None:
         """The mean of the losses that the step returned, weighted by `batch_weight`; None if it returned none.
@@ -256,15 +295,28 @@ class LoaderPass:
         their sum.
         """
         values = self.stack.read(self._losses)
-        mine = [v if self._sums else v * w for v, w in zip(values, self._weights, strict=True) if w]
-        everyone = comm.gather((mine, self._weights))
-        total = math.fsum(weight for _, weights in everyone for weight in weights)
-        if not total:
-            return None
-        return math.fsum(value for parts, _ in everyone for value in parts) / (1.0 if self._sums else total)
+        everyone = comm.gather([(v, w) for v, w in zip(values, self._weights, strict=True) if w])
+        pairs = [pair for mine in everyone for pair in mine]
+        if self._sums:
+            return sum(value for value, _ in pairs) if pairs else None
+        return weighted_mean(pairs)
 
     def _count(self, batch: Any) -> float:
         try:
             return samples_in(batch, lists_are_fields=self._lists_are_fields)
         except ModuleContractError:
             return math.nan
+
+
+def weighted_mean(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """The mean of (value, weight) pairs; None without a weight, nan for inf and -inf together."""
+    total = math.fsum(weight for _, weight in pairs)
+    if not total:
+        return None
+    parts = [value * weight for value, weight in pairs]
+    try:
+        if math.isfinite(total) and all(map(math.isfinite, parts)):
+            return math.fsum(parts) / total
+    except OverflowError:
+        pass  # the sum is beyond a float, where the mean need not be
+    return sum(value * (weight / total) for value, weight in pairs)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from trainstack.backends import Communicator, World, move_to_device
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
-from trainstack.trainer.arg_matching import feeder
+from trainstack.stage import Stage
+from trainstack.trainer.arg_matching import check_not_correctness, feeder
+from trainstack.trainer.module_interface import ModuleInterface
 
 
 @runtime_checkable
@@ -59,6 +61,10 @@ class Metrics:
                 metrics = _items(item, name)
                 self._for_one[name] = {_checked(inner): _of_protocol(inner, metric) for inner, metric in metrics}
 
+    def updates(self) -> list[Callable[..., Any]]:
+        """What takes inputs in each of them."""
+        return [metric.update for part in (self._for_all, *self._for_one.values()) for metric in part.values()]
+
     def check_loaders(self, keys: list[str]) -> None:
         """Refuse metrics for a loader that there is not.
 
@@ -72,16 +78,17 @@ class Metrics:
                     f"{', '.join(map(repr, keys))}. Write metrics of all loaders directly: metrics={{'name': metric}}."
                 )
 
-    def over(self, key: str, world: World, *, in_parts: bool) -> MetricPass | None:
+    def over(self, key: str, world: World, stage: Stage, *, in_parts: bool) -> MetricPass | None:
         """Begin a pass over the loader `key`; None if it has no metrics.
 
         Args:
             key: of the loader.
             world: this process's place.
+            stage: of the pass.
             in_parts: whether each process evaluates a part.
         """
         metrics = self._for_all | self._for_one.get(key, {})
-        return MetricPass(metrics, self._module, world, in_parts=in_parts) if metrics else None
+        return MetricPass(metrics, self._module, world, stage, in_parts=in_parts) if metrics else None
 
 
 class MetricPass:
@@ -92,10 +99,14 @@ class MetricPass:
     the number of processes, and so are the values, bit for bit. A metric never talks to other processes by itself.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric], module: nn.Module, world: World, *, in_parts: bool) -> None:
-        self._metrics, self._module, self._world = metrics, module, world
+    def __init__(
+        self, metrics: Mapping[str, Metric], module: nn.Module, world: World, stage: Stage, *, in_parts: bool
+    ) -> None:
+        self._metrics, self._module, self._world, self._stage = metrics, module, world, stage
         self._kept: list[Any] | None = [] if in_parts and world.size > 1 else None
         self._updates = 0
+        method = getattr(cast(Any, module).metric_inputs, "__func__", None)
+        self._by_default = method is ModuleInterface.metric_inputs
         self._feed = {name: feeder(metric.update) for name, metric in metrics.items()}
         for name, metric in metrics.items():
             if isinstance(metric, nn.Module):
@@ -112,6 +123,9 @@ class MetricPass:
             raise
         if inputs is None:
             return
+        if self._by_default:
+            self._by_default = False  # the first batch tells
+            check_not_correctness(outputs, inputs, f"{self._stage.name.lower()}_step", next(iter(self._metrics)))
         if not isinstance(inputs, tuple | dict):
             raise ModuleContractError(
                 f"metric_inputs returned a {type(inputs).__name__}. Return a tuple, which is given to each metric's "

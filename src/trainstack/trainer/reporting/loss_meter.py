@@ -8,12 +8,14 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trainstack.backends import Communicator
 from trainstack.backends.fast_paths import fast_largest
 from trainstack.errors import NonFiniteError
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.data.step_batches import StepBatches
+from trainstack.trainer.tracking.history import snapshot_value
 
 MAX_SKIPPED_IN_A_ROW = 50
 """Steps that may be skipped in a row before the run is stopped; by then amp has halved its scale of 2**16 to 2**-34."""
@@ -55,6 +57,10 @@ class LossMeter:
         comm: how the processes of the run talk.
         weights: what is trained, by name, for a check where not every step's gradients are measured.
         fast_paths: whether the weights may be checked in one call.
+
+    Attributes:
+        rates: a global step and the learning rates that it used, of the last step that was due for anything.
+        on_norms: called with the norms that were read; None for nobody.
     """
 
     def __init__(
@@ -72,6 +78,8 @@ class LossMeter:
         self._skip_nonfinite, self._per_record_clipped, self._hide_loss = skip_nonfinite, per_record_clipped, hide_loss
         self._comm, self._weights, self._fast_paths = comm or Communicator(), weights, fast_paths
         self.entries: list[StepEntry] = []
+        self.rates: tuple[int, list[float | Tensor]] | None = None
+        self.on_norms: Callable[[Sequence[float]], None] | None = None
         self.interval, self.epoch = WeightedMean(), WeightedMean()
         self.last_norm: float | None = None
         self.skipped_in_a_row = 0
@@ -82,6 +90,10 @@ class LossMeter:
         """Remember a global step that `state` counts already; nothing is read."""
         place = (state.global_step, state.epoch, state.steps_in_epoch)
         self.entries.append(StepEntry(*place, losses, step_batches.weights, step_batches.items, updated, norm))
+
+    def keep_rates(self, step: int, optimizers: Iterable[Optimizer]) -> None:
+        """Keep the learning rates that global step `step` is about to use."""
+        self.rates = step, learning_rates(optimizers)
 
     def flush(self) -> None:
         """Read what is pending from the device, and settle the means over all processes; all call it at the same step.
@@ -112,6 +124,8 @@ class LossMeter:
         losses = self._read_values([loss for entry in self.entries for loss in entry.losses])
         grad_norms = self._read_values([entry.norm for entry in self.entries if entry.norm is not None])
         entries, self.entries = self.entries, []
+        if self.on_norms is not None:
+            self.on_norms(grad_norms)
         if all(map(math.isfinite, [*losses, *grad_norms])) and all(entry.updated for entry in entries):
             self._count_all(entries, losses, grad_norms)
         else:
@@ -183,6 +197,11 @@ class LossMeter:
         items = sum(entry.items for entry in entries)
         self.interval.add_all(parts, items)
         self.epoch.add_all(parts, items)
+
+
+def learning_rates(optimizers: Iterable[Optimizer]) -> list[float | Tensor]:
+    """The learning rates of all parameter groups as they are now; rates that are tensors are copied, not read."""
+    return [snapshot_value(group["lr"]) for one in optimizers for group in one.param_groups if "lr" in group]
 
 
 _UNMEASURED = (

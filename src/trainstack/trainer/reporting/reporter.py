@@ -8,17 +8,23 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
+from trainstack.backends import Workload
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import to_jsonable
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.reporting.loss_meter import LossMeter
-from trainstack.trainer.tracking.history import snapshot_value
+from trainstack.trainer.data.training_data import TrainingData
+from trainstack.trainer.reporting.clipping_check import ClippingCheck
+from trainstack.trainer.reporting.loss_meter import LossMeter, learning_rates
+from trainstack.trainer.reporting.setup_rows import setup_rows
 from trainstack.trainer.tracking.progress import NoProgress, ProgressDisplay, build_progress, format_plan_table
 from trainstack.trainer.tracking.writers import RunInfo, WriterGroup, build_writers
 
 if TYPE_CHECKING:
     from trainstack.trainer.reporting.report.recorder import RunRecorder
+
+_MANY_STEPS = 1000
+"""Global steps an epoch, from which on one sample an update is worth a warning."""
 
 
 class Reporter:
@@ -38,16 +44,18 @@ class Reporter:
         self._last_loss: float | None = None
         self._epoch_began = 0.0
         self._recorder: RunRecorder | None = None
+        self._clipping: ClippingCheck | None = None
 
-    def open(self, plan: TrainingPlan, optimizers: Iterable[Optimizer], resume_step: int | None) -> None:
+    def open(self, data: TrainingData, work: Workload, resume_step: int | None) -> None:
         """Open the writers, begin the report, and show the plan and the stack.
 
         Args:
-            plan: of the run.
-            optimizers: of the run, for the report.
+            data: of the run, with its plan.
+            work: what is trained.
             resume_step: the global step after which the run is resumed; None for a fresh one.
         """
-        context, stack = self._context, self._context.stack
+        context, stack, plan = self._context, self._context.stack, data.plan
+        self._clipping = ClippingCheck(work.clipping) if resume_step is None and self._is_main else None
         arguments = context.args.to_dict()
         self.progress = build_progress(self._kind)
         self._writers.open(
@@ -62,11 +70,17 @@ class Reporter:
             from trainstack.trainer.reporting.report.recorder import begin_recording  # runs without a report skip it
 
             try:
-                self._recorder = begin_recording(context, plan, optimizers, resume_step)
+                self._recorder = begin_recording(context, plan, work.optimizers, resume_step)
             except Exception as error:  # training is what counts
                 self._log.warning(f"there will be no run report: {type(error).__name__}: {error}")
         layers = "\n".join(f"{layer.name}: {layer.summary}" for layer in stack.layers())
         rows = [("backend", f"{stack.spec} on {context.world.device}"), ("stack", layers), *plan.rows()]
+        rows += setup_rows(context, data, work)
+        if plan.global_batch == 1 and (plan.steps_per_epoch or 0) > _MANY_STEPS:
+            self._log.warning(
+                f"train_batch_size=1: each update uses one sample, which makes {plan.steps_per_epoch} global steps an "
+                "epoch. Write train_batch_size=32 for 32 samples an update."
+            )
         if resume_step is not None:
             rows.append(("resumed", f"after global step {resume_step}"))
         self._writers.text(format_plan_table(rows))
@@ -83,7 +97,7 @@ class Reporter:
 
     def measure(self, state: RunState, meter: LossMeter, optimizers: Iterable[Optimizer]) -> None:
         """Read what has been measured since the last log point, and record it."""
-        meter.flush()
+        self._flush(meter)
         self.history.current_step = state.global_step
         loss = meter.interval.pop()
         if loss is not None:
@@ -91,21 +105,33 @@ class Reporter:
             self.history.update_metric("train/loss", loss)
         if meter.last_norm is not None:
             self.history.update_metric("train/grad_norm", meter.last_norm)
-        rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
+        step, rates = meter.rates or (None, [])
+        if step != state.global_step:
+            rates = learning_rates(optimizers)
         for position, rate in enumerate(rates):
-            self.history.update_metric("lr" if len(rates) == 1 else f"lr/{position}", snapshot_value(rate))
+            self.history.update_metric("lr" if len(rates) == 1 else f"lr/{position}", rate)
         self._record_skips(state)
         if self._recorder is not None:
             self._recorder.sample(state.global_step)
 
     def end_training_epoch(self, state: RunState, meter: LossMeter) -> None:
         """The training part of an epoch is over."""
-        meter.flush()
+        self._flush(meter)
         self.history.current_step = state.global_step
         loss = meter.epoch.pop()
         if loss is not None:
             self.history.update_metric("train/loss_epoch", loss)
         self._record_skips(state)
+
+    def _flush(self, meter: LossMeter) -> None:
+        check = self._clipping
+        meter.on_norms = None if check is None else check.add
+        meter.flush()
+        message = None if check is None else check.end_window()
+        if message is not None:
+            self._log.warning(message)
+        if check is not None and check.is_over:
+            self._clipping = meter.on_norms = None
 
     def _record_skips(self, state: RunState) -> None:
         if state.skipped_steps:

@@ -39,6 +39,7 @@ from trainstack.trainer.resume.restoring import check_resumable, check_schedules
 from trainstack.trainer.resume.saving import Saver, make_checkpoint
 from trainstack.trainer.run.loop import TrainLoop, train_steps
 from trainstack.trainer.run.preflight import check_schedule_lengths
+from trainstack.trainer.run.step_checks import StepChecks
 from trainstack.trainer.run.stopping import Stopped, Stopper
 from trainstack.trainer.schedulers.building import make_schedules
 from trainstack.trainer.torch_settings import prepare_model
@@ -131,6 +132,7 @@ class Run:
         prepare_model(module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private)
         with context.sink.mute(state):  # a layer may try the module out
             self.loop = self._make_loop()
+        self.step_checks = StepChecks(context, self.loop, made_metrics)
         self.evaluator = Evaluator(
             context,
             metrics=made_metrics,
@@ -151,11 +153,13 @@ class Run:
         parts = (self.module, optimizers, self.world, args.clipping, self.data.training_set, args.output_dir)
         work = self.stack.prepare(Workload.from_module(*parts, fast_paths=args.fast_paths))
         keep = args.collect_train_outputs
+        saves = self.context.checkpointer.is_due(0, force=True)
+        plan_ahead = replace(ahead, epochs=epochs)
         return TrainLoop(
             self.stack,
             work,
             self.hooks,
-            schedules=make_schedules(schedulers, work.optimizers, replace(ahead, epochs=epochs)),
+            schedules=make_schedules(schedulers, work.optimizers, plan_ahead, saves=saves, log=self.log),
             state=self.state,
             skip_nonfinite=args.nonfinite == "skip",
             measures_every_step=self.log_interval == 1,
@@ -247,7 +251,8 @@ class Run:
             with suppress(Stopped):
                 if goes_on:
                     self._on_due(reporter, save, save_every)
-                train_steps(self.loop, islice(steps, self._steps_left()))
+                with self.step_checks.watching(islice(steps, self._steps_left())) as watched:
+                    train_steps(self.loop, watched)
         except BaseException as error:
             at_boundary = state.current_step == state.global_step >= self.loop.next_due_step
             state.interrupted = at_boundary and self._attended != state.global_step

@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
+from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.schedulers import placeholders, warmup
@@ -28,7 +29,14 @@ def is_scheduler_factory(value: Any) -> bool:
     return callable(value) and not is_scheduler(value) and not isinstance(value, Optimizer)
 
 
-def make_schedules(returned: Sequence[Any], optimizers: Sequence[Optimizer], plan: TrainingPlan) -> Schedules:
+def make_schedules(
+    returned: Sequence[Any],
+    optimizers: Sequence[Optimizer],
+    plan: TrainingPlan,
+    *,
+    saves: bool = False,
+    log: RunLogger | None = None,
+) -> Schedules:
     """Make what is still to be made, and give each scheduler its interval.
 
     Args:
@@ -36,9 +44,11 @@ def make_schedules(returned: Sequence[Any], optimizers: Sequence[Optimizer], pla
         optimizers: as the backend's layers left them. Where there are several, a factory gets the one at its own
             position.
         plan: gives placeholders their values.
+        saves: whether the run saves checkpoints, which hold the states of schedulers.
+        log: for the warning about a schedule that was laid out in epochs.
 
     Raises:
-        ModuleContractError: a factory makes no scheduler of its optimizer, or has none.
+        ModuleContractError: a factory makes no scheduler of its optimizer, or has none; or a scheduler keeps no state.
         ConfigurationError: an interval does not suit its scheduler, or a placeholder has no value.
     """
     configs = [value if isinstance(value, SchedulerConfig) else SchedulerConfig(value) for value in returned]
@@ -51,6 +61,11 @@ def make_schedules(returned: Sequence[Any], optimizers: Sequence[Optimizer], pla
             scheduler = TimmSchedulerAdapter(scheduler)
         made.append(replace(config, scheduler=scheduler))
         _check_interval(made[-1])
+        if saves:
+            _check_state(scheduler)
+        problem = epochs_for_updates_reason(made[-1], plan)
+        if problem is not None and log is not None:
+            log.warning(problem)
     return Schedules(made)
 
 
@@ -101,6 +116,82 @@ def _check_interval(config: SchedulerConfig) -> None:
             f"SchedulerConfig(monitor={config.monitor!r}): {kind} takes no value when it steps. "
             "Leave monitor out, or use ReduceLROnPlateau."
         )
+
+
+def _check_state(scheduler: Any) -> None:
+    scheduler = scheduler.scheduler if isinstance(scheduler, TimmSchedulerAdapter) else scheduler
+    lacks = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(scheduler, name, None))]
+    if lacks:
+        raise ModuleContractError(
+            f"{type(scheduler).__name__} has no {' and no '.join(lacks)}, and a checkpoint keeps the state of each "
+            "scheduler. Define state_dict(self), which returns a dict, and load_state_dict(self, state), or save "
+            "nothing: checkpointer_args=DefaultCheckpointerArguments(checkpoint=False)."
+        )
+
+
+def epochs_for_updates_reason(config: SchedulerConfig, plan: TrainingPlan) -> str | None:
+    """The warning for a schedule that was probably laid out in epochs and steps after each update; None if none was.
+
+    Its horizon is then at most the epochs of the run, and ends in the first half of the updates.
+    """
+    total = plan.total_steps
+    steps = None if config.per_epoch or total is None else horizon(config.scheduler, total)
+    if (
+        steps is None
+        or total is None
+        or steps * config.frequency > plan.epochs
+        or 2 * steps * config.frequency >= total
+    ):
+        return None
+    every = "each" if config.frequency == 1 else f"every {config.frequency}th"
+    return (
+        f"{type(config.scheduler).__name__} was made for {steps} step{'s' if steps != 1 else ''}; it steps once after "
+        f"{every} of {total} updates. Use self.plan.total_steps, or SchedulerConfig(scheduler, interval='epoch')."
+    )
+
+
+def horizon(scheduler: Any, total: int) -> int | None:
+    """The number of its steps for which a scheduler of torch was made; None where it has no such number.
+
+    `total` is how many it will make. A rate that rises, such as that of a warm-up, or that hardly falls is no horizon.
+    """
+    # torch 2.13.0: there is no public way to the parts of these two schedulers.
+    if isinstance(scheduler, lr_scheduler.SequentialLR):
+        start = scheduler._milestones[-1]
+        last = horizon(scheduler._schedulers[-1], total - start)
+        return None if last is None else start + last
+    if isinstance(scheduler, lr_scheduler.ChainedScheduler):
+        return max((part for one in scheduler._schedulers if (part := horizon(one, total)) is not None), default=None)
+    if isinstance(scheduler, lr_scheduler.StepLR):
+        return scheduler.step_size if scheduler.gamma ** (total // scheduler.step_size) < _HARDLY else None
+    if isinstance(scheduler, lr_scheduler.MultiStepLR):
+        return max(scheduler.milestones, default=None)
+    if isinstance(scheduler, lr_scheduler.LinearLR):
+        return scheduler.total_iters if scheduler.end_factor < scheduler.start_factor else None
+    if isinstance(scheduler, lr_scheduler.LambdaLR):
+        return max((part for one in scheduler.lr_lambdas if (part := _length_of(one)) is not None), default=None)
+    for kind, name in _LENGTHS.items():
+        if isinstance(scheduler, kind):
+            length: int = getattr(scheduler, name)
+            return length
+    return None
+
+
+_HARDLY = 0.01
+"""Of its first value, a rate that falls to less by the end of the run has fallen too fast."""
+_LENGTHS: dict[type[Any], str] = {
+    lr_scheduler.CosineAnnealingLR: "T_max",
+    lr_scheduler.CosineAnnealingWarmRestarts: "T_0",
+    lr_scheduler.PolynomialLR: "total_iters",
+    lr_scheduler.OneCycleLR: "total_steps",
+}
+
+
+def _length_of(function: Any) -> int | None:
+    """The length that a function of `LambdaLR` was made with, as this library and transformers make them."""
+    keywords = getattr(function, "keywords", {})
+    length = getattr(function, "total_steps", keywords.get("num_training_steps"))
+    return length if isinstance(length, int) else None
 
 
 def counts_at_end(schedules: Schedules, plan: TrainingPlan, state: RunState) -> list[int | None]:

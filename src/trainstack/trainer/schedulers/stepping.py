@@ -110,7 +110,8 @@ class Schedules:
             _Scheduled(config if isinstance(config, SchedulerConfig) else SchedulerConfig(config)) for config in configs
         ]
         self.schedulers = tuple(scheduled.scheduler for scheduled in self._scheduled)
-        self._on_step = [call for scheduled in self._scheduled if (call := scheduled.step_call) is not None]
+        self._on_step = [(one, call) for one in self._scheduled if (call := one.step_call) is not None]
+        self._updates = self._epochs = 0
 
     def step(self) -> None:
         """Step what counts updates; called after each global step that moved the weights.
@@ -118,8 +119,11 @@ class Schedules:
         Raises:
             ModuleContractError: a scheduler refuses to step, such as `OneCycleLR` past its end.
         """
-        for call in self._on_step:
-            _step(call)
+        if not self._on_step:
+            return
+        self._updates += 1
+        for scheduled, call in self._on_step:
+            self._step(scheduled, call)
 
     def end_epoch(self, history: RunHistory, epoch: int, comm: Communicator, *, may_lack: bool = False) -> None:
         """Step what counts epochs; `history` has this epoch's values. All processes call it together.
@@ -133,14 +137,19 @@ class Schedules:
             if call is None or scheduled.ended_epoch == epoch:  # another one has raised since
                 continue
             if monitor is None:
-                _step(call)
+                self._step(scheduled, call)
             elif (value := _broadcast_value(history, monitor, epoch, comm, may_lack)) is not None:
-                _step(call, value)
+                self._step(scheduled, call, value)
             scheduled.ended_epoch = epoch
+        self._epochs += 1
 
     def counts_after(self, updates: int | None, epochs: int | None) -> list[int | None]:
         """What torch's schedulers will have counted to after so many more; None where that is not known."""
         return [scheduled.count_after(updates, epochs) for scheduled in self._scheduled]
+
+    def steps_by_hand(self) -> int:
+        """How often other code has stepped torch's schedulers, in all."""
+        return sum(max(0, one.steps_by_hand(self._updates, self._epochs)) for one in self._scheduled)
 
     def get_counts(self) -> list[int]:
         """How many updates or epochs each scheduler has waited since it stepped."""
@@ -148,8 +157,32 @@ class Schedules:
 
     def update_counts(self, counts: Sequence[int]) -> None:
         """Take back what `get_counts` returned."""
+        self._updates = self._epochs = 0
         for scheduled, count in zip(self._scheduled, counts, strict=True):
             scheduled.waited = count
+            scheduled.begin_counting()
+
+    def _step(self, scheduled: _Scheduled, call: Callable[..., Any], *value: float) -> None:
+        try:
+            call(*value)
+        except ValueError as error:  # OneCycleLR past its end
+            owner = getattr(call, "__self__", call)
+            kind = type(getattr(owner, "scheduler", owner)).__name__
+            by_hand = scheduled.steps_by_hand(self._updates, self._epochs)
+            cure = ": make it for self.plan.total_steps steps."
+            if by_hand > 0:
+                cure = f", and other code has called its step() {by_hand} times. Leave out those calls."
+            raise ModuleContractError(
+                f"{kind}.step() failed: {error}. It steps once after each global step that moved the weights, unless a "
+                f"SchedulerConfig says otherwise{cure}"
+            ) from error
+
+
+def torch_count(scheduler: Any) -> int | None:
+    """How many steps `scheduler` has counted; None if it is none of torch's."""
+    while isinstance(scheduler, ChainedScheduler):  # which counts only in its parts
+        scheduler = scheduler._schedulers[0]  # torch 2.13.0: there is no public way to the parts
+    return scheduler.last_epoch if isinstance(scheduler, LRScheduler) else None
 
 
 class _Scheduled:
@@ -158,6 +191,18 @@ class _Scheduled:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config, self.scheduler, self.waited = config, config.scheduler, 0
         self.ended_epoch: int | None = None
+        self.begin_counting()
+
+    def begin_counting(self) -> None:
+        """Count the calls of `step` from here on."""
+        self._counted_from = torch_count(self.scheduler), self.waited
+
+    def steps_by_hand(self, updates: int, epochs: int) -> int:
+        """How often others have stepped it while `updates` and `epochs` were counted; 0 where that is not known."""
+        (first, waited), count = self._counted_from, torch_count(self.scheduler)
+        if first is None or count is None or self.config.monitor is not None:
+            return 0
+        return count - first - (waited + (epochs if self.config.per_epoch else updates)) // self.config.frequency
 
     @property
     def step_call(self) -> Callable[[], Any] | None:
@@ -178,30 +223,16 @@ class _Scheduled:
     def count_after(self, updates: int | None, epochs: int | None) -> int | None:
         """The scheduler's own count after so many more, if it is one of torch's."""
         more = epochs if self.config.per_epoch else updates
-        scheduler = self.scheduler
-        while isinstance(scheduler, ChainedScheduler):  # which counts only in its parts
-            scheduler = scheduler._schedulers[0]  # torch 2.13.0: there is no public way to the parts
-        if more is None or not isinstance(scheduler, LRScheduler):
+        count = torch_count(self.scheduler)
+        if more is None or count is None:
             return None
-        return scheduler.last_epoch + (self.waited + max(0, more)) // self.config.frequency
+        return count + (self.waited + max(0, more)) // self.config.frequency
 
     def _count(self, *value: float) -> None:
         self.waited += 1
         if self.waited >= self.config.frequency:
             self.waited = 0
             self.scheduler.step(*value)
-
-
-def _step(call: Callable[..., Any], *value: float) -> None:
-    try:
-        call(*value)
-    except ValueError as error:  # OneCycleLR past its end
-        owner = getattr(call, "__self__", call)
-        kind = type(getattr(owner, "scheduler", owner)).__name__
-        raise ModuleContractError(
-            f"{kind}.step() failed: {error}. It steps once after each global step that moved the weights, unless a "
-            "SchedulerConfig says otherwise: make it for self.plan.total_steps steps."
-        ) from error
 
 
 def _broadcast_value(history: RunHistory, name: str, epoch: int, comm: Communicator, may_lack: bool) -> float | None:

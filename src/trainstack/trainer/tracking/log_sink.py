@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from trainstack.errors import ConfigurationError
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.tracking.history import RunHistory
+
+_TAKEN = "{name!r} is recorded by the trainer. Choose another name."
+_OF_TRAINING = re.compile(r"train/(loss|loss_epoch|grad_norm|skipped_steps)|lr(/\d+)?")
 
 
 class LogSink:
     """Records the values that a module passes to `log`, at the step under way.
 
-    A module keeps one sink, whichever trainers run it one after the other; the one made ready last is connected.
+    A module keeps one sink, whichever trainers run it one after the other; the one made ready last is connected. A name
+    belongs to the module or to the trainer: two values of one name at one step would replace each other.
 
     Attributes:
         history: records the values; before `connect`, one that is thrown away.
@@ -22,25 +28,45 @@ class LogSink:
 
     def __init__(self) -> None:
         self.history, self.state = RunHistory(), RunState()
+        self._names_of_module, self._names_of_trainer = set[str](), set[str]()
 
     def connect(self, history: RunHistory, state: RunState) -> LogSink:
         """Record in `history` from now on, at the step and epoch of `state`; returns itself."""
         self.history, self.state = history, state
+        self._names_of_module, self._names_of_trainer = set(), set()
         return self
 
+    def claim(self, name: str) -> None:
+        """The trainer records `name` itself, such as the loss of a validation.
+
+        Raises:
+            ConfigurationError: the module records it too.
+        """
+        self._names_of_trainer.add(name)
+        if name in self._names_of_module:
+            raise ConfigurationError(_TAKEN.format(name=name))
+
     def record(self, name: str, value: Any) -> None:
-        """Record `value` under `name`; see `RunHistory.update_metric`."""
+        """Record `value` under `name`; see `RunHistory.update_metric`.
+
+        Raises:
+            ConfigurationError: the trainer records a metric of that name itself.
+        """
+        if isinstance(name, str) and name not in self._names_of_module:
+            if name in self._names_of_trainer or _OF_TRAINING.fullmatch(name):
+                raise ConfigurationError(_TAKEN.format(name=name))
+            self._names_of_module.add(name)
         self.history.update_metric(name, value, step=self.state.current_step, epoch=self.state.epoch)
 
     @contextmanager
     def redirect(self, history: RunHistory, state: RunState) -> Iterator[RunHistory]:
         """A block in which values go to `history`; afterwards they go where they went before."""
         before = self.history, self.state
-        self.connect(history, state)
+        self.history, self.state = history, state
         try:
             yield history
         finally:
-            self.connect(*before)
+            self.history, self.state = before
 
     @contextmanager
     def mute(self, state: RunState) -> Iterator[None]:

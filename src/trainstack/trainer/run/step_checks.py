@@ -1,0 +1,263 @@
+"""`StepChecks` looks for mistakes in the first global steps and at the start of each epoch."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain, islice
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainstack.backends import EMPTY
+from trainstack.errors import annotate
+from trainstack.trainer.context import RunContext
+from trainstack.trainer.data.step_batches import StepBatches
+from trainstack.trainer.evaluation.metrics import Metrics
+from trainstack.trainer.module_checks import left_out_parameters, shortened
+from trainstack.trainer.run.loop import TrainLoop
+
+FIRST_STEPS = 2
+"""So many global steps are watched. What is done by hand in a training loop is done in each step."""
+
+_EFFECTS = {
+    "backward()": "gradients that are there already are added to those of the returned loss",
+    "zero_grad()": "the gradients of earlier micro-batches of the step are lost",
+    "optimizer.step()": "each call is an additional update",
+    "scheduler.step()": "each call moves the schedule forward",
+}
+"""Calls that the trainer makes, and the effect of a further one."""
+_SECOND_BACKWARD = (
+    "the trainer calls backward() on the returned loss, so train_step must not. If it does not, it uses a tensor that "
+    "an earlier step computed, such as a hidden state: detach that tensor"
+)
+
+
+class StepChecks:
+    """Checks that need a running step. They read no value from a device, and nothing is left of them after the steps.
+
+    Args:
+        context: of the run.
+        loop: its steps are watched.
+        metrics: may use items of the batches.
+    """
+
+    def __init__(self, context: RunContext, loop: TrainLoop, metrics: Metrics) -> None:
+        self._context, self._loop, self._metrics = context, loop, metrics
+        self._untrained = _references(left_out_parameters(loop.work.optimizers, context.module))
+        self._said = set[str]()
+        self._watch: _Watch | None = None
+
+    @contextmanager
+    def watching(self, steps: Iterable[StepBatches]) -> Iterator[Iterable[StepBatches]]:
+        """A block that trains on `steps`, which are those of an epoch; gives what to train on in their place."""
+        self._check_parameters()
+        left = FIRST_STEPS - self._context.state.global_step
+        steps = iter(steps)
+        try:
+            yield chain(self._first(islice(steps, left)), steps) if left > 0 else steps
+            self._end_step()
+        except Exception as error:
+            self._annotate(error)
+            raise
+        finally:
+            self._unplug()
+
+    def _first(self, steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
+        self._watch = _Watch(self._loop, self._context, self._check_items)
+        for step_batches in steps:
+            self._watch.begin_step()
+            yield step_batches
+            self._end_step()
+        self._unplug()
+
+    def _check_items(self, batch: Any) -> None:
+        """Warn of what nothing takes of a batch, the first of the run."""
+        message = self._context.module._unused_items(batch, self._metrics.updates())
+        if message is not None:
+            self._context.log.warning(message)
+
+    def _end_step(self) -> None:
+        """Warn of what was seen in the step that is over; also called where nothing is watched."""
+        watch, log = self._watch, self._context.log
+        if watch is None or not watch.is_within:
+            return
+        seen = watch.end_step()
+        found = [name for name in _EFFECTS if name in seen and name not in self._said]
+        self._said.update(found)
+        if found:
+            log.warning(
+                f"train_step or a hook called {' and '.join(found)} itself in global step {watch.step}. The trainer "
+                f"calls backward(), step() and zero_grad(): {'; '.join(_EFFECTS[name] for name in found)}. Leave the "
+                "calls out, unless the step updates a part of the model on purpose."
+            )
+        missed = watch.without_gradient
+        if missed and "gradients" not in self._said:
+            names = shortened(missed, 8)
+            log.warning(
+                f"{len(missed)} trainable parameter{'s' if len(missed) > 1 else ''} received no gradient in the first "
+                f"step: {names}. A part that runs under torch.no_grad(), is detached or is not used does not train."
+            )
+        if missed is not None:
+            self._said.add("gradients")
+
+    def _unplug(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+
+    def _check_parameters(self) -> None:
+        """Warn of parameters that have come since the last epoch and are in no optimizer."""
+        module = self._context.module
+        left_out = left_out_parameters(self._loop.work.optimizers, module)
+        new = [name for name, p in left_out.items() if not _refers(self._untrained.get(id(p)), p)]
+        if new:
+            self._untrained = _references(left_out)
+            self._context.log.warning(
+                f"{len(new)} trainable parameters of {type(module).__name__} are in no optimizer and will not change: "
+                f"{shortened(new)}. They were added or unfrozen during training: call optimizer.add_param_group."
+            )
+
+    def _annotate(self, error: Exception) -> None:
+        if "backward through the graph a second time" in str(error):
+            annotate(error, _SECOND_BACKWARD)
+        if "Tried to step" in str(error) and self._loop.schedules.steps_by_hand():  # OneCycleLR past its end
+            annotate(error, "the trainer steps the scheduler, and other code has called its step() as well")
+        optimizer = None if self._watch is None else self._watch.stepping
+        if optimizer is None or type(optimizer).__module__.startswith("torch.optim"):
+            return
+        with suppress(TypeError, ValueError):
+            if "closure" in inspect.signature(type(optimizer).step).parameters:
+                annotate(
+                    error,
+                    f"{type(optimizer).__name__}.step() was called without a closure, since the loop offers none. Use "
+                    "an optimizer that needs the gradients of one forward pass, such as torch.optim.AdamW",
+                )
+
+
+def _references(parameters: dict[str, nn.Parameter]) -> dict[int, weakref.ref[nn.Parameter]]:
+    return {id(p): weakref.ref(p) for p in parameters.values()}
+
+
+def _refers(reference: weakref.ref[nn.Parameter] | None, parameter: nn.Parameter) -> bool:
+    return reference is not None and reference() is parameter
+
+
+class _Watch:
+    """Sees the calls that the first global steps make, by the state of gradients, optimizers and schedulers.
+
+    Attributes:
+        step: the global step that is watched, or was last.
+        is_within: whether a step has begun and not ended.
+        stepping: the optimizer whose `step` is under way, or has raised.
+        without_gradient: the names of optimized parameters that had no gradient when the weights moved; None before.
+    """
+
+    def __init__(self, loop: TrainLoop, context: RunContext, on_first_batch: Callable[[Any], None]) -> None:
+        self._loop, self._context = loop, context
+        self._on_batch = None if context.state.global_step else on_first_batch
+        self._names = {id(p): name for name, p in context.module.named_parameters()}
+        self.step, self.is_within = 0, False
+        self.without_gradient: list[str] | None = None
+        self._by_hand = loop.schedules.steps_by_hand()
+        self._depth = 0
+        self._forget()
+        self._handles: list[Any] = []
+        for optimizer in loop.work.optimizers:
+            with suppress(AttributeError):  # one that does not call `Optimizer.__init__` has no place for hooks
+                self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+                self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        # a layer that ends `backward` computes gradients in `forward`
+        self._sees_gradients = not any("backward" in layer.ends for layer in loop.stack.layers())
+        loop.watch_forward(self._watched)
+
+    def close(self) -> None:
+        """Remove everything."""
+        for handle in self._handles:
+            handle.remove()
+        self._loop.watch_forward(None)
+
+    def begin_step(self) -> None:
+        """The next step begins."""
+        self.step, self.is_within = self._context.state.global_step + 1, True
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seen, self._with_gradient = set[str](), set[int]()
+        self._calls, self._versions = dict[int, int](), dict[int, int]()
+        self._position, self._skipped = 0, self._context.state.skipped_steps
+        self.stepping: Optimizer | None = None
+
+    def end_step(self) -> set[str]:
+        """The step is over, with its hooks; what they did that the trainer does itself, as in `_EFFECTS`."""
+        self.is_within = False
+        moved = self._context.state.skipped_steps == self._skipped and self._context.state.global_step == self.step
+        if any(count > moved for count in self._calls.values()):
+            self._seen.add("optimizer.step()")
+        by_hand = self._loop.schedules.steps_by_hand()
+        if by_hand > self._by_hand:
+            self._seen.add("scheduler.step()")
+        self._by_hand = by_hand
+        if moved and self.without_gradient is None and len(self._calls) == len(self._loop.work.optimizers):
+            self.without_gradient = self._missed()
+        return self._seen
+
+    def _missed(self) -> list[str]:
+        work = self._loop.work
+        return [
+            self._names[id(p)]
+            for p in work.optimized_params
+            if p.requires_grad
+            and id(p) not in self._with_gradient
+            and id(p) in self._names
+            and id(p) not in work.params.frozen
+        ]
+
+    def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(work: Any, stage: Any, batch: Any, step: int) -> Any:
+            on_batch, self._on_batch = self._on_batch, None
+            if on_batch is not None and batch is not EMPTY:
+                on_batch(batch)
+            if batch is EMPTY or not self._sees_gradients:
+                return forward(work, stage, batch, step)
+            before = self._gradients()  # after the hooks of the micro-batch before
+            if self._position and (not before or self._versions.keys() - before.keys()):
+                self._seen.add("zero_grad()")
+            if not self._position and before:
+                self._seen.add("backward()")
+            outputs = forward(work, stage, batch, step)
+            after = self._gradients()
+            if before.keys() - after.keys():
+                self._seen.add("zero_grad()")
+            elif any(version != before.get(key) for key, version in after.items()):
+                self._seen.add("backward()")  # or a write to a gradient
+            self._versions, self._position = after, self._position + 1
+            return outputs
+
+        return watched
+
+    def _gradients(self) -> dict[int, int]:
+        """The parameters that have a gradient, by `id`, each with the number of writes to it."""
+        # torch 2.13.0: `_version` counts writes in place, and has no public counterpart.
+        params = self._loop.work.params
+        found = {id(p): p.grad._version for p in (*params.all, *params.optimized) if p.grad is not None}
+        self._with_gradient.update(found)
+        return found
+
+    def _before_step(self, optimizer: Optimizer, *given: Any) -> None:
+        if self.stepping is optimizer:  # a step that calls the step of its base class
+            self._depth += 1
+            return
+        self.stepping, self._depth = optimizer, 0
+        if self.is_within:
+            self._calls[id(optimizer)] = self._calls.get(id(optimizer), 0) + 1
+            self._gradients()
+
+    def _after_step(self, optimizer: Optimizer, *given: Any) -> None:
+        if self._depth:
+            self._depth -= 1
+        else:
+            self.stepping = None
