@@ -101,7 +101,6 @@ class DDP(AbstractTrainerBackendDecorator):
         "(a batch_weight of the module's own: one small exchange more); buffers are broadcast as a step begins, and "
         "before an evaluation"
     )
-    ends: ClassVar[frozenset[str]] = frozenset({"open"})
     joins_processes: ClassVar[bool] = True
     configured_by: ClassVar[Mapping[type, str]] = {DistributedTrainingArguments: "place"}
 
@@ -132,7 +131,8 @@ class DDP(AbstractTrainerBackendDecorator):
         if place is None and not dist.is_initialized():
             raise ConfigurationError(launch_help(self.spec))
         here = place or process_info_of_group()
-        mine = pick_device(device, here.local_rank, here.local_size)
+        inner = self.inner.open(pick_device(device, here.local_rank, here.local_size))  # may refuse the device
+        mine = inner.device
         if mine.type != "cpu":
             torch.accelerator.set_device_index(mine.index or 0)
         if place is not None:
@@ -142,11 +142,11 @@ class DDP(AbstractTrainerBackendDecorator):
         self._group = cast(dist.ProcessGroup, dist.group.WORLD) if self._owns_group else self._new_group(None)
         talking = self._group if dist.get_backend(self._group) == "gloo" else self._new_group("gloo")
         # torch 2.13.0: an adopted process group has no public way to its store.
-        self._world = World(
+        self._world = replace(
+            inner,
             rank=dist.get_rank(),
             size=dist.get_world_size(),
             local_rank=here.local_rank,
-            device=mine,
             comm=GroupCommunicator(talking, dist.distributed_c10d._get_default_store(), [self._group]),
         )
         return self._world

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from trainstack.checkpointing import Checkpoint, export_model, push_to_hub, write_checkpoint
+from trainstack.checkpointing import Checkpoint, DefaultCheckpointer, export_model, push_to_hub, write_checkpoint
 from trainstack.checkpointing.exporting import require_hub
 from trainstack.checkpointing.warm_start import read_weights
 from trainstack.errors import CheckpointError, annotate
@@ -79,6 +79,8 @@ class Saver:
         self._training = False
         self.saved_as: str | None = None
         self.save_time_budget = SaveTimeBudget(context.args.stop_grace_s)
+        if isinstance(context.checkpointer, DefaultCheckpointer):
+            context.checkpointer.begin_trainer(log_level=context.args.log_level, resume=context.args.resume)
 
     def save(self, force: bool, *, unless_saved: bool = False) -> None:
         """Write a checkpoint of the run, which is at a step boundary, if it is due or `force` is True.

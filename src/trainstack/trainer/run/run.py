@@ -97,7 +97,9 @@ class Run:
         module.plan = self.data.plan
         module._log_sink = context.sink = (module._log_sink or LogSink()).connect(context.history, state)
         self.hooks = Hooks(module, stopper.request)
-        prepare_model(module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private)
+        context.compiled = prepare_model(
+            module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private
+        )
         with context.sink.mute(state):  # a layer may try the module out
             self.loop = self._make_loop()
         self.evaluator = Evaluator(
