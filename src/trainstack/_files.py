@@ -29,13 +29,15 @@ def expand_path(name: str, path: AnyPath) -> AnyPath:
         raise ConfigurationError(f"{name}={path!r} is empty. Write a path; '.' is the current folder.")
     if _SCHEME.match(text):
         raise ConfigurationError(
-            f"{name}={text!r} is an address, and only local paths are read and written here: a folder of this name would "
-            "be made. Write a local path, such as that of a mounted bucket, or keep checkpoints elsewhere by a "
+            f"{name}={text!r} is an address, and only local paths are read and written here. A folder of this name "
+            "would be made. Write a local path, such as that of a mounted bucket, or keep checkpoints elsewhere by a "
             "checkpointer of your own, Trainer(..., checkpointer=...): docs/guides/checkpointer.md."
         )
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
-        raise ConfigurationError(f"{name}={text!r}: there is no such home folder. Write './{text}' for a file called so.")
+        raise ConfigurationError(
+            f"{name}={text!r}: there is no such home folder. Write './{text}' for a file called so."
+        )
     return expanded if isinstance(path, str) else type(path)(expanded)  # type: ignore[call-arg, return-value]
 
 

@@ -179,7 +179,13 @@ class DDP(AbstractTrainerBackendDecorator):
             )
         if not any(p.requires_grad for p in work.parameters):
             return replace(work, gradients_reduced_by=self.name)
-        wrapped = DistributedDataParallel(_Entry(work.model), process_group=self._group, **self._options)
+        entry, sparse = _Entry(work.model), []
+        for name, buffer in entry.named_buffers():
+            if buffer.layout is not torch.strided:  # torch 2.13.0: the wrapper broadcasts dense tensors only
+                sparse.append(name)
+                broadcast_in_place(work.world, buffer)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(entry, sparse)
+        wrapped = DistributedDataParallel(entry, process_group=self._group, **self._options)
         return replace(work, model=wrapped, gradients_reduced_by=self.name)
 
     def accumulate(self, work: Workload, last: bool) -> AbstractContextManager[Any]:
@@ -218,9 +224,7 @@ class DDP(AbstractTrainerBackendDecorator):
         self.inner.begin_evaluation(work)
         if work.world.size > 1 and getattr(work.model, "broadcast_buffers", True):
             for buffer in work.module.buffers():
-                whole = buffer.data.to(work.world.device).contiguous()
-                work.world.comm.broadcast_(whole)
-                buffer.data.copy_(whole)
+                broadcast_in_place(work.world, buffer)
 
     def gather(self, outputs: Any) -> Any:
         assert self._world is not None
@@ -236,6 +240,16 @@ class DDP(AbstractTrainerBackendDecorator):
                 if self._owns_group:
                     dist.destroy_process_group()
             self._group, self._made, self._owns_group = None, [], False
+
+
+def broadcast_in_place(world: World, tensor: Tensor) -> None:
+    """Give `tensor` the values of the main process, also where it is sparse."""
+    if tensor.layout is torch.strided:
+        whole = tensor.data.to(world.device).contiguous()
+        world.comm.broadcast_(whole)
+        tensor.data.copy_(whole)
+    elif world.size > 1:
+        tensor.data.copy_(world.comm.broadcast_object(tensor.detach().cpu()))
 
 
 def _zero_loss_like(loss: Tensor, work: Workload) -> Tensor:

@@ -121,7 +121,7 @@ def _load(
     for file in (manifest.MODEL_FILE, manifest.STATE_FILE):
         if file in content.files:
             tensors |= read(root / file, content.files[file])
-    return tree, StateDecoder(tensors)
+    return tree, StateDecoder(tensors, outline=read is read_placeholders)
 
 
 def _read_tree(root: Path, content: Manifest) -> dict[str, Json]:

@@ -57,7 +57,8 @@ def render_readme(
 
 def _how_to_load(model_state: Mapping[str, Any]) -> Iterable[str]:
     yield "## Loading"
-    if all(isinstance(value, torch.Tensor) and value.dtype in NATIVE for value in model_state.values()):
+    dense = (isinstance(value, torch.Tensor) and value.layout is torch.strided for value in model_state.values())
+    if all(dense) and all(value.dtype in NATIVE for value in model_state.values()):
         lines = ["from safetensors.torch import load_file", "", 'weights = load_file("model.safetensors")']
         lines += [f"weights[{tied!r}] = weights[{first!r}]  # one tensor" for tied, first in _tied(model_state)]
         yield "In plain PyTorch (`pip install safetensors`); names are those of the module that was trained:"

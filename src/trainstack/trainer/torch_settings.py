@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, Literal
@@ -153,6 +153,24 @@ def deterministic(wanted: bool | Literal["warn"]) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = benchmark
+
+
+def cpu_settings() -> dict[str, Any]:
+    """What decides in which order torch adds on the CPU of this process: the bits of a result depend on it."""
+    return {
+        "threads": torch.get_num_threads(),
+        "interop threads": torch.get_num_interop_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def merge_settings(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings of all ranks: a value where they agree, else the list of values by rank."""
+    values = {name: [settings[name] for settings in ranks] for name in ranks[0]}
+    return {
+        name: of_ranks[0] if of_ranks.count(of_ranks[0]) == len(of_ranks) else of_ranks
+        for name, of_ranks in values.items()
+    }
 
 
 GIB = 2**30

@@ -23,6 +23,7 @@ from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.random_state import capture_rng
 from trainstack.trainer.events import Event
+from trainstack.trainer.torch_settings import cpu_settings, merge_settings
 
 
 class SaveTimeBudget:
@@ -285,9 +286,10 @@ def make_checkpoint(
     for anything, so there are no random states.
     """
     rng = {"now": capture_rng(context.world.device), "epoch": epoch_rng}
-    ranks = context.world.comm.gather((rng, loader_state)) if after is None else []
-    loaders = [loader for _, loader in ranks]
-    aside: dict[str, Any] = {"pinned": True} if pinned else {}
+    ranks = context.world.comm.gather((rng, loader_state, cpu_settings())) if after is None else []
+    loaders = [loader for _, loader, _ in ranks]
+    aside: dict[str, Any] = {"cpu": merge_settings([cpu for *_, cpu in ranks] or [cpu_settings()])}
+    aside |= {"pinned": True} if pinned else {}
     if after is not None:
         aside[EXCEPTION] = f"{type(after).__name__}: {after}"
     own = {"user": context.user_state.get_state()} | ({"loaders": loaders} if any(loaders) else {})
@@ -295,7 +297,7 @@ def make_checkpoint(
         module_interface_state=context.module.get_state(),
         trainer_state={**get_state(), **own},
         trainer_backend_state=context.stack.get_state(),
-        rng_state={"ranks": [rng for rng, _ in ranks]} if after is None else None,
+        rng_state={"ranks": [rng for rng, *_ in ranks]} if after is None else None,
         history_state=context.history.get_state(),
         callback_states=context.events.get_state(),
         plan=plan.to_dict(),

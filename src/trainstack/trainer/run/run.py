@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from trainstack.backends import Workload
-from trainstack.checkpointing import Checkpoint
+from trainstack.checkpointing import Checkpoint, DefaultCheckpointer
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.context import RunContext
@@ -19,7 +19,12 @@ from trainstack.trainer.core.intervals import ValidationSchedule, whole_steps
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import capture_rng, isolated_rng, restore_rng
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.core.tensors import check_finite_weights, finite_tensors, refuse_diverged
+from trainstack.trainer.core.tensors import (
+    check_finite_weights,
+    check_storable_buffers,
+    nonfinite_buffers,
+    refuse_diverged,
+)
 from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.evaluation.collector import as_arguments
@@ -78,7 +83,7 @@ class Run:
         loop: what the loop works with.
         pending_rng: the random state to go on with; used up when training goes on.
         epoch_rng: the random state that the epoch under way began with.
-        watched: names of the parameters and buffers that must stay finite.
+        may_be_nonfinite: names of buffers that held inf or nan when the run was made.
     """
 
     def __init__(self, context: RunContext, stopper: Stopper, saver: Saver, metrics: Any = None) -> None:
@@ -110,7 +115,9 @@ class Run:
             stopper=stopper,
             work=lambda: self.loop.work,
         )
-        self.watched = finite_tensors(self.stack, self.loop.work)
+        self.may_be_nonfinite = nonfinite_buffers(self.stack, module)
+        if isinstance(context.checkpointer, DefaultCheckpointer) and context.checkpointer.args.checkpoint:
+            check_storable_buffers(module)
 
     def _make_loop(self) -> TrainLoop:
         args, plan = self.context.args, self.data.plan
@@ -412,17 +419,19 @@ class Run:
         After an exception, `after`, nothing is refused, and the other processes are not asked.
 
         Raises:
-            NonFiniteError: a loss, a gradient or the weights are inf or nan.
+            NonFiniteError: a loss, a gradient, the weights or a state of an optimizer are inf or nan.
             PeerError: the processes do not have the same weights.
         """
         context, plan, state = self.context, self.data.plan, self.state
         if after is not None:
             return make_checkpoint(context, plan, get_state, None, None, after=after)
         self.loop.meter.flush()
-        check_finite_weights(self.stack, self.module, self.watched, state.global_step)
+        states = get_state()
+        optimizers = states.get("optimizers", ())
+        check_finite_weights(self.stack, self.loop.work, self.may_be_nonfinite, optimizers, state.global_step)
         refuse_diverged(self.stack, self.module, self.world.comm, state.global_step)
         loader_state = self.data.loader_state.get_state(within=state.steps_in_epoch > 0)
-        return make_checkpoint(context, plan, get_state, self.epoch_rng, loader_state, pinned=pinned)
+        return make_checkpoint(context, plan, lambda: states, self.epoch_rng, loader_state, pinned=pinned)
 
     def resume(self, checkpoint: Checkpoint, update_state: Callable[[Mapping[str, Any] | None], None]) -> None:
         """Take the states of `checkpoint`, as far as `resume_mode` asks for them; the module has its state already.
