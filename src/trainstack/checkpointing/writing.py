@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from trainstack._files import local_path
 from trainstack.checkpointing import directory as listing
 from trainstack.checkpointing import filesystem, manifest, temp_dirs
 from trainstack.checkpointing.abstract import Checkpoint
@@ -240,7 +241,7 @@ def write_checkpoint(checkpoint: Checkpoint, directory: str | os.PathLike[str], 
         UnsupportedStateError: a state holds a value that the format does not.
         CheckpointError: the file system refused; nothing new is left behind.
     """
-    return commit(pack(checkpoint), Path(directory).absolute(), name)
+    return commit(pack(checkpoint), local_path(directory, "directory").absolute(), name)
 
 
 def pack(checkpoint: Checkpoint) -> Payload:

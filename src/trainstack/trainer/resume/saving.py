@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
+from trainstack._files import local_path
 from trainstack.checkpointing import Checkpoint, DefaultCheckpointer, export_model, push_to_hub, write_checkpoint
 from trainstack.checkpointing.exporting import require_hub
 from trainstack.checkpointing.warm_start import read_weights
@@ -118,7 +119,7 @@ class Saver:
             with self._context.events.weight_swap.original_weights():
                 checkpoint, failure = self._capture(), None
             if world.is_main if once == "world" else world.local_rank == 0:
-                target = Path(path).absolute()
+                target = local_path(path).absolute()
                 try:
                     write_checkpoint(checkpoint, target.parent, target.name)
                 except Exception as error:
