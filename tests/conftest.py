@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing.process
 import os
 import random
@@ -44,6 +45,15 @@ def same_random_numbers_in_every_run() -> None:
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True)
+def the_logger_lets_everything_through() -> Iterator[None]:
+    """`caplog` sees what a run logs at INFO; without a level the root logger would let warnings through only."""
+    logger = logging.getLogger("trainstack")
+    logger.setLevel(logging.DEBUG)
+    yield
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

@@ -61,7 +61,7 @@ def test_legal_arguments() -> None:
     arguments = DefaultCheckpointerArguments(
         load_filename=os.path.abspath("x"), file_ext="ckpt", log_level="debug", every_n_steps=5
     )
-    assert arguments.level == 10
+    assert arguments.log_level == "debug"
     with pytest.raises(dataclasses.FrozenInstanceError):
         arguments.period = 2  # type: ignore[misc]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,90 @@ def test_an_end_of_something_else_is_refused() -> None:
             ends = frozenset({"backwards", "clip"})
 
     assert "sp-wrong" not in ts.legal_specs()
+
+
+def overriding(verbs: Iterable[str], calls: Counter[str], **declared: frozenset[str]) -> type[Any]:
+    """A layer that passes `verbs` on by `super()`, and counts them."""
+
+    def counting(verb: str) -> Any:
+        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls[verb] += 1
+            return getattr(ts.AbstractTrainerBackendDecorator, verb)(self, *args, **kwargs)
+
+        return counted
+
+    methods = {verb: counting(verb) for verb in verbs}
+    return type("Counts", (ts.AbstractTrainerBackendDecorator,), {**methods, **declared})
+
+
+@contextmanager
+def registered(layer: type[Any], slot: ts.Slot = ts.Slot.USER) -> Iterator[None]:
+    """The token `counts` stands for `layer`."""
+    ts.register_layer("counts", slot=slot)(layer)
+    try:
+        yield
+    finally:
+        ts.unregister("counts")
+
+
+@every_stack
+def test_a_users_layer_is_called_for_a_verb_or_the_string_is_refused(spec: str, tmp_path: Path) -> None:
+    calls: Counter[str] = Counter()
+    with registered(overriding(ts.VERBS, calls, may_be_skipped=frozenset(ts.VERBS))):
+        stack = ts.build_trainer_backend(f"{spec}-counts", **options_for(spec))
+    trainer = ts.Trainer(Classifier(numbers(8), validate=True), arguments(tmp_path), trainer_backend=stack)
+    trainer.train()
+    trainer.validate()
+    trainer.close()
+
+    for verb in ts.VERBS:
+        with registered(overriding([verb], Counter())):
+            legal = f"{spec}-counts" in ts.legal_specs()
+            if legal:
+                ts.parse_spec(f"{spec}-counts")
+            else:
+                with pytest.raises(ts.BackendSpecError, match=f"'counts' overrides {verb}, and .* ends {verb} before"):
+                    ts.parse_spec(f"{spec}-counts")
+        assert legal == (calls[verb] > 0), verb
+
+
+def test_the_refusal_of_a_skipped_layer_says_what_to_write() -> None:
+    with (
+        registered(overriding(["backward", "clip", "step"], Counter())),
+        pytest.raises(ts.BackendSpecError) as refused,
+    ):
+        ts.build_trainer_backend("sp-dp-counts")
+
+    assert str(refused.value) == (
+        "backend 'sp-dp-counts': 'counts' overrides backward and clip, and 'dp' ends backward and clip before 'counts' "
+        "is called. Write 'sp-counts' or 'sp-dp', or may_be_skipped = frozenset({'backward', 'clip'}) in the class of "
+        "'counts', if it may be left out there."
+    )
+
+
+def test_a_layer_of_a_users_in_another_slot_is_held_to_the_same_rule() -> None:
+    with registered(overriding(["clip"], Counter()), ts.Slot.PRECISION):
+        assert "sp-counts" in ts.legal_specs()
+        assert "sp-dp-counts" not in ts.legal_specs()
+
+
+def test_a_stack_that_was_made_by_hand_is_refused_by_the_trainer(tmp_path: Path) -> None:
+    stack = Ends(Helped(ts.build_trainer_backend("sp")))
+    with pytest.raises(ts.ConfigurationError, match="'Helped' overrides clip, and 'Ends' ends clip before"):
+        ts.Trainer(Classifier(), arguments(tmp_path), trainer_backend=stack)
+
+    ts.Trainer(Classifier(), arguments(tmp_path), trainer_backend=Ends(Super(ts.build_trainer_backend("sp"))))
+
+
+def test_an_amp_step_that_is_skipped_does_not_call_the_layer_inside(tmp_path: Path) -> None:
+    calls: Counter[str] = Counter()
+    with registered(overriding(["step", "clip"], calls)):
+        stack = ts.build_trainer_backend("sp-amp-counts", amp={"init_scale": 2.0**21, "growth_interval": 1000})
+    trainer = ts.Trainer(Classifier(numbers(32)), arguments(tmp_path), trainer_backend=stack)
+    trainer.train()
+
+    assert 0 < trainer.state.skipped_steps < 4
+    assert calls == {"clip": 4, "step": 4 - trainer.state.skipped_steps}
 
 
 # --- helpers ------------------------------------------------------------------------------------------------

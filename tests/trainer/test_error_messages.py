@@ -199,7 +199,7 @@ ARGUMENT_MISTAKES = {
     "resume in quotes": ({"resume": "True"}, "resume='True' would be the path .* Write resume=True, not in quotes"),
     "no resume in quotes": ({"resume": "no"}, "Write resume=False, not in quotes"),
     "writers as a string": ({"writers": "csv"}, r"writers='csv': write a list: writers=\['csv'\]"),
-    "PyMarlin's flag against the string": ({"amp_backend_native": True}, "Write backend='sp-amp'"),
+    "PyMarlin's flag against the string": ({"amp_backend_native": True}, "Write backend='auto-amp'"),
     "privacy without a private backend": (
         {"differential_privacy_args": ts.DifferentialPrivacyArguments(delta=1e-5, target_epsilon=1.0)},
         "the run would not be private",
@@ -208,7 +208,7 @@ ARGUMENT_MISTAKES = {
     "resume from a path that is not there": ({"resume": "nowhere/at/all"}, "nowhere/at/all"),
     "options for a layer that is not there": (
         {"backend_options": {"amp": {"init_scale": 1.0}}},
-        r"backend 'sp' has no layer for the options \['amp'\]",
+        r"backend_options={'amp': \.\.\.} with backend='auto', whose layers are 'sp'",
     ),
     "options a layer does not take": (
         {"backend": "sp-amp", "backend_options": {"amp": {"scale": 1.0}}},

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, arguments, numbers
+from trainstack.trainer.core.logs import RunLogger
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
@@ -46,10 +53,11 @@ def test_a_level_of_the_application_survives(when: str) -> None:
 
 
 @pytest.mark.processes
-def test_what_a_run_lets_through_reaches_the_handlers_of_the_application() -> None:
-    done = run("import logging\nlogging.basicConfig(format='%(message)s')\n" + SAY)
+def test_the_level_of_the_root_logger_filters() -> None:
+    level = "logging.getLogger().setLevel(logging.INFO)\n"
+    done = run("import logging\nlogging.basicConfig(format='%(message)s')\n" + SAY + level + SAY)
 
-    assert done.stderr == "an info\na warning\n"
+    assert done.stderr == "a warning\nan info\na warning\n"
 
 
 @pytest.mark.processes
@@ -65,4 +73,61 @@ handler = logging.StreamHandler()
 handler.setFormatter(logging.Formatter("own %(message)s"))
 logging.getLogger("trainstack").addHandler(handler)
 """
-    assert run(own + SAY).stderr == "own an info\nown a warning\n"
+    assert run(own + SAY).stderr == "own a warning\n"
+
+
+# --- levels of runs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What a handler of the root logger is given, while the library's logger has no level."""
+    monkeypatch.setattr(logging.getLogger("trainstack"), "level", logging.NOTSET)
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    before = logging.getLogger().level
+    yield seen
+    logging.getLogger().setLevel(before)
+    logging.getLogger().removeHandler(handler)
+    clear_level_caches()
+
+
+def clear_level_caches() -> None:
+    """A logger remembers for which levels it is enabled, until a level is set."""
+    logging.getLogger("trainstack").setLevel(logging.getLogger("trainstack").level)
+
+
+def save(folder: Path, level: str, *, own: str | None = None, given: bool = False) -> None:
+    """Train and save with this `log_level` of the run, and `own` of the checkpointer, which may be given ready-made."""
+    saving = ts.DefaultCheckpointerArguments(log_level=own, save_dir=str(folder / "checkpoints"))
+    args = arguments(folder, checkpointer_args=saving, log_level=level)
+    checkpointer = ts.DefaultCheckpointer(saving) if given else None
+    ts.Trainer(Classifier(numbers(8)), args, checkpointer=checkpointer).train()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_level_of_a_run_is_that_of_its_checkpointer(given: bool, root: list[str], tmp_path: Path) -> None:
+    logging.getLogger().setLevel(logging.INFO)
+    save(tmp_path / "quiet", "ERROR", given=given)
+    assert root == []
+    save(tmp_path / "own", "ERROR", own="INFO", given=given)
+    assert [line.partition(" ")[2][:5] for line in root] == ["saved"] * 2
+    save(tmp_path / "loud", "INFO", own="warning", given=given)
+    assert len(root) == 2
+    save(tmp_path / "loud", "WARNING", given=given)  # a run that begins anew where another has saved
+    assert len(root) == 3
+    assert root[-1].startswith("WARNING:")
+
+
+def test_two_runs_keep_their_own_levels_under_the_roots(root: list[str], tmp_path: Path) -> None:
+    logging.getLogger().setLevel(logging.WARNING)
+    save(tmp_path / "one", "DEBUG")
+    RunLogger("DEBUG").info("an info")
+    RunLogger("INFO").warning("a warning")
+    assert root == ["WARNING: a warning"]
+    logging.getLogger().setLevel(logging.INFO)
+    save(tmp_path / "silent", "ERROR")
+    save(tmp_path / "talks", "INFO")
+    assert [("silent" in line, "talks" in line) for line in root[1:]] == [(False, True)] * 2

@@ -80,7 +80,7 @@ def audit_module(module: Any, args: Any, *, rounds: int = 5) -> AuditReport:
         seen=f"{rounds} batches, {len(problems)} problems" + (f": {problems[0]}" if problems else ""),
         p_value=float(not problems),
     )
-    return AuditReport(subject=f"{type(module).__name__} on {args.backend}", findings=(finding,))
+    return AuditReport(subject=f"{type(module).__name__} on {args.resolved_backend}", findings=(finding,))
 
 
 def _problems(module: Any, args: Any) -> tuple[str, ...]:

@@ -65,7 +65,8 @@ class TrainerBackend(ABC):
         collectives: what the layer makes all processes do together, and how often; for `explain`.
         excludes: tokens that may not stand in the same stack, each with the reason.
         ends: the verbs that the layer never passes on to the layers inside it; `explain` prints it, and the contract
-            tests compare it with the calls that happen.
+            tests compare it with the calls that happen. A stack is refused if a layer inside overrides one of them.
+        may_be_skipped: verbs that the layer overrides, and that another layer may end before the call reaches it.
         slot: where the layer goes in a stack; set by `register_layer`, as `name` is.
         private: whether the layer bounds what training reveals of a record.
         bounds_gradients: whether the layer bounds the gradient of each record. A loss of inf or nan then has no
@@ -85,6 +86,7 @@ class TrainerBackend(ABC):
     collectives: ClassVar[str] = ""
     excludes: ClassVar[Mapping[str, str]] = {}
     ends: ClassVar[frozenset[str]] = frozenset()
+    may_be_skipped: ClassVar[frozenset[str]] = frozenset()
     slot: ClassVar[Slot] = Slot.USER
     private: ClassVar[bool] = False
     bounds_gradients: ClassVar[bool] = False
@@ -197,8 +199,12 @@ class TrainerBackend(ABC):
         """Belong to `owner`, for layers keep what belongs to one run, such as a gradient scaler.
 
         Raises:
-            ConfigurationError: the stack belongs to somebody else who is still there.
+            ConfigurationError: the stack belongs to somebody else who is still there, or one of its layers would never
+                be called for a verb that it overrides.
         """
+        skipped = find_skipped([(layer.name or type(layer).__name__, layer) for layer in self.layers()])
+        if skipped is not None:
+            raise ConfigurationError(f"backend {self.spec!r}: {skipped.reason} Write {skipped.remedy}.")
         current = self._owner() if self._owner is not None else None
         if current is not None and current is not owner:
             raise ConfigurationError(
@@ -239,15 +245,16 @@ class TrainerBackend(ABC):
         """The layers in which `verb` does something, outermost first, e.g. `"amp > sp"` or `"dp (ends here)"`."""
         way = []
         for layer in self.layers():
-            if layer._overrides(verb):
+            if layer.overrides(verb):
                 way.append(layer.name)
             if verb in layer.ends:
                 return " > ".join(way) + " (ends here)"
         return " > ".join(way)
 
-    def _overrides(self, verb: str) -> bool:
+    @classmethod
+    def overrides(cls, verb: str) -> bool:
         """Whether this layer has code of its own for `verb`."""
-        return getattr(type(self), verb) is not getattr(TrainerBackend, verb)
+        return getattr(cls, verb) is not getattr(TrainerBackend, verb)
 
     # --- state ---------------------------------------------------------------------------------------------
 
@@ -389,7 +396,7 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
         return self.inner.public_dataset_size
 
     def privacy_statement(self) -> PrivacyStatement:
-        if any(layer._overrides("privacy_statement") for layer in self.inner.layers()):
+        if any(layer.overrides("privacy_statement") for layer in self.inner.layers()):
             return self.inner.privacy_statement()
         return super().privacy_statement()  # it names the backend string of the whole stack
 
@@ -402,8 +409,50 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     def close(self) -> None:
         self.inner.close()
 
-    def _overrides(self, verb: str) -> bool:
-        return getattr(type(self), verb) is not getattr(AbstractTrainerBackendDecorator, verb)
+    @classmethod
+    def overrides(cls, verb: str) -> bool:
+        return getattr(cls, verb) is not getattr(AbstractTrainerBackendDecorator, verb)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedVerbs:
+    """`verbs` that the layer `inner` overrides, and that the layer `outer` ends before they reach it."""
+
+    inner: str
+    outer: str
+    verbs: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        """What would happen, as a sentence."""
+        verbs = " and ".join(self.verbs)
+        return f"{self.inner!r} overrides {verbs}, and {self.outer!r} ends {verbs} before {self.inner!r} is called."
+
+    @property
+    def remedy(self) -> str:
+        """What to write where that is intended."""
+        verbs = ", ".join(map(repr, self.verbs))
+        return f"may_be_skipped = frozenset({{{verbs}}}) in the class of {self.inner!r}, if it may be left out there"
+
+
+def find_skipped(layers: Sequence[tuple[str, type[TrainerBackend] | TrainerBackend]]) -> SkippedVerbs | None:
+    """The verbs of the first layer that is not called for all that it overrides; None if there is no such layer.
+
+    The innermost layer of a stack does not count: it ends each verb that reaches it.
+
+    Args:
+        layers: classes or objects with their names, outermost first.
+    """
+    for position, (inner, layer) in enumerate(layers):
+        kind = layer if isinstance(layer, type) else type(layer)
+        if not issubclass(kind, AbstractTrainerBackendDecorator):
+            continue
+        for outer, around in layers[:position]:
+            ended = set(around.ends) - set(layer.may_be_skipped)
+            verbs = tuple(verb for verb in VERBS if verb in ended and kind.overrides(verb))
+            if verbs:
+                return SkippedVerbs(inner=inner, outer=outer, verbs=verbs)
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,7 +101,6 @@ class DDP(AbstractTrainerBackendDecorator):
         "(a batch_weight of the module's own: one small exchange more); buffers are broadcast as a step begins, and "
         "before an evaluation"
     )
-    ends: ClassVar[frozenset[str]] = frozenset({"open"})
     joins_processes: ClassVar[bool] = True
     configured_by: ClassVar[Mapping[type, str]] = {DistributedTrainingArguments: "place"}
 
@@ -132,7 +131,8 @@ class DDP(AbstractTrainerBackendDecorator):
         if place is None and not dist.is_initialized():
             raise ConfigurationError(launch_help(self.spec))
         here = place or process_info_of_group()
-        mine = pick_device(device, here.local_rank, here.local_size)
+        inner = self.inner.open(pick_device(device, here.local_rank, here.local_size))  # may refuse the device
+        mine = inner.device
         if mine.type != "cpu":
             torch.accelerator.set_device_index(mine.index or 0)
         if place is not None:
@@ -142,11 +142,11 @@ class DDP(AbstractTrainerBackendDecorator):
         self._group = cast(dist.ProcessGroup, dist.group.WORLD) if self._owns_group else self._new_group(None)
         talking = self._group if dist.get_backend(self._group) == "gloo" else self._new_group("gloo")
         # torch 2.13.0: an adopted process group has no public way to its store.
-        self._world = World(
+        self._world = replace(
+            inner,
             rank=dist.get_rank(),
             size=dist.get_world_size(),
             local_rank=here.local_rank,
-            device=mine,
             comm=GroupCommunicator(talking, dist.distributed_c10d._get_default_store(), [self._group]),
         )
         return self._world
@@ -179,7 +179,13 @@ class DDP(AbstractTrainerBackendDecorator):
             )
         if not any(p.requires_grad for p in work.parameters):
             return replace(work, gradients_reduced_by=self.name)
-        wrapped = DistributedDataParallel(_Entry(work.model), process_group=self._group, **self._options)
+        entry, sparse = _Entry(work.model), []
+        for name, buffer in entry.named_buffers():
+            if buffer.layout is not torch.strided:  # torch 2.13.0: the wrapper broadcasts dense tensors only
+                sparse.append(name)
+                broadcast_in_place(work.world, buffer)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(entry, sparse)
+        wrapped = DistributedDataParallel(entry, process_group=self._group, **self._options)
         return replace(work, model=wrapped, gradients_reduced_by=self.name)
 
     def accumulate(self, work: Workload, last: bool) -> AbstractContextManager[Any]:
@@ -218,9 +224,7 @@ class DDP(AbstractTrainerBackendDecorator):
         self.inner.begin_evaluation(work)
         if work.world.size > 1 and getattr(work.model, "broadcast_buffers", True):
             for buffer in work.module.buffers():
-                whole = buffer.data.to(work.world.device).contiguous()
-                work.world.comm.broadcast_(whole)
-                buffer.data.copy_(whole)
+                broadcast_in_place(work.world, buffer)
 
     def gather(self, outputs: Any) -> Any:
         assert self._world is not None
@@ -236,6 +240,16 @@ class DDP(AbstractTrainerBackendDecorator):
                 if self._owns_group:
                     dist.destroy_process_group()
             self._group, self._made, self._owns_group = None, [], False
+
+
+def broadcast_in_place(world: World, tensor: Tensor) -> None:
+    """Give `tensor` the values of the main process, also where it is sparse."""
+    if tensor.layout is torch.strided:
+        whole = tensor.data.to(world.device).contiguous()
+        world.comm.broadcast_(whole)
+        tensor.data.copy_(whole)
+    elif world.size > 1:
+        tensor.data.copy_(world.comm.broadcast_object(tensor.detach().cpu()))
 
 
 def _zero_loss_like(loss: Tensor, work: Workload) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from trainstack.backends.base import VERBS, Slot, TrainerBackend
+from trainstack.backends.base import VERBS, Slot, TrainerBackend, find_skipped
 from trainstack.backends.processes.environment import detect_process_info
 from trainstack.errors import BackendSpecError, ConfigurationError
 
@@ -36,22 +36,23 @@ def register_layer(token: str, *, slot: Slot = Slot.USER) -> Callable[[Layer], L
 
     Raises:
         ConfigurationError: the token is not made of lower-case letters, digits and inner hyphens, or is taken; or
-            the layer declares an end of something that is no verb.
+            `ends` or `may_be_skipped` names something that is no verb.
     """
     if not all(part.isalnum() and part == part.lower() for part in token.split("-")):
         raise ConfigurationError(
             f"register_layer({token!r}): a token is made of lower-case letters and digits, e.g. 'ema' or 'amp-apex'."
         )
-    if token in _LAYERS or token in _BACKENDS:
+    if token in _LAYERS or token in _BACKENDS or token == "auto":
         raise ConfigurationError(f"register_layer({token!r}): this token is taken. Choose another one.")
 
     def add(layer: Layer) -> Layer:
-        unknown = sorted(set(layer.ends) - set(VERBS))
-        if unknown:
-            raise ConfigurationError(
-                f"register_layer({token!r}): {layer.__name__}.ends names {', '.join(map(repr, unknown))}, and no verb "
-                f"is called so. The verbs are {', '.join(VERBS)}."
-            )
+        for name in ("ends", "may_be_skipped"):
+            unknown = sorted(set(getattr(layer, name)) - set(VERBS))
+            if unknown:
+                raise ConfigurationError(
+                    f"register_layer({token!r}): {layer.__name__}.{name} names {', '.join(map(repr, unknown))}, and no "
+                    f"verb is called so. The verbs are {', '.join(VERBS)}."
+                )
         layer.name, layer.slot = token, slot
         _LAYERS[token] = LayerRecord(token=token, slot=slot, layer=layer)
         return layer
@@ -65,7 +66,7 @@ def register_trainer_backend(name: str, factory: Callable[..., TrainerBackend]) 
     Raises:
         ConfigurationError: the name is taken.
     """
-    if name in _LAYERS or name in _BACKENDS:
+    if name in _LAYERS or name in _BACKENDS or name == "auto":
         raise ConfigurationError(f"register_trainer_backend({name!r}): this name is taken. Choose another one.")
     _BACKENDS[name] = factory
 
@@ -107,6 +108,13 @@ def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
         raise BackendSpecError(
             f"backend {spec!r}: {one.token!r} does not work with {other.token!r}: {reason} Write {fixed!r}."
         )
+    skipped = find_skipped([(record.token, record.layer) for record in in_order])
+    if skipped is not None:
+        without = [[r for r in in_order if r.token != token] for token in (skipped.outer, skipped.inner)]
+        first, second = map(_with_process, without)
+        raise BackendSpecError(
+            f"backend {spec!r}: {skipped.reason} Write {first!r} or {second!r}, or {skipped.remedy}."
+        )
     if in_order[0].slot is not Slot.PROCESS:
         raise BackendSpecError(
             f"backend {spec!r}: a stack starts with a process layer. Write {_with_process(in_order)!r}."
@@ -119,13 +127,26 @@ def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
     return tuple(records)
 
 
-def expand_auto(spec: str) -> str:
-    """`spec`, with `ddp` or `sp` for a first word `auto`: as a launcher has started this process or not."""
+def expand_auto(spec: str, *, joins: bool = False) -> str:
+    """`spec`, with `ddp` or `sp` for a first word `auto`.
+
+    That is `ddp` where a launcher has started this process, a process group exists, or the caller knows that processes
+    are to be joined (`joins`).
+
+    Raises:
+        ConfigurationError: a launcher's variables are incomplete or contradict each other.
+    """
     first, *rest = spec.split("-")
     if first != "auto":
         return spec
-    joined = dist.is_available() and dist.is_initialized()
-    return "-".join(["ddp" if joined or detect_process_info() is not None else "sp", *rest])
+    joins = joins or (dist.is_available() and dist.is_initialized())
+    try:
+        joins = joins or detect_process_info() is not None
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"backend {spec!r}: {error} To train in this process alone, write backend={'-'.join(['sp', *rest])!r}."
+        ) from error
+    return "-".join(["ddp" if joins else "sp", *rest])
 
 
 def legal_specs() -> tuple[str, ...]:
@@ -133,8 +154,9 @@ def legal_specs() -> tuple[str, ...]:
     table = known_layers().values()
     choices = [[r for r in table if r.slot is slot] for slot in Slot]
     stacks = product(choices[0], *([None, *choice] for choice in choices[1:]))
-    legal = [[r for r in stack if r is not None] for stack in stacks]
-    return tuple(_join(stack) for stack in sorted(legal, key=len) if _excluded(stack) is None)
+    complete = [[r for r in stack if r is not None] for stack in stacks]
+    legal = [s for s in complete if _excluded(s) is None and find_skipped([(r.token, r.layer) for r in s]) is None]
+    return tuple(_join(stack) for stack in sorted(legal, key=len))
 
 
 def _tokenize(spec: str) -> list[LayerRecord]:

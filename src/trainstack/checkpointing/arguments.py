@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import re
@@ -10,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from trainstack._files import expand_path
 from trainstack._keywords import SuggestsNames
 from trainstack.errors import ConfigurationError
 
@@ -96,7 +96,8 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
         load_filename: load this one from `load_dir`; a plain name, or an absolute path.
         file_prefix: what the names of checkpoints begin with.
         file_ext: what they end with, without a dot; by default nothing, as they are directories.
-        log_level: the least level of what the checkpointer logs, to the logger "trainstack".
+        log_level: the least level of what the checkpointer logs, to the logger "trainstack"; None for the `log_level`
+            of the run, or "INFO" without one.
         async_save: write in the background. Training waits only while the state is copied into memory of the host,
             which takes once more the size of a checkpoint.
         every_n_steps: also save inside an epoch, whenever the global step is a multiple of this; a float in (0, 1] is
@@ -121,7 +122,7 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
     load_filename: str | None = None
     file_prefix: str = "checkpoint"
     file_ext: str = ""
-    log_level: str = "INFO"
+    log_level: str | None = None
     async_save: bool = False
     every_n_steps: int | float | None = None
     every_n_epochs: int | None = None
@@ -140,15 +141,11 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
             value: Any = getattr(self, name)
             if value is not None and not isinstance(value, (str, os.PathLike)):
                 raise _wrong(name, value, "it is not a path", "a string, or None")
+            object.__setattr__(self, name, value and expand_path(name, value))
         self._check_names()
         self._check_load()
-        if str(self.log_level).upper() not in _LEVELS:
+        if self.log_level is not None and str(self.log_level).upper() not in _LEVELS:
             raise _wrong("log_level", self.log_level, "no such level", "one of " + ", ".join(_LEVELS))
-
-    @property
-    def level(self) -> int:
-        """`log_level` as a number of the logging module."""
-        return int(getattr(logging, self.log_level.upper()))
 
     @property
     def epochs_between(self) -> int:
@@ -188,7 +185,7 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
     def _check_names(self) -> None:
         for name in ("file_prefix", "file_ext"):
             value = getattr(self, name)
-            if not isinstance(value, str) or _has_separator(value) or value.startswith("."):
+            if not isinstance(value, str) or has_separator(value) or value.startswith("."):
                 why = "it must be text without a path separator and without a leading dot"
                 raise _wrong(name, value, why, "a plain name such as 'checkpoint', and set the directory by save_dir")
         if not self.file_prefix:
@@ -197,7 +194,7 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
     def _check_load(self) -> None:
         if not self.load_filename or os.path.isabs(self.load_filename):
             return
-        if _has_separator(os.fspath(self.load_filename)) or self.load_filename in (".", ".."):
+        if has_separator(os.fspath(self.load_filename)) or self.load_filename in (".", ".."):
             instead = "the directory in load_dir and the name in load_filename"
             raise _wrong("load_filename", self.load_filename, "a relative name may not have a path separator", instead)
         if not self.load_dir:
@@ -205,7 +202,8 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
             raise _wrong("load_filename", self.load_filename, why, instead)
 
 
-def _has_separator(name: str) -> bool:
+def has_separator(name: str) -> bool:
+    """Whether `name` is more than the name of one file."""
     return any(mark in name for mark in "/\\\0")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trainstack.checkpointing import format
-from trainstack.checkpointing.format import BY_BYTES_NAME, Json
+from trainstack.checkpointing.format import BY_BYTES_NAME, SPARSE_LAYOUTS, Json
 from trainstack.errors import CheckpointDamagedError
 
 
@@ -20,10 +20,14 @@ class StateDecoder:
     """Decodes JSON trees; every mention of one stored tensor becomes the same object.
 
     The tensors of the result are those handed in, not copies; numpy arrays share their memory.
+
+    Args:
+        tensors: by the names in the trees.
+        outline: `tensors` have no values, so a sparse tensor is given as the dict of its parts.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, outline: bool = False) -> None:
+        self._tensors, self._outline = tensors, outline
         self._made: dict[tuple[str, str], Any] = {}
         self._handlers: dict[str, Callable[[dict[str, Json]], Any]] = {
             format.INT: lambda f: int(f["hex"], 16),
@@ -43,6 +47,7 @@ class StateDecoder:
             format.DTYPE: lambda f: _dtype(f["name"]),
             format.DEVICE: lambda f: torch.device(f["name"]),
             format.TENSOR: self._tensor,
+            format.SPARSE: self._sparse,
             format.ARRAY: self._array,
             format.NUMPY_SCALAR: lambda f: np.frombuffer(base64.b64decode(f["base64"]), dtype=_numpy_dtype(f))[0],
             format.NUMPY_TEXT: lambda f: np.str_(f["value"]),
@@ -95,6 +100,16 @@ class StateDecoder:
             flat = tensor if tensor.dtype == dtype else tensor.reshape(-1).view(dtype)
             self._made[key] = flat.reshape(fields["shape"])
         return self._made[key]
+
+    def _sparse(self, fields: dict[str, Json]) -> Any:
+        if self._outline:
+            return self._decode(fields["parts"])
+        layout, shape = getattr(torch, fields["layout"]), torch.Size(fields["shape"])
+        parts = [self._decode(fields["parts"][name]) for name in SPARSE_LAYOUTS[layout]]
+        # indices out of range would make torch read and write memory of others
+        if layout is torch.sparse_coo:
+            return torch.sparse_coo_tensor(*parts, shape, check_invariants=True, is_coalesced=fields["coalesced"])
+        return torch.sparse_compressed_tensor(*parts, shape, layout=layout, check_invariants=True)
 
     def _array(self, fields: dict[str, Json]) -> Any:
         key = (format.ARRAY, fields["name"])

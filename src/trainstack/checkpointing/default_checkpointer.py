@@ -12,11 +12,19 @@ from typing import Any
 
 from trainstack.checkpointing import began, retention, temp_dirs
 from trainstack.checkpointing.abstract import AbstractCheckpointer, Checkpoint
-from trainstack.checkpointing.arguments import DEFAULT_MONITOR, DefaultCheckpointerArguments
+from trainstack.checkpointing.arguments import DEFAULT_MONITOR, DefaultCheckpointerArguments, has_separator
 from trainstack.checkpointing.async_writer import BackgroundWriter, HostBuffers
 from trainstack.checkpointing.directory import CheckpointInfo, has_prefix, name_of, scan
-from trainstack.checkpointing.lookup import CheckpointFinder, checkpoints_of_run, checkpoints_with_prefix, folder_at
+from trainstack.checkpointing.lookup import (
+    CheckpointFinder,
+    checkpoints_of_run,
+    checkpoints_with_prefix,
+    folder_at,
+    rule_at,
+)
 from trainstack.checkpointing.writing import Payload, commit, pack, write_checkpoint, write_model
+from trainstack.errors import CheckpointNotFoundError
+from trainstack.ranks import global_rank
 
 _logger = logging.getLogger("trainstack")
 
@@ -33,8 +41,26 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._prepared: set[Path] = set()
         self._background, self._buffers = BackgroundWriter(), HostBuffers()
         self._loaded_from: Path | None = None
+        self._run_level = "INFO"
         self._missed = False
         self._last_save_s: float | None = None
+
+    def begin_trainer(self, *, log_level: str, resume: bool | str | os.PathLike[str]) -> None:
+        """A trainer was made with these arguments. Its `log_level` holds where the own arguments have none.
+
+        Raises:
+            CheckpointNotFoundError: `resume` is a path with a separator, and nothing is there. Only the main process
+                looks, since only that one loads.
+        """
+        self._run_level = log_level
+        if isinstance(resume, bool) or not has_separator(os.fspath(resume)) or global_rank() != 0:
+            return
+        path = Path(resume).absolute()
+        if not path.exists() and rule_at(path, self.args) is None:
+            raise CheckpointNotFoundError(
+                f"resume={os.fspath(resume)!r}: {path} does not exist. Give the directory of a checkpoint or of a run, "
+                "or write resume='auto' for the newest checkpoint of this run, if there is one."
+            )
 
     @property
     def every_n_steps(self) -> int | float | None:
@@ -258,5 +284,6 @@ class DefaultCheckpointer(AbstractCheckpointer):
         return f"{name}.{self.args.file_ext}" if self.args.file_ext else name
 
     def _log(self, level: int, message: str) -> None:
-        if level >= self.args.level:
+        least: int = getattr(logging, (self.args.log_level or self._run_level).upper())
+        if level >= least:
             _logger.log(level, message)

@@ -12,6 +12,7 @@ import torch
 
 from trainstack.checkpointing.encoding import Index, array_as_tensor
 from trainstack.checkpointing.encoding import describe as place_of
+from trainstack.checkpointing.format import SPARSE_LAYOUTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ def differences(one: Any, other: Any, root: str = "", place: tuple[Any, ...] = (
         traits = [getattr(side, name, None) for side in (one, other)]
         if traits[0] != traits[1]:
             yield Difference(where=f"{where}.{name}", one=repr(traits[0]), other=repr(traits[1]))
-    part = (lambda key: key) if isinstance(one, dict) else Index
+    part = (lambda key: key) if isinstance(one, dict | torch.Tensor) else Index
     left, right = dict(mine), dict(theirs)
     for key in [*left, *(key for key in right if key not in left)]:
         inner = (*place, part(key))
@@ -85,6 +86,9 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
     """Keys and values of a container; None for anything else. Sets are put in order, since theirs means nothing."""
     if isinstance(value, Mapping):
         return list(value.items())
+    if isinstance(value, torch.Tensor) and value.layout in SPARSE_LAYOUTS:
+        parts = ((name.lstrip("_"), getattr(value, name)()) for name in SPARSE_LAYOUTS[value.layout])
+        return [("shape", value.shape), ("layout", str(value.layout)), *parts]
     if isinstance(value, list | tuple | deque) and not isinstance(value, torch.Size):
         return list(enumerate(value))
     if isinstance(value, set | frozenset):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainstack._files import local_path
 from trainstack.checkpointing import began, manifest, temp_dirs
 from trainstack.checkpointing.decoding import StateDecoder
 from trainstack.checkpointing.manifest import Kind, Manifest
@@ -59,7 +60,7 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     Raises:
         CheckpointNotFoundError: `directory` does not exist.
     """
-    root = Path(directory)
+    root = local_path(directory, "directory")
     if not root.is_dir():
         raise CheckpointNotFoundError(f"{root} is not a directory. Give the directory that holds checkpoints.")
     return scan(root).intact[::-1]

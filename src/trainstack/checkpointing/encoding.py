@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trainstack.checkpointing import format
-from trainstack.checkpointing.format import AS_BYTES, NATIVE, Json
+from trainstack.checkpointing.format import AS_BYTES, NATIVE, SPARSE_LAYOUTS, Json
 from trainstack.errors import UnsupportedStateError
 
 
@@ -30,7 +30,10 @@ def explain_refusal(where: str, value: Any) -> str:
     elif isinstance(value, torch.Generator):
         advice = "Store generator.get_state() in get_state()."
     elif isinstance(value, torch.Tensor):
-        advice = "Convert it in get_state() to a dense, plain torch.Tensor of a standard dtype."
+        advice = (
+            "Convert it in get_state() to a plain torch.Tensor of a standard dtype, or register a buffer with "
+            "persistent=False."
+        )
     elif type(value) is defaultdict:
         known = ", ".join(name for name in format.FACTORIES if name is not None)
         advice = f"Return dict(...) of it in get_state(), or take one of these factories: {known}."
@@ -52,10 +55,16 @@ def _kind_of(value: Any) -> str:
 
 def tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that two tensors share if they are the same view of the same memory."""
-    if tensor.numel() == 0:
-        return ("empty", id(tensor))
+    if tensor.numel() == 0 or tensor.layout is not torch.strided:
+        return ("empty or sparse", id(tensor))
     view = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
     return (tensor.device, tensor.untyped_storage().data_ptr(), *view, tensor.is_conj(), tensor.is_neg())
+
+
+def is_storable(tensor: torch.Tensor) -> bool:
+    """Whether the format holds tensors of this layout."""
+    known = tensor.layout is torch.strided or tensor.layout in SPARSE_LAYOUTS
+    return known and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
 
 
 def array_as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -223,8 +232,10 @@ class StateEncoder:
         return name
 
     def _tensor(self, value: torch.Tensor) -> Json:
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.is_nested:
+        if not is_storable(value):
             self._raise_unsupported(value)
+        if value.layout is not torch.strided:
+            return self._sparse(value.detach())
         if value.dtype in NATIVE:
             extra = {}
         elif value.dtype in AS_BYTES:
@@ -232,6 +243,12 @@ class StateEncoder:
         else:
             self._raise_unsupported(value)
         return _tag(format.TENSOR, name=self._store(tensor_identity(value), value, value.detach()), **extra)
+
+    def _sparse(self, value: torch.Tensor) -> Json:
+        parts = {name: self._at(name.lstrip("_"), getattr(value, name)()) for name in SPARSE_LAYOUTS[value.layout]}
+        layout = str(value.layout).removeprefix("torch.")
+        coalesced = value.is_coalesced() if value.layout is torch.sparse_coo else None
+        return _tag(format.SPARSE, layout=layout, shape=list(value.shape), coalesced=coalesced, parts=parts)
 
     def _array(self, value: np.ndarray[Any, Any]) -> Json:
         if value.dtype.kind in "OV":

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from trainstack._files import local_path
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
 from trainstack.checkpointing.writing import write_model
 from trainstack.errors import CheckpointError, ConfigurationError, MissingExtraError
@@ -43,7 +44,7 @@ def export_model(
         UnsupportedStateError: a state holds a value that the format does not.
         ConfigurationError: `model` is neither a module nor a mapping.
     """
-    target = Path(path).absolute()
+    target = local_path(path).absolute()
     if is_checkpoint_directory(target) and read_manifest(target).kind == "checkpoint":
         raise CheckpointError(f"{target} is a checkpoint, which an export does not replace. Give another path.")
     if isinstance(model, nn.Module):
@@ -92,7 +93,7 @@ def push_to_hub(
         huggingface_hub.errors.HfHubHTTPError: the server refused.
     """
     require_hub()
-    folder = Path(path)
+    folder = local_path(path)
     if not is_checkpoint_directory(folder) or read_manifest(folder).kind != "model":
         raise ConfigurationError(
             f"push_to_hub({str(path)!r}): that is no export. Write one by trainer.export(path) or export_model(model, "

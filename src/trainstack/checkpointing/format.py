@@ -34,11 +34,21 @@ SIZE = "torch.Size"
 DTYPE = "torch.dtype"
 DEVICE = "torch.device"
 TENSOR = "tensor"
+SPARSE = "sparse tensor"
 ARRAY = "ndarray"
 NUMPY_SCALAR = "numpy"
 NUMPY_TEXT = "numpy.str"
 NUMPY_BYTES = "numpy.bytes"
 PATH = "path"
+
+SPARSE_LAYOUTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""The methods of a sparse tensor that give its parts. Those of `sparse_coo` work on uncoalesced tensors as well."""
 
 _KINDS = (bool, int, float, str, list, tuple, dict, set, Counter, deque)
 FACTORIES: dict[str | None, Callable[[], Any] | None] = {None: None, **{kind.__name__: kind for kind in _KINDS}}

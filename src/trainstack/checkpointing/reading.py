@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trainstack._files import local_path
 from trainstack.checkpointing import manifest
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.checksums import FileRecord, check_file, read_file
@@ -95,7 +96,7 @@ def read_states(path: str | os.PathLike[str], *, tensors: bool = True) -> tuple[
 
 
 def _open(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
-    root = Path(path).absolute()
+    root = local_path(path).absolute()
     if not root.exists():
         raise CheckpointNotFoundError(f"{root} does not exist. Give the directory of a checkpoint.")
     if not root.is_dir():
@@ -121,7 +122,7 @@ def _load(
     for file in (manifest.MODEL_FILE, manifest.STATE_FILE):
         if file in content.files:
             tensors |= read(root / file, content.files[file])
-    return tree, StateDecoder(tensors)
+    return tree, StateDecoder(tensors, outline=read is read_placeholders)
 
 
 def _read_tree(root: Path, content: Manifest) -> dict[str, Json]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainstack._files import local_path
 from trainstack.checkpointing.difference import describe
 from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.reading import read_model
@@ -42,7 +43,7 @@ def load_torch_weights(path: str | os.PathLike[str], *, strip_prefix: str = "") 
         CheckpointNotFoundError: there is no such file.
         CheckpointMismatchError: it holds other things than tensors and plain values, or no state dict.
     """
-    file = Path(path)
+    file = local_path(path)
     if not file.is_file():
         raise CheckpointNotFoundError(f"{file} is not a file. Give the file that torch.save wrote.")
     try:
@@ -145,7 +146,7 @@ def warm_start(
         CheckpointNotFoundError, CheckpointDamagedError: `source` cannot be read.
     """
     if not isinstance(source, Mapping):
-        source = resolve_pointer(Path(source))
+        source = resolve_pointer(local_path(source, "source"))
     said = name or ("the given tensors" if isinstance(source, Mapping) else os.fspath(source))
     weights = flat_tensors(source) if isinstance(source, Mapping) else read_weights(source)
     own = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
@@ -178,7 +179,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         CheckpointDamagedError: it is not as it was written, or no safetensors file.
         CheckpointMismatchError: it is a pickle, or of a newer trainstack.
     """
-    file = Path(path)
+    file = local_path(path)
     if file.is_dir():
         return flat_tensors(read_model(file))
     if not file.exists():

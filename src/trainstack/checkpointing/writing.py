@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from trainstack._files import local_path
 from trainstack.checkpointing import directory as listing
 from trainstack.checkpointing import filesystem, manifest, temp_dirs
 from trainstack.checkpointing.abstract import Checkpoint
@@ -57,7 +58,8 @@ def render_readme(
 
 def _how_to_load(model_state: Mapping[str, Any]) -> Iterable[str]:
     yield "## Loading"
-    if all(isinstance(value, torch.Tensor) and value.dtype in NATIVE for value in model_state.values()):
+    dense = (isinstance(value, torch.Tensor) and value.layout is torch.strided for value in model_state.values())
+    if all(dense) and all(value.dtype in NATIVE for value in model_state.values()):
         lines = ["from safetensors.torch import load_file", "", 'weights = load_file("model.safetensors")']
         lines += [f"weights[{tied!r}] = weights[{first!r}]  # one tensor" for tied, first in _tied(model_state)]
         yield "In plain PyTorch (`pip install safetensors`); names are those of the module that was trained:"
@@ -239,7 +241,7 @@ def write_checkpoint(checkpoint: Checkpoint, directory: str | os.PathLike[str], 
         UnsupportedStateError: a state holds a value that the format does not.
         CheckpointError: the file system refused; nothing new is left behind.
     """
-    return commit(pack(checkpoint), Path(directory).absolute(), name)
+    return commit(pack(checkpoint), local_path(directory, "directory").absolute(), name)
 
 
 def pack(checkpoint: Checkpoint) -> Payload:

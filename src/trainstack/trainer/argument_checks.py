@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -11,13 +12,15 @@ from typing import Any
 
 import torch
 
+from trainstack._files import expand_path
 from trainstack.backends import DifferentialPrivacyArguments, DistributedTrainingArguments, parse_spec
-from trainstack.backends.spec import LayerRecord, registered_backend
+from trainstack.backends.spec import LayerRecord, expand_auto, registered_backend
 from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.checkpointing.arguments import DEFAULT_MONITOR, Monitor
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.core.intervals import check_validate_every, is_number_of_steps
 from trainstack.trainer.tracking.progress import ProgressDisplay
+from trainstack.trainer.tracking.writers import check_writers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,10 @@ class WriterArguments:
     """PyMarlin's place for `tb_log_dir`: where writers write, instead of `TrainerArguments.output_dir`."""
 
     tb_log_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.tb_log_dir:
+            object.__setattr__(self, "tb_log_dir", expand_path("writer_args.tb_log_dir", self.tb_log_dir))
 
 
 Unchecked = Any
@@ -58,23 +65,72 @@ def _check_kinds(args: Unchecked) -> None:
             f"checkpointer_args={args.checkpointer_args!r}: write DefaultCheckpointerArguments(...), or give your own "
             "checkpointer to Trainer(..., checkpointer=...)."
         )
-    given = args.differential_privacy_args
-    if given is not None and not isinstance(given, DifferentialPrivacyArguments):
-        raise ConfigurationError(
-            f"differential_privacy_args={given!r}: write DifferentialPrivacyArguments(delta=..., target_epsilon=...)."
-        )
     if not isinstance(args.output_dir, str | PathLike):
         raise ConfigurationError(f"output_dir={args.output_dir!r}: write the path of a folder.")
-    devices = args.device if isinstance(args.device, list | tuple) else [args.device]
-    if not devices or any(isinstance(one, bool) or not isinstance(one, str | torch.device | int) for one in devices):
-        raise ConfigurationError(
-            f"device={args.device!r}: write 'auto', 'cpu', 'cuda:0', the number of an accelerator, -1 for all of them, "
-            "or a list with one for each process."
-        )
-    for name, nested in (("stats_args", StatsArguments), ("writer_args", WriterArguments)):
+    for name, nested in _NESTED_OR_NONE.items():
         if getattr(args, name) is not None and not isinstance(getattr(args, name), nested):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write {nested.__name__}(...) or None.")
+    _check_device(args.device)
     _check_writers(args.writers)
+    expanded_paths(args)
+
+
+_NESTED_OR_NONE: dict[str, type] = {
+    "stats_args": StatsArguments,
+    "writer_args": WriterArguments,
+    "distributed_training_args": DistributedTrainingArguments,
+    "differential_privacy_args": DifferentialPrivacyArguments,
+}
+
+
+def _check_device(device: Any) -> None:
+    """Refuse what no machine has; whether this one has it is looked at when the run begins."""
+    several = isinstance(device, list | tuple) and bool(device)
+    for one in device if several else [device]:
+        why = _why_no_device(one, least=0 if several else -1)
+        if why is not None:
+            raise ConfigurationError(
+                f"device={device!r}: {why}write 'auto', 'cpu', 'cuda:0', the number of an accelerator, -1 for all of "
+                "them, or a list with one for each process."
+            )
+
+
+def _why_no_device(one: Any, least: int) -> str | None:
+    """The beginning of a sentence; None if `one` may be a device."""
+    if isinstance(one, int) and not isinstance(one, bool):
+        return None if one >= least else ""
+    if not isinstance(one, str | torch.device) or one == "":
+        return ""
+    try:
+        meta = one != "auto" and torch.device(one).type == "meta"
+    except RuntimeError:
+        return "torch knows no such device; "
+    return "its tensors have no values; " if meta else None
+
+
+def expanded_paths(args: Unchecked) -> dict[str, Any]:
+    """The arguments that are paths, with the home folder for `~`.
+
+    Raises:
+        ConfigurationError: one is an address such as `s3://bucket/run`.
+    """
+    given = {name: getattr(args, name) for name in ("output_dir", "resume", "init_weights_from")}
+    return {
+        name: expand_path(name, value)
+        for name, value in given.items()
+        if isinstance(value, str | PathLike) and not (name == "resume" and value in RESUME_WORDS)
+    }
+
+
+RESUME_WORDS = ("auto", "last", "best")
+"""What `resume` may say in place of a path."""
+
+
+def resolve_backend(args: Unchecked) -> str:
+    """`args.backend`, with the process layer of this process for "auto"."""
+    if registered_backend(args.backend) is not None:
+        return str(args.backend)
+    return expand_auto(args.backend, joins=args.distributed_training_args is not None)
 
 
 def _check_resume(value: Any) -> None:
@@ -102,6 +158,7 @@ def _check_writers(writers: Any) -> None:
             raise ConfigurationError(
                 f"writers=[{writer.__name__}] has the class itself. Give an object: {writer.__name__}(...)."
             )
+    check_writers(writers)
 
 
 _AT_LEAST_ONE_OR_NONE = (
@@ -114,6 +171,7 @@ _AT_LEAST_ONE_OR_NONE = (
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "deterministic": (True, False, "warn"),
     "nonfinite": ("raise", "skip"),
+    "monitor_mode": ("auto", "min", "max"),
     "resume_mode": ("full", "weights_and_optimizer", "weights"),
     "report": ("auto", True, False),
     "collect_train_outputs": ("auto", True, False),
@@ -137,7 +195,7 @@ def check_arguments(args: Unchecked) -> None:
 
 def _check_numbers(args: Unchecked) -> None:
     _whole_number("epochs", args.epochs, 0)
-    _whole_number("seed", args.seed, 0)
+    _whole_number("seed", args.seed, 0, most=2**63 - 1)  # what torch.manual_seed takes
     _whole_number("sanity_val_steps", args.sanity_val_steps, 0)
     _whole_number("overfit_batches", args.overfit_batches, -1)
     if not isinstance(args.fast_dev_run, bool):
@@ -172,9 +230,10 @@ def _check_numbers(args: Unchecked) -> None:
         )
 
 
-def _whole_number(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name}={value!r}: write a whole number, {least} or more.")
+def _whole_number(name: str, value: Any, least: int, most: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        limits = f"{least} or more" if most == math.inf else f"from {least} to {most}"
+        raise ConfigurationError(f"{name}={value!r}: write a whole number, {limits}.")
 
 
 def _steps(name: str, value: Any) -> None:
@@ -214,14 +273,24 @@ def _check_choices(args: Unchecked) -> None:
             f"progress={args.progress!r}: write one of {', '.join(map(repr, _DISPLAYS))}, or an object of a class "
             "derived from ProgressDisplay."
         )
-    if not isinstance(args.compile, bool | Mapping):
-        raise ConfigurationError(f"compile={args.compile!r}: write True, False or a dict of options of torch.compile.")
+    options = None if isinstance(args.compile, bool) else set(inspect.signature(torch.compile).parameters) - {"model"}
+    if options is not None and not (isinstance(args.compile, Mapping) and options >= set(args.compile)):
+        raise ConfigurationError(
+            f"compile={args.compile!r}: write True, False or a dict of options of torch.compile, which are "
+            f"{', '.join(sorted(options))}."
+        )
     if not isinstance(args.log_level, str | int) or not isinstance(logging.getLevelName(args.log_level), int):
         raise ConfigurationError(f"log_level={args.log_level!r}: write 'DEBUG', 'INFO', 'WARNING' or 'ERROR'.")
 
 
 def _check_monitor(args: Unchecked) -> None:
+    theirs = args.checkpointer_args
     if args.monitor is None:
+        if args.monitor_mode not in ("auto", theirs.mode) and theirs.mode != "auto":
+            raise ConfigurationError(
+                f"monitor_mode={args.monitor_mode!r} and checkpointer_args.mode={theirs.mode!r} contradict each other. "
+                "Leave one of them out."
+            )
         return
     if not isinstance(args.monitor, str) or not args.monitor:
         raise ConfigurationError(f"monitor={args.monitor!r}: write the name of a metric, such as 'val/loss'.")
@@ -229,7 +298,6 @@ def _check_monitor(args: Unchecked) -> None:
         Monitor.of(args.monitor, args.monitor_mode)
     except ConfigurationError as error:
         raise ConfigurationError(str(error).replace("mode=", "monitor_mode=")) from None
-    theirs = args.checkpointer_args
     if (theirs.monitor, theirs.mode) not in ((DEFAULT_MONITOR, "auto"), (args.monitor, args.monitor_mode)):
         raise ConfigurationError(
             f"monitor={args.monitor!r} and checkpointer_args.monitor={theirs.monitor!r} contradict each other. "
@@ -240,8 +308,15 @@ def _check_monitor(args: Unchecked) -> None:
 def _check_backend(args: Unchecked) -> None:
     if registered_backend(args.backend) is not None:
         return
-    records = parse_spec(args.backend)
+    records = parse_spec(resolve_backend(args))
     tokens = {record.token for record in records}
+    unknown = sorted(set(args.backend_options) - {token.replace("-", "_") for token in tokens})
+    if unknown:
+        raise ConfigurationError(
+            f"backend_options={{{unknown[0]!r}: ...}} with backend={args.backend!r}, whose layers are "
+            f"{', '.join(repr(record.token.replace('-', '_')) for record in records)}. Name the layer in backend, or "
+            "leave its options out."
+        )
     if args.amp_backend_native and args.amp_backend_apex:
         raise ConfigurationError("amp_backend_native and amp_backend_apex are both True: choose one of them.")
     for flag, token in (("amp_backend_native", "amp"), ("amp_backend_apex", "amp-apex")):

@@ -18,7 +18,13 @@ from trainstack.backends.processes.world import DeviceChoice
 from trainstack.backends.spec import known_layers, registered_backend
 from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.errors import ConfigurationError
-from trainstack.trainer.argument_checks import StatsArguments, WriterArguments, check_arguments
+from trainstack.trainer.argument_checks import (
+    StatsArguments,
+    WriterArguments,
+    check_arguments,
+    expanded_paths,
+    resolve_backend,
+)
 from trainstack.trainer.core.intervals import Every, ValidateEvery
 from trainstack.trainer.tracking.progress import ProgressDisplay
 
@@ -76,14 +82,15 @@ class TrainerArguments(metaclass=SuggestsNames):
         overfit_batches: train and validate on the samples of so many global batches alone; -1 for all, 0 for off.
         fast_dev_run: train so many steps (True: one), validate as many batches, and write nothing.
         monitor: the metric that tells how good the weights are; `checkpointer_args.monitor` by default.
-        monitor_mode: `"min"` if low values of it are good, `"max"` if high ones are, `"auto"` to read it off its name.
+        monitor_mode: `"min"` if low values of that metric are good, `"max"` if high ones are, `"auto"` to read it off
+            its name.
         clip_grads: limit the joint L2 norm of the gradients to `max_grad_norm`, once a global step.
         max_grad_norm: see `clip_grads`.
         clip_grad_value: clamp each element of the gradients to this magnitude instead.
         nonfinite: what to do about a loss or gradient that is inf or nan: `"raise"` at the next log point, or
             `"skip"` such steps and count them (this reads the device in every step).
-        backend: the backend string, such as `"sp"` or `"sp-bf16"`; with `"auto"` for `"sp"` or `"ddp"`, as the process
-            was launched: `"auto-bf16"`.
+        backend: the backend string, such as `"sp-bf16"` or `"auto-bf16"`. `"auto"` is `"ddp"` in a process that a
+            launcher has started, and `"sp"` elsewhere.
         backend_options: keyword arguments for the stack's layers, by token: `{"amp": {"init_scale": 1024.0}}`.
         device: `"auto"`, `"cpu"`, `"cuda"`, `"cuda:1"`, ..., or the number of an accelerator; several of these, one for
             each process of a machine; or -1 for all accelerators, one for each.
@@ -122,7 +129,8 @@ class TrainerArguments(metaclass=SuggestsNames):
         stop_grace_s: seconds from the signal until a scheduler kills the process; a save that takes more than half of
             them is warned about. By default what TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, or 30.
         save_on_exception: write what there is after an exception, for a look at it; never resumed from by itself.
-        log_level: of the logger "trainstack"; the plan and the line of each epoch are the writer `"stdout"`'s.
+        log_level: the least level of what the run logs to the logger "trainstack", the default checkpointer included.
+            The plan and the line of each epoch are the writer `"stdout"`'s.
         stats_args: PyMarlin's spelling of `log_every`.
         writer_args: PyMarlin's spelling of `output_dir`.
         distributed_training_args: for backends that join processes.
@@ -155,7 +163,7 @@ class TrainerArguments(metaclass=SuggestsNames):
         "precision": 'backend="sp-bf16" or "sp-amp"',
         "resume_from_checkpoint": "resume",
         "strategy": 'backend="ddp"',
-        "val_check_interval": "validate_every",
+        "val_check_interval": "validate_every, where a float is a fraction of the whole run, not of an epoch",
     }
 
     epochs: int = 1
@@ -177,7 +185,7 @@ class TrainerArguments(metaclass=SuggestsNames):
     max_grad_norm: float = 1.0
     clip_grad_value: float | None = None
     nonfinite: Literal["raise", "skip"] = "raise"
-    backend: str = "sp"
+    backend: str = "auto"
     backend_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     device: str | torch.device | int | Sequence[str | torch.device | int] = "auto"
     use_gpu: bool = True
@@ -215,6 +223,8 @@ class TrainerArguments(metaclass=SuggestsNames):
     def __post_init__(self) -> None:
         check_arguments(self)
         object.__setattr__(self, "writers", tuple(self.writers))
+        for name, path in expanded_paths(self).items():
+            object.__setattr__(self, name, path)
 
     def global_batch_size(self, world_size: int) -> int:
         """Samples a global step over `world_size` processes."""
@@ -250,11 +260,16 @@ class TrainerArguments(metaclass=SuggestsNames):
         return Clipping(kind="norm", limit=self.max_grad_norm) if self.clip_grads else Clipping()
 
     @property
+    def resolved_backend(self) -> str:
+        """`backend`, with the process layer of this process for `"auto"`."""
+        return resolve_backend(self)
+
+    @property
     def layer_options(self) -> dict[str, dict[str, Any]]:
         """`backend_options`, with what other arguments say about a layer."""
         options = {layer: dict(chosen) for layer, chosen in self.backend_options.items()}
         known = registered_backend(self.backend) is not None  # which may hold any of them
-        for record in known_layers().values() if known else parse_spec(self.backend):
+        for record in known_layers().values() if known else parse_spec(self.resolved_backend):
             for given in (self.distributed_training_args, self.differential_privacy_args):
                 parameter = record.layer.configured_by.get(type(given))
                 if parameter is not None:
@@ -265,12 +280,14 @@ class TrainerArguments(metaclass=SuggestsNames):
 
     @property
     def placed_checkpointer_args(self) -> DefaultCheckpointerArguments:
-        """`checkpointer_args`, saving under `output_dir` unless they say where, and with `monitor`."""
+        """`checkpointer_args`, saving under `output_dir` unless they say where, and with `monitor` and its mode."""
         chosen: dict[str, Any] = {}
         if self.checkpointer_args.save_dir is None:
             chosen["save_dir"] = str(Path(self.output_dir) / "checkpoints")
         if self.monitor is not None:
             chosen |= {"monitor": self.monitor, "mode": self.monitor_mode}
+        elif self.monitor_mode != "auto":
+            chosen["mode"] = self.monitor_mode
         return dataclasses.replace(self.checkpointer_args, **chosen)
 
     @classmethod

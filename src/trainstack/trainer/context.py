@@ -14,7 +14,7 @@ from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.state import RunState, UserState
 from trainstack.trainer.events import Events
 from trainstack.trainer.module_interface import ModuleInterface
-from trainstack.trainer.torch_settings import deterministic
+from trainstack.trainer.torch_settings import CompiledModels, deterministic
 from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.log_sink import LogSink
 
@@ -24,7 +24,7 @@ class RunContext:
     """What belongs to one trainer from its construction to its end.
 
     `Trainer` makes it once. Functions and classes that need several of these take the context, never the trainer or
-    the run. Only `args`, `sink` and `busy` are ever assigned anew.
+    the run. Only `args`, `sink`, `busy` and `compiled` are ever assigned anew.
 
     Attributes:
         module: the user's module.
@@ -39,6 +39,7 @@ class RunContext:
         val_step: the function that replaces the module's method `val_step`; None for the method.
         sink: records what the module logs.
         busy: whether a step, a hook or an evaluation runs, so that a checkpoint has to wait for its end.
+        compiled: the models that `compile` has compiled; None without it, and before the run is made.
     """
 
     module: ModuleInterface
@@ -52,6 +53,7 @@ class RunContext:
     val_step: Callable[..., Any] | None = None
     sink: LogSink = field(default_factory=LogSink)
     busy: bool = False
+    compiled: CompiledModels | None = None
     _world: World | None = field(default=None, init=False)
 
     @property

@@ -4,38 +4,52 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules import module as modules
 
 from trainstack.errors import ConfigurationError
 
 
-def prepare_model(module: nn.Module, *, compiled: bool | Mapping[str, Any], channels_last: bool, private: bool) -> None:
+def prepare_model(
+    module: nn.Module, *, compiled: bool | Mapping[str, Any], channels_last: bool, private: bool
+) -> CompiledModels | None:
     """Compile the models in `module`, in place, and lay out their weights.
 
     Steps themselves stay as they are, so hooks, logs and whatever else they do work as before.
     The parts of `module` that hold parameters are its models. `compiled` may be options of `torch.compile`.
 
+    Returns:
+        What was compiled; None if nothing was to be.
+
     Raises:
-        ConfigurationError: `compiled` with `private`.
+        ConfigurationError: `compiled` with `private`, or torch's default device is `meta`.
     """
+    if torch.get_default_device().type == "meta":
+        raise ConfigurationError(
+            "torch's default device is 'meta', on which tensors have no values: neither losses nor weights could be "
+            "computed. Call torch.set_default_device('cpu') before the trainer begins, or leave `with "
+            "torch.device('meta')`."
+        )
     if channels_last:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if compiled is False:
-        return
+        return None
     if private:
         raise ConfigurationError(
             "compile=True in a private run: the gradient of each record is taken by transforms that torch.compile does "
             "not see through. Leave compile out."
         )
     options = {} if compiled is True else dict(compiled)
-    for model in _models(module):
-        if getattr(model, "_compiled_call_impl", None) is None:  # torch 2.13.0: set by `Module.compile`
-            model.compile(**options)
+    models = [model for model in _models(module) if not _is_compiled(model)]
+    for model in models:
+        _compile(model, options)
+    return CompiledModels(len(models))
 
 
 def _models(module: nn.Module) -> Iterator[nn.Module]:
@@ -45,6 +59,78 @@ def _models(module: nn.Module) -> Iterator[nn.Module]:
             yield from _models(part)
         elif next(part.parameters(), None) is not None:
             yield part
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether the user has compiled it, by `Module.compile` or `torch.compile`. Names of torch 2.13.0."""
+    return getattr(model, "_compiled_call_impl", None) is not None or type(model).__name__ == "OptimizedModule"
+
+
+def _compile(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Compile the calls of `model`, as `Module.compile` does; names, the state dict, copies and pickles stay the same.
+
+    torch compiles no frame of torch.nn, so `Module.compile` makes no graph of an `nn.Sequential`. Here a frame of the
+    library calls `forward`. Where the call has more to do, it is left to torch: a frame that was compiled without the
+    model's hooks does not see those that are registered later. Checked on torch 2.13.0.
+    """
+
+    def call_forward(*args: Any, **kwargs: Any) -> Any:
+        return type(model).forward(model, *args, **kwargs)
+
+    # each model has its own code object, because torch keeps at most 8 compilations of one
+    code = call_forward.__code__.replace(co_name=f"call_{type(model).__name__}")
+    plainly = torch.compile(FunctionType(code, globals(), closure=call_forward.__closure__), **options)
+    by_torch = torch.compile(model._call_impl, **options)
+    instance = vars(model)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        plain = not (_has_hooks(model) or "forward" in instance or torch.jit.is_tracing())
+        return plainly(*args, **kwargs) if plain else by_torch(*args, **kwargs)
+
+    model._compiled_call_impl = call
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    """Whether hooks of `model` or of all modules are called with it. Names of torch 2.13.0."""
+    return bool(
+        model._forward_hooks
+        or model._forward_pre_hooks
+        or model._backward_hooks
+        or model._backward_pre_hooks
+        or modules._global_forward_hooks
+        or modules._global_forward_pre_hooks
+        or modules._global_backward_hooks
+        or modules._global_backward_pre_hooks
+    )
+
+
+class CompiledModels:
+    """The models that a run compiles, and what torch has compiled in this process since."""
+
+    def __init__(self, models: int) -> None:
+        self._models, self._before = models, _compilations()
+
+    def describe(self) -> str:
+        """Counts in words."""
+        models, now = f"{self._models} model{'' if self._models == 1 else 's'}", _compilations()
+        if now is None or self._before is None:
+            return f"{models}; this version of torch does not tell how many graphs"
+        graphs, again = (after - before for after, before in zip(now, self._before, strict=True))
+        return f"{models}, {graphs} graph{'' if graphs == 1 else 's'}, {again} recompilation{'' if again == 1 else 's'}"
+
+
+def _compilations() -> tuple[int, int] | None:
+    """Graphs that a compiler was given, and compilations of frames that had been compiled before.
+
+    None where torch has no such names. They are private; checked on torch 2.13.0.
+    """
+    try:
+        from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
+        from torch._dynamo.utils import counters
+
+        return counters["stats"]["unique_graphs"], sum(count - 1 for count in FRAME_COMPILE_COUNTER.values())
+    except (ImportError, AttributeError, TypeError):
+        return None
 
 
 @contextmanager
@@ -67,6 +153,24 @@ def deterministic(wanted: bool | Literal["warn"]) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = benchmark
+
+
+def cpu_settings() -> dict[str, Any]:
+    """What decides in which order torch adds on the CPU of this process: the bits of a result depend on it."""
+    return {
+        "threads": torch.get_num_threads(),
+        "interop threads": torch.get_num_interop_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def merge_settings(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings of all ranks: a value where they agree, else the list of values by rank."""
+    values = {name: [settings[name] for settings in ranks] for name in ranks[0]}
+    return {
+        name: of_ranks[0] if of_ranks.count(of_ranks[0]) == len(of_ranks) else of_ranks
+        for name, of_ranks in values.items()
+    }
 
 
 GIB = 2**30

@@ -87,7 +87,7 @@ class Trainer(AbstractTrainer):
         check_parts(module, args, trainer_backend, checkpointer, val_step)
         args = limit_for_dev_run(args)
         if not isinstance(trainer_backend, TrainerBackend):
-            trainer_backend = build_trainer_backend(trainer_backend or args.backend, **args.layer_options)
+            trainer_backend = build_trainer_backend(trainer_backend or args.resolved_backend, **args.layer_options)
         trainer_backend.bind(self)
         if checkpointer is None or args.fast_dev_run:
             checkpointer = DefaultCheckpointer(args.placed_checkpointer_args)

@@ -158,7 +158,8 @@ def verify_resume(
             from are set here.
         kills: how many.
         seed: of the moments: after a time or at a step, whichever comes first, both uniform over the unbroken training.
-        nproc: processes of the training, for a backend that joins several; by default 2.
+        nproc: processes of the training, for a backend that joins several; by default 2. The backend "auto" joins as
+            many as are asked for, by default one.
         timeout_s: seconds for each process.
         quiet: do not print the report.
 
@@ -177,9 +178,10 @@ def verify_resume(
     def call_in(place: Path) -> bytes:
         return pickle_call(module_factory, (_placed(args, place),), "verify_resume")
 
+    backend = _expand_auto(args.backend, nproc)
     subject = TrialSetup(
-        backend=args.backend,
-        nproc=(nproc or 2) if _joins_processes(args.backend) else None,
+        backend=backend,
+        nproc=(nproc or 2) if _joins_processes(backend) else None,
         call_in=call_in,
         context=multiprocessing.get_context("spawn"),
         timeout_s=timeout_s,
@@ -198,6 +200,12 @@ def verify_resume(
     if not quiet:
         sys.stdout.write(f"{report}\n")
     return report
+
+
+def _expand_auto(backend: str, nproc: int | None) -> str:
+    """`backend` as the processes of the training will read it."""
+    known = registered_backend(backend) is not None
+    return backend if known else expand_auto(backend, joins=nproc is not None and nproc > 1)
 
 
 def _joins_processes(backend: str) -> bool:
@@ -239,8 +247,8 @@ def _check(args: Any, kills: Any, nproc: Any, timeout_s: Any) -> None:
             raise ConfigurationError(f"{name}={value!r}: write a whole number, 1 or more.")
     if not timeout_s > 0:
         raise ConfigurationError(f"timeout_s={timeout_s!r}: write a number of seconds above 0.")
-    if not _joins_processes(args.backend) and nproc not in (None, 1):
-        features = expand_auto(args.backend).split("-")[1:]
+    if not _joins_processes(_expand_auto(args.backend, nproc)) and nproc not in (None, 1):
+        features = args.backend.split("-")[1:]
         raise ConfigurationError(
             f"nproc={nproc}: backend {args.backend!r} trains in one process. Write a backend that joins several, "
             f"such as {'-'.join(['ddp', *features])!r}, or leave nproc out."

@@ -16,12 +16,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from trainstack._files import make_directories, sync_directory
+from trainstack._files import local_path, make_directories, sync_directory
 from trainstack.backends.dp.accounting import merge_steps
 from trainstack.backends.dp.epsilon import Entry
 from trainstack.errors import PrivacyLedgerError
@@ -39,7 +38,7 @@ class LedgerFile:
     """Reads what was added since it last looked, and adds to it. The file is opened anew each time."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = local_path(path, "ledger")
         self._read_to = 0
         self._name_is_synced = False
 

@@ -6,6 +6,7 @@ import hashlib
 import secrets
 from os import PathLike
 
+from trainstack.backends.ddp import broadcast_in_place
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan, plan_privacy
 from trainstack.backends.dp.budget import Accountant
 from trainstack.backends.dp.checks import choose_probe_records, neighbour_problems, setup_problems, static_problems
@@ -45,7 +46,7 @@ def make_mechanism(
     plan = _plan(work.data, args)
     _agree_on(comm, work, plan, args)
     for tensor in (*work.module.parameters(), *work.module.buffers()) if comm.size > 1 else ():
-        comm.broadcast_(tensor.data)
+        broadcast_in_place(work.world, tensor)
     mode, found = _mode(work, work.data, args, run)
     if found and args.on_unsafe == "error":
         mode.close()

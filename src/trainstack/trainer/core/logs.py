@@ -29,7 +29,8 @@ _logger.addHandler(_LastResort())
 class RunLogger:
     """Logs what reaches `level`, so that two runs in one process can differ.
 
-    A level that the application has set on the logger "trainstack" holds beside it.
+    The library sets no level on the logger "trainstack": one of the application, there or on the root logger, holds
+    beside `level`.
 
     Args:
         level: `"DEBUG"`, `"INFO"`, `"WARNING"` or `"ERROR"`.
@@ -37,8 +38,6 @@ class RunLogger:
 
     def __init__(self, level: str = "INFO") -> None:
         self._level: int = getattr(logging, level)
-        if _logger.level == logging.NOTSET:  # else the level of the root logger would hide what each run lets through
-            _logger.setLevel(logging.DEBUG)
 
     def info(self, message: str) -> None:
         """Say something that is good to know."""

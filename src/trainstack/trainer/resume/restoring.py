@@ -29,6 +29,7 @@ from trainstack.trainer.core.state import RunState
 from trainstack.trainer.resume.saving import EXCEPTION
 from trainstack.trainer.schedulers.building import counts_at_end
 from trainstack.trainer.schedulers.stepping import Schedules
+from trainstack.trainer.torch_settings import cpu_settings, merge_settings
 
 _OF_OPTIMIZERS = ("optimizers", "schedulers", "scheduler_counts", "kinds")
 
@@ -157,7 +158,7 @@ def check_schedules(schedules: Schedules, plan: TrainingPlan, state: RunState) -
 
 
 def warn_of_differences(checkpoint: Checkpoint, context: RunContext) -> None:
-    """Warn if the checkpoint was written under another backend or number of processes."""
+    """Warn if the checkpoint was written under another backend, number of processes or settings of the CPU."""
     # layers without a state, such as 'bf16', leave no trace by which a change could be refused
     spec, log, now = context.stack.spec, context.log, context.world.size
     written = (checkpoint.metadata or {}).get("backend", spec)
@@ -170,6 +171,23 @@ def warn_of_differences(checkpoint: Checkpoint, context: RunContext) -> None:
             "Each step has the same samples; random numbers in the model (dropout) are others, and sums are rounded in "
             f"another order. For the same bits, resume on {before}."
         )
+    _warn_of_cpu(checkpoint, context)
+
+
+def _warn_of_cpu(checkpoint: Checkpoint, context: RunContext) -> None:
+    """Warn if sums on the CPU may be rounded in another order than before."""
+    before = (checkpoint.metadata or {}).get("cpu")
+    now = merge_settings(context.world.comm.gather(cpu_settings()))
+    if context.world.device.type != "cpu" or before is None or before == now:
+        return
+    differing = [name for name in now if before.get(name, now[name]) != now[name]]
+    had = ", ".join(f"{name}: {before[name]}" for name in differing)
+    has = ", ".join(f"{name}: {now[name]}" for name in differing)
+    threads = f" Set OMP_NUM_THREADS={before['threads']}." if isinstance(before.get("threads"), int) else ""
+    context.log.warning(
+        f"the checkpoint was written with {had} (torch on the CPU); this process has {has}. The result may differ in "
+        f"the last bits.{threads if 'threads' in differing else ''}"
+    )
 
 
 def restore_module(module: nn.Module, checkpoint: Checkpoint) -> None:

@@ -14,7 +14,8 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from trainstack.checkpointing import Checkpoint, export_model, push_to_hub, write_checkpoint
+from trainstack._files import local_path
+from trainstack.checkpointing import Checkpoint, DefaultCheckpointer, export_model, push_to_hub, write_checkpoint
 from trainstack.checkpointing.exporting import require_hub
 from trainstack.checkpointing.warm_start import read_weights
 from trainstack.errors import CheckpointError, annotate
@@ -23,6 +24,7 @@ from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.random_state import capture_rng
 from trainstack.trainer.events import Event
+from trainstack.trainer.torch_settings import cpu_settings, merge_settings
 
 
 class SaveTimeBudget:
@@ -79,6 +81,8 @@ class Saver:
         self._training = False
         self.saved_as: str | None = None
         self.save_time_budget = SaveTimeBudget(context.args.stop_grace_s)
+        if isinstance(context.checkpointer, DefaultCheckpointer):
+            context.checkpointer.begin_trainer(log_level=context.args.log_level, resume=context.args.resume)
 
     def save(self, force: bool, *, unless_saved: bool = False) -> None:
         """Write a checkpoint of the run, which is at a step boundary, if it is due or `force` is True.
@@ -115,7 +119,7 @@ class Saver:
             with self._context.events.weight_swap.original_weights():
                 checkpoint, failure = self._capture(), None
             if world.is_main if once == "world" else world.local_rank == 0:
-                target = Path(path).absolute()
+                target = local_path(path).absolute()
                 try:
                     write_checkpoint(checkpoint, target.parent, target.name)
                 except Exception as error:
@@ -283,9 +287,10 @@ def make_checkpoint(
     for anything, so there are no random states.
     """
     rng = {"now": capture_rng(context.world.device), "epoch": epoch_rng}
-    ranks = context.world.comm.gather((rng, loader_state)) if after is None else []
-    loaders = [loader for _, loader in ranks]
-    aside: dict[str, Any] = {"pinned": True} if pinned else {}
+    ranks = context.world.comm.gather((rng, loader_state, cpu_settings())) if after is None else []
+    loaders = [loader for _, loader, _ in ranks]
+    aside: dict[str, Any] = {"cpu": merge_settings([cpu for *_, cpu in ranks] or [cpu_settings()])}
+    aside |= {"pinned": True} if pinned else {}
     if after is not None:
         aside[EXCEPTION] = f"{type(after).__name__}: {after}"
     own = {"user": context.user_state.get_state()} | ({"loaders": loaders} if any(loaders) else {})
@@ -293,7 +298,7 @@ def make_checkpoint(
         module_interface_state=context.module.get_state(),
         trainer_state={**get_state(), **own},
         trainer_backend_state=context.stack.get_state(),
-        rng_state={"ranks": [rng for rng, _ in ranks]} if after is None else None,
+        rng_state={"ranks": [rng for rng, *_ in ranks]} if after is None else None,
         history_state=context.history.get_state(),
         callback_states=context.events.get_state(),
         plan=plan.to_dict(),

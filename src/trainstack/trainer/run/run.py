@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainstack.backends import Workload
 from trainstack.backends.losses import looks_summed
-from trainstack.checkpointing import Checkpoint
+from trainstack.checkpointing import Checkpoint, DefaultCheckpointer
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.context import RunContext
@@ -23,7 +23,12 @@ from trainstack.trainer.core.modes import Decision, Modes, decide_modes, describ
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import capture_rng, isolated_rng, restore_rng
 from trainstack.trainer.core.state import DuePart, EpochEnd, RunState
-from trainstack.trainer.core.tensors import check_finite_weights, finite_tensors, refuse_diverged
+from trainstack.trainer.core.tensors import (
+    check_finite_weights,
+    check_storable_buffers,
+    nonfinite_buffers,
+    refuse_diverged,
+)
 from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.evaluation.collector import as_arguments
@@ -103,7 +108,7 @@ class Run:
         pending_rng: the random state to go on with; used up when training goes on.
         epoch_rng: the random state that the epoch under way began with.
         modes: in which the parts of the module train, before hooks change them for an epoch.
-        watched: names of the parameters and buffers that must stay finite.
+        may_be_nonfinite: names of buffers that held inf or nan when the run was made.
     """
 
     def __init__(self, context: RunContext, stopper: Stopper, saver: Saver, metrics: Any = None) -> None:
@@ -129,7 +134,9 @@ class Run:
         module._step_view = StepView(lambda: None if (mine := data()) is None else mine.micro_batch(state))
         module._log_sink = context.sink = (module._log_sink or LogSink()).connect(context.history, state)
         self.hooks = Hooks(module, stopper.request)
-        prepare_model(module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private)
+        context.compiled = prepare_model(
+            module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private
+        )
         with context.sink.mute(state):  # a layer may try the module out
             self.loop = self._make_loop()
         self.step_checks = StepChecks(context, self.loop, made_metrics)
@@ -141,7 +148,9 @@ class Run:
             stopper=stopper,
             work=lambda: self.loop.work,
         )
-        self.watched = finite_tensors(self.stack, self.loop.work)
+        self.may_be_nonfinite = nonfinite_buffers(self.stack, module)
+        if isinstance(context.checkpointer, DefaultCheckpointer) and context.checkpointer.args.checkpoint:
+            check_storable_buffers(module)
 
     def _make_loop(self) -> TrainLoop:
         args, plan = self.context.args, self.data.plan
@@ -575,17 +584,19 @@ class Run:
         After an exception, `after`, nothing is refused, and the other processes are not asked.
 
         Raises:
-            NonFiniteError: a loss, a gradient or the weights are inf or nan.
+            NonFiniteError: a loss, a gradient, the weights or a state of an optimizer are inf or nan.
             PeerError: the processes do not have the same weights.
         """
         context, plan, state = self.context, self.data.plan, self.state
         if after is not None:
             return make_checkpoint(context, plan, get_state, None, None, after=after)
         self.loop.meter.flush()
-        check_finite_weights(self.stack, self.module, self.watched, state.global_step)
+        states = get_state()
+        optimizers = states.get("optimizers", ())
+        check_finite_weights(self.stack, self.loop.work, self.may_be_nonfinite, optimizers, state.global_step)
         refuse_diverged(self.stack, self.module, self.world.comm, state.global_step)
         loader_state = self.data.loader_state.get_state(within=state.steps_in_epoch > 0)
-        return make_checkpoint(context, plan, get_state, self.epoch_rng, loader_state, pinned=pinned)
+        return make_checkpoint(context, plan, lambda: states, self.epoch_rng, loader_state, pinned=pinned)
 
     def check_finite(self, advice: str) -> None:
         """Refuse weights or buffers that became inf or nan.
@@ -594,7 +605,7 @@ class Run:
             NonFiniteError: naming the first of them; ends with `advice`.
         """
         with self.context.fail_together():
-            check_finite_weights(self.stack, self.module, self.watched, self.state.global_step, advice)
+            check_finite_weights(self.stack, self.loop.work, self.may_be_nonfinite, (), self.state.global_step, advice)
 
     def resume(self, checkpoint: Checkpoint, update_state: Callable[[Mapping[str, Any] | None], None]) -> None:
         """Take the states of `checkpoint`, as far as `resume_mode` asks for them; the module has its state already.

@@ -22,7 +22,7 @@ from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import to_jsonable
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.reporting.report.facts import FILE_NAME, REPORT_NAME, RunFacts, Session, replace_file
-from trainstack.trainer.torch_settings import device_peak_gib, host_peak_gib
+from trainstack.trainer.torch_settings import CompiledModels, device_peak_gib, host_peak_gib
 from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.writers.files import free_name
 
@@ -37,10 +37,18 @@ class RunRecorder:
         facts: of the run; its sessions are added here.
         device: whose memory is looked at.
         resume_step: as for `RunInfo`: a fresh run leaves the files of an earlier one alone and renames them aside.
+        compiled: what `compile` has compiled, asked at the end.
     """
 
-    def __init__(self, directory: Path, facts: RunFacts, device: torch.device, resume_step: int | None) -> None:
-        self._directory, self._device = directory, device
+    def __init__(
+        self,
+        directory: Path,
+        facts: RunFacts,
+        device: torch.device,
+        resume_step: int | None,
+        compiled: CompiledModels | None = None,
+    ) -> None:
+        self._directory, self._device, self._compiled = directory, device, compiled
         self._samples: list[tuple[int, float, float | None, float | None]] = []
         self._stride, self._log_points = 1, 0
         self._clock = time.perf_counter()
@@ -84,7 +92,10 @@ class RunRecorder:
 
         seconds, samples = round(time.perf_counter() - self._clock, 3), tuple(self._samples)
         ended = replace(self._session, status=status, reason=reason, seconds=seconds, last_step=step, samples=samples)
-        facts = replace(self._facts, sessions=(*self._facts.sessions[:-1], ended), privacy=privacy)
+        compiled = () if self._compiled is None else (("torch.compile", self._compiled.describe()),)
+        environment = (*self._facts.environment, *compiled)
+        sessions = (*self._facts.sessions[:-1], ended)
+        facts = replace(self._facts, sessions=sessions, environment=environment, privacy=privacy)
         facts.write(self._directory)
         run = ReportedRun(
             label=facts.name,
@@ -165,4 +176,4 @@ def begin_recording(
         environment=environment_rows(device, context.world.size),
         checkpoints=folder,
     )
-    return RunRecorder(args.log_dir, facts, device, resume_step)
+    return RunRecorder(args.log_dir, facts, device, resume_step, context.compiled)

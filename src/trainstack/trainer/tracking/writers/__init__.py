@@ -24,43 +24,55 @@ def build_writers(names_or_writers: Sequence[str | Writer], log_dir: Path) -> li
         ConfigurationError: a name is unknown or comes twice, or an entry is neither a name nor a writer.
         MissingExtraError: one is named whose package is not installed; the message names the extra.
     """
+    check_writers(names_or_writers)
+    log_dir = Path(log_dir)
+    return [one if isinstance(one, Writer) else _MAKERS[one](log_dir) for one in names_or_writers]
+
+
+_MAKERS: dict[str, Callable[[Path], Writer]] = {
+    "stdout": lambda _: StdoutWriter(),
+    "csv": lambda log_dir: CsvWriter(log_dir / "metrics.csv"),
+    "jsonl": lambda log_dir: JsonLinesWriter(log_dir / "metrics.jsonl"),
+    "tensorboard": lambda log_dir: TensorBoardWriter(log_dir / "tensorboard"),
+    "wandb": lambda _: WandbWriter(),
+    "mlflow": lambda _: MlflowWriter(),
+    "trackio": lambda _: TrackioWriter(),
+}
+
+
+def check_writers(names_or_writers: Sequence[str | Writer]) -> None:
+    """Refuse what `build_writers` cannot make, before any package is imported for it.
+
+    Raises:
+        ConfigurationError: a name is unknown or comes twice, or an entry is neither a name nor a writer.
+    """
     if isinstance(names_or_writers, str):
         raise ConfigurationError(
             f"the writers were given as one string, {names_or_writers!r}; write [{names_or_writers!r}]."
         )
-    writers: list[Writer] = []
     for entry in names_or_writers:
         if list(names_or_writers).count(entry) > 1:
             raise ConfigurationError(f"the writer {entry!r} is given twice; write it once.")
-        writers.append(entry if isinstance(entry, Writer) else _named(entry, Path(log_dir)))
-    return writers
+        if not isinstance(entry, Writer):
+            _check_name(entry)
 
 
-def _named(name: object, log_dir: Path) -> Writer:
-    makers: dict[str, Callable[[], Writer]] = {
-        "stdout": StdoutWriter,
-        "csv": lambda: CsvWriter(log_dir / "metrics.csv"),
-        "jsonl": lambda: JsonLinesWriter(log_dir / "metrics.jsonl"),
-        "tensorboard": lambda: TensorBoardWriter(log_dir / "tensorboard"),
-        "wandb": WandbWriter,
-        "mlflow": MlflowWriter,
-        "trackio": TrackioWriter,
-    }
+def _check_name(name: object) -> None:
     if not isinstance(name, str):
         raise ConfigurationError(
             f"{name!r} is a {type(name).__name__}, not a writer. Give an instance of Writer or one of "
-            f"{', '.join(map(repr, makers))}."
+            f"{', '.join(map(repr, _MAKERS))}."
         )
-    if name in makers:
-        return makers[name]()
+    if name in _MAKERS:
+        return
     if name == "aml":
         raise ConfigurationError(
             "the writer 'aml' (Azure ML) is not offered. Write 'mlflow', with MLFLOW_TRACKING_URI set to that of the "
             "Azure ML workspace, or leave it out."
         )
-    close = difflib.get_close_matches(name.lower(), makers, n=1)
+    close = difflib.get_close_matches(name.lower(), _MAKERS, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
-    raise ConfigurationError(f"no writer is called {name!r}. {hint}Known: {', '.join(map(repr, makers))}.")
+    raise ConfigurationError(f"no writer is called {name!r}. {hint}Known: {', '.join(map(repr, _MAKERS))}.")
 
 
 __all__ = [
@@ -75,5 +87,6 @@ __all__ = [
     "Writer",
     "WriterGroup",
     "build_writers",
+    "check_writers",
     "read_history",
 ]

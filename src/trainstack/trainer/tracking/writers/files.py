@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import BinaryIO, ClassVar, Protocol
 
+from trainstack._files import local_path
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.tracking.history import Record, RunHistory
 from trainstack.trainer.tracking.writers.base import RunInfo, Writer
@@ -43,7 +44,7 @@ class RowWriter(Writer):
     format: ClassVar[RowFormat]
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = local_path(path)
         self._file: BinaryIO | None = None
 
     def open(self, run: RunInfo) -> None:
@@ -212,7 +213,7 @@ def read_history(path: str | PathLike[str]) -> RunHistory:
     Raises:
         ConfigurationError: there is no such file, or it is of another format.
     """
-    file = _file(Path(path))
+    file = _file(local_path(path))
     format = _FORMATS.get(file.suffix)
     history = RunHistory()
     with file.open("rb") as lines:

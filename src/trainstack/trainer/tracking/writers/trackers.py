@@ -15,6 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trainstack._files import local_path
 from trainstack.checkpointing.filesystem import atomic_write
 from trainstack.errors import ConfigurationError, MissingExtraError, annotate
 from trainstack.trainer.core.logs import RunLogger, flatten
@@ -227,7 +228,7 @@ class TensorBoardWriter(Writer):
         """Remember the directory; nothing is made yet. Raises MissingExtraError without tensorboard."""
         if importlib.util.find_spec("tensorboard") is None:
             raise MissingExtraError("the tensorboard writer", "tensorboard", "tensorboard")
-        self.directory = Path(directory)
+        self.directory = local_path(directory, "directory")
         self._writer: Any = None
 
     def open(self, run: RunInfo) -> None:
