@@ -62,7 +62,12 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     "validate": BETWEEN_STEPS,
 }
 """What user code does, and where."""
-RAISING = (*HOOKS[:-1], *EVENTS[:-1], "train_step", "after forward", "val_step", "collate", "batch_weight")
+RAISING = (
+    *HOOKS[:-1],
+    *EVENTS[:-1],
+    *("train_step", "after forward", "val_step", "collate", "batch_weight"),
+    *("epoch_end", "on_end_train_step", "on_end_val_epoch", "after_optimizer_step"),  # twice as often
+)
 
 
 class SchedulerChoice(NamedTuple):
@@ -214,7 +219,7 @@ def draw(seed: int, number: int, *, workers: bool = False) -> Case:
     case = Case(seed=seed, number=number)
     for draw_part in (_network, _optimizers, _data, _arguments, _validation, _subscribers, _deeds, _trials):
         case = replace(case, **draw_part(dice, case))
-    case = replace(case, workers=workers and case.ordered and not case.collate and dice.chance(0.5))
+    case = replace(case, workers=workers and not case.collate and dice.chance(0.5))
     return consistent(case)
 
 
@@ -270,7 +275,7 @@ def _arguments(dice: Dice, case: Case) -> dict[str, Any]:
         ("max_train_steps_per_epoch", 0.15, (1, 2)),
         ("collect_train_outputs", 0.1, (True, False)),
         ("sanity_val_steps", 0.1, (1, 2)),
-        ("fit_micro_batch", 0.1, (True,)),
+        ("fit_micro_batch", 0.04, (True,)),
         ("max_val_steps_per_epoch", 0.1, (1,)),
     ):
         if dice.chance(probability):
@@ -323,7 +328,21 @@ def _deeds(dice: Dice, case: Case) -> dict[str, Any]:
         actions.append(Action(dice.one(*ACTIONS["unfreeze"]), dice.one(2, 3, 4), "unfreeze"))
     poison = tuple((step, dice.one("loss", "infinite loss", "gradient")) for step in dice.some(0.2, range(1, 7)))
     raises = (dice.one(*RAISING), dice.one(1, 1, 2, 3)) if dice.chance(0.12) else None
-    return {"actions": tuple(actions), "poison": poison if case.skip else (), "raises": raises}
+    shift, log_every, schedulers = case.shift, case.log_every, case.schedulers
+    if any(action.what == "clamp gradients" for action in actions) and dice.chance(0.6):
+        shift = dice.one(*VIEWS)  # whose gradient may be the tensor that the backward pass began with
+    if raises is not None:
+        log_every = dice.one(1, 1, 2)
+        if raises[0] == "epoch_end":
+            schedulers = (SchedulerChoice("ExponentialLR", interval="epoch"), *schedulers)
+    return {
+        "actions": tuple(actions),
+        "poison": poison if case.skip else (),
+        "raises": raises,
+        "shift": shift,
+        "log_every": log_every,
+        "schedulers": schedulers,
+    }
 
 
 def _trials(dice: Dice, case: Case) -> dict[str, Any]:
@@ -398,7 +417,16 @@ def _possible_data(case: Case) -> dict[str, Any]:
     if case.batch == 1:
         samples = min(samples, 7)
     no_length = case.no_length and data in ("own loader", "recycling loader")
-    return {"data": data, "collate": collate, "samples": samples, "no_length": no_length}
+    indices = case.indices if data == "subset" else "list"
+    workers = case.workers and data in ("map", "getitems")
+    return {
+        "data": data,
+        "collate": collate,
+        "samples": samples,
+        "no_length": no_length,
+        "indices": indices,
+        "workers": workers,
+    }
 
 
 def _possible_plan(case: Case) -> dict[str, Any]:

@@ -165,7 +165,6 @@ CLASSES: dict[str, Class] = {
 
 PENDING: dict[str, str] = {
     "a view of a one-element parameter": "L-C1",
-    "a write to the data of gradients": "L-C1",
     "a write to the data of the loss's gradient": "L-C1",
     "parameters that come within an epoch": "L-C2",
     "parameters that leave within an epoch": "L-C2",

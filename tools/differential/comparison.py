@@ -111,13 +111,22 @@ def _calls(case: Case, plain: Outcome, library: Outcome) -> list[str]:
     """The first call in which both differ."""
     if case.raises is not None:
         return _calls_after_raising(case, plain, library)
+    mine, theirs = ([_compared(case, call) for call in side.calls] for side in (plain, library))
+    if case.workers:  # what a worker calls is not seen here
+        mine, theirs = ([call for call in calls if call[0] != "data"] for calls in (mine, theirs))
     if "order of loading" not in case.uncompared:
-        return _first_unlike("call", plain.calls, library.calls)
+        return _first_unlike("call", mine, theirs)
     found = []
     for kind, chosen in (("call of data", True), ("call", False)):
-        mine, theirs = ([c for c in calls if (c[0] == "data") is chosen] for calls in (plain.calls, library.calls))
-        found += _first_unlike(kind, mine, theirs)
+        found += _first_unlike(kind, *([c for c in calls if (c[0] == "data") is chosen] for calls in (mine, theirs)))
     return found
+
+
+def _compared(case: Case, call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The call, without values that are not compared."""
+    if call[1] != "validation_end":
+        return call
+    return (*call[:2], {name: value for name, value in call[2].items() if _column(name) not in case.uncompared})
 
 
 def _calls_after_raising(case: Case, plain: Outcome, library: Outcome) -> list[str]:

@@ -19,6 +19,7 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
+    get_worker_info,
 )
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -214,6 +215,8 @@ class TrainingSet:
         options: dict[str, Any] = {"collate_fn": self.collate} if case.collate in ("own", "recycles") else {}
         if case.data in INDEXED:
             order = sampler(dataset) if case.shuffle else SequentialSampler(dataset)
+            if case.workers:
+                options |= {"num_workers": 1, "worker_init_fn": prepare_worker}
             return DataLoader(dataset, batch_size, sampler=order, drop_last=case.drop_last, **options)
         sizes = batch_sizes(case.samples)
         if case.data == "iterable data set":
@@ -230,6 +233,16 @@ class TrainingSet:
             return kind(self.tensors, sizes, case.data == "recycling loader", self.trace)
         own = _OwnIter if case.data == "loader with own __iter__" else _OwnIterator
         return own(dataset, batch_size, shuffle=case.shuffle, drop_last=case.drop_last)
+
+
+SCALE = 3.0
+
+
+def prepare_worker(worker: int) -> None:
+    """Give the data set of a worker what it needs, as torch documents it."""
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.scale = SCALE  # type: ignore[attr-defined]
 
 
 def _recycling() -> Callable[[list[Any]], Any]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import RandomSampler, SequentialSampler, Subset
 
 from tools.differential.case import Case
+from tools.differential.datasets import SCALE
 from tools.differential.optimizers import Scheduled
 from tools.differential.task import Gap, Task
 from trainstack.trainer.core.order import DataOrder
@@ -254,6 +255,8 @@ class PlainLoop:
         """For each step of the epoch its micro-batches, fetched when asked for, and what they weigh together if known."""
         case, task = self.case, self.task
         loader = task.data.loader(RandomSampler, case.micro_batch)
+        if case.workers:
+            loader.dataset.scale = SCALE
         if case.ordered:
             for share in self._order().local_batches(self.epoch):
                 fetched = (self._fetch(loader, rows.tolist()) for rows in share.micro_batches)
