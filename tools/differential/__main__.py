@@ -1,0 +1,99 @@
+"""Draw trainings at random, carry out each by the library and by a plain loop, and compare every bit and call.
+
+    make differential ARGS="--cases 500 --seed 3"    other trainings than those of make test
+    make differential ARGS="--seed 3 --case 17"      one of them
+    make differential ARGS="--only 'eval() in a hook' --cases 20"    those of one class
+    make differential ARGS="--pending"               those that are known to differ, for they are still to be mended
+
+A difference is printed with its training and with the command that repeats it. The exit status is 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
+
+import torch
+
+from tools.differential.case import Case, draw
+from tools.differential.classes import CLASSES, PENDING, classes_of, without
+from tools.differential.comparison import run_case
+
+
+def cases_of(seed: int, names: Sequence[str] = (), *, workers: bool = False) -> Iterator[Case]:
+    """The cases of `seed` in order; with `names` those of one of these classes, whether pending or not."""
+    for number in count():
+        case = draw(seed, number, workers=workers or "workers" in names)
+        if not names:
+            yield without(case, PENDING)
+            continue
+        others = [name for name in PENDING if name not in names]
+        case = without(case, others)
+        if set(names) & set(classes_of(case)):
+            yield case
+
+
+def command(case: Case, options: argparse.Namespace) -> str:
+    """What to type to run the case again."""
+    words = f"--seed {case.seed} --case {case.number}"
+    names = [*(f'--only "{name}"' for name in options.only), *(["--pending"] if options.pending else [])]
+    workers = ["--workers"] if options.workers else []
+    return f"python -m tools.differential {' '.join([words, *names, *workers])}"
+
+
+def report(case: Case, found: Sequence[str], options: argparse.Namespace) -> str:
+    """A case that differs, for readers."""
+    shown = [f"  - {line}" for line in found[:5]]
+    more = [f"  - and {len(found) - 5} more"] if len(found) > 5 else []
+    head = [case.describe(), f"  classes: {', '.join(classes_of(case)) or 'none'}"]
+    return "\n".join([*head, *shown, *more, f"  again: {command(case, options)}"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases; the exit status."""
+    options = _parser().parse_args(argv)
+    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    names = [*options.only, *(PENDING if options.pending else [])]
+    unknown = sorted(set(names) - set(CLASSES))
+    if unknown:
+        print(f"no class is called {', '.join(unknown)}. There are: {'; '.join(CLASSES)}.")
+        return 2
+    found = cases_of(seed, names, workers=options.workers)
+    if options.case is not None:
+        chosen: Iterator[Case] = (case for case in islice(found, options.case + 1) if case.number == options.case)
+    else:
+        chosen = islice(found, options.cases)
+    began, ran, differ, classes = time.monotonic(), 0, 0, Counter[str]()
+    print(f"seed {seed}, torch {torch.__version__}", flush=True)
+    for case in chosen:
+        ran += 1
+        lines = run_case(case)
+        if lines:
+            differ += 1
+            classes.update(classes_of(case))
+            print(report(case, lines, options), end="\n\n", flush=True)
+    seconds = time.monotonic() - began
+    print(f"{ran} trainings in {seconds:.0f} s ({1000 * seconds / max(1, ran):.0f} ms each), {differ} differ")
+    for name, times in classes.most_common():
+        print(f"  {times:4d}  {name}{f' ({PENDING[name]})' if name in PENDING else ''}")
+    return int(differ > 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tools.differential", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=200, help="how many; 200 by default")
+    parser.add_argument("--seed", type=int, help="of the cases; by default one is drawn, and printed")
+    parser.add_argument("--case", type=int, help="run the case with this number alone")
+    parser.add_argument("--only", action="append", default=[], metavar="CLASS", help="cases of this class alone")
+    parser.add_argument("--pending", action="store_true", help="cases of the classes that are still to be mended")
+    parser.add_argument("--workers", action="store_true", help="let some loaders have a worker process")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

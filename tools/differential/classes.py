@@ -1,0 +1,210 @@
+"""`CLASSES` names the kinds of trainings that once went wrong, and `PENDING` those that still do.
+
+The battery replaces a pending class by a similar training without it, so that everything else is still compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from tools.differential.case import BETWEEN_STEPS, IN_VALIDATION, Action, Case, consistent
+from tools.differential.optimizers import OWN
+
+
+class Class(NamedTuple):
+    """A kind of training.
+
+    Attributes:
+        holds: whether a case is one.
+        without: the changes that make it another.
+    """
+
+    holds: Callable[[Case], bool]
+    without: Callable[[Case], Mapping[str, Any]]
+
+
+def _acts(*whats: str, at: Iterable[str] | None = None) -> Class:
+    """User code does one of these, at some places or anywhere."""
+    places = None if at is None else set(at)
+
+    def is_one(action: Action) -> bool:
+        return action.what in whats and (places is None or action.where in places)
+
+    return Class(
+        lambda case: any(map(is_one, case.actions)),
+        lambda case: {"actions": tuple(action for action in case.actions if not is_one(action))},
+    )
+
+
+def _raising(*places: str) -> Class:
+    return Class(
+        lambda case: case.raises is not None and (not places or case.raises[0] in places), lambda case: {"raises": None}
+    )
+
+
+def _field(name: str, *values: Any, usual: Any = "", when: Callable[[Case], bool] = lambda case: True) -> Class:
+    """A field has one of the values."""
+    return Class(lambda case: getattr(case, name) in values and when(case), lambda case: {name: usual})
+
+
+def _compared(what: str, when: Callable[[Case], bool]) -> Class:
+    """Something is compared that the battery leaves out while the class is pending."""
+    return Class(
+        lambda case: what not in case.uncompared and when(case), lambda case: {"uncompared": (*case.uncompared, what)}
+    )
+
+
+def _accumulates(case: Case) -> bool:
+    return case.accumulation > 1
+
+
+_WHOLE = {"limit": 512}
+_STEP_EVENTS = ("before_optimizer_step", "after_optimizer_step")
+
+
+def _may_skip(case: Case) -> bool:
+    return bool(case.poison) or case.weights == "some are zero"
+
+
+def _without_own(case: Case) -> dict[str, Any]:
+    subscribers = tuple(one for one in case.subscribers if one.event not in _STEP_EVENTS)
+    optimizers = tuple("SGD" if name in OWN else name for name in case.optimizers)
+    actions = tuple(action for action in case.actions if action.where not in _STEP_EVENTS)
+    return {"step_hooks": False, "optimizers": optimizers, "subscribers": subscribers, "actions": actions}
+
+
+def _assigns(case: Case) -> bool:
+    return "buffer assigned anew" in case.extras or "assign a buffer anew" in case.deeds
+
+
+def _without_assigned(case: Case) -> dict[str, Any]:
+    extras = tuple(name for name in case.extras if name != "buffer assigned anew")
+    return {"extras": extras, "actions": tuple(one for one in case.actions if one.what != "assign a buffer anew")}
+
+
+def _tries(case: Case) -> bool:
+    return case.find_lr or bool(case.arguments.get("fit_micro_batch"))
+
+
+CLASSES: dict[str, Class] = {
+    "a view of a one-element parameter": Class(
+        lambda case: bool(case.shift) or case.loss_memory == "is a parameter",
+        lambda case: {"shift": "", "loss_memory": ""},
+    ),
+    "a write to the data of gradients": _acts("clamp gradients"),
+    "a write to the data of the loss's gradient": _field("loss_memory", "hook on the loss"),
+    "parameters that come within an epoch": _acts("add a layer", "add a parameter outside the module"),
+    "parameters that leave within an epoch": _acts("remove a layer"),
+    "parameters that are replaced": _acts("replace a parameter"),
+    "parameters that are frozen or unfrozen by hand": _acts("freeze", "unfreeze"),
+    "memory that batches share": Class(
+        lambda case: _accumulates(case) and (case.collate == "recycles" or case.data == "recycling loader"),
+        lambda case: _WHOLE,
+    ),
+    "weights that are known after the last micro-batch": Class(
+        lambda case: _accumulates(case) and (bool(case.weights) or not case.ordered), lambda case: _WHOLE
+    ),
+    "a loss that user code writes to later": _field("loss_memory", "kept by the user", "view of a large tensor"),
+    "a validation loss that user code writes to later": _field("val_memory", "one tensor"),
+    "a loss that is scaled in a hook": _acts("scale the loss"),
+    "outputs that user code writes to later": _acts("write outputs"),
+    "a logged tensor that user code writes to later": _acts("log, then write"),
+    "workers": _field("workers", True, usual=False),
+    "a loader with its own _get_iterator": _field("data", "loader with own _get_iterator", usual="tensors"),
+    "a skipped step and an optimizer that counts calls": Class(
+        lambda case: _may_skip(case)
+        and (
+            case.step_hooks
+            or bool({*OWN} & {*case.optimizers})
+            or any(one.event in _STEP_EVENTS for one in case.subscribers)
+        ),
+        _without_own,
+    ),
+    "a skipped step and a buffer assigned anew": Class(
+        lambda case: case.skip and _may_skip(case) and _assigns(case), _without_assigned
+    ),
+    "a trial and a buffer assigned anew": Class(lambda case: _tries(case) and _assigns(case), _without_assigned),
+    "eval() in a hook": _acts("call eval"),
+    "a part in eval mode": _field("modes", "frozen part", "single layer"),
+    "a trainable part in eval mode": _field("modes", "trainable part"),
+    "indices of all dtypes": Class(
+        lambda case: case.data == "subset" and case.indices in ("int16", "uint16", "uint8"), lambda case: {"indices": "list"}
+    ),
+    "channels last": _field("data", "channels last", usual="tensors"),
+    "torch's table of functions that collate": _field("collate", "map"),
+    "an overridden zero_grad": Class(
+        lambda case: "ZeroesItself" in case.optimizers,
+        lambda case: {"optimizers": tuple("SGD" if name == "ZeroesItself" else name for name in case.optimizers)},
+    ),
+    "an overridden backward": _field("loss_memory", "own backward", when=lambda case: not case.skip),
+    "an overridden backward where steps may be skipped": _field("loss_memory", "own backward", when=lambda case: case.skip),
+    "the logged rates of schedulers": _compared("lr", lambda case: bool(case.schedulers) or "change the rate" in case.deeds),
+    "the order of loading and training": _compared("order of loading", lambda case: case.accumulation > 1),
+    "the last step of max_steps without clipping": Class(
+        lambda case: case.clipping[0] == "none" and case.max_steps is not None and not case.skip,
+        lambda case: {"clipping": ("norm", 1.0)},
+    ),
+    "no limit of the micro-batch": _field("limit", None, usual=512),
+    "an exception in a hook between steps": _raising(*BETWEEN_STEPS, "log", "train_epoch_begin", "train_epoch_end"),
+    "an exception within a step": _raising(
+        "train_step",
+        "after forward",
+        "on_end_backward",
+        "batch_weight",
+        "collate",
+        "train_batch_begin",
+        "before_backward",
+        "after_backward",
+    ),
+    "an exception around the update": _raising(*_STEP_EVENTS, "before_zero_grad", "after_zero_grad"),
+    "an exception in a validation": _raising(*IN_VALIDATION, "val_step"),
+    "an exception at the end of an epoch": _raising("epoch_end"),
+}
+
+PENDING: dict[str, str] = {
+    "a view of a one-element parameter": "L-C1",
+    "a write to the data of the loss's gradient": "L-C1",
+    "parameters that come within an epoch": "L-C2",
+    "parameters that leave within an epoch": "L-C2",
+    "parameters that are replaced": "L-C2",
+    "memory that batches share": "L-C3",
+    "weights that are known after the last micro-batch": "L-C3",
+    "a loss that user code writes to later": "L-C4",
+    "a validation loss that user code writes to later": "L-C4",
+    "a loss that is scaled in a hook": "L-C4",
+    "workers": "L-C5",
+    "a loader with its own _get_iterator": "L-C6",
+    "a skipped step and an optimizer that counts calls": "L-S1",
+    "a skipped step and a buffer assigned anew": "L-S2",
+    "a trial and a buffer assigned anew": "L-S2",
+    "eval() in a hook": "L-S7",
+    "a part in eval mode": "E-C4",
+    "indices of all dtypes": "L-M2",
+    "torch's table of functions that collate": "L-M4",
+    "an overridden zero_grad": "L-M5",
+    "an overridden backward where steps may be skipped": "L-M5",
+    "the logged rates of schedulers": "L-M6",
+    "the order of loading and training": "L-C3",
+    "the last step of max_steps without clipping": "L-M10",
+    "no limit of the micro-batch": "W-3",
+    "an exception in a hook between steps": "L-S5",
+    "an exception within a step": "L-S5",
+    "an exception around the update": "L-S5",
+    "an exception in a validation": "L-S5",
+    "an exception at the end of an epoch": "L-S5",
+}
+"""Classes that differ from the plain loop, and the finding that says why."""
+
+def classes_of(case: Case) -> list[str]:
+    """The classes that `case` is of."""
+    return [name for name, one in CLASSES.items() if one.holds(case)]
+
+
+def without(case: Case, names: Iterable[str]) -> Case:
+    """A case like `case` that is of none of the classes `names`."""
+    for name in names:
+        if CLASSES[name].holds(case):
+            case = replace(case, **CLASSES[name].without(case))
+    return consistent(case)

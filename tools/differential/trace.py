@@ -1,0 +1,76 @@
+"""`Trace` records calls of user code, with copies of the values at that moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Bits(NamedTuple):
+    """The bits of a tensor or array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    contiguous: bool
+    data: bytes
+
+    def __repr__(self) -> str:
+        kind = getattr(torch, self.dtype.removeprefix("torch."), None)
+        text = self.data.hex()
+        if isinstance(kind, torch.dtype) and self.data:
+            text = str(torch.frombuffer(bytearray(self.data), dtype=kind)[:6].tolist())
+        return f"<{self.dtype} {list(self.shape)} {text}{'' if self.contiguous else ' not contiguous'}>"
+
+
+def bits_of(value: Any) -> Any:
+    """A copy of `value` that compares bit by bit: tensors as their bits, nan as itself, objects by what they hold."""
+    if isinstance(value, Tensor):
+        kept = value.detach()
+        data = kept.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if kept.numel() else b""
+        return Bits(str(kept.dtype), tuple(kept.shape), kept.is_contiguous(), data)
+    if isinstance(value, np.ndarray):
+        return Bits(str(value.dtype), value.shape, value.flags.c_contiguous, value.tobytes())
+    if isinstance(value, float):
+        return repr(value)  # nan is equal to itself, 0.0 is not equal to -0.0
+    if isinstance(value, Mapping):
+        return {key: bits_of(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits_of(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: bits_of(getattr(value, field.name)) for field in fields(value)}
+    if value is None or isinstance(value, str | int):
+        return value
+    return type(value).__name__
+
+
+class Trace:
+    """What was called, in order.
+
+    Attributes:
+        entries: one tuple a call: its kind, its name, and what it was given.
+        muted: whether calls are neither recorded nor counted, as in a trial before the training.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Any, ...]] = []
+        self.muted = False
+
+    def add(self, kind: str, name: str, *given: Any) -> None:
+        """Record a call."""
+        if not self.muted:
+            self.entries.append((kind, name, *map(bits_of, given)))
+
+    @contextmanager
+    def mute(self) -> Iterator[None]:
+        """A block in which nothing is recorded."""
+        before, self.muted = self.muted, True
+        try:
+            yield
+        finally:
+            self.muted = before
