@@ -55,7 +55,7 @@ def main(folder: Path, at: Any = None, ranks: tuple[int, ...] = (), pace: float 
     torch.manual_seed(rank() + 10 * restarts)
     module = Told(folder, None if restarts else at, list(ranks), pace)
     saving = ts.DefaultCheckpointerArguments(file_prefix="told")
-    made: dict[str, Any] = {"backend": "ddp", "epochs": epochs, "resume": "auto", "val_batch_size": 2}
+    made: dict[str, Any] = {"backend": "ddp", "epochs": epochs, "resume": "auto", "val_batch_size": 1}
     trainer = ts.Trainer(module, arguments(folder, train_batch_size=4, checkpointer_args=saving, **made))
     left: dict[str, Any] = {"restarts": restarts}
     try:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments
@@ -21,6 +22,13 @@ from trainstack.trainer.data.loading import Fetcher
 from trainstack.trainer.data.training_data import OverfitSubset
 
 pytestmark = pytest.mark.timeout(patience(60))
+
+
+class InOrder(IterableDataset[Any]):
+    """A data set that cannot be indexed, so that the loop reads the loader as it comes."""
+
+    def __iter__(self) -> Any:
+        return iter([sample for sample in Noisy()])  # noqa: C416 - by index
 
 
 @pytest.fixture
@@ -56,8 +64,16 @@ def test_persistent_workers_end_with_their_trainer(
 
 
 @pytest.mark.processes
-def test_workers_of_a_pass_that_an_error_ends_are_told(others: set[Any], tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata 0.11 under torch 2.13
+@pytest.mark.parametrize("kind", [None, DataLoader, StatefulDataLoader])
+def test_workers_of_a_pass_that_an_error_ends_are_told(kind: Any, others: set[Any], tmp_path: Path) -> None:
+    """The loop's own loader, and loaders of the user's that the loop reads as they come."""
+
     class Fails(Classifier):
+        def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+            ours = super().get_train_dataloader(sampler, batch_size)
+            return ours if kind is None else kind(InOrder(), batch_size, num_workers=1)
+
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             workers.extend(set(multiprocessing.active_children()) - others)
             raise ValueError("in a step")

@@ -13,6 +13,7 @@ from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.random_state import preserve_host_rng
 from trainstack.trainer.core.state import is_stateful
+from trainstack.trainer.data.loading import end_workers_with_pass
 from trainstack.trainer.data.sample_counts import SampleCounter
 
 
@@ -56,8 +57,8 @@ class LoaderState:
         self._iterated, self._exhausted = True, False
         if not is_stateful(loader):
             if counter is not None:
-                return counter.read(loader, fast_paths=self._fast_paths), False
-            return fast_batches(loader, enabled=self._fast_paths), False
+                return self._end_workers(counter.read(loader, fast_paths=self._fast_paths)), False
+            return self._end_workers(fast_batches(loader, enabled=self._fast_paths)), False
         if pending is None:
             return self._track_batches(iter(loader)), False
         try:
@@ -99,8 +100,12 @@ class LoaderState:
             )
 
     def _track_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        yield from batches
+        yield from self._end_workers(batches)
         self._exhausted = True
+
+    def _end_workers(self, batches: Iterator[Any]) -> Iterator[Any]:
+        # Persistent workers belong to the user's loader, which may serve another training.
+        return end_workers_with_pass(self, batches, persistent=getattr(self._loader, "persistent_workers", False))
 
 
 def _state_for_next_epoch(loader: Any, pending: dict[str, Any]) -> Any:

@@ -71,6 +71,20 @@ def shutdown_workers_with(owner: object, iterator: Any) -> weakref.finalize[Any,
     return _live_iterators[iterator]
 
 
+def end_workers_with_pass(owner: object, iterator: Iterator[Any], *, persistent: bool) -> Iterator[Any]:
+    """The batches of a loader's iterator. Its workers end with the pass, however that ends, or with `owner`."""
+    if persistent or not hasattr(iterator, "_shutdown_workers"):  # the class with workers has it, torch 2.13.0
+        return iterator
+    return _end_after(iterator, shutdown_workers_with(owner, iterator))
+
+
+def _end_after(iterator: Iterator[Any], ending: Callable[[], Any]) -> Iterator[Any]:
+    try:
+        yield from iterator
+    finally:
+        ending()
+
+
 @atexit.register
 def _shutdown_all() -> None:
     for ending in list(_live_iterators.values()):
@@ -178,12 +192,8 @@ class Fetcher:
             )
         iterator = iter(self._workers)
         if self.loader.num_workers > 0:
-            ending = shutdown_workers_with(self, iterator)
-            try:
-                yield from iterator
-            finally:
-                if not self.loader.persistent_workers:
-                    ending()
+            shutdown_workers_with(self, iterator)
+            yield from end_workers_with_pass(self, iterator, persistent=self.loader.persistent_workers)
             return
         while True:
             with preserve_host_rng():
