@@ -351,9 +351,10 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
 
 @cache
 def library_names() -> frozenset[str]:
-    """The names on a module that the trainer sets or calls."""
-    methods = {*vars(ModuleInterface), *vars(CallbackInterface)}
-    return frozenset(name for name in methods if not name.startswith("_"))
+    """The names on a module that the trainer sets or calls; a module may assign settings, such as `keep_modes`."""
+    members = {**vars(CallbackInterface), **vars(ModuleInterface)}
+    methods = {name for name, member in members.items() if callable(member) and not name.startswith("_")}
+    return frozenset({"plan", *methods})
 
 
 def name_conflict(owner: str, name: str, value: Any) -> str | None:
