@@ -336,11 +336,12 @@ class PlainLoop:
         step_outputs: list[Any] = []
         losses: list[float] = []
         counts: list[float] = []
+        estimate: float | None = None  # of the items of the step, where they are known only after its last micro-batch
         for batch in batches:
             counts.append(self._weigh(batch))
-            if case.accumulation == 1:
-                total = counts[-1]
-            weight = counts[-1] if total is None else counts[-1] and counts[-1] / total
+            if total is None:
+                total = estimate = counts[0] * case.accumulation or 1.0
+            weight = counts[-1] / total
             outputs = self._forward_backward(number, batch, weight)
             loss = loss_in(outputs)
             losses.append(float(loss.detach()))
@@ -350,8 +351,8 @@ class PlainLoop:
             self._hook("on_end_backward", number, loss)
             self._event("after_backward", loss)
         items = sum(counts)
-        if total is None and items > 0:
-            self._divide_gradients(items)
+        if estimate is not None and items > 0:
+            self._scale_gradients(estimate / items)
         moved = self._update(losses, counts)
         if not moved:
             self.skipped += 1
@@ -382,10 +383,9 @@ class PlainLoop:
     def _held(self) -> list[nn.Parameter]:
         return [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
 
-    def _divide_gradients(self, items: float) -> None:
-        """Make the gradient of a sum that of a mean."""
+    def _scale_gradients(self, factor: float) -> None:
         for gradient in gradients(dict.fromkeys([*self.task.network.parameters(), *self._held()])):
-            gradient.div_(items)
+            gradient.mul_(factor)
 
     def _update(self, losses: list[float], counts: list[float]) -> bool:
         """Clip, step and zero; returns whether the optimizers stepped."""
