@@ -18,8 +18,15 @@ def finite_tensors(stack: TrainerBackend, work: Workload) -> frozenset[str]:
     trained = {id(p) for p in work.optimized_params}
     names = {name for name, p in work.module.named_parameters() if id(p) in trained}
     buffers = dict(work.module.named_buffers())
-    finite = stack.read([torch.isfinite(buffer).all() for buffer in buffers.values()])
+    finite = stack.read([torch.isfinite(_dense(buffer)).all() for buffer in buffers.values()])
     return frozenset(names | {name for name, good in zip(buffers, finite, strict=True) if good})
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The values that a sparse tensor holds; another one as it is."""
+    if tensor.layout is torch.strided:
+        return tensor
+    return (tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor).values()
 
 
 def check_finite_weights(
@@ -36,7 +43,7 @@ def check_finite_weights(
     """
     everything = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     named = {name: tensor.detach() for name, tensor in everything.items() if name in watched}
-    finite = stack.read([torch.isfinite(tensor).all() for tensor in named.values()])
+    finite = stack.read([torch.isfinite(_dense(tensor)).all() for tensor in named.values()])
     first = next((name for name, good in zip(named, finite, strict=True) if not good), None)
     if first is not None:
         raise NonFiniteError(
