@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -179,13 +182,39 @@ def test_without_validation_data_epochs_are_judged(tmp_path: Path, caplog: pytes
     assert "never" not in caplog.text  # stopped, so something may yet come
 
 
+@pytest.mark.parametrize("callback", [cb.EarlyStopping, cb.BestCheckpoint])
 def test_a_metric_that_never_comes_is_told_at_the_end_where_there_is_no_validation(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    callback: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trained(tmp_path, Classifier(numbers(24)), cb.EarlyStopping(), cb.StepTimer())
+    trained(tmp_path, Classifier(numbers(24)), callback(), cb.StepTimer())
 
     (told,) = [record.message for record in caplog.records if "never" in record.message]
-    assert told == "EarlyStopping watches 'val/loss', which never came. Recorded: train/loss_epoch."
+    assert told == f"{callback.__name__} watches 'val/loss', which never came. Recorded: train/loss_epoch."
+
+
+def test_the_defaults_that_the_page_states_are_those_of_the_callbacks() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "callbacks.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([A-Z]\w+)\((.*)\)` \|", page, re.MULTILINE)
+    stated = {(name, *pair) for name, given in rows for pair in re.findall(r"(\w+)=([\w.]+)", given)}
+    assert {name for name, _ in rows} == set(cb.__all__) - {"default_callbacks"}
+    assert len(stated) >= 15
+    for name, parameter, value in stated:
+        default = inspect.signature(getattr(cb, name)).parameters[parameter].default
+        assert default == ast.literal_eval(value), f"{name}({parameter}={default!r})"
+
+
+def test_memory_of_cuda_is_recorded_in_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reset: list[Any] = []
+    for name, gib in (("memory_allocated", 1), ("memory_reserved", 2), ("max_memory_allocated", 3)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, gib=gib: gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    trainer = trainer_of(tmp_path, Classifier(numbers(8)))
+    monkeypatch.setattr(ts.Trainer, "device", torch.device("cuda:1"))
+    cb.MemoryMonitor().on_log(trainer)
+
+    of = trainer.history.get_latest_metric
+    assert [of(f"memory/{name}") for name in ("allocated", "reserved", "peak")] == [1.0, 2.0, 3.0]
+    assert reset == [torch.device("cuda:1")]
 
 
 @pytest.mark.parametrize(
