@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,11 +67,58 @@ def trained(directory: Path, module: ts.ModuleInterface, *callbacks: Any, **chan
 def test_early_stopping_waits_for_as_many_validations_as_it_is_told(
     scores: list[float], mode: str, min_delta: float, epochs: int, tmp_path: Path
 ) -> None:
-    stopping = cb.EarlyStopping("score", mode=mode, patience=2, min_delta=min_delta)
+    stopping = cb.EarlyStopping("score", mode=mode, patience=2, min_delta=min_delta, check_finite=False)
     trainer = trained(tmp_path, Scored(*scores), stopping, epochs=6)
 
     assert trainer.state.epoch == epochs
     assert (trainer.stop_reason is None) == (epochs == 6 and stopping.waited < 2)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_early_stopping_stops_at_a_value_that_is_not_finite_and_again_when_it_is_resumed(
+    bad: float, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        stopping = cb.EarlyStopping("score", mode="max")
+        trainer = trained(
+            tmp_path, Scored(1.0, bad, 3.0), stopping, epochs=3, resume="auto", checkpointer_args=EVERY_STEP
+        )
+        assert trainer.state.epoch == 2
+        assert trainer.stop_reason == f"score became {bad} at step 6"
+
+
+def test_callbacks_retention_and_resume_go_by_the_monitor_of_the_arguments(tmp_path: Path) -> None:
+    saving = ts.DefaultCheckpointerArguments(keep_last=1, keep_best=1)
+    given: dict[str, Any] = {"epochs": 3, "monitor": "score", "monitor_mode": "max", "checkpointer_args": saving}
+    best, stopping = cb.BestCheckpoint(), cb.EarlyStopping(patience=2)
+    trained(tmp_path, Scored(0.5, 0.9, 0.4), best, stopping, **given)  # while the loss falls
+
+    assert best.best_value.best_step == stopping.best_value.best_step == 6
+    resumed = trainer_of(tmp_path, Scored(0.5, 0.9, 0.4), resume="best", **given)
+    assert resumed.plan.steps_per_epoch == 3
+    assert resumed.state.global_step == 6
+
+
+def test_the_best_is_saved_after_each_validation_within_an_epoch(tmp_path: Path) -> None:
+    """Checkpoints are due at the ends of epochs (3, 6, 9), and validations at 2, 4, 6, 8."""
+
+    class Steps(Scored):
+        def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
+            self.log("score", {2: 0.1, 4: 0.9, 6: 0.3, 8: 0.9}[global_step])
+
+    saving = ts.DefaultCheckpointerArguments(monitor="score", mode="max", keep_best=1, keep_last=1)
+    for resume in (False, True):
+        trainer = trainer_of(
+            tmp_path, Steps(), epochs=3, validate_every=2, checkpointer_args=saving, resume=resume and "auto"
+        )
+        if not resume:
+            trainer.on(ts.Event.TRAIN_STEP_END, once=5)(lambda trainer: trainer.request_stop("a break"))
+        trainer.train()
+        kept = [info.global_step for info in ts.list_checkpoints(tmp_path / "checkpoints") if info.kind == "checkpoint"]
+        assert sorted(kept) == ([4, 9] if resume else [4, 5])
+    best = trainer.checkpointer.best()  # type: ignore[attr-defined]
+    assert best is not None
+    assert (best.global_step, best.metrics["score"]) == (4, 0.9)
 
 
 def test_early_stopping_goes_on_waiting_after_a_resume(tmp_path: Path) -> None:
@@ -132,13 +182,39 @@ def test_without_validation_data_epochs_are_judged(tmp_path: Path, caplog: pytes
     assert "never" not in caplog.text  # stopped, so something may yet come
 
 
+@pytest.mark.parametrize("callback", [cb.EarlyStopping, cb.BestCheckpoint])
 def test_a_metric_that_never_comes_is_told_at_the_end_where_there_is_no_validation(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    callback: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trained(tmp_path, Classifier(numbers(24)), cb.EarlyStopping(), cb.StepTimer())
+    trained(tmp_path, Classifier(numbers(24)), callback(), cb.StepTimer())
 
     (told,) = [record.message for record in caplog.records if "never" in record.message]
-    assert told == "EarlyStopping watches 'val/loss', which never came. Recorded: train/loss_epoch."
+    assert told == f"{callback.__name__} watches 'val/loss', which never came. Recorded: train/loss_epoch."
+
+
+def test_the_defaults_that_the_page_states_are_those_of_the_callbacks() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "callbacks.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([A-Z]\w+)\((.*)\)` \|", page, re.MULTILINE)
+    stated = {(name, *pair) for name, given in rows for pair in re.findall(r"(\w+)=([\w.]+)", given)}
+    assert {name for name, _ in rows} == set(cb.__all__) - {"default_callbacks"}
+    assert len(stated) >= 15
+    for name, parameter, value in stated:
+        default = inspect.signature(getattr(cb, name)).parameters[parameter].default
+        assert default == ast.literal_eval(value), f"{name}({parameter}={default!r})"
+
+
+def test_memory_of_cuda_is_recorded_in_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reset: list[Any] = []
+    for name, gib in (("memory_allocated", 1), ("memory_reserved", 2), ("max_memory_allocated", 3)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, gib=gib: gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    trainer = trainer_of(tmp_path, Classifier(numbers(8)))
+    monkeypatch.setattr(ts.Trainer, "device", torch.device("cuda:1"))
+    cb.MemoryMonitor().on_log(trainer)
+
+    of = trainer.history.get_latest_metric
+    assert [of(f"memory/{name}") for name in ("allocated", "reserved", "peak")] == [1.0, 2.0, 3.0]
+    assert reset == [torch.device("cuda:1")]
 
 
 @pytest.mark.parametrize(

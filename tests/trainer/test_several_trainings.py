@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,40 @@ def test_two_trainers_in_one_process_do_not_know_of_each_other(tmp_path: Path) -
 
     assert one.history.to_dict() == alone.history.to_dict()
     assert other.global_steps_finished == 4
+
+
+@pytest.mark.parametrize("hook", ["on_end_val_epoch", "val_step", "on_validation_begin"])
+def test_a_validation_within_a_validation_is_refused(hook: str, tmp_path: Path) -> None:
+    def again(self: Any, *_: Any, **__: Any) -> None:
+        trainer.validate()
+
+    module = type("Nested", (Classifier,), {hook: again})(numbers(16), validate=True)
+    trainer = ts.Trainer(module, arguments(tmp_path))
+    for start in (trainer.train, trainer.validate):
+        with pytest.raises(ts.ConfigurationError, match=r"trainer\.validate\(\) was called within an evaluation"):
+            start()
+
+
+def test_other_evaluations_within_a_validation_are_none_of_its_business(tmp_path: Path) -> None:
+    class Looks(Classifier):
+        def predict_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return self.net(batch[0])
+
+        def on_end_val_epoch(self, global_step: int, *_: Any, key: str = "default") -> None:
+            seen.append(trainer.predict(self.get_val_dataloaders(torch.utils.data.SequentialSampler, 8))[0].shape)
+
+        def on_validation_end(self) -> None:
+            if not seen[1:]:
+                trainer.validate()
+
+    seen: list[Any] = []
+    trainer = ts.Trainer(Looks(numbers(16), validate=True), arguments(tmp_path))
+    trainer.train()
+    assert seen == [(16, 3)] * 2
+
+
+def test_a_trainer_is_not_copied(tmp_path: Path) -> None:
+    trainer = ts.Trainer(Classifier(), arguments(tmp_path))
+    with pytest.raises(ts.ConfigurationError, match=r"cannot be copied.*copy\.deepcopy\(trainer\.module\)"):
+        copy.deepcopy(trainer)
+    assert weights(copy.deepcopy(trainer.module)).equal(weights(trainer.module))

@@ -18,7 +18,7 @@ from trainstack.backends.spec import LayerRecord, expand_auto, registered_backen
 from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.checkpointing.arguments import DEFAULT_MONITOR, Monitor
 from trainstack.errors import ConfigurationError
-from trainstack.trainer.core.intervals import check_validate_every, is_number_of_steps
+from trainstack.trainer.core.intervals import check_validate_every, is_number_of_steps, seconds_of
 from trainstack.trainer.tracking.progress import ProgressDisplay
 from trainstack.trainer.tracking.writers import check_writers
 
@@ -213,6 +213,8 @@ def _check_numbers(args: Unchecked) -> None:
     _steps("log_every", args.log_every)
     if args.max_steps is not None:
         _steps("max_steps", args.max_steps)
+    if args.max_time is not None:
+        seconds_of("max_time", args.max_time)
     check_validate_every(args.validate_every)
     if args.stats_args is not None:
         _whole_number("stats_args.log_steps", args.stats_args.log_steps, 1)

@@ -66,6 +66,8 @@ class TrainerArguments(metaclass=SuggestsNames):
         epochs: passes over the training data.
         max_steps: global steps of the run, instead of `epochs`; a float in (0, 1] is a fraction of those of `epochs`.
             The run may end within an epoch, with a validation if it validates after epochs.
+        max_time: stop each call of `train()` in good order after so long, as `request_stop` does: seconds, or
+            "HH:MM:SS", or "D:HH:MM:SS".
         train_batch_size: the GLOBAL batch: samples a global step over all processes.
         per_device_train_batch_size: samples a global step on each process, instead of `train_batch_size`: the global
             batch then grows with the number of processes.
@@ -168,6 +170,7 @@ class TrainerArguments(metaclass=SuggestsNames):
 
     epochs: int = 1
     max_steps: int | float | None = None
+    max_time: float | str | None = None
     train_batch_size: int = 1
     per_device_train_batch_size: int | None = None
     gpu_batch_size_limit: int | None = None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -160,13 +160,12 @@ def _warn_on_missing_method(module: Any, name: str, log: RunLogger, val_step: An
 _HOW = "Return ([optimizer], [scheduler]), or ([optimizer], []) without a scheduler."
 
 
-def check_initialized(module: nn.Module, what: str) -> None:
-    """Refuse a module with parameters or buffers that get their shape in the first forward pass.
+def check_initialized(named: Iterable[tuple[str, Tensor]], what: str) -> None:
+    """Refuse parameters and buffers that get their shape in the first forward pass.
 
     Raises:
         ConfigurationError: naming the first of them; `what` needs their values.
     """
-    named = (*module.named_parameters(), *module.named_buffers())
     lazy = [name for name, tensor in named if is_lazy(tensor)]
     if lazy:
         raise ConfigurationError(

@@ -37,7 +37,7 @@ from trainstack.trainer.run.lr_finder import LRFinderResult, try_rates
 from trainstack.trainer.run.memory_fitting import fit_micro_batch
 from trainstack.trainer.run.preflight import already_finished_message, check_can_train
 from trainstack.trainer.run.run import Run
-from trainstack.trainer.run.stopping import Stopped, Stopper, raise_for_signal, stop_on_signals
+from trainstack.trainer.run.stopping import Stopped, Stopper, raise_for_signal, stop_after, stop_on_signals
 from trainstack.trainer.run.view import RunView
 from trainstack.trainer.tracking.history import RunHistory
 
@@ -148,7 +148,8 @@ class Trainer(AbstractTrainer):
         context, saver, stopper = self._context, self._saver, self._stopper
         reporter = Reporter(context)
         self._training = True
-        with stop_on_signals(stopper, enabled=self.args.handle_signals, announce=self.is_main_process):
+        signals = stop_on_signals(stopper, enabled=self.args.handle_signals, announce=self.is_main_process)
+        with signals, stop_after(stopper, self.args):
             try:
                 with context.fail_together():
                     self._train(run, reporter)
@@ -377,7 +378,7 @@ class Trainer(AbstractTrainer):
             NonFiniteError: the weights are inf or nan, and `check_finite` is True; nothing was written.
         """
         if check_finite:
-            self._ready().check_finite("No export was written; write check_finite=False to export them as they are.")
+            self._ready().check_finite("No export was written; write check_finite=False to export it as it is.")
         self._saver.save_model(self.plan, path)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trainer:
@@ -423,6 +424,7 @@ class Trainer(AbstractTrainer):
         options: dict[str, Any] = {"commit_message": commit_message, "private": private, "revision": revision}
         options |= {"token": token, "endpoint": endpoint}
         with self._context.fail_together():
+            self._ready().check_finite("Nothing was uploaded.")
             return self._saver.push_to_hub(self.plan, repo_id, **options)
 
     # --- read-only -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import trainstack as ts
-from tests.helpers.modules import Classifier, numbers, train
+from tests.helpers.modules import Classifier, arguments, numbers, train
 
 
 class Numbered(Dataset[tuple[Tensor, Tensor]]):
@@ -114,3 +114,22 @@ def test_the_batch_of_an_evaluation_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(KeyError) as caught:
         train(module, tmp_path, val_batch_size=4)
     assert "in batch 2 of val at global step " in notes(caught.value)
+
+
+@pytest.mark.parametrize("where", ["train_step", "val_step", "get_train_dataloader", "batch_weight"])
+def test_stop_training_in_what_is_no_hook_is_answered_with_the_hooks(where: str, tmp_path: Path) -> None:
+    def stop(*_: Any, **__: Any) -> Any:
+        if module.armed:
+            raise ts.StopTraining("enough")
+        return getattr(Classifier, where)(module, *_, **__)
+
+    module = type("Stops", (Classifier,), {"armed": False})(numbers(16), validate=True)
+    setattr(module, where, stop)
+    trainer = ts.Trainer(module, arguments(tmp_path, epochs=2))
+    assert trainer.plan.steps_per_epoch == 2
+    module.armed = True
+    with pytest.raises(ts.ModuleContractError, match=r"StopTraining was raised in a step.*request_stop\(reason\)"):
+        trainer.train()
+    module.armed = False
+    trainer.train()
+    assert trainer.state.epoch == 2

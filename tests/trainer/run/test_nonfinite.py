@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, numbers, train
@@ -78,3 +79,24 @@ def test_a_gradient_that_is_inf_is_hidden_by_no_clipping(changes: dict[str, Any]
     where = "at global step 2" if changes.get("clip_grads", True) else r"weight 'net\.0\.weight' is inf or nan after "
     with pytest.raises(ts.NonFiniteError, match=where):
         train(broken(on_end_backward=on_end_backward), tmp_path, **changes)
+
+
+def test_an_export_of_weights_that_are_nan_is_refused_unless_it_is_asked_for(tmp_path: Path) -> None:
+    module = Classifier(numbers(8))
+    trainer = train(module, tmp_path)
+    with torch.no_grad():
+        module.net[3].bias[0] = float("nan")
+    with pytest.raises(ts.NonFiniteError, match=r"'net.3.bias' holds.*No export was written; write check_finite=False"):
+        trainer.export(tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+    trainer.export(tmp_path / "export", check_finite=False)
+    assert ts.read_model(tmp_path / "export")["net.3.bias"].isnan().tolist() == [True, False, False]
+
+
+def test_skipped_steps_that_are_not_in_a_row_do_not_end_the_run(tmp_path: Path) -> None:
+    class Overflows(Classifier):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return super().train_step(global_step, batch, device) * (float("inf") if global_step % 2 else 1.0)
+
+    trainer = train(Overflows(numbers(120)), tmp_path, train_batch_size=1, nonfinite="skip", log_every=4)
+    assert (trainer.state.global_step, trainer.state.skipped_steps) == (120, 60)

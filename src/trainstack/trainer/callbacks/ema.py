@@ -13,6 +13,7 @@ from trainstack.backends.fast_paths import fast_lerp, fast_paths_enabled
 from trainstack.errors import CheckpointMismatchError, ConfigurationError
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.events import Callback
+from trainstack.trainer.module_checks import check_initialized
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
@@ -22,7 +23,8 @@ class EMA(Callback):
 
     Evaluations see the averages; the trained weights themselves are not touched by that, so training gives the same
     bits with and without it. Buffers, such as running statistics, are not averaged. Steps that moved nothing do not
-    count. The average lies beside the weights in checkpoints, in float32 where parameters have 16 bits.
+    count. A parameter that is added in training is averaged from the next epoch or evaluation on. The average lies
+    beside the weights in checkpoints, in float32 where parameters have 16 bits.
 
     Args:
         decay: between 0 and 1.
@@ -36,7 +38,7 @@ class EMA(Callback):
         updates: how often the average was updated.
 
     Raises:
-        ConfigurationError: the decay cannot be.
+        ConfigurationError: the decay cannot be; when the module is made ready: a parameter has no shape yet.
     """
 
     priority = 10  # what it puts into the module at the end, others may replace by something better
@@ -51,15 +53,34 @@ class EMA(Callback):
         self._names: list[str] = []
         self._parameters: list[Tensor] = []
         self._averages: list[Tensor] = []
+        self._unclaimed: dict[str, Tensor] = {}
         self._moved = 0
         self._fast_paths = True
 
     def on_ready(self, trainer: AbstractTrainer) -> None:
         """Begin with the weights as they are."""
+        check_initialized(trainer.module.named_parameters(), "EMA")
         self._fast_paths = fast_paths_enabled(trainer.args.fast_paths)
-        named = [(name, p) for name, p in trainer.module.named_parameters() if p.is_floating_point()]
-        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
-        self._averages = [p.detach().to(_WIDE.get(p.dtype, p.dtype), copy=True) for p in self._parameters]
+        self._refresh(trainer)
+
+    def _refresh(self, trainer: AbstractTrainer) -> None:
+        """Take in parameters that came since, with the value that they have now, and forget those that are gone."""
+        named = {n: p for n, p in trainer.module.named_parameters() if p.is_floating_point() or p.is_complex()}
+        known = dict(zip(self._names, zip(self._parameters, self._averages, strict=True), strict=True))
+        averages = []
+        for name, parameter in named.items():
+            before, average = known.get(name, (None, None))
+            if before is not parameter or average is None:
+                wide = _WIDE.get(parameter.dtype, parameter.dtype)
+                average = parameter.detach().to(wide, copy=True)
+                if name in self._unclaimed:
+                    average.copy_(self._unclaimed.pop(name))
+            averages.append(average)
+        self._names, self._parameters, self._averages = list(named), list(named.values()), averages
+
+    def on_train_epoch_begin(self, trainer: AbstractTrainer) -> None:
+        """Average the parameters that the module has now."""
+        self._refresh(trainer)
 
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
         self._moved = trainer.state.global_step - trainer.state.skipped_steps
@@ -78,7 +99,10 @@ class EMA(Callback):
 
     def evaluation_context(self, trainer: AbstractTrainer) -> AbstractContextManager[None] | None:
         """The averages in the module, unless something else was put there at the end of training."""
-        return self.averaged() if self._evaluate and not trainer.keeps_trained_weights else None
+        if not self._evaluate or trainer.keeps_trained_weights:
+            return None
+        self._refresh(trainer)
+        return self.averaged()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -95,6 +119,7 @@ class EMA(Callback):
     def on_train_end(self, trainer: AbstractTrainer, status: str) -> None:
         """Put the averages into the module, unless the run is to go on."""
         if self._use_at_end and status in ("finished", "stopped"):
+            self._refresh(trainer)
             trainer.keep_trained_weights()
             for parameter, average in zip(self._parameters, self._averages, strict=True):
                 parameter.data.copy_(average)
@@ -109,14 +134,14 @@ class EMA(Callback):
         Raises:
             CheckpointMismatchError: the module has other parameters.
         """
-        saved = state["averages"]
-        if {name: tuple(t.shape) for name, t in saved.items()} != {
-            name: tuple(a.shape) for name, a in zip(self._names, self._averages, strict=True)
-        }:
+        saved = dict(state["averages"])
+        own = dict(zip(self._names, self._averages, strict=True))
+        if any(name not in saved or saved[name].shape != average.shape for name, average in own.items()):
             raise CheckpointMismatchError(
                 "the checkpoint's moving averages are of other parameters than the module has. Train the same module, "
                 "or leave out what EMA has kept: give it another state_key."
             )
         self.updates = int(state["updates"])
-        for name, average in zip(self._names, self._averages, strict=True):
-            average.copy_(saved[name])
+        for name, average in own.items():
+            average.copy_(saved.pop(name))
+        self._unclaimed = saved  # of parameters that a hook adds later

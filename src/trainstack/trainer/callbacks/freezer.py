@@ -9,6 +9,7 @@ from torch import nn
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.events import Callback
+from trainstack.trainer.module_checks import check_initialized
 
 
 class Freezer(Callback):
@@ -27,7 +28,7 @@ class Freezer(Callback):
 
     Raises:
         ConfigurationError: nothing is named; when the module is made ready: a name fits nothing, or the backend is
-            private.
+            private, or a parameter has no shape yet.
     """
 
     def __init__(self, *names: str, until_epoch: int | None = None, running_statistics: bool = True) -> None:
@@ -52,7 +53,9 @@ class Freezer(Callback):
                 raise ConfigurationError(
                     f"Freezer({pattern!r}): no trainable parameter is called so. There are {known}"
                 )
-        self._parameters = [p for name, p in named.items() if any(_fits(name, n) for n in self._names)]
+        chosen = {name: p for name, p in named.items() if any(_fits(name, n) for n in self._names)}
+        check_initialized(chosen.items(), "Freezer")
+        self._parameters = list(chosen.values())
         if self._norms_too:
             norms = {name: m for name, m in trainer.module.named_modules() if hasattr(m, "track_running_stats")}
             self._norms = [m for name, m in norms.items() if any(_fits(name, n) for n in self._names)]

@@ -24,6 +24,7 @@ class BestValue:
         best: the best value so far; None before the first.
         best_step: the global step it belongs to.
         updated_at: the last global step that had a value.
+        last: that value; None before the first.
 
     Raises:
         ConfigurationError: the mode cannot be told, or `min_delta` is negative.
@@ -38,12 +39,13 @@ class BestValue:
         self._mode, self._min_delta = mode, min_delta
         self._monitor = None if monitor is None else Monitor.of(str(getattr(monitor, "__name__", monitor)), mode)
         self.best: float | None = None
+        self.last: float | None = None
         self.best_step = self.updated_at = -1
 
     def of(self, trainer: AbstractTrainer) -> Monitor:
         """What is watched."""
         if self._monitor is None:
-            default = trainer.args.checkpointer_args.monitored
+            default = trainer.args.placed_checkpointer_args.monitored  # also by `TrainerArguments.monitor`
             self._monitor = default if self._mode == "auto" else Monitor.of(default.name, self._mode)
         return self._monitor
 
@@ -57,7 +59,8 @@ class BestValue:
         value = trainer.world.comm.broadcast_object(value)
         if value is None or step == self.updated_at:
             return None
-        self.updated_at, value = step, float(value)
+        self.updated_at, self.last = step, float(value)
+        value = self.last
         sign = 1 if monitor.mode == "min" else -1
         better = self.best is None or sign * value < sign * self.best - self._min_delta
         if not (better and math.isfinite(value)):
@@ -140,8 +143,8 @@ class BestCheckpoint(MonitorCallback):
     with `keep_best` and write `resume="best"`.
 
     Args:
-        monitor: a metric by its exact name, or a function of all that was measured; None for the monitor of
-            `args.checkpointer_args` ("val/loss" by default).
+        monitor: a metric by its exact name, or a function of all that was measured; None for the monitor of the run:
+            `args.monitor`, or that of `args.checkpointer_args` ("val/loss" by default).
         mode: "min", "max", or "auto" for what the metric's name tells.
         path: of the folder; `best` in `args.output_dir` if None.
         load_best_at_end: after the last checkpoint is saved and before the model is exported. If `train()` goes on
@@ -189,11 +192,12 @@ class EarlyStopping(MonitorCallback):
     it has waited is saved, so an interruption changes nothing; a run that it has ended ends again when it is resumed.
 
     Args:
-        monitor: a metric by its exact name, or a function of all that was measured; None for the monitor of
-            `args.checkpointer_args` ("val/loss" by default).
+        monitor: a metric by its exact name, or a function of all that was measured; None for the monitor of the run:
+            `args.monitor`, or that of `args.checkpointer_args` ("val/loss" by default).
         mode: "min", "max", or "auto" for what the metric's name tells.
         patience: validations without a better value; 1 or more. Without validation data epochs are counted.
         min_delta: by how much a value must be better to count.
+        check_finite: stop as soon as the value is inf or nan. With False such a value is one that is not better.
 
     Attributes:
         waited: validations since the best one.
@@ -203,21 +207,33 @@ class EarlyStopping(MonitorCallback):
     """
 
     def __init__(
-        self, monitor: MonitoredValue | None = None, *, mode: str = "auto", patience: int = 3, min_delta: float = 0.0
+        self,
+        monitor: MonitoredValue | None = None,
+        *,
+        mode: str = "auto",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        check_finite: bool = True,
     ) -> None:
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
             raise ConfigurationError(f"patience={patience!r}: write a whole number from 1 on.")
         super().__init__(BestValue(monitor, mode, min_delta))
-        self.patience, self.waited = patience, 0
+        self.patience, self.waited, self._check_finite = patience, 0, check_finite
+        self._diverged_to: str | None = None
 
     def on_new_value(self, trainer: AbstractTrainer, improved: bool) -> None:
-        """Count, and stop if it has been too many."""
+        """Count, and stop if it has been too many, or the value is not finite."""
         self.waited = 0 if improved else self.waited + 1
+        value = self.best_value.last
+        if self._check_finite and value is not None and not math.isfinite(value):
+            self._diverged_to = f"{value} at step {self.best_value.updated_at}"
         self.on_train_begin(trainer)
 
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
         """Stop again what was stopped before."""
-        if self.waited >= self.patience:
+        if self._diverged_to is not None:
+            trainer.request_stop(f"{self.best_value.of(trainer).name} became {self._diverged_to}")
+        elif self.waited >= self.patience:
             best = "none" if self.best_value.best is None else f"{self.best_value.best:.6g}"
             trainer.request_stop(
                 f"{self.best_value.of(trainer).name} has not become better for {self.waited} validations "
@@ -226,8 +242,8 @@ class EarlyStopping(MonitorCallback):
 
     def get_state(self) -> dict[str, Any]:
         """What it has seen and how long it has waited."""
-        return {**super().get_state(), "waited": self.waited}
+        return {**super().get_state(), "waited": self.waited, "diverged_to": self._diverged_to}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         super().update_state(state)
-        self.waited = int(state["waited"])
+        self.waited, self._diverged_to = int(state["waited"]), state.get("diverged_to")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -49,6 +50,26 @@ ValidateEvery = int | float | Every | Callable[[Any], bool]
 def is_number_of_steps(value: Any) -> bool:
     """Whether `value` is a whole number above 0, or a float in (0, 1]."""
     return 0.0 < value <= 1.0 if isinstance(value, float) else type(value) is int and value >= 1
+
+
+def seconds_of(name: str, value: Any) -> float:
+    """A duration in seconds: a number of them, or "HH:MM:SS", or "D:HH:MM:SS" with days.
+
+    Raises:
+        ConfigurationError: it is neither; `name` is what the user set.
+    """
+    seconds = math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    elif isinstance(value, str) and re.fullmatch(r"(\d+:)?\d+:[0-5]?\d:[0-5]?\d", value):
+        days, hours, minutes, rest = (int(part) for part in f"0:{value}".split(":")[-4:])
+        seconds = float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
+    if not 0 < seconds < math.inf:
+        raise ConfigurationError(
+            f"{name}={value!r}: write a number of seconds above 0, or a duration as 'HH:MM:SS' or 'D:HH:MM:SS', such "
+            "as '11:30:00'."
+        )
+    return seconds
 
 
 def check_validate_every(value: Any) -> None:

@@ -17,7 +17,8 @@ import torch
 
 from trainstack.backends import World
 from trainstack.errors import PeerError, Preempted
-from trainstack.trainer.core.intervals import NEVER
+from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.core.intervals import NEVER, seconds_of
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.run.loop import TrainLoop
 from trainstack.trainer.tracking.writers.console import Pace
@@ -190,6 +191,22 @@ def stop_on_signals(stopper: Stopper, *, enabled: bool, announce: bool) -> Itera
         for number, before in replaced.items():
             if signal.getsignal(number) is handler:
                 signal.signal(number, before)
+
+
+@contextmanager
+def stop_after(stopper: Stopper, args: TrainerArguments) -> Iterator[None]:
+    """`args.max_time` after its beginning, the block asks `stopper`. A step pays nothing for it: a thread waits."""
+    if args.max_time is None:
+        yield
+        return
+    reason = f"max_time={args.max_time!r} is over"
+    timer = threading.Timer(seconds_of("max_time", args.max_time), stopper.request, (reason,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def raise_for_signal(

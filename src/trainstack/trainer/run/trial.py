@@ -30,7 +30,7 @@ def restore_after(context: RunContext, work: Workload, seed: int, what: str) -> 
     counters to advance there.
     """
     module, state, busy = context.module, copy.copy(context.state), context.busy
-    check_initialized(module, what)
+    check_initialized((*module.named_parameters(), *module.named_buffers()), what)
     layers = copy.deepcopy(context.stack.get_state())
     snapshot, modes = ModuleSnapshot(module, parameters=True), get_modes(module)
     snapshot.keep()
