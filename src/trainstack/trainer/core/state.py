@@ -26,7 +26,7 @@ class RunState:
         validated: loaders finished of the validation after `epoch`; -1 while it trains, until its hooks have run.
         validating: loaders finished of a validation within `epoch`; -1 while none is under way.
         current_step: the step under way, or the last finished; where logged values belong.
-        micro_batch: of the step under way, counted from 0.
+        micro_batch: the micro-batch under way in its step, counted from 0; 0 between steps.
         order: how the samples of `epoch` come, in words; empty before its first, or where that is not known.
     """
 

@@ -272,6 +272,7 @@ class BufferSnapshot:
 
 def _advance(state: RunState, step_batches: StepBatches, updated: bool) -> None:
     micro_batches = len(step_batches.batches) if step_batches.counted is None else step_batches.counted
+    state.micro_batch = 0
     state.global_step += 1
     state.steps_in_epoch += 1
     state.samples_in_epoch += step_batches.samples
