@@ -17,7 +17,7 @@ from trainstack.trainer.evaluation.collector import OutputCollector
 from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
 from trainstack.trainer.evaluation.metrics import Metric
 from trainstack.trainer.events import Callback, Event, Events, Filter, call_filter
-from trainstack.trainer.module_interface import CallbackInterface, ModuleInterface
+from trainstack.trainer.module_interface import CallbackInterface, MicroBatchInfo, ModuleInterface
 from trainstack.trainer.run.loop_runner import DataLoaderRunner
 from trainstack.trainer.run.lr_finder import LRFinderResult
 from trainstack.trainer.run.view import RunView
@@ -69,6 +69,7 @@ __all__ = [
     "LRFinderResult",
     "JsonLinesWriter",
     "Metric",
+    "MicroBatchInfo",
     "MlflowWriter",
     "ModuleInterface",
     "OutputCollector",

@@ -108,19 +108,19 @@ class MicroBatchInfo:
     Attributes:
         number: its place among the micro-batches of the step on this process, counted from 0.
         count: how many there are; at most so many for a loader with an order of its own.
-        samples: the indices of its samples in the dataset; None for a loader with an order of its own, or with
-            `overfit_batches`.
+        samples: the indices of its samples in the dataset; None for a loader with an order of its own, with
+            `overfit_batches`, and outside of a step.
     """
 
-    number: int
-    count: int
-    samples: tuple[int, ...] | None
+    number: int = 0
+    count: int = 1
+    samples: tuple[int, ...] | None = None
 
 
 class StepView:
     """Tells a module which micro-batch is under way. A copy, such as one in a pickled module, tells nothing."""
 
-    def __init__(self, micro_batch: Callable[[], MicroBatchInfo | None] = lambda: None) -> None:
+    def __init__(self, micro_batch: Callable[[], MicroBatchInfo] = MicroBatchInfo) -> None:
         self.micro_batch = micro_batch
 
     def __reduce__(self) -> tuple[type[StepView], tuple[()]]:
@@ -130,9 +130,9 @@ class StepView:
 class _MicroBatchUnderWay:
     """The attribute `micro_batch` of a module, unless the module assigns one itself."""
 
-    def __get__(self, module: Any, kind: Any = None) -> MicroBatchInfo | None:
-        view = getattr(module, "_step_view", None)
-        return None if view is None else view.micro_batch()
+    def __get__(self, module: Any, kind: Any = None) -> MicroBatchInfo:
+        view: StepView | None = getattr(module, "_step_view", None)
+        return MicroBatchInfo() if view is None else view.micro_batch()
 
 
 class ModuleInterface(nn.Module, CallbackInterface, ABC):
@@ -144,7 +144,7 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
         plan: all step arithmetic of the run; set by the trainer before it calls `get_optimizers_schedulers`.
         keep_modes: whether each part trains in the mode, training or eval, that it has when `train()` is called. By
             default parts with trainable parameters are put into training mode, except single layers.
-        micro_batch: in `train_step`, which part of the global step this is; None elsewhere.
+        micro_batch: in `train_step`, which part of the global step this is; elsewhere number 0 of 1.
         loss_reduction: `"mean"` if `train_step` returns a mean over the items of its batch. `"sum"` if it returns a
             sum: then the losses and gradients of micro-batches and processes are added up. None: a mean, and what looks
             like a sum is warned about where a step is split.

@@ -79,7 +79,8 @@ def preserve_host_rng() -> Iterator[None]:
 def seed_sample(seed: int, epoch: int, index: int) -> None:
     """Seed the host's generators for one sample, so that its augmentation depends on nothing else.
 
-    Whatever process, worker or micro-batch loads sample `index` in `epoch`, it draws the same numbers.
+    Whatever process, worker or micro-batch loads sample `index` in `epoch`, it draws the same numbers. The generators
+    are those of the process: another thread that draws from them at the same time changes the numbers.
     """
     key = mix(seed, epoch, index)
     # Shifted by one: a seed of 63 bits is the same number whether it is read with a sign or without.

@@ -49,7 +49,7 @@ class RunState:
         due_part: the part that came last of what is due after the last global step, see `DuePart`; 0 when all is done.
         interrupted: whether an exception came before all that is due after the last global step was done.
         current_step: the step under way, or the last finished; where logged values belong.
-        micro_batch: of the step under way, counted from 0.
+        micro_batch: the micro-batch under way in its step, counted from 0; 0 between steps.
         order: how the samples of `epoch` come, in words; empty before its first, or where that is not known.
     """
 

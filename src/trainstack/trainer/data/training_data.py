@@ -188,10 +188,10 @@ class TrainingData:
         rows = share.micro_batches[position : position + 1] if known else share.micro_batches
         return [index for row in rows for index in row.tolist()]
 
-    def micro_batch(self, state: RunState) -> MicroBatchInfo | None:
-        """The micro-batch that `train_step` is called for; None between steps."""
+    def micro_batch(self, state: RunState) -> MicroBatchInfo:
+        """The micro-batch that `train_step` is called for."""
         if state.current_step <= state.global_step:
-            return None
+            return MicroBatchInfo()
         position = state.micro_batch
         share = None if self._cursor is None else self._cursor.share(state.epoch, state.samples_in_epoch)
         count = self.plan.accumulation if share is None else max(1, len(share.micro_batches))

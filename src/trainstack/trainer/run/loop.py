@@ -317,6 +317,7 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
 
 def _advance(state: RunState, step_batches: StepBatches, updated: bool) -> None:
     micro_batches = len(step_batches.weights) if step_batches.counted is None else step_batches.counted
+    state.micro_batch = 0
     state.global_step += 1
     state.steps_in_epoch += 1
     state.samples_in_epoch += step_batches.samples

@@ -12,7 +12,7 @@ from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import isolated_rng
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.data.sample_counts import SampleCounter
-from trainstack.trainer.data.step_batches import PreshardedSource, custom_batch_weight
+from trainstack.trainer.data.step_batches import PreshardedSource, custom_batch_weight, sum_steps, sums_losses
 from trainstack.trainer.evaluation.loader_pass import LoaderPass, eval_mode, evaluation_pass
 from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.run.loop import TrainLoop, train_steps
@@ -63,7 +63,9 @@ class DataLoaderRunner:
 
         loop.on_due, loop.next_due_step = flush, self._state.global_step + _FLUSH_EVERY
         with self._work.world.comm.fail_together(lambda: f"global step {self._state.current_step}"):
-            train_steps(loop, islice(source.iter_steps(), self._args.max_train_steps_per_epoch))
+            steps = source.iter_steps()
+            steps = sum_steps(steps) if sums_losses(self._args.model) else steps
+            train_steps(loop, islice(steps, self._args.max_train_steps_per_epoch))
             loop.meter.flush()
         self._state.finish_epoch()
         assert loop.epoch_outputs is not None

@@ -38,7 +38,7 @@ from trainstack.trainer.events import Event
 from trainstack.trainer.events.calling import call_all
 from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.module_checks import check_optimizers_schedulers, check_signatures
-from trainstack.trainer.module_interface import StepView
+from trainstack.trainer.module_interface import MicroBatchInfo, StepView
 from trainstack.trainer.reporting.reporter import Reporter
 from trainstack.trainer.resume.restoring import check_resumable, check_schedules, rng_of_rank, warn_of_differences
 from trainstack.trainer.resume.saving import Saver, make_checkpoint
@@ -130,9 +130,11 @@ class Run:
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
         module.plan = self.data.plan
-        data = weakref.ref(self.data)  # the module may outlive the run
-        module._step_view = StepView(lambda: None if (mine := data()) is None else mine.micro_batch(state))
-        module._log_sink = context.sink = (module._log_sink or LogSink()).connect(context.history, state)
+        sink = module._log_sink = context.sink = (module._log_sink or LogSink()).connect(context.history, state)
+        data = weakref.ref(self.data)  # the module may outlive the run; the sink has the counters of the step under way
+        module._step_view = StepView(
+            lambda: MicroBatchInfo() if (mine := data()) is None else mine.micro_batch(sink.state)
+        )
         self.hooks = Hooks(module, stopper.request)
         context.compiled = prepare_model(
             module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private
@@ -185,9 +187,8 @@ class Run:
 
     def _inspect_loss(self, loss: Tensor) -> None:
         """Warn about the first loss if it is a sum over samples; nothing is computed for it."""
-        under_way = self.data.micro_batch(self.state)
-        samples = None if under_way is None or under_way.samples is None else len(under_way.samples)
-        if looks_summed(loss, samples):
+        samples = self.data.micro_batch(self.state).samples
+        if looks_summed(loss, None if samples is None else len(samples)):
             name, parts = type(self.module).__name__, self.data.plan.accumulation * self.world.size
             self.log.warning(
                 f"{name}.train_step returns a sum over samples, and a step is split into {parts} parts: their losses "
