@@ -31,7 +31,10 @@ class _CountedIndices:
 
     def __iter__(self) -> Iterator[Any]:
         self.counts.clear()
-        for index in self._sampler:
+        return self._noted(iter(self._sampler))  # now, for a sampler may draw its order here
+
+    def _noted(self, indices: Iterator[Any]) -> Iterator[Any]:
+        for index in indices:
             self.counts.append(self._count(index))
             yield index
 
