@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, TensorDataset
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, train
@@ -109,6 +109,42 @@ def test_the_length_of_the_list_of_indices_is_the_number_of_samples(name: str, f
         assert [count for _, count in read] == counts
         for (batch, _), expected in zip(read, loader, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(batch, expected, strict=True))
+
+
+class Eager(Sampler[int]):
+    """Draws its order when its iterator is made, before the loader draws the seed of its workers."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(10).tolist())
+
+
+@pytest.mark.parametrize("of_batches", [True, False])
+def test_an_order_is_drawn_when_the_iterator_is_made(of_batches: bool) -> None:
+    sampler = Eager()
+    batches: Any = BatchSampler(sampler, 4, False)
+    loader = DataLoader(DATA, sampler=batches, batch_size=None) if of_batches else DataLoader(DATA, 4, sampler=sampler)
+    torch.manual_seed(0)
+    expected = [batch[0] for batch in loader]
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    read = [batch[0] for batch, _ in counted_batches(loader, fast_paths=True)]
+    assert all(torch.equal(one, other) for one, other in zip(read, expected, strict=True))
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+class EagerBatches(BatchSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([torch.randperm(10)[:3].tolist()])
+
+
+def test_a_batch_sampler_may_draw_at_once() -> None:
+    loader = DataLoader(DATA, batch_sampler=EagerBatches(SequentialSampler(DATA), 3, False))
+    torch.manual_seed(0)
+    expected = next(iter(loader))[0]
+    torch.manual_seed(0)
+    (batch, count), *_ = counted_batches(loader, fast_paths=True)
+    assert torch.equal(batch[0], expected)
+    assert count == 3
 
 
 @pytest.mark.processes

@@ -204,6 +204,25 @@ def test_a_module_can_refuse_to_be_split(tmp_path: Path) -> None:
     assert train(module, tmp_path, train_batch_size=8).global_steps_finished == 3
 
 
+def test_a_module_that_refuses_to_be_split_is_not_fitted_into_memory(tmp_path: Path) -> None:
+    class Hungry(Carries):
+        splits_batches = False
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            raise torch.OutOfMemoryError("no memory for so many")
+
+    with pytest.raises(ts.ConfigurationError, match="splits_batches is False"):
+        train(Hungry(), tmp_path, train_batch_size=8, fit_micro_batch=True)
+
+
+def test_batches_that_cannot_be_split_further_are_told_where_they_do_not_make_up_a_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = train(Listed(F.mse_loss), tmp_path, train_batch_size=7, gpu_batch_size_limit=3)
+    assert (trainer.train_step_batch_size, trainer.gradient_accumulation) == (3, 3)
+    assert "a step has 9 samples instead of 7. Write a gpu_batch_size_limit that divides the batch." in caplog.text
+
+
 @pytest.mark.parametrize("batch", [1024, 650])
 def test_large_batches_are_not_split_by_default(batch: int, tmp_path: Path) -> None:
     """Batch norm shows it: the weights and statistics are those of a plain loop, to the bit."""

@@ -101,18 +101,22 @@ class SeededDataset(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        while type(dataset) is PartOfDataset or is_usual(dataset, Subset):
-            dataset = dataset.dataset  # a Subset loads many samples at once only where its own dataset does
-        self.fetches_batches = callable(getattr(dataset, "__getitems__", None))
 
     @property
     def users_dataset(self) -> Any:
         """The dataset of the user's loader."""
         return self.dataset.dataset if type(self.dataset) is PartOfDataset else self.dataset
 
+    def _fetches_batches(self) -> bool:
+        """Whether the dataset loads many samples at once; a `worker_init_fn` may have changed that."""
+        dataset = self.dataset
+        while type(dataset) is PartOfDataset or is_usual(dataset, Subset):
+            dataset = dataset.dataset  # a Subset does only where its own dataset does
+        return callable(getattr(dataset, "__getitems__", None))
+
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
         """The samples of one micro-batch; a key is (epoch, index)."""
-        if self.fetches_batches:
+        if self._fetches_batches():
             seed_sample(self.seed, *keys[0])
             return self.dataset.__getitems__([index for _, index in keys])
         samples = []
@@ -121,7 +125,7 @@ class SeededDataset(Dataset[Any]):
             try:
                 samples.append(self.dataset[index])
             except Exception as error:
-                annotate(error, f"raised by the dataset for sample {index}")
+                annotate(error, f"raised by the data set for sample {index}")
                 raise
         return samples
 

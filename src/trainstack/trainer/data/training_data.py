@@ -183,10 +183,7 @@ class TrainingData:
         share = self._cursor.share(state.epoch, state.samples_in_epoch)
         if share is None or position >= len(share.micro_batches):
             return None
-        # With weights of the user's, micro-batches may have changed places.
-        known = len(share.micro_batches) == 1 or custom_batch_weight(self._module) is None
-        rows = share.micro_batches[position : position + 1] if known else share.micro_batches
-        return [index for row in rows for index in row.tolist()]
+        return share.micro_batches[position].tolist()
 
     def micro_batch(self, state: RunState) -> MicroBatchInfo:
         """The micro-batch that `train_step` is called for."""
