@@ -17,7 +17,15 @@ from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.intervals import ValidationSchedule, is_log_point, whole_steps
-from trainstack.trainer.core.modes import Decision, Modes, decide_modes, describe_modes, get_modes, set_modes
+from trainstack.trainer.core.modes import (
+    Decision,
+    Modes,
+    begin_modes,
+    decide_modes,
+    describe_modes,
+    get_modes,
+    set_modes,
+)
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import capture_rng, isolated_rng, restore_rng
 from trainstack.trainer.core.state import DuePart, EpochEnd, RunState
@@ -312,16 +320,14 @@ class Run:
     def begin_training(self) -> None:
         """Put the parts of the module into the modes in which they train; `train()` begins."""
         decision = self.decide_modes()
-        self.modes, self._kept = decision.modes, decision.kept
-        set_modes(self.module, self.modes)
+        self.modes, self._kept = begin_modes(self.module, decision.modes), decision.kept
         if decision.kept or decision.changed:
             self.log.info(describe_modes(self.module, decision))
 
     def leave_training(self) -> None:
         """`train()` ends: undo the modes that hooks have set for an epoch; they are no choice for the next call."""
-        for part, mode in {} if self._begun is None else self._begun.modes.items():
-            if part.training is mode:
-                part.training = self.modes.get(part, mode)
+        changed = {} if self._begun is None else self._begun.modes
+        set_modes(self.module, {p: self.modes.get(p, mode) for p, mode in changed.items() if p.training is mode})
 
     def _save(self, save: Callable[[bool], None], force: bool) -> None:
         """Save at a step boundary, where everything that goes into a checkpoint fits together."""
