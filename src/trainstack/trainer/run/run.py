@@ -123,7 +123,7 @@ class Run:
         self._kept: tuple[nn.Module, ...] = ()
         self._begun: _Begun | None = None
         self._epoch_unsaved = False
-        self._attended = -1
+        self._attended = -1  # the last global step at which all was done that was due
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log, self.stack.public_dataset_size)
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
@@ -225,16 +225,17 @@ class Run:
         self.loop.on_due = lambda: self._on_due(reporter, save, save_every)
         self._set_next_due_step(reporter, save_every)
         goes_on = state.interrupted or state.validating >= 0  # or a validation was broken off there
-        if not goes_on:
-            state.due_part, self._attended = 0, state.global_step
+        self._attended = -1 if goes_on else state.global_step
+        state.due_part = state.due_part if goes_on else 0
         try:
             with suppress(Stopped):
                 if goes_on:
                     self._on_due(reporter, save, save_every)
                 train_steps(self.loop, islice(steps, self._steps_left()))
         except BaseException as error:
-            at_boundary = state.current_step == state.global_step >= self.loop.next_due_step
-            state.interrupted = at_boundary and self._attended != state.global_step
+            step, attended = state.global_step, self._attended
+            is_due = attended < 0 or step >= self.loop.next_due_step
+            state.interrupted = state.current_step == step != attended and is_due
             if isinstance(error, Exception):
                 annotate(error, failure_location(state, self.data, self.loop.failed_in))
             raise
@@ -362,8 +363,10 @@ class Run:
             self.loop.meter.flush()
             reporter.write()
         self.events.run_calls(step)
-        if state.begin_due(DuePart.VALIDATION) and self.validation.is_due(step, state.steps_in_epoch, self.world.comm):
-            state.validating = 0
+        if state.due_part < DuePart.VALIDATION:
+            is_due = self.validation.is_due(step, state.steps_in_epoch, self.world.comm)  # may ask a function
+            state.begin_due(DuePart.VALIDATION)
+            state.validating = 0 if is_due else -1
         if state.validating >= 0:
             self._validate_within(reporter)
         self._save_if_due(reporter, save, save_every)
