@@ -84,12 +84,7 @@ class Distilled(SupervisedModule):
 
     def __init__(self, *args, teacher, **kwargs):
         super().__init__(*args, **kwargs)
-        self.teacher = teacher.requires_grad_(False)
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.teacher.eval()  # its dropout stays off
-        return self
+        self.teacher = teacher.requires_grad_(False).eval()  # its dropout stays off
 
     def train_step(self, global_step, batch, device):
         images, _ = batch

@@ -58,8 +58,17 @@ def test_accumulation_equals_the_large_batch(spec: str, tmp_path: Path) -> None:
 def test_stop_and_resume_equals_an_unbroken_run(spec: str, stop_at: int, tmp_path: Path) -> None:
     made: dict[str, Any] = {"epochs": 2, "backend": spec, "train_batch_size": 8, "gpu_batch_size_limit": 4}
 
+    class Draws(Classifier):
+        scale = 1.0
+
+        def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
+            self.scale = 1.0 + torch.rand(1).item()
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return super().train_step(global_step, batch, device) * self.scale
+
     def module() -> Classifier:
-        return Classifier(Noisy(), dropout=0.3, optimizer=torch.optim.AdamW, lr=0.01, scheduler=True, validate=True)
+        return Draws(Noisy(), dropout=0.3, optimizer=torch.optim.AdamW, lr=0.01, scheduler=True, validate=True)
 
     torch.manual_seed(5)
     unbroken = train(module(), tmp_path / "unbroken", **made)

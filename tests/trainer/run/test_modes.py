@@ -126,8 +126,21 @@ def test_a_module_that_acts_in_train_is_called_where_its_mode_changes(tmp_path: 
     del calls[:]
     train(module, tmp_path)
 
-    frozen, trained = [False], [False, True]  # the validation; before it nothing changes
+    frozen, trained = [False], [True, False, True]  # when training begins, and around the validation
     assert sorted(calls) == sorted(frozen + trained)
+
+
+def test_a_train_method_of_the_models_own_decides_for_its_parts(tmp_path: Path) -> None:
+    class KeepsNorms(nn.Sequential):
+        def train(self, mode: bool = True) -> Any:
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    module = Parts("net net.0 net.1 net.2")
+    module.net = KeepsNorms(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Dropout(0.1).eval())
+    train(module, tmp_path, epochs=2)
+    assert set(module.seen) == {(True, True, False, False)}
 
 
 def test_the_search_for_a_rate_trains_in_the_same_modes_and_restores_those_it_found(tmp_path: Path) -> None:
@@ -156,10 +169,17 @@ def test_a_freezer_keeps_norms_in_eval_mode_in_every_epoch_whatever_a_hook_sets(
 
 
 def test_a_private_run_trains_all_parts_in_training_mode(tmp_path: Path) -> None:
+    class StaysInEval(nn.BatchNorm1d):
+        def train(self, mode: bool = True) -> Any:
+            return super().train(False)
+
     module = Classifier(numbers(16))
+    module.net.append(StaysInEval(3).requires_grad_(False))
     module.net[2].eval()
     train(module, tmp_path, backend="sp-dp")
     assert module.net[2].training
+    assert not module.net[4].training
+    assert module.net[4].num_batches_tracked == 0
     kept = type("Kept", (Classifier,), {"keep_modes": True})(numbers(16))
     with pytest.raises(ts.ConfigurationError, match="keep_modes is True and the run is private"):
         train(kept, tmp_path, backend="sp-dp")

@@ -17,14 +17,15 @@ HOOKS = ["on_begin_train_epoch", "on_end_train_step", "on_end_train_epoch", "on_
 HOOKS += ["on_end_backward"]
 EVENTS = ["after_optimizer_step", "before_zero_grad", "after_zero_grad", "train_step_end", "log", "epoch_begin"]
 EVENTS += ["train_epoch_begin", "train_epoch_end", "validation_begin", "validation_end", "epoch_end"]
-COUNTED = [*HOOKS[:-1], *(f"on_{event}" for event in EVENTS), "validate_every", "call_at_step"]
+COUNTED = [*HOOKS[:-1], *(f"on_{event}" for event in EVENTS), "call_at_step"]
 """What has been called counts as called, also where it raised."""
 REPEATED = ["train_step", "on_end_backward", "val_step", "get_train_dataloader", "on_fetch_data_begin"]
 REPEATED += ["on_fetch_data_end", "on_train_batch_begin", "on_before_backward", "on_after_backward"]
 REPEATED += ["on_before_optimizer_step", "on_train_begin", "on_train_end", "on_save_checkpoint", "on_save_model"]
+REPEATED += ["validate_every"]
 """The step, the validation or the save that these belong to is done once more."""
 
-ONCE = ["on_end_train", "on_train_begin", "on_train_end", "call_at_step", "on_save_model"]
+ONCE = ["validate_every", "on_end_train", "on_train_begin", "on_train_end", "call_at_step", "on_save_model"]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "epochs": {"epochs": 3, "log_every": 2},
@@ -108,7 +109,7 @@ SUBSCRIBED = [name for name in COUNTED + REPEATED if name in {event.method for e
 
 
 def asks(trainer: ts.Trainer, breaks: Breaks) -> bool:
-    breaks.note("validate_every", trainer.state.global_step)
+    breaks.note("validate_every")
     return trainer.state.global_step in (1, 4)
 
 

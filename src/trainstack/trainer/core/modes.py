@@ -94,23 +94,36 @@ def get_modes(module: nn.Module) -> dict[nn.Module, bool]:
     return {part: part.training for part in module.modules()}
 
 
+def begin_modes(module: nn.Module, modes: Modes) -> dict[nn.Module, bool]:
+    """Put the submodules into `modes` when training begins; returns those that result.
+
+    A part with a `train` of its own decides for what is inside it: such a method often keeps batch norms in eval mode.
+    """
+    wanted = dict(modes)
+    for part in module.modules():  # from the outside inwards
+        mode = wanted.get(part, part.training)
+        if not _has_own_train(part):
+            part.training = mode
+        elif mode or part.training:
+            part.train(mode)
+            wanted |= {inner: False for inner in part.modules() if not inner.training}
+    return get_modes(module)
+
+
 def set_modes(module: nn.Module, modes: Modes) -> None:
-    """Put the submodules into `modes`. What `modes` does not know, such as a layer that was added, stays as it is.
+    """Put the submodules into `modes` again. One that `modes` does not know, such as a new layer, stays as it is.
 
     `train` of a part is called where its class defines it, for it may do more than set the flag, such as merge weights.
     """
-    seen = set[nn.Module]()
+    for part in module.modules():
+        mode = modes.get(part)
+        if mode is None or part.training is mode:
+            continue
+        if _has_own_train(part):
+            part.train(mode)  # the parts inside it follow, and are put right after it
+        else:
+            part.training = mode
 
-    def visit(part: nn.Module) -> None:
-        if part in seen:
-            return
-        seen.add(part)
-        wanted = modes.get(part)
-        if wanted is not None and part.training is not wanted:
-            if type(part).train is not nn.Module.train or "train" in vars(part):
-                part.train(wanted)  # its parts follow, and are put right below
-            part.training = wanted
-        for child in part.children():
-            visit(child)
 
-    visit(module)
+def _has_own_train(part: nn.Module) -> bool:
+    return type(part).train is not nn.Module.train or "train" in vars(part)

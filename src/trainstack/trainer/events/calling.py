@@ -14,13 +14,13 @@ def call_all(calls: Iterable[Callable[..., Any]], *given: Any) -> None:
     Otherwise the subscribers after the one that raised would never hear of this point: `train()`, called again, goes on
     behind it. The failure of another process is raised at once, for the collectives of this one would wait for it.
     """
-    first: Exception | None = None
+    first: BaseException | None = None
     for call in calls:
         try:
             call(*given)
         except PeerError:
             raise
-        except Exception as error:
+        except BaseException as error:  # an interrupt as well: it may come in any of them
             if first is None:
                 first = error
             else:

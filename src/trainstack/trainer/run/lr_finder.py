@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trainstack.backends import Workload
 from trainstack.errors import ConfigurationError, NonFiniteError
 from trainstack.trainer.context import RunContext
-from trainstack.trainer.core.modes import Modes, set_modes
+from trainstack.trainer.core.modes import Modes, begin_modes
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.data.step_batches import StepBatches
@@ -74,7 +74,7 @@ def try_rates(
     rates, losses, means = list[float](), list[float](), list[float]()
     seed = mix(context.state.seed, steps)
     with context.fail_together(), restore_after(context, work, seed, "find_lr") as state:
-        set_modes(context.module, modes)
+        begin_modes(context.module, modes)
         loop = TrainLoop(context.stack, work, Hooks(None), state=state)
         ramp = _Ramp(loop.work.optimizers, start, end, steps)
 

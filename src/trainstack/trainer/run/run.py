@@ -19,7 +19,15 @@ from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.intervals import ValidationSchedule, is_log_point, whole_steps
-from trainstack.trainer.core.modes import Decision, Modes, decide_modes, describe_modes, get_modes, set_modes
+from trainstack.trainer.core.modes import (
+    Decision,
+    Modes,
+    begin_modes,
+    decide_modes,
+    describe_modes,
+    get_modes,
+    set_modes,
+)
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import capture_rng, isolated_rng, restore_rng
 from trainstack.trainer.core.state import DuePart, EpochEnd, RunState
@@ -124,7 +132,7 @@ class Run:
         self._kept: tuple[nn.Module, ...] = ()
         self._begun: _Begun | None = None
         self._epoch_unsaved = False
-        self._attended = -1
+        self._attended = -1  # the last global step at which all was done that was due
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log, self.stack.public_dataset_size)
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
@@ -255,8 +263,8 @@ class Run:
         self.loop.on_due = lambda: self._on_due(reporter, save, save_every)
         self._set_next_due_step(reporter, save_every)
         goes_on = state.interrupted or state.validating >= 0  # or a validation was broken off there
-        if not goes_on:
-            state.due_part, self._attended = 0, state.global_step
+        self._attended = -1 if goes_on else state.global_step
+        state.due_part = state.due_part if goes_on else 0
         try:
             with suppress(Stopped):
                 if goes_on:
@@ -264,8 +272,9 @@ class Run:
                 with self.step_checks.watching(islice(steps, self._steps_left())) as watched:
                     train_steps(self.loop, watched)
         except BaseException as error:
-            at_boundary = state.current_step == state.global_step >= self.loop.next_due_step
-            state.interrupted = at_boundary and self._attended != state.global_step
+            step, attended = state.global_step, self._attended
+            is_due = attended < 0 or step >= self.loop.next_due_step
+            state.interrupted = state.current_step == step != attended and is_due
             if isinstance(error, Exception):
                 annotate(error, failure_location(state, self.data, self.loop.failed_in))
             raise
@@ -351,16 +360,14 @@ class Run:
     def begin_training(self) -> None:
         """Put the parts of the module into the modes in which they train; `train()` begins."""
         decision = self.decide_modes()
-        self.modes, self._kept = decision.modes, decision.kept
-        set_modes(self.module, self.modes)
+        self.modes, self._kept = begin_modes(self.module, decision.modes), decision.kept
         if decision.kept or decision.changed:
             self.log.info(describe_modes(self.module, decision))
 
     def leave_training(self) -> None:
         """`train()` ends: undo the modes that hooks have set for an epoch; they are no choice for the next call."""
-        for part, mode in {} if self._begun is None else self._begun.modes.items():
-            if part.training is mode:
-                part.training = self.modes.get(part, mode)
+        changed = {} if self._begun is None else self._begun.modes
+        set_modes(self.module, {p: self.modes.get(p, mode) for p, mode in changed.items() if p.training is mode})
 
     def _save(self, save: Callable[[bool], None], force: bool) -> None:
         """Save at a step boundary, where everything that goes into a checkpoint fits together."""
@@ -395,8 +402,10 @@ class Run:
             self.loop.meter.flush()
             reporter.write()
         self.events.run_calls(step)
-        if state.begin_due(DuePart.VALIDATION) and self.validation.is_due(step, state.steps_in_epoch, self.world.comm):
-            state.validating = 0
+        if state.due_part < DuePart.VALIDATION:
+            is_due = self.validation.is_due(step, state.steps_in_epoch, self.world.comm)  # may ask a function
+            state.begin_due(DuePart.VALIDATION)
+            state.validating = 0 if is_due else -1
         if state.validating >= 0:
             self._validate_within(reporter)
         self._save_if_due(reporter, save, save_every)
