@@ -208,7 +208,7 @@ class _Watch:
         """The step is over, with its hooks; what they did that the trainer does itself, as in `_EFFECTS`."""
         self.is_within = False
         moved = self._context.state.skipped_steps == self._skipped and self._context.state.global_step == self.step
-        if any(count > moved for count in self._calls.values()):
+        if any(count > 1 for count in self._calls.values()):
             self._seen.add("optimizer.step()")
         by_hand = self._loop.schedules.steps_by_hand()
         if by_hand > self._by_hand:
