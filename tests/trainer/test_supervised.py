@@ -727,7 +727,7 @@ def items(**more: Any) -> list[dict[str, Any]]:
     [
         ({"attention_mask": torch.ones(3)}, "'attention_mask' (did you mean 'mask' of Masks.forward?)"),
         ({"weights": torch.ones(2)}, "'weights' (did you mean 'weight' of weighted?)"),
-        ({"number": 7}, "'number', which Masks.forward and weighted do not take"),
+        ({"extra": 0.5}, "'extra', which no parameter of Masks.forward or weighted takes"),
     ],
 )
 def test_items_that_nothing_takes_are_named_once(
@@ -743,7 +743,7 @@ def test_items_that_nothing_takes_are_named_once(
     ("more", "changes"),
     [
         ({"mask": torch.ones(3), "weight": torch.ones(2)}, {}),
-        ({"name": "a string"}, {}),
+        ({"name": "a string", "id": 7}, {}),
         ({"attention_mask": torch.ones(3)}, {"input_mapping": {"attention_mask": "mask"}}),
         ({"attention_mask": torch.ones(3)}, {"input_mapping": lambda batch: dict(batch)}),
         ({"group": 1}, {"target_keys": ["target", "group"]}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -222,38 +222,40 @@ def default_metric_inputs(outputs: Any, batch: Any) -> tuple[Any, ...] | dict[st
     return (*items, *target.values()) if len(items) == 1 else tuple(items)
 
 
-def unused_names_message(
-    names: Iterable[str], functions: Sequence[Callable[..., Any]], others: Sequence[Callable[..., Any]]
+def unused_items_message(
+    items: Mapping[str, Tensor], functions: Sequence[Callable[..., Any]], others: Sequence[Callable[..., Any]]
 ) -> str | None:
-    """The warning for `names` that neither `functions` nor `others` have as a parameter; None if each is one.
+    """The warning for `items` that neither `functions` nor `others` have a parameter for; None if there are none.
+
+    One whole number a sample is probably its id, which is worth a word only if a parameter is called alike.
 
     Args:
-        names: of the items of a batch.
+        items: the tensors of a batch by name.
         functions: the model and the loss, whose parameters are proposed.
-        others: such as the `update` of metrics.
+        others: such as the `update` of metrics, which gets the item that is named like a target.
     """
     named = [parameters_of(function) for function in functions]
-    known: set[str] = set()
-    for function in others:
-        with suppress(ModuleContractError):
-            named_by = parameters_of(function)
-            known.update(*((TARGETS, named_by.names) if not named_by.takes_all else (names,)))
     if any(one.takes_all for one in named):
         return None
-    known.update(*(one.names for one in named))
-    given = list(names)
-    unused = [name for name in given if name not in known]
+    known = {name for one in named for name in one.names}
+    for function in others:
+        with suppress(ModuleContractError):
+            taker = parameters_of(function)
+            known.update(items if taker.takes_all else (*TARGETS, *taker.names))
+    free = {name: one.function for one in named for name in one.names if name not in items and name not in one.required}
+    unused = []
+    for name in (name for name in items if name not in known):
+        near = difflib.get_close_matches(name, free, n=1, cutoff=0.4)
+        if near:
+            unused.append(f"{name!r} (did you mean {near[0]!r} of {free[near[0]]}?)")
+        elif items[name].is_floating_point() or items[name].dim() > 1:
+            unused.append(repr(name))
     if not unused:
         return None
-    free = {name: one.function for one in named for name in one.names if name not in given and name not in one.required}
-    lines = []
-    for name in unused:
-        near = difflib.get_close_matches(name, free, n=1, cutoff=0.4)
-        lines.append(f"{name!r} (did you mean {near[0]!r} of {free[near[0]]}?)" if near else repr(name))
-    takers = " and ".join(one.function for one in named)
+    takers = " or ".join(one.function for one in named)
     return (
-        f"the batches have {', '.join(lines)}, which {takers} do not take, so nothing uses them. "
-        "Rename them with input_mapping={'old': 'new'}, or leave them out of the data set."
+        f"the batches have {', '.join(unused)}, which no parameter of {takers} takes, so nothing uses them. Rename "
+        "them with input_mapping={'old': 'new'}, or leave them out of the data set."
     )
 
 

@@ -19,7 +19,7 @@ from trainstack.trainer.arg_matching import (
     call_with_matching_args,
     parameters_of,
     select_mappings,
-    unused_names_message,
+    unused_items_message,
 )
 from trainstack.trainer.core.samples import IGNORED_LABEL, labels_in
 from trainstack.trainer.module_interface import ModuleInterface
@@ -299,13 +299,12 @@ class SupervisedModule(ModuleInterface):
         derived = any(getattr(type(self), name) is not getattr(SupervisedModule, name) for name in _MAY_TAKE_ITEMS)
         if derived or named is None or (mapping is not None and not isinstance(mapping, Mapping)):
             return None
-        handed_on = self.target_keys or ()
-        names = [
-            name
+        items = {
+            name: item
             for name, item in _mapped(mapping, named).items()
-            if isinstance(item, torch.Tensor) and name not in handed_on
-        ]
-        return unused_names_message(names, [self._method(True), *([self.loss] if self.loss else [])], takers)
+            if isinstance(item, torch.Tensor) and name not in (self.target_keys or ())
+        }
+        return unused_items_message(items, [self._method(True), *([self.loss] if self.loss else [])], takers)
 
     def _call_model(self, batch: Any, training: bool) -> Any:
         method = self._method(training)

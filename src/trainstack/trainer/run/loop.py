@@ -60,8 +60,8 @@ class TrainLoop:
             0.
         next_measured_step: the next global step whose gradient norm is computed even where nothing is clipped; 0 for
             every step.
-        watch_forward: wraps the verb `forward` by what it is given, from the next micro-batch of the epoch on; None for
-            the bare verb.
+        watch_passes: replaces the verbs `forward` and `backward` by what a function makes of them, from the next
+            micro-batch of the epoch on; None for the bare verbs.
         failed_in: the micro-batch of its step, from 0, in which an exception was raised; None before, or elsewhere.
     """
 
@@ -102,7 +102,7 @@ class TrainLoop:
         self.on_due: Callable[[], None] = lambda: None
         self.next_due_step = NEVER
         self.failed_in: int | None = None
-        self.watch_forward: Callable[[Callable[[Any], Any] | None], None] = lambda wrap: None
+        self.watch_passes: Callable[[Callable[..., tuple[Any, Any]] | None], None] = lambda wrap: None
 
     def wake(self) -> None:
         """Let `on_due` be called after the step under way; threads and signal handlers may call this."""
@@ -192,13 +192,13 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
     stack, work, state = loop.stack, loop.work, loop.state
     accumulate, train = stack.accumulate, Stage.TRAIN
     forward, backward = with_batch_events(stack.forward, stack.backward, loop.bind)
-    plain_forward = forward
+    plain = forward, backward
 
-    def watch_forward(wrap: Callable[[Any], Any] | None) -> None:
-        nonlocal forward
-        forward = plain_forward if wrap is None else wrap(plain_forward)
+    def watch_passes(wrap: Callable[..., tuple[Any, Any]] | None) -> None:
+        nonlocal forward, backward
+        forward, backward = plain if wrap is None else wrap(*plain)
 
-    loop.watch_forward = watch_forward
+    loop.watch_passes = watch_passes
     end_backward = chain(loop.hooks.end_backward, loop.bind(Event.AFTER_BACKWARD), slice(1, None))
     collectors = [c.collect for c in (loop.step_outputs, loop.epoch_outputs) if c is not None]
     must_join, skip = work.gradients_reduced_by is not None, loop.skip_nonfinite

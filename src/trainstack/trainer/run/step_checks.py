@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from typing import Any
@@ -146,6 +147,15 @@ def _refers(reference: weakref.ref[nn.Parameter] | None, parameter: nn.Parameter
     return reference is not None and reference() is parameter
 
 
+def _is_replaced(optimizer: Optimizer) -> bool:
+    """Whether `step` is another function than that of the class, such as a compiled one, which hooks would recompile.
+
+    torch's schedulers replace it by one that they mark.
+    """
+    step = vars(optimizer).get("step")
+    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+
+
 class _Watch:
     """Sees the calls that the first global steps make, by the state of gradients, optimizers and schedulers.
 
@@ -167,18 +177,20 @@ class _Watch:
         self._forget()
         self._handles: list[Any] = []
         for optimizer in loop.work.optimizers:
+            if _is_replaced(optimizer):
+                continue
             with suppress(AttributeError):  # one that does not call `Optimizer.__init__` has no place for hooks
                 self._handles.append(optimizer.register_step_pre_hook(self._before_step))
                 self._handles.append(optimizer.register_step_post_hook(self._after_step))
         # a layer that ends `backward` computes gradients in `forward`
         self._sees_gradients = not any("backward" in layer.ends for layer in loop.stack.layers())
-        loop.watch_forward(self._watched)
+        loop.watch_passes(self._watched)
 
     def close(self) -> None:
         """Remove everything."""
         for handle in self._handles:
             handle.remove()
-        self._loop.watch_forward(None)
+        self._loop.watch_passes(None)
 
     def begin_step(self) -> None:
         """The next step begins."""
@@ -187,15 +199,16 @@ class _Watch:
 
     def _forget(self) -> None:
         self._seen, self._with_gradient = set[str](), set[int]()
-        self._calls, self._versions = dict[int, int](), dict[int, int]()
-        self._position, self._skipped = 0, self._context.state.skipped_steps
+        self._calls = dict[int, int]()
+        self._held: AbstractSet[int] = frozenset()
+        self._skipped = self._context.state.skipped_steps
         self.stepping: Optimizer | None = None
 
     def end_step(self) -> set[str]:
         """The step is over, with its hooks; what they did that the trainer does itself, as in `_EFFECTS`."""
         self.is_within = False
         moved = self._context.state.skipped_steps == self._skipped and self._context.state.global_step == self.step
-        if any(count > moved for count in self._calls.values()):
+        if any(count > 1 for count in self._calls.values()):
             self._seen.add("optimizer.step()")
         by_hand = self._loop.schedules.steps_by_hand()
         if by_hand > self._by_hand:
@@ -216,28 +229,35 @@ class _Watch:
             and id(p) not in work.params.frozen
         ]
 
-    def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(work: Any, stage: Any, batch: Any, step: int) -> Any:
-            on_batch, self._on_batch = self._on_batch, None
-            if on_batch is not None and batch is not EMPTY:
-                on_batch(batch)
-            if batch is EMPTY or not self._sees_gradients:
+    def _watched(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> tuple[Any, Any]:
+        def watched_forward(work: Any, stage: Any, batch: Any, step: int) -> Any:
+            if self._on_batch is not None and batch is not EMPTY:
+                self._on_batch(batch)
+                self._on_batch = None
+            if not self._sees_gradients:
                 return forward(work, stage, batch, step)
-            before = self._gradients()  # after the hooks of the micro-batch before
-            if self._position and (not before or self._versions.keys() - before.keys()):
-                self._seen.add("zero_grad()")
-            if not self._position and before:
-                self._seen.add("backward()")
+            before = self._gradients()
+            self._compare(self._held, before.keys())  # in the hooks since the last backward pass
             outputs = forward(work, stage, batch, step)
             after = self._gradients()
-            if before.keys() - after.keys():
-                self._seen.add("zero_grad()")
-            elif any(version != before.get(key) for key, version in after.items()):
+            self._compare(before.keys(), after.keys())
+            if any(version != before.get(key) for key, version in after.items()):
                 self._seen.add("backward()")  # or a write to a gradient
-            self._versions, self._position = after, self._position + 1
+            self._held = after.keys()
             return outputs
 
-        return watched
+        def watched_backward(*given: Any) -> None:
+            backward(*given)
+            self._held = self._gradients().keys()
+
+        return watched_forward, watched_backward
+
+    def _compare(self, held: AbstractSet[int], found: AbstractSet[int]) -> None:
+        """Note what has become of the gradients that were `held`."""
+        if held - found:
+            self._seen.add("zero_grad()")
+        if found - held:
+            self._seen.add("backward()")
 
     def _gradients(self) -> dict[int, int]:
         """The parameters that have a gradient, by `id`, each with the number of writes to it."""
