@@ -249,7 +249,8 @@ def broadcast_in_place(world: World, tensor: Tensor) -> None:
         world.comm.broadcast_(whole)
         tensor.data.copy_(whole)
     elif world.size > 1:
-        tensor.data.copy_(world.comm.broadcast_object(tensor.detach().cpu()))
+        with torch.no_grad():  # `tensor.data` of a sparse tensor has its own indices and values
+            tensor.copy_(world.comm.broadcast_object(tensor.detach().cpu()))
 
 
 def _zero_loss_like(loss: Tensor, work: Workload) -> Tensor:
