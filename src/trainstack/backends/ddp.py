@@ -184,7 +184,7 @@ class DDP(AbstractTrainerBackendDecorator):
             if buffer.layout is not torch.strided:  # torch 2.13.0: the wrapper broadcasts dense tensors only
                 sparse.append(name)
                 broadcast_in_place(work.world, buffer)
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(entry, sparse)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(entry, sparse)  # type: ignore[no-untyped-call]
         wrapped = DistributedDataParallel(entry, process_group=self._group, **self._options)
         return replace(work, model=wrapped, gradients_reduced_by=self.name)
 

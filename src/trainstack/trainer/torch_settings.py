@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torch.nn.modules import module as modules
 
 from trainstack.errors import ConfigurationError
@@ -90,7 +91,7 @@ def _compile(model: nn.Module, options: Mapping[str, Any]) -> None:
     instance = vars(model)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        plain = not (_has_hooks(model) or "forward" in instance or torch.jit.is_tracing())
+        plain = not (_has_hooks(model) or "forward" in instance or is_tracing())  # type: ignore[no-untyped-call]
         return plainly(*args, **kwargs) if plain else by_torch(*args, **kwargs)
 
     model._compiled_call_impl = call
