@@ -203,7 +203,7 @@ class OwnDict(dict[str, int]):
         (OwnDict(a=1), "OwnDict"),
         (namedtuple("Point", "x")(1), "Point"),
         (torch.Generator(), "generator.get_state()"),
-        (torch.eye(2).to_sparse(), "sparse_coo"),
+        (torch.eye(2).to_mkldnn(), "_mkldnn"),
         (torch.empty(2, device="meta"), "device meta"),
         (torch.nn.UninitializedParameter(), "UninitializedParameter"),
         (np.array([object()]), "dtype object"),

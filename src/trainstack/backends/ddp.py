@@ -184,7 +184,7 @@ class DDP(AbstractTrainerBackendDecorator):
             if buffer.layout is not torch.strided:  # torch 2.13.0: the wrapper broadcasts dense tensors only
                 sparse.append(name)
                 broadcast_in_place(work.world, buffer)
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(entry, sparse)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(entry, sparse)  # type: ignore[no-untyped-call]
         wrapped = DistributedDataParallel(entry, process_group=self._group, **self._options)
         return replace(work, model=wrapped, gradients_reduced_by=self.name)
 
@@ -249,7 +249,8 @@ def broadcast_in_place(world: World, tensor: Tensor) -> None:
         world.comm.broadcast_(whole)
         tensor.data.copy_(whole)
     elif world.size > 1:
-        tensor.data.copy_(world.comm.broadcast_object(tensor.detach().cpu()))
+        with torch.no_grad():  # `tensor.data` of a sparse tensor has its own indices and values
+            tensor.copy_(world.comm.broadcast_object(tensor.detach().cpu()))
 
 
 def _zero_loss_like(loss: Tensor, work: Workload) -> Tensor:

@@ -108,8 +108,11 @@ class StateDecoder:
         parts = [self._decode(fields["parts"][name]) for name in SPARSE_LAYOUTS[layout]]
         # indices out of range would make torch read and write memory of others
         if layout is torch.sparse_coo:
-            return torch.sparse_coo_tensor(*parts, shape, check_invariants=True, is_coalesced=fields["coalesced"])
-        return torch.sparse_compressed_tensor(*parts, shape, layout=layout, check_invariants=True)
+            indices, values = parts
+            coalesced = fields["coalesced"]
+            return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=coalesced)
+        outer, inner, values = parts
+        return torch.sparse_compressed_tensor(outer, inner, values, shape, layout=layout, check_invariants=True)
 
     def _array(self, fields: dict[str, Json]) -> Any:
         key = (format.ARRAY, fields["name"])

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torch.nn.modules import module as modules
 
 from trainstack.errors import ConfigurationError
@@ -28,7 +29,7 @@ def prepare_model(
         What was compiled; None if nothing was to be.
 
     Raises:
-        ConfigurationError: `compiled` with `private`, or torch's default device is `meta`.
+        ConfigurationError: `compiled` with `private` or without a model, or torch's default device is `meta`.
     """
     if torch.get_default_device().type == "meta":
         raise ConfigurationError(
@@ -46,9 +47,15 @@ def prepare_model(
             "not see through. Leave compile out."
         )
     options = {} if compiled is True else dict(compiled)
-    models = [model for model in _models(module) if not _is_compiled(model)]
+    models = list(_models(module))
+    if not models:
+        raise ConfigurationError(
+            f"compile=True: {type(module).__name__} has no part with parameters that could be compiled. Put them into "
+            "an nn.Module that the steps call, or leave compile out."
+        )
     for model in models:
-        _compile(model, options)
+        if not _is_compiled(model):
+            _compile(model, options)
     return CompiledModels(len(models))
 
 
@@ -84,7 +91,7 @@ def _compile(model: nn.Module, options: Mapping[str, Any]) -> None:
     instance = vars(model)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        plain = not (_has_hooks(model) or "forward" in instance or torch.jit.is_tracing())
+        plain = not (_has_hooks(model) or "forward" in instance or is_tracing())  # type: ignore[no-untyped-call]
         return plainly(*args, **kwargs) if plain else by_torch(*args, **kwargs)
 
     model._compiled_call_impl = call
@@ -110,13 +117,24 @@ class CompiledModels:
     def __init__(self, models: int) -> None:
         self._models, self._before = models, _compilations()
 
-    def describe(self) -> str:
-        """Counts in words."""
-        models, now = f"{self._models} model{'' if self._models == 1 else 's'}", _compilations()
+    @property
+    def counts(self) -> tuple[int, int] | None:
+        """Graphs and recompilations; None where this version of torch does not tell."""
+        now = _compilations()
         if now is None or self._before is None:
+            return None
+        return now[0] - self._before[0], now[1] - self._before[1]
+
+    def describe(self) -> str:
+        """The counts in words."""
+        models, counts = _plural(self._models, "model"), self.counts
+        if counts is None:
             return f"{models}; this version of torch does not tell how many graphs"
-        graphs, again = (after - before for after, before in zip(now, self._before, strict=True))
-        return f"{models}, {graphs} graph{'' if graphs == 1 else 's'}, {again} recompilation{'' if again == 1 else 's'}"
+        return f"{models}, {_plural(counts[0], 'graph')}, {_plural(counts[1], 'recompilation')}"
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _compilations() -> tuple[int, int] | None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import trainstack as ts
-from tests.helpers.modules import Classifier, Noisy, arguments, train, weights
+from tests.helpers.modules import CLASSES, FEATURES, Classifier, Noisy, arguments, numbers, train, weights
 
 SAVING = ts.DefaultCheckpointerArguments()
 
@@ -217,6 +221,51 @@ class TestDeterminism:
             train(Random(), tmp_path, deterministic=True)
 
 
+def counting(graphs: list[Any]) -> Any:
+    """A compiler's backend that keeps the graphs and runs them as they are."""
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    return keep
+
+
+class Mlp(nn.Module):
+    """A class of a user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.relu(self.hidden(inputs)))
+
+
+class OfNetwork(Classifier):
+    """Trains a network of a kind."""
+
+    def __init__(self, kind: str, samples: int = 41) -> None:
+        super().__init__(numbers(samples))
+        del self.net
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            half = nn.Sequential(nn.Linear(FEATURES, 4), nn.ReLU())
+            self.network: Any = {
+                "own": Mlp,
+                "sequential": lambda: nn.Sequential(half, nn.Linear(4, CLASSES)),
+                "encoder": lambda: nn.TransformerEncoderLayer(FEATURES, 2, 8, dropout=0.0),
+                "raw": lambda: nn.Linear(FEATURES, CLASSES),
+            }[kind]()
+
+    def scores(self, inputs: Any) -> Any:
+        """What the network makes of `inputs`."""
+        return self.network(inputs)[:, :CLASSES]
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        return nn.functional.cross_entropy(self.scores(batch[0]), batch[1])
+
+
 class TestCompiling:
     @pytest.mark.parametrize("backend", ["sp", "sp-amp"])
     def test_weights_and_names_are_those_of_a_run_that_is_not_compiled(self, backend: str, tmp_path: Path) -> None:
@@ -279,6 +328,99 @@ class TestCompiling:
             plain.history.get_metric_values("train/loss_epoch")
         )
 
+    @pytest.mark.parametrize("kind", ["own", "sequential", "encoder"])
+    def test_classes_of_torch_are_compiled_and_stay_as_they_are(self, kind: str, tmp_path: Path) -> None:
+        graphs: list[Any] = []
+        calls: list[str] = []
+        module, plain = OfNetwork(kind, samples=16), OfNetwork(kind, samples=16)
+        train(plain, tmp_path / "plain")
+        train(module, tmp_path, compile={"backend": counting(graphs)})
+        assert len(graphs) == 1
+        assert torch.allclose(weights(module), weights(plain), atol=1e-6)
+        module.network.register_forward_hook(lambda *_: calls.append("hook"))
+        ts.Trainer(module, arguments(tmp_path, compile=True)).train()
+
+        assert calls == ["hook"] * 2
+        assert list(module.get_state()) == list(plain.get_state())
+        for copied in (copy.deepcopy(module.network), pickle.loads(pickle.dumps(plain.network))):
+            assert list(copied.state_dict()) == list(plain.network.state_dict())
+
+    def test_a_hook_that_is_registered_in_training_is_called(self, tmp_path: Path) -> None:
+        seen: list[int] = []
+
+        class Registers(OfNetwork):
+            def on_end_train_step(self, global_step: int) -> None:
+                if global_step == 1:
+                    self.network.register_forward_hook(torch.compiler.disable(lambda *_: seen.append(1)))
+
+        train(Registers("sequential", samples=32), tmp_path, compile={"backend": "eager"})
+        assert len(seen) == 3
+
+    def test_a_forward_that_is_replaced_in_training_is_called(self, tmp_path: Path) -> None:
+        seen: list[str] = []
+
+        class Replaces(OfNetwork):
+            def on_end_train_step(self, global_step: int) -> None:
+                network = self.network
+                if global_step == 1:
+                    network.forward = torch.compiler.disable(lambda x: seen.append("own") or network[0](x))  # type: ignore[func-returns-value, method-assign]
+                if global_step == 3:
+                    del network.forward
+
+        train(Replaces("sequential", samples=32), tmp_path, compile={"backend": "eager"})
+        assert seen == ["own", "own"]
+
+    # torch 2.13.0 warns while it traces a model whose input is the output of another one
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+    def test_many_models_do_not_share_a_limit_of_recompilations(self, tmp_path: Path) -> None:
+        graphs: list[Any] = []
+
+        class Many(OfNetwork):
+            def __init__(self) -> None:
+                super().__init__("sequential", samples=8)
+                self.network = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, FEATURES)) for _ in range(9))  # type: ignore[assignment]
+                self.last = nn.Linear(FEATURES, CLASSES)
+
+            def scores(self, inputs: Any) -> Any:
+                for part in self.network:
+                    inputs = part(inputs)
+                return self.last(inputs)
+
+        train(Many(), tmp_path, compile={"backend": counting(graphs)})
+        assert len(graphs) == 10
+
+    def test_what_the_user_has_compiled_is_left_as_it_is(self, tmp_path: Path) -> None:
+        graphs: list[Any] = []
+        module = OfNetwork("own", samples=8)
+        module.network.compile(backend=counting(graphs))
+        before = module.network._compiled_call_impl
+        train(module, tmp_path, compile={"backend": "eager"})
+        assert module.network._compiled_call_impl is before
+        assert graphs
+
+    def test_the_report_counts_graphs_and_recompilations(self, tmp_path: Path) -> None:
+        data = 17  # so that the last batch is short
+        train(OfNetwork("sequential", samples=data), tmp_path, compile={"backend": "eager"}, report=True)
+        assert '"1 model, 2 graphs, 1 recompilation"' in (tmp_path / "run.json").read_text()
+        assert "1 model, 2 graphs, 1 recompilation" in (tmp_path / "report.html").read_text()
+
+    def test_a_run_that_compiles_nothing_says_so(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        class Around(OfNetwork):
+            def scores(self, inputs: Any) -> Any:
+                return self.network.out(torch.relu(self.network.hidden(inputs)))
+
+        train(Around("own", samples=8), tmp_path, compile={"backend": "eager"})
+        assert "compile: no graph was compiled" in caplog.text
+
+        class Bare(OfNetwork):
+            def __init__(self) -> None:
+                super().__init__("own", samples=8)
+                self.weight = nn.Parameter(torch.zeros(FEATURES, CLASSES))
+                del self.network
+
+        with pytest.raises(ts.ConfigurationError, match=r"compile=True: Bare has no part with parameters"):
+            train(Bare(), tmp_path, compile=True)
+
     def test_a_private_run_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ts.ConfigurationError, match="compile=True in a private run"):
             train(Counting(), tmp_path, backend="sp-dp", compile=True)
@@ -322,3 +464,22 @@ def test_with_channels_last_convolutions_compute_so_and_the_run_is_the_same(tmp_
 def test_wrong_values_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=said):
         ts.TrainerArguments(**changes)
+
+
+@pytest.mark.parametrize("how", ["default", "context"])
+def test_a_default_device_without_values_is_refused(how: str, tmp_path: Path) -> None:
+    trainer = ts.Trainer(Classifier(numbers(8)), arguments(tmp_path))
+    with pytest.raises(ts.ConfigurationError, match="torch's default device is 'meta'"):  # noqa: SIM117
+        with torch.device("meta") if how == "context" else default_device("meta"):
+            trainer.train()
+    trainer.train()
+    assert torch.isfinite(weights(trainer.module)).all()
+
+
+@contextmanager
+def default_device(name: str) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)

@@ -188,6 +188,12 @@ class Reporter:
             status: "finished", "stopped", "interrupted" or "failed".
             reason: why it has not finished.
         """
+        compiled, made = self._context.compiled, self._context.state.global_step
+        if compiled is not None and made and compiled.counts is not None and not compiled.counts[0]:
+            self._log.warning(
+                "compile: no graph was compiled. What is compiled are calls of the module's parts, such as "
+                "self.model(inputs); other methods of a part, and calls of what it is made of, run as they are."
+            )
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return

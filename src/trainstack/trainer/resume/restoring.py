@@ -175,19 +175,25 @@ def warn_of_differences(checkpoint: Checkpoint, context: RunContext) -> None:
 
 
 def _warn_of_cpu(checkpoint: Checkpoint, context: RunContext) -> None:
-    """Warn if sums on the CPU may be rounded in another order than before."""
-    before = (checkpoint.metadata or {}).get("cpu")
+    """Warn if sums on the CPU may be rounded in another order than before; all processes call it."""
+    before = (checkpoint.metadata or {}).get("cpu") or {}
     now = merge_settings(context.world.comm.gather(cpu_settings()))
-    if context.world.device.type != "cpu" or before is None or before == now:
+    differing = [name for name in now if name in before and before[name] != now[name]]
+    if not differing or context.world.device.type != "cpu":
         return
-    differing = [name for name in now if before.get(name, now[name]) != now[name]]
-    had = ", ".join(f"{name}: {before[name]}" for name in differing)
-    has = ", ".join(f"{name}: {now[name]}" for name in differing)
-    threads = f" Set OMP_NUM_THREADS={before['threads']}." if isinstance(before.get("threads"), int) else ""
+    had, has = (", ".join(_describe_setting(name, side[name]) for name in differing) for side in (before, now))
+    one_number = "threads" in differing and isinstance(before["threads"], int)
+    advice = f" To keep the same bits, set OMP_NUM_THREADS={before['threads']}." if one_number else ""
     context.log.warning(
-        f"the checkpoint was written with {had} (torch on the CPU); this process has {has}. The result may differ in "
-        f"the last bits.{threads if 'threads' in differing else ''}"
+        f"the checkpoint was written with {had} of torch on the CPU; the run goes on with {has}. The result may differ "
+        f"in the last bits.{advice}"
     )
+
+
+def _describe_setting(name: str, value: Any) -> str:
+    if name == "capability":
+        return f"instructions {value}"
+    return f"{value} {name.removesuffix('s') if value == 1 else name}"
 
 
 def restore_module(module: nn.Module, checkpoint: Checkpoint) -> None:

@@ -1,0 +1,80 @@
+"""The order in which torch adds on the CPU is a part of what an exact resume depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, numbers, train
+from trainstack.checkpointing.directory import read_manifest
+from trainstack.trainer import torch_settings
+from trainstack.trainer.torch_settings import merge_settings
+
+SAVING = ts.DefaultCheckpointerArguments()
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def go_on(folder: Path, epochs: int, **changes: Any) -> ts.Trainer:
+    return train(Classifier(numbers(16)), folder, epochs=epochs, checkpointer_args=SAVING, **changes)
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.usefixtures("threads")
+def test_another_number_of_threads_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.set_num_threads(2)
+    trained = go_on(tmp_path, 1)
+    manifest = read_manifest(ts.list_checkpoints(tmp_path / "checkpoints")[0].path)
+    assert manifest.metadata["cpu"] == {
+        "threads": 2,
+        "interop threads": torch.get_num_interop_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    trained.export(tmp_path / "export")
+    assert "cpu" not in read_manifest(tmp_path / "export").metadata
+
+    go_on(tmp_path, 2, resume=True)
+    assert warnings_in(caplog) == []
+    torch.set_num_threads(1)
+    go_on(tmp_path, 3, resume=True)
+    assert warnings_in(caplog) == [
+        "the checkpoint was written with 2 threads of torch on the CPU; the run goes on with 1 thread. The result may "
+        "differ in the last bits. To keep the same bits, set OMP_NUM_THREADS=2."
+    ]
+
+
+def test_another_cpu_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on(tmp_path, 1)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "VSX")
+    go_on(tmp_path, 2, resume=True)
+    assert warnings_in(caplog)[0].startswith("the checkpoint was written with ")
+    assert "of torch on the CPU; the run goes on with instructions VSX. The result may" in warnings_in(caplog)[0]
+
+
+def test_a_checkpoint_without_settings_is_resumed_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainstack.trainer.resume.saving.cpu_settings", dict)
+    go_on(tmp_path, 1)
+    monkeypatch.undo()
+    go_on(tmp_path, 2, resume=True)
+    assert warnings_in(caplog) == []
+
+
+def test_settings_of_ranks_are_one_value_where_they_agree() -> None:
+    one = torch_settings.cpu_settings()
+    assert merge_settings([one, one]) == one
+    assert merge_settings([one, one | {"threads": 7}])["threads"] == [one["threads"], 7]
