@@ -81,7 +81,10 @@ class Buffers:
 
     def __init__(self, network: nn.Module) -> None:
         self.kept = [
-            (part, {name: (buffer, None if buffer is None else buffer.clone()) for name, buffer in part._buffers.items()})
+            (
+                part,
+                {name: (buffer, None if buffer is None else buffer.clone()) for name, buffer in part._buffers.items()},
+            )
             for part in network.modules()
         ]
 
@@ -365,7 +368,11 @@ class PlainLoop:
             self.of_epoch.append((loss_of_step * items, items))
             self._step_schedulers("step")
         self.step, self.steps_in_epoch, self.batches = number, self.steps_in_epoch + 1, self.batches + len(counts)
-        self._hook("on_end_train_step", number, *(as_arguments(step_outputs) if self._takes_outputs("on_end_train_step") else ()))
+        self._hook(
+            "on_end_train_step",
+            number,
+            *(as_arguments(step_outputs) if self._takes_outputs("on_end_train_step") else ()),
+        )
         self._event("train_step_end", number)
         self._log_and_validate()
 
