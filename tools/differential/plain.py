@@ -169,7 +169,7 @@ class PlainLoop:
 
     def run(self) -> None:
         """Train."""
-        case, task = self.case, self.task
+        task = self.task
         task.begin()
         self.optimizers, wanted = task.make_optimizers()
         made: dict[int, Any] = {}
@@ -255,7 +255,10 @@ class PlainLoop:
     # --- data
 
     def _step_batches(self) -> Iterator[tuple[Iterator[Any], float | None]]:
-        """For each step of the epoch its micro-batches, fetched when asked for, and what they weigh together if known."""
+        """For each step of the epoch its micro-batches, fetched when asked for, and what they weigh together if known.
+
+        That is known where a batch counts as its samples and the library orders the data.
+        """
         case, task = self.case, self.task
         loader = task.data.loader(RandomSampler, case.micro_batch)
         if case.workers:
