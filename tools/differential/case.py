@@ -56,7 +56,7 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     "draw random numbers": (*BETWEEN_STEPS, *IN_VALIDATION, "on_end_backward", "epoch_end", "after_zero_grad"),
     "log": (*BETWEEN_STEPS, *IN_VALIDATION, "on_end_backward", "train_step", "val_step", "epoch_end"),
     "log, then write": ("on_end_train_step", "train_step", "on_end_backward"),
-    "clamp gradients": ("on_end_backward", "after_backward"),
+    "write the data of gradients": ("on_end_backward", "after_backward"),
     "write gradients": ("on_end_backward", "before_optimizer_step"),
     "scale the loss": ("on_end_backward",),
     "write outputs": ("on_end_train_step", "on_end_backward"),
@@ -165,7 +165,7 @@ class Case:
     @property
     def leaves_traces(self) -> bool:
         """Whether a step that is broken off has written to buffers, drawn random numbers, or left outputs."""
-        draws = self.modes or self.data in ("iterable data set", "batch sampler", "sampler")
+        draws = self.modes or not self.ordered  # a loader may draw its order when the first batch is asked for
         collects = any(name == "on_end_train_epoch" and form != "none" for name, form in self.hooks)
         return bool(draws or collects or set(self.extras) & LEAVE_TRACES)
 
@@ -342,7 +342,7 @@ def _deeds(dice: Dice, case: Case) -> dict[str, Any]:
     poison = tuple((step, dice.one("loss", "infinite loss", "gradient")) for step in dice.some(0.2, range(1, 7)))
     raises = (dice.one(*RAISING), dice.one(1, 1, 2, 3)) if dice.chance(0.12) else None
     shift, log_every, schedulers = case.shift, case.log_every, case.schedulers
-    if any(action.what == "clamp gradients" for action in actions) and dice.chance(0.6):
+    if any(action.what == "write the data of gradients" for action in actions) and dice.chance(0.6):
         shift = dice.one(*VIEWS)  # whose gradient may be the tensor that the backward pass began with
     if raises is not None:
         log_every = dice.one(1, 1, 2)
@@ -409,6 +409,13 @@ def _validates_by_hand(case: Case) -> dict[str, Any]:
         one._replace(every=None, once=None) if one.event in IN_VALIDATION else one for one in case.subscribers
     )
     return {"subscribers": subscribers}
+
+
+def _no_schedule_of_new_groups(case: Case) -> dict[str, Any]:
+    """torch's schedulers refuse parameter groups that come later."""
+    if not {"add a layer", "add a parameter outside the module"} & case.deeds:
+        return {}
+    return {"schedulers": tuple(one for one in case.schedulers if one.kind == "own")}
 
 
 def _no_trial(case: Case) -> dict[str, Any]:
@@ -503,6 +510,7 @@ _RULES: tuple[Callable[[Case], dict[str, Any]], ...] = (
     _possible_plan,
     _raises_alone,
     _validates_by_hand,
+    _no_schedule_of_new_groups,
     _no_trial,
     _add_places,
     _possible_network,

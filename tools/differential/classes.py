@@ -91,7 +91,7 @@ def _tries(case: Case) -> bool:
 
 _WITHIN_STEP = (
     *("train_step", "after forward", "on_end_backward", "batch_weight", "collate"),
-    *("train_batch_begin", "before_backward", "after_backward"),
+    *("train_batch_begin", "before_backward", "after_backward", "before_optimizer_step"),
 )
 
 CLASSES: dict[str, Class] = {
@@ -99,7 +99,7 @@ CLASSES: dict[str, Class] = {
         lambda case: bool(case.shift) or case.loss_memory == "is a parameter",
         lambda case: {"shift": "", "loss_memory": ""},
     ),
-    "a write to the data of gradients": _acts("clamp gradients"),
+    "a write to the data of gradients": _acts("write the data of gradients"),
     "a write to the data of the loss's gradient": _field("loss_memory", "hook on the loss"),
     "parameters that come within an epoch": _acts("add a layer", "add a parameter outside the module"),
     "parameters that leave within an epoch": _acts("remove a layer"),
@@ -163,7 +163,7 @@ CLASSES: dict[str, Class] = {
     "an exception in a hook between steps": _raising(*BETWEEN_STEPS, "log", "train_epoch_begin", "train_epoch_end"),
     "an exception within a step": _raising(*_WITHIN_STEP, when=lambda case: not case.leaves_traces),
     "an exception within a step that leaves traces": _raising(*_WITHIN_STEP, when=lambda case: case.leaves_traces),
-    "an exception around the update": _raising(*_STEP_EVENTS, "before_zero_grad", "after_zero_grad"),
+    "an exception around the update": _raising("after_optimizer_step", "before_zero_grad", "after_zero_grad"),
     "an exception in a validation": _raising(*IN_VALIDATION, "val_step"),
     "an exception at the end of an epoch": _raising("epoch_end"),
 }

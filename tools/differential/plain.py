@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
 from itertools import islice
 from typing import Any
@@ -126,6 +127,8 @@ def copied(outputs: Any) -> Any:
         return {key: copied(item) for key, item in outputs.items()}
     if isinstance(outputs, tuple | list):
         return type(outputs)(copied(item) for item in outputs)
+    if is_dataclass(outputs) and not isinstance(outputs, type):
+        return replace(outputs, **{one.name: copied(getattr(outputs, one.name)) for one in fields(outputs)})
     return outputs
 
 
@@ -364,7 +367,6 @@ class PlainLoop:
             self.skipped += 1
             if buffers is not None:
                 buffers.restore()
-        self.rates = [float(group["lr"]) for o in self.optimizers for group in o.param_groups]
         if moved:
             loss_of_step = sum(loss * (count / items) for loss, count in zip(losses, counts, strict=True) if count)
             self.window.append((loss_of_step * items, items))
@@ -414,6 +416,8 @@ class PlainLoop:
             elif kind == "value" and there:  # torch refuses to clip nothing by value
                 torch.nn.utils.clip_grad_value_(held, limit)
             self._event("before_optimizer_step", self.optimizers)
+        self.rates = [float(group["lr"]) for one in self.optimizers for group in one.param_groups]
+        if moved:
             for optimizer in self.optimizers:
                 optimizer.step()
             self._event("after_optimizer_step", self.optimizers)
