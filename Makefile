@@ -14,7 +14,7 @@ export OMP_NUM_THREADS = 1
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-fast test-long check wheel bench bench-peers conformance conformance-peers kills docs lock clean help
+.PHONY: demo test test-fast test-long check wheel bench bench-peers conformance conformance-peers kills differential docs lock clean help
 
 demo: .venv/.stamp ## train, interrupt and resume a small model, and show that the results agree
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -51,6 +51,9 @@ conformance-peers: .venv-peers/.stamp ## make .venv-peers, with the other traine
 
 kills: .venv/.stamp ## kill trainings at 200 random moments and compare what the resumed ones end with
 	$(BIN)/python -m tools.kills $(ARGS)
+
+differential: .venv/.stamp ## compare random trainings with a plain loop, bit by bit; ARGS="--cases 500 --seed 3"
+	$(BIN)/python -m tools.differential $(ARGS)
 
 # Not with --quiet: it drops the warnings before --strict can count them (mkdocs 1.6.1), so that no dead link fails.
 docs: .venv/.stamp ## build the documentation into build/site

@@ -27,6 +27,7 @@ STATE = "build/test-long.json"
 
 SEEDS = (1, 2, 3, 4, 5)
 EXAMPLES = 2000
+CASES = 3000
 
 
 class Battery(NamedTuple):
@@ -46,6 +47,9 @@ def batteries() -> list[Battery]:
         found.append(Battery(f"contract-{seed}", (*pytest, "tests/contract"), environment))
         found.append(Battery(f"distributed-{seed}", (*pytest, "-m", "distributed", "tests"), environment))
         found.append(Battery(f"kills-{seed}", ("-m", "tools.kills", "--seed", str(seed))))
+        random_cases = ("-m", "tools.differential", "--seed", str(seed))
+        found.append(Battery(f"differential-{seed}", (*random_cases, "--cases", str(CASES))))
+        found.append(Battery(f"differential-workers-{seed}", (*random_cases, "--cases", str(CASES // 10), "--workers")))
         found.append(
             Battery(
                 f"examples-{seed}",

@@ -1,5 +1,5 @@
 """Random trainings, each carried out by the library and by a plain loop, which have to agree in every bit and call.
 
-`case.py` draws a training from a seed and a number. `task.py` makes the user's code of it, which both sides run: `plain.py`
-by a loop that is written by hand, `library.py` by a `Trainer`. `comparison.py` compares what they end with.
+`case.py` draws a training from a seed and a number. `task.py` makes the user's code of it, which both sides run:
+`plain.py` by a loop that is written by hand, `library.py` by a `Trainer`. `comparison.py` compares what they end with.
 """

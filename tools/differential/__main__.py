@@ -96,4 +96,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     sys.exit(main())

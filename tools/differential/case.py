@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from tools.differential.datasets import INDEX_KINDS, INDEXED, LOADERS
 from tools.differential.networks import EXTRAS, TRUNKS, VIEWS
 from tools.differential.optimizers import MAKERS, NOT_COMPLEX, OWN, SCHEDULERS
+from trainstack.trainer.core.plan import TrainingPlan
 
 Value = TypeVar("Value")
 
@@ -55,13 +56,18 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     "draw random numbers": (*BETWEEN_STEPS, *IN_VALIDATION, "on_end_backward", "epoch_end", "after_zero_grad"),
     "log": (*BETWEEN_STEPS, *IN_VALIDATION, "on_end_backward", "train_step", "val_step", "epoch_end"),
     "log, then write": ("on_end_train_step", "train_step", "on_end_backward"),
-    "clamp gradients": ("on_end_backward", "after_backward"),
+    "write the data of gradients": ("on_end_backward", "after_backward"),
     "write gradients": ("on_end_backward", "before_optimizer_step"),
     "scale the loss": ("on_end_backward",),
     "write outputs": ("on_end_train_step", "on_end_backward"),
     "validate": BETWEEN_STEPS,
 }
 """What user code does, and where."""
+LEAVE_TRACES = {
+    *("batch norm", "dropout", "noise", "recomputed", "spectral norm"),
+    *("buffer written in place", "buffer assigned anew"),
+}
+"""Parts of a network that write to buffers or draw random numbers in a forward pass."""
 RAISING = (
     *HOOKS[:-1],
     *EVENTS[:-1],
@@ -147,14 +153,21 @@ class Case:
 
     @property
     def micro_batch(self) -> int:
-        """Samples a forward pass: the largest divisor of the batch within the limit."""
-        most = self.batch if self.limit is None else min(self.batch, self.limit)
-        return next(size for size in range(most, 0, -1) if self.batch % size == 0)
+        """Samples a forward pass, as the plan of the library splits a step."""
+        limit = self.batch if self.limit is None else self.limit
+        return TrainingPlan.make(train_batch_size=self.batch, gpu_batch_size_limit=limit).micro_batch
 
     @property
     def accumulation(self) -> int:
         """Micro-batches a full step."""
-        return self.batch // self.micro_batch
+        return -(-self.batch // self.micro_batch)
+
+    @property
+    def leaves_traces(self) -> bool:
+        """Whether a step that is broken off has written to buffers, drawn random numbers, or left outputs."""
+        draws = self.modes or not self.ordered  # a loader may draw its order when the first batch is asked for
+        collects = any(name == "on_end_train_epoch" and form != "none" for name, form in self.hooks)
+        return bool(draws or collects or set(self.extras) & LEAVE_TRACES)
 
     @property
     def ordered(self) -> bool:
@@ -329,7 +342,7 @@ def _deeds(dice: Dice, case: Case) -> dict[str, Any]:
     poison = tuple((step, dice.one("loss", "infinite loss", "gradient")) for step in dice.some(0.2, range(1, 7)))
     raises = (dice.one(*RAISING), dice.one(1, 1, 2, 3)) if dice.chance(0.12) else None
     shift, log_every, schedulers = case.shift, case.log_every, case.schedulers
-    if any(action.what == "clamp gradients" for action in actions) and dice.chance(0.6):
+    if any(action.what == "write the data of gradients" for action in actions) and dice.chance(0.6):
         shift = dice.one(*VIEWS)  # whose gradient may be the tensor that the backward pass began with
     if raises is not None:
         log_every = dice.one(1, 1, 2)
@@ -385,8 +398,24 @@ def _raises_alone(case: Case) -> dict[str, Any]:
         "poison": (),
         "subscribers": subscribers,
         "extras": extras,
-        "val": case.val,
     }
+
+
+def _validates_by_hand(case: Case) -> dict[str, Any]:
+    """A validation that a hook asks for counts for filters too, so that there are none."""
+    if "validate" not in case.deeds:
+        return {}
+    subscribers = tuple(
+        one._replace(every=None, once=None) if one.event in IN_VALIDATION else one for one in case.subscribers
+    )
+    return {"subscribers": subscribers}
+
+
+def _no_schedule_of_new_groups(case: Case) -> dict[str, Any]:
+    """torch's schedulers refuse parameter groups that come later."""
+    if not {"add a layer", "add a parameter outside the module"} & case.deeds:
+        return {}
+    return {"schedulers": tuple(one for one in case.schedulers if one.kind == "own")}
 
 
 def _no_trial(case: Case) -> dict[str, Any]:
@@ -441,7 +470,9 @@ def _possible_plan(case: Case) -> dict[str, Any]:
         every = 2
     skipped_whole = case.skip or case.weights == "some are zero"
     schedulers = tuple(
-        one for one in case.schedulers if one.kind != "ReduceLROnPlateau" or not (skipped_whole and "train" in one.monitor)
+        one
+        for one in case.schedulers
+        if one.kind != "ReduceLROnPlateau" or not (skipped_whole and "train" in one.monitor)
     )
     return {"max_steps": max_steps, "log_every": log_every, "validate_every": every, "schedulers": schedulers}
 
@@ -467,13 +498,19 @@ def _named_outputs(case: Case) -> dict[str, Any]:
     """A hook may name its outputs where they come one by one."""
     if case.returns in ("tuple", "list"):
         return {}
-    return {"hooks": tuple((name, "star" if form == "named" and name in TAKE_OUTPUTS else form) for name, form in case.hooks)}
+    return {
+        "hooks": tuple(
+            (name, "star" if form == "named" and name in TAKE_OUTPUTS else form) for name, form in case.hooks
+        )
+    }
 
 
 _RULES: tuple[Callable[[Case], dict[str, Any]], ...] = (
     _possible_data,
     _possible_plan,
     _raises_alone,
+    _validates_by_hand,
+    _no_schedule_of_new_groups,
     _no_trial,
     _add_places,
     _possible_network,

@@ -38,9 +38,10 @@ def _acts(*whats: str, at: Iterable[str] | None = None) -> Class:
     )
 
 
-def _raising(*places: str) -> Class:
+def _raising(*places: str, when: Callable[[Case], bool] = lambda case: True) -> Class:
+    """User code raises at one of these places."""
     return Class(
-        lambda case: case.raises is not None and (not places or case.raises[0] in places), lambda case: {"raises": None}
+        lambda case: case.raises is not None and case.raises[0] in places and when(case), lambda case: {"raises": None}
     )
 
 
@@ -88,12 +89,17 @@ def _tries(case: Case) -> bool:
     return case.find_lr or bool(case.arguments.get("fit_micro_batch"))
 
 
+_WITHIN_STEP = (
+    *("train_step", "after forward", "on_end_backward", "batch_weight", "collate"),
+    *("train_batch_begin", "before_backward", "after_backward", "before_optimizer_step"),
+)
+
 CLASSES: dict[str, Class] = {
     "a view of a one-element parameter": Class(
         lambda case: bool(case.shift) or case.loss_memory == "is a parameter",
         lambda case: {"shift": "", "loss_memory": ""},
     ),
-    "a write to the data of gradients": _acts("clamp gradients"),
+    "a write to the data of gradients": _acts("write the data of gradients"),
     "a write to the data of the loss's gradient": _field("loss_memory", "hook on the loss"),
     "parameters that come within an epoch": _acts("add a layer", "add a parameter outside the module"),
     "parameters that leave within an epoch": _acts("remove a layer"),
@@ -114,11 +120,13 @@ CLASSES: dict[str, Class] = {
     "workers": _field("workers", True, usual=False),
     "a loader with its own _get_iterator": _field("data", "loader with own _get_iterator", usual="tensors"),
     "a skipped step and an optimizer that counts calls": Class(
-        lambda case: _may_skip(case)
-        and (
-            case.step_hooks
-            or bool({*OWN} & {*case.optimizers})
-            or any(one.event in _STEP_EVENTS for one in case.subscribers)
+        lambda case: (
+            _may_skip(case)
+            and (
+                case.step_hooks
+                or bool({*OWN} & {*case.optimizers})
+                or any(one.event in _STEP_EVENTS for one in case.subscribers)
+            )
         ),
         _without_own,
     ),
@@ -130,7 +138,8 @@ CLASSES: dict[str, Class] = {
     "a part in eval mode": _field("modes", "frozen part", "single layer"),
     "a trainable part in eval mode": _field("modes", "trainable part"),
     "indices of all dtypes": Class(
-        lambda case: case.data == "subset" and case.indices in ("int16", "uint16", "uint8"), lambda case: {"indices": "list"}
+        lambda case: case.data == "subset" and case.indices in ("int16", "uint16", "uint8"),
+        lambda case: {"indices": "list"},
     ),
     "channels last": _field("data", "channels last", usual="tensors"),
     "torch's table of functions that collate": _field("collate", "map"),
@@ -139,8 +148,12 @@ CLASSES: dict[str, Class] = {
         lambda case: {"optimizers": tuple("SGD" if name == "ZeroesItself" else name for name in case.optimizers)},
     ),
     "an overridden backward": _field("loss_memory", "own backward", when=lambda case: not case.skip),
-    "an overridden backward where steps may be skipped": _field("loss_memory", "own backward", when=lambda case: case.skip),
-    "the logged rates of schedulers": _compared("lr", lambda case: bool(case.schedulers) or "change the rate" in case.deeds),
+    "an overridden backward where steps may be skipped": _field(
+        "loss_memory", "own backward", when=lambda case: case.skip
+    ),
+    "the logged rates of schedulers": _compared(
+        "lr", lambda case: bool(case.schedulers) or "change the rate" in case.deeds
+    ),
     "the order of loading and training": _compared("order of loading", lambda case: case.accumulation > 1),
     "the last step of max_steps without clipping": Class(
         lambda case: case.clipping[0] == "none" and case.max_steps is not None and not case.skip,
@@ -148,17 +161,9 @@ CLASSES: dict[str, Class] = {
     ),
     "no limit of the micro-batch": _field("limit", None, usual=512),
     "an exception in a hook between steps": _raising(*BETWEEN_STEPS, "log", "train_epoch_begin", "train_epoch_end"),
-    "an exception within a step": _raising(
-        "train_step",
-        "after forward",
-        "on_end_backward",
-        "batch_weight",
-        "collate",
-        "train_batch_begin",
-        "before_backward",
-        "after_backward",
-    ),
-    "an exception around the update": _raising(*_STEP_EVENTS, "before_zero_grad", "after_zero_grad"),
+    "an exception within a step": _raising(*_WITHIN_STEP, when=lambda case: not case.leaves_traces),
+    "an exception within a step that leaves traces": _raising(*_WITHIN_STEP, when=lambda case: case.leaves_traces),
+    "an exception around the update": _raising("after_optimizer_step", "before_zero_grad", "after_zero_grad"),
     "an exception in a validation": _raising(*IN_VALIDATION, "val_step"),
     "an exception at the end of an epoch": _raising("epoch_end"),
 }
@@ -191,11 +196,13 @@ PENDING: dict[str, str] = {
     "no limit of the micro-batch": "W-3",
     "an exception in a hook between steps": "L-S5",
     "an exception within a step": "L-S5",
+    "an exception within a step that leaves traces": "L-S5",
     "an exception around the update": "L-S5",
     "an exception in a validation": "L-S5",
     "an exception at the end of an epoch": "L-S5",
 }
 """Classes that differ from the plain loop, and the finding that says why."""
+
 
 def classes_of(case: Case) -> list[str]:
     """The classes that `case` is of."""

@@ -90,7 +90,10 @@ def _states(plain: Outcome, library: Outcome) -> list[str]:
 
 
 def _logs(case: Case, plain: Outcome, library: Outcome) -> list[str]:
-    logs = ({name: bits_of(c) for name, c in side.log.items() if _column(name) not in case.uncompared} for side in (plain, library))
+    logs = (
+        {name: bits_of(c) for name, c in side.log.items() if _column(name) not in case.uncompared}
+        for side in (plain, library)
+    )
     return _unlike("log ", *logs)
 
 
@@ -145,7 +148,8 @@ def _first_unlike(what: str, plain: list[Any], library: list[Any]) -> list[str]:
         pair = [calls[position] if position < len(calls) else None for calls in (plain, library)]
         if pair[0] != pair[1]:
             before = "; ".join(f"{call[0]} {call[1]}" for call in plain[max(0, position - 3) : position])
-            return [f"{what} {position} (after {before or 'none'}): plain {_shortened(pair[0])}, library {_shortened(pair[1])}"]
+            mine, theirs = map(_shortened, pair)
+            return [f"{what} {position} (after {before or 'none'}): plain {mine}, library {theirs}"]
     return []
 
 

@@ -30,7 +30,9 @@ class TaskModule(ts.ModuleInterface):
         configs = []
         for one in wanted:
             scheduler = one.make if one.factory else one.make(optimizers[one.optimizer])
-            options = {"monitor": one.monitor} if one.monitor else {"interval": one.interval, "frequency": one.frequency}
+            options = (
+                {"monitor": one.monitor} if one.monitor else {"interval": one.interval, "frequency": one.frequency}
+            )
             bare = options == {"interval": "step", "frequency": 1}
             configs.append(scheduler if bare else ts.SchedulerConfig(scheduler, **options))
         return optimizers, configs
@@ -173,5 +175,3 @@ class LibraryRun:
         """How far the training came."""
         names = ("global_step", "epoch", "skipped_steps", "batches", "steps_in_epoch")
         return {name: getattr(self.trainer.state, name) for name in names}
-
-

@@ -213,7 +213,9 @@ class Network(nn.Module):
         if "forward hooks" not in self.extras:
             return
         layer = self.extras["forward hooks"]
-        layer.register_forward_pre_hook(lambda _, args, kwargs: trace.add("module", "pre", args, kwargs), with_kwargs=True)
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: trace.add("module", "pre", args, kwargs), with_kwargs=True
+        )
         layer.register_forward_hook(lambda *_: trace.add("module", "forward"), always_call=True)
         layer.register_full_backward_hook(lambda _, inputs, outputs: trace.add("module", "backward", *_finite(outputs)))
 

@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
 from itertools import islice
 from typing import Any
@@ -81,7 +82,10 @@ class Buffers:
 
     def __init__(self, network: nn.Module) -> None:
         self.kept = [
-            (part, {name: (buffer, None if buffer is None else buffer.clone()) for name, buffer in part._buffers.items()})
+            (
+                part,
+                {name: (buffer, None if buffer is None else buffer.clone()) for name, buffer in part._buffers.items()},
+            )
             for part in network.modules()
         ]
 
@@ -123,6 +127,8 @@ def copied(outputs: Any) -> Any:
         return {key: copied(item) for key, item in outputs.items()}
     if isinstance(outputs, tuple | list):
         return type(outputs)(copied(item) for item in outputs)
+    if is_dataclass(outputs) and not isinstance(outputs, type):
+        return replace(outputs, **{one.name: copied(getattr(outputs, one.name)) for one in fields(outputs)})
     return outputs
 
 
@@ -166,7 +172,7 @@ class PlainLoop:
 
     def run(self) -> None:
         """Train."""
-        case, task = self.case, self.task
+        task = self.task
         task.begin()
         self.optimizers, wanted = task.make_optimizers()
         made: dict[int, Any] = {}
@@ -252,7 +258,10 @@ class PlainLoop:
     # --- data
 
     def _step_batches(self) -> Iterator[tuple[Iterator[Any], float | None]]:
-        """For each step of the epoch its micro-batches, fetched when asked for, and what they weigh together if known."""
+        """For each step of the epoch its micro-batches, fetched when asked for, and what they weigh together if known.
+
+        That is known where a batch counts as its samples and the library orders the data.
+        """
         case, task = self.case, self.task
         loader = task.data.loader(RandomSampler, case.micro_batch)
         if case.workers:
@@ -358,14 +367,17 @@ class PlainLoop:
             self.skipped += 1
             if buffers is not None:
                 buffers.restore()
-        self.rates = [float(group["lr"]) for o in self.optimizers for group in o.param_groups]
         if moved:
             loss_of_step = sum(loss * (count / items) for loss, count in zip(losses, counts, strict=True) if count)
             self.window.append((loss_of_step * items, items))
             self.of_epoch.append((loss_of_step * items, items))
             self._step_schedulers("step")
         self.step, self.steps_in_epoch, self.batches = number, self.steps_in_epoch + 1, self.batches + len(counts)
-        self._hook("on_end_train_step", number, *(as_arguments(step_outputs) if self._takes_outputs("on_end_train_step") else ()))
+        self._hook(
+            "on_end_train_step",
+            number,
+            *(as_arguments(step_outputs) if self._takes_outputs("on_end_train_step") else ()),
+        )
         self._event("train_step_end", number)
         self._log_and_validate()
 
@@ -404,6 +416,8 @@ class PlainLoop:
             elif kind == "value" and there:  # torch refuses to clip nothing by value
                 torch.nn.utils.clip_grad_value_(held, limit)
             self._event("before_optimizer_step", self.optimizers)
+        self.rates = [float(group["lr"]) for one in self.optimizers for group in one.param_groups]
+        if moved:
             for optimizer in self.optimizers:
                 optimizer.step()
             self._event("after_optimizer_step", self.optimizers)
