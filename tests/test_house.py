@@ -53,8 +53,8 @@ ORDER = (
 
 MAX_FUNCTION_LINES = 40
 MAX_FILES_A_FOLDER = 22
-MAX_FILES = 190
-MAX_LINES = 28_900
+MAX_FILES = 205
+MAX_LINES = 32_500
 
 # What `import trainstack` may not load: each costs every process of every run, most runs never use it.
 HEAVY = (
