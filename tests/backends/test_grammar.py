@@ -132,6 +132,6 @@ def test_a_whole_backend_of_ones_own() -> None:
 def test_explain_prints_the_way_of_each_verb() -> None:
     told = " ".join(ts.explain("sp-amp").split())
 
-    assert "backward amp > sp clip amp > sp step amp > sp begin_evaluation nothing to do" in told
+    assert "backward amp > sp clip amp > sp step amp > sp skip amp begin_evaluation nothing to do" in told
     assert "accumulate sp" in told
     assert "state in a checkpoint: amp" in told

@@ -150,8 +150,7 @@ class SupervisedModule(ModuleInterface):
     ) -> None:
         super().__init__()
         _check_loss(loss)
-        self.model, self.loss, self.metrics = model, loss, metrics
-        self._may_lack_loss = loss is None
+        self.model, self.loss, self.metrics, self._may_lack_loss = model, loss, metrics, loss is None
         self.optimizer, self.optimizer_kwargs = optimizer, dict(optimizer_kwargs or {})
         self.scheduler = _named_scheduler(scheduler, scheduler_kwargs)
         _check_optimizer(optimizer, self.optimizer_kwargs, self.scheduler)

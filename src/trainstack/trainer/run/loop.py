@@ -199,13 +199,11 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
         forward, backward = plain if wrap is None else wrap(*plain)
 
     loop.watch_passes = watch_passes
-    end_backward = chain(loop.hooks.end_backward, loop.bind(Event.AFTER_BACKWARD), slice(1, None))
-    collectors = [c.collect for c in (loop.step_outputs, loop.epoch_outputs) if c is not None]
+    observe = _bind_observers(loop)
     must_join, skip = work.gradients_reduced_by is not None, loop.skip_nonfinite
 
     def run_micro_batches(step_batches: StepBatches) -> list[Tensor]:
-        number = state.global_step + 1
-        losses: list[Tensor] = []
+        number, losses = state.global_step + 1, list[Tensor]()
         state.current_step, state.micro_batch, last = number, 0, False
         try:
             for batch, weight, last in step_batches.micro_batches:
@@ -213,18 +211,15 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
                     outputs = forward(work, train, batch, number)
                     loss = find_loss(outputs)
                     value = loss.detach().clone()  # a copy: user code and optimizers may write to the loss later
-                    if (inspect := loop.inspect_loss) is not None and batch is not EMPTY:
-                        loop.inspect_loss = None
-                        inspect(loss)
+                    if loop.inspect_loss is not None and batch is not EMPTY:
+                        _inspect_once(loop, loss)
                     if weight or must_join:  # the gradients of all processes meet in the backward pass
                         backward(work, propagate_nonfinite(loss) if skip else loss, weight)
                 if batch is EMPTY:
                     continue
                 losses.append(value)
-                for collect in collectors:
-                    collect(outputs)
-                if end_backward is not None:
-                    end_backward(number, loss)
+                if observe is not None:
+                    observe(outputs, number, loss)
                 state.micro_batch += 1
                 del batch, outputs, loss  # the next fetch may reuse their memory, and needs room
         except Exception:
@@ -237,6 +232,28 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
         return losses
 
     return run_micro_batches
+
+
+def _inspect_once(loop: TrainLoop, loss: Tensor) -> None:
+    inspect, loop.inspect_loss = loop.inspect_loss, None
+    assert inspect is not None
+    inspect(loss)
+
+
+def _bind_observers(loop: TrainLoop) -> Callable[[Any, int, Tensor], None] | None:
+    """What collects outputs, and the hook and the subscribers of the end of a backward pass; None for nothing."""
+    end_backward = chain(loop.hooks.end_backward, loop.bind(Event.AFTER_BACKWARD), slice(1, None))
+    collectors = [c.collect for c in (loop.step_outputs, loop.epoch_outputs) if c is not None]
+    if not collectors and end_backward is None:
+        return None
+
+    def observe(outputs: Any, number: int, loss: Tensor) -> None:
+        for collect in collectors:
+            collect(outputs)
+        if end_backward is not None:
+            end_backward(number, loss)
+
+    return observe
 
 
 def _complete_gradients(work: Workload, scale: float) -> None:

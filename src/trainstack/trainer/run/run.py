@@ -137,12 +137,7 @@ class Run:
             self.data = TrainingData(module, args, world, state.seed, self.log, self.stack.public_dataset_size)
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
-        module.plan = self.data.plan
-        sink = module._log_sink = context.sink = (module._log_sink or LogSink()).connect(context.history, state)
-        data = weakref.ref(self.data)  # the module may outlive the run; the sink has the counters of the step under way
-        module._step_view = StepView(
-            lambda: MicroBatchInfo() if (mine := data()) is None else mine.micro_batch(sink.state)
-        )
+        self._connect_module()
         self.hooks = Hooks(module, stopper.request)
         context.compiled = prepare_model(
             module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private
@@ -161,6 +156,16 @@ class Run:
         self.may_be_nonfinite = nonfinite_buffers(self.stack, module)
         if isinstance(context.checkpointer, DefaultCheckpointer) and context.checkpointer.args.checkpoint:
             check_storable_buffers(module)
+
+    def _connect_module(self) -> None:
+        """Give the module the plan, the place where it logs, and a view of the step under way."""
+        module, context = self.module, self.context
+        module.plan = self.data.plan
+        sink = module._log_sink = context.sink = (module._log_sink or LogSink()).connect(context.history, self.state)
+        data = weakref.ref(self.data)  # the module may outlive the run; the sink has the counters of the step under way
+        module._step_view = StepView(
+            lambda: MicroBatchInfo() if (mine := data()) is None else mine.micro_batch(sink.state)
+        )
 
     def _make_loop(self) -> TrainLoop:
         args, plan = self.context.args, self.data.plan
