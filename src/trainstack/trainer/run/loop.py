@@ -181,7 +181,7 @@ def train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
 def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]]:
     """Forward and backward of a step's micro-batches, with every verb and hook looked up once; returns their losses."""
     stack, work, state = loop.stack, loop.work, loop.state
-    accumulate, train = stack.accumulate, Stage.TRAIN
+    accumulate, train, find = stack.accumulate, Stage.TRAIN, _loss_finder(loop)
     forward, backward = with_batch_events(stack.forward, stack.backward, loop.bind)
     end_backward = chain(loop.hooks.end_backward, loop.bind(Event.AFTER_BACKWARD), slice(1, None))
     collectors = [c.collect for c in (loop.step_outputs, loop.epoch_outputs) if c is not None]
@@ -196,10 +196,7 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
                 weight, state.micro_batch = step_batches.weights[position], position
                 with accumulate(work, position == last):
                     outputs = forward(work, train, batch, number)
-                    loss = find_loss(outputs)
-                    if (inspect := loop.inspect_loss) is not None and batch is not EMPTY:
-                        loop.inspect_loss = None
-                        inspect(loss)
+                    loss = find(outputs)
                     if weight or must_join:  # the gradients of all processes meet in the backward pass
                         backward(work, propagate_nonfinite(loss) if skip else loss, weight)
                 # a leaf, such as a parameter, may be changed in place when the optimizers step
@@ -216,6 +213,21 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
         return losses
 
     return run_micro_batches
+
+
+def _loss_finder(loop: TrainLoop) -> Callable[[Any], Tensor]:
+    """`find_loss`; in the first epoch it gives the first loss to `loop.inspect_loss`, if there is one."""
+    if loop.inspect_loss is None:
+        return find_loss
+
+    def find(outputs: Any) -> Tensor:
+        loss = find_loss(outputs)
+        if (inspect := loop.inspect_loss) is not None:
+            loop.inspect_loss = None
+            inspect(loss)
+        return loss
+
+    return find
 
 
 def _bind_update(loop: TrainLoop) -> tuple[Callable[[Workload], bool], Callable[[Iterable[nn.Parameter]], None]]:
