@@ -190,7 +190,7 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
 def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]]:
     """Forward and backward of a step's micro-batches, with every verb and hook looked up once; returns their losses."""
     stack, work, state = loop.stack, loop.work, loop.state
-    accumulate, train = stack.accumulate, Stage.TRAIN
+    accumulate, train, find = stack.accumulate, Stage.TRAIN, _loss_finder(loop)
     forward, backward = with_batch_events(stack.forward, stack.backward, loop.bind)
     plain = forward, backward
 
@@ -209,10 +209,8 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
             for batch, weight, last in step_batches.micro_batches:
                 with accumulate(work, last):
                     outputs = forward(work, train, batch, number)
-                    loss = find_loss(outputs)
+                    loss = find(outputs)
                     value = loss.detach().clone()  # a copy: user code and optimizers may write to the loss later
-                    if loop.inspect_loss is not None and batch is not EMPTY:
-                        _inspect_once(loop, loss)
                     if weight or must_join:  # the gradients of all processes meet in the backward pass
                         backward(work, propagate_nonfinite(loss) if skip else loss, weight)
                 if batch is EMPTY:
@@ -234,10 +232,19 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
     return run_micro_batches
 
 
-def _inspect_once(loop: TrainLoop, loss: Tensor) -> None:
-    inspect, loop.inspect_loss = loop.inspect_loss, None
-    assert inspect is not None
-    inspect(loss)
+def _loss_finder(loop: TrainLoop) -> Callable[[Any], Tensor]:
+    """`find_loss`; in the first epoch it gives the first loss to `loop.inspect_loss`, if there is one."""
+    if loop.inspect_loss is None:
+        return find_loss
+
+    def find(outputs: Any) -> Tensor:
+        loss = find_loss(outputs)
+        if (inspect := loop.inspect_loss) is not None:
+            loop.inspect_loss = None
+            inspect(loss)
+        return loss
+
+    return find
 
 
 def _bind_observers(loop: TrainLoop) -> Callable[[Any, int, Tensor], None] | None:
