@@ -217,7 +217,7 @@ class Run:
 
     def _save_epoch(self, save: Callable[[bool], None]) -> None:
         """Save at the end of the epoch that `state` has just finished."""
-        self._save(save, self.saver.pending_save or self._is_best())
+        self._save(save, self._is_best() or self.saver.pending_save)
         self._epoch_unsaved = False
 
     def _train_steps(
