@@ -136,6 +136,7 @@ class TestParametersAndOptimizers:
             def __init__(self) -> None:
                 super().__init__(numbers(40))
                 self.spare, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+                self.free = nn.Parameter(torch.ones(2))  # of no optimizer
 
             def get_optimizers_schedulers(self, *_: Any) -> Any:
                 made = [{"params": [*self.net.parameters()]}, {"params": [self.scale], "lr": self.rate}]
@@ -147,7 +148,7 @@ class TestParametersAndOptimizers:
 
             def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
                 if self.changes and global_step % 2:
-                    self.scale = nn.Parameter(torch.zeros(3))
+                    self.free = nn.Parameter(torch.zeros(3))
                     self.net[0].weight.data = torch.ones(8, 6)
                     self.net[3].bias.requires_grad_(False)
                     self.net.append(nn.Linear(3, 3))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -119,6 +120,12 @@ class Run:
         may_be_nonfinite: names of buffers that held inf or nan when the run was made.
     """
 
+    modes: Modes = MappingProxyType({})
+    _kept: tuple[nn.Module, ...] = ()
+    _begun: _Begun | None = None
+    _epoch_unsaved = False
+    _attended = -1  # the last global step at which all was done that was due
+
     def __init__(self, context: RunContext, stopper: Stopper, saver: Saver, metrics: Any = None) -> None:
         self.context, self.stopper, self.saver = context, stopper, saver
         self.module, self.stack, self.world, self.state = context.module, context.stack, context.world, context.state
@@ -128,11 +135,6 @@ class Run:
         check_signatures(module, self.log, context.val_step)
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
-        self.modes: Modes = {}
-        self._kept: tuple[nn.Module, ...] = ()
-        self._begun: _Begun | None = None
-        self._epoch_unsaved = False
-        self._attended = -1  # the last global step at which all was done that was due
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log, self.stack.public_dataset_size)
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
@@ -258,7 +260,7 @@ class Run:
 
     def _save_epoch(self, save: Callable[[bool], None]) -> None:
         """Save at the end of the epoch that `state` has just finished."""
-        self._save(save, self.saver.pending_save or self._is_best())
+        self._save(save, self._is_best() or self.saver.pending_save)
         self._epoch_unsaved = False
 
     def _train_steps(
