@@ -359,6 +359,51 @@ def test_a_schedule_that_ends_in_a_call_by_hand_says_so(tmp_path: Path) -> None:
     assert any("other code has called its step()" in note for note in raised.value.__notes__)
 
 
+def test_a_schedule_stepped_at_the_end_of_an_epoch_of_one_step_is_named(tmp_path: Path, caplog: Logs) -> None:
+    class AtEnd(ByHand):
+        def on_end_train_epoch(self, global_step: int) -> None:
+            self.scheduler.step()
+
+    train(AtEnd(""), tmp_path, epochs=3, max_train_steps_per_epoch=1)
+    assert len(said(caplog, "called scheduler.step() itself in global step 2")) == 1
+
+
+def test_a_micro_batch_without_weight_is_no_zeroing_by_hand(tmp_path: Path, caplog: Logs) -> None:
+    class Weighs(Classifier):
+        def batch_weight(self, batch: Any) -> float:
+            return float(batch[1][0] > 0)
+
+    train(Weighs(numbers(24)), tmp_path, gpu_batch_size_limit=2)
+    assert not said(caplog, "called")
+
+
+def test_gradients_that_are_zeroed_in_place_are_named(tmp_path: Path, caplog: Logs) -> None:
+    class Zeroes(ByHand):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            self.optimizer.zero_grad(set_to_none=False)
+            return super().train_step(global_step, batch, device)
+
+    train(Zeroes(""), tmp_path, gpu_batch_size_limit=4)
+    assert len(said(caplog, "called backward() or zero_grad() itself")) == 1
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_is_left_alone(tmp_path: Path, caplog: Logs) -> None:
+    class Within(Classifier):
+        def get_optimizers_schedulers(self, *_: Any) -> Any:
+            for parameter in self.parameters():
+                inner = torch.optim.SGD([parameter], lr=0.1)
+
+                def step(parameter: Tensor, inner: Any = inner) -> None:
+                    inner.step()
+                    inner.zero_grad()
+
+                parameter.register_post_accumulate_grad_hook(step)
+            return torch.optim.SGD(self.parameters(), lr=0.1), None
+
+    train(Within(numbers(24)), tmp_path)
+    assert not said(caplog, "received no gradient")
+
+
 class Gan(Classifier):
     """Steps its discriminator inside `train_step`, as scripts do."""
 

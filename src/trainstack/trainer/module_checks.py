@@ -257,8 +257,8 @@ def _trainable_in(container: Any) -> list[nn.Module | nn.Parameter]:
         else:
             if isinstance(value, tuple(_CONTAINERS)) and id(value) not in seen:
                 seen.add(id(value))
-                items: Iterable[Any] = value.values() if isinstance(value, dict) else value  # type: ignore[assignment]
-                pending += list(islice(items, left))
+                inner: Any = value.values() if isinstance(value, dict) else value
+                pending += islice(inner, left)
             continue
         if trains:
             found[id(value)] = value

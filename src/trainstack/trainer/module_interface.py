@@ -351,10 +351,9 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
 
 @cache
 def library_names() -> frozenset[str]:
-    """The names on a module that the trainer sets or calls; a module may assign settings, such as `keep_modes`."""
-    members = {**vars(CallbackInterface), **vars(ModuleInterface)}
-    methods = {name for name, member in members.items() if callable(member) and not name.startswith("_")}
-    return frozenset({"plan", *methods})
+    """The names on a module that the trainer sets or calls: `plan` and the methods."""
+    defined = {**vars(CallbackInterface), **vars(ModuleInterface)}
+    return frozenset(name for name, value in defined.items() if name[0] != "_" and (callable(value) or name == "plan"))
 
 
 def name_conflict(owner: str, name: str, value: Any) -> str | None:
@@ -367,7 +366,8 @@ def name_conflict(owner: str, name: str, value: Any) -> str | None:
         if value is None or isinstance(value, TrainingPlan):
             return None
         return f"{owner}.plan was given a {type(value).__name__}. The trainer keeps its TrainingPlan there. {_RENAME}"
-    if name not in library_names() or (callable(value) and not isinstance(value, nn.Module)):
+    is_function = callable(value) and not isinstance(value, nn.Module)
+    if name not in library_names() or is_function or (value is None and name.startswith("on_")):
         return None
     return (
         f"{owner}.{name} was given a {type(value).__name__}, and {name} is a method that the trainer calls. {_RENAME}"

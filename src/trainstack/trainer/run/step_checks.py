@@ -27,6 +27,7 @@ FIRST_STEPS = 2
 _EFFECTS = {
     "backward()": "gradients that are there already are added to those of the returned loss",
     "zero_grad()": "the gradients of earlier micro-batches of the step are lost",
+    "backward() or zero_grad()": "the gradients of earlier micro-batches of the step are changed",
     "optimizer.step()": "each call is an additional update",
     "scheduler.step()": "each call moves the schedule forward",
 }
@@ -87,6 +88,8 @@ class StepChecks:
         if watch is None or not watch.is_within:
             return
         seen = watch.end_step()
+        if seen & {"backward()", "zero_grad()"}:
+            seen.discard("backward() or zero_grad()")
         found = [name for name in _EFFECTS if name in seen and name not in self._said]
         self._said.update(found)
         if found:
@@ -172,7 +175,6 @@ class _Watch:
         self._names = {id(p): name for name, p in context.module.named_parameters()}
         self.step, self.is_within = 0, False
         self.without_gradient: list[str] | None = None
-        self._by_hand = loop.schedules.steps_by_hand()
         self._depth = 0
         self._forget()
         self._handles: list[Any] = []
@@ -210,15 +212,14 @@ class _Watch:
         moved = self._context.state.skipped_steps == self._skipped and self._context.state.global_step == self.step
         if any(count > 1 for count in self._calls.values()):
             self._seen.add("optimizer.step()")
-        by_hand = self._loop.schedules.steps_by_hand()
-        if by_hand > self._by_hand:
+        if self._loop.schedules.steps_by_hand():
             self._seen.add("scheduler.step()")
-        self._by_hand = by_hand
         if moved and self.without_gradient is None and len(self._calls) == len(self._loop.work.optimizers):
             self.without_gradient = self._missed()
         return self._seen
 
     def _missed(self) -> list[str]:
+        # torch 2.13.0: there is no public way to ask for the hooks by which an optimizer steps in the backward pass.
         work = self._loop.work
         return [
             self._names[id(p)]
@@ -227,6 +228,7 @@ class _Watch:
             and id(p) not in self._with_gradient
             and id(p) in self._names
             and id(p) not in work.params.frozen
+            and not getattr(p, "_post_accumulate_grad_hooks", None)
         ]
 
     def _watched(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> tuple[Any, Any]:
@@ -241,8 +243,8 @@ class _Watch:
             outputs = forward(work, stage, batch, step)
             after = self._gradients()
             self._compare(before.keys(), after.keys())
-            if any(version != before.get(key) for key, version in after.items()):
-                self._seen.add("backward()")  # or a write to a gradient
+            if any(before.get(key, version) != version for key, version in after.items()):
+                self._seen.add("backward() or zero_grad()")  # or another write
             self._held = after.keys()
             return outputs
 
