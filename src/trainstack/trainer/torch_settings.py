@@ -123,7 +123,8 @@ class CompiledModels:
         now = _compilations()
         if now is None or self._before is None:
             return None
-        return now[0] - self._before[0], now[1] - self._before[1]
+        graphs, again = (max(0, after - before) for after, before in zip(now, self._before, strict=True))
+        return graphs, again  # torch._dynamo.reset() begins to count anew
 
     def describe(self) -> str:
         """The counts in words."""

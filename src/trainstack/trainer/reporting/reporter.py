@@ -36,7 +36,7 @@ class Reporter:
         self._kind = "none" if args.disable_tqdm or not self._is_main else args.progress
         self.progress: ProgressDisplay = NoProgress()
         self._last_loss: float | None = None
-        self._epoch_began = 0.0
+        self._epoch_began, self._first_step = 0.0, 0
         self._recorder: RunRecorder | None = None
 
     def open(self, plan: TrainingPlan, optimizers: Iterable[Optimizer], resume_step: int | None) -> None:
@@ -48,7 +48,7 @@ class Reporter:
             resume_step: the global step after which the run is resumed; None for a fresh one.
         """
         context, stack = self._context, self._context.stack
-        arguments = context.args.to_dict()
+        arguments, self._first_step = context.args.to_dict(), resume_step or 0
         self.progress = build_progress(self._kind)
         self._writers.open(
             RunInfo(
@@ -162,8 +162,9 @@ class Reporter:
             status: "finished", "stopped", "interrupted" or "failed".
             reason: why it has not finished.
         """
-        compiled, made = self._context.compiled, self._context.state.global_step
-        if compiled is not None and made and compiled.counts is not None and not compiled.counts[0]:
+        counts = None if self._context.compiled is None else self._context.compiled.counts
+        trained = self._context.state.global_step > self._first_step and status in ("finished", "stopped")
+        if counts is not None and not counts[0] and trained:
             self._log.warning(
                 "compile: no graph was compiled. What is compiled are calls of the module's parts, such as "
                 "self.model(inputs); other methods of a part, and calls of what it is made of, run as they are."
