@@ -205,7 +205,7 @@ class TrainerBackend(ABC):
         self._owner = weakref.ref(owner)
 
     def _refuse_skipped(self) -> None:
-        """Refuse a stack in which a layer is not called for a verb that it overrides; it may be put together by hand."""
+        """Refuse a stack, perhaps one made by hand, in which a layer is not called for a verb that it overrides."""
         skipped = find_skipped([(layer.name or type(layer).__name__, layer) for layer in self.layers()])
         if skipped is not None:
             raise ConfigurationError(f"backend {self.spec!r}: {skipped.reason} Write {skipped.remedy}.")

@@ -162,9 +162,9 @@ class Reporter:
             status: "finished", "stopped", "interrupted" or "failed".
             reason: why it has not finished.
         """
-        counts = None if self._context.compiled is None else self._context.compiled.counts
+        compiled = self._context.compiled
         trained = self._context.state.global_step > self._first_step and status in ("finished", "stopped")
-        if counts is not None and not counts[0] and trained:
+        if compiled is not None and compiled.is_in_vain and trained:
             self._log.warning(
                 "compile: no graph was compiled. What is compiled are calls of the module's parts, such as "
                 "self.model(inputs); other methods of a part, and calls of what it is made of, run as they are."
