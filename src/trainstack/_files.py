@@ -38,6 +38,8 @@ def expand_path(name: str, path: AnyPath) -> AnyPath:
         raise ConfigurationError(
             f"{name}={text!r}: there is no such home folder. Write './{text}' for a file called so."
         )
+    if expanded == text:
+        return path
     return expanded if isinstance(path, str) else type(path)(expanded)  # type: ignore[call-arg, return-value]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import trainstack as ts
 from tests.helpers.modules import REPRODUCIBLE, Classifier, arguments, numbers
@@ -236,6 +237,10 @@ def test_a_stack_that_was_made_by_hand_is_refused_by_the_trainer(tmp_path: Path)
     stack = Ends(Helped(ts.build_trainer_backend("sp")))
     with pytest.raises(ts.ConfigurationError, match="'Helped' overrides clip, and 'Ends' ends clip before"):
         ts.Trainer(Classifier(), arguments(tmp_path), trainer_backend=stack)
+    module = Classifier()
+    given = ts.TrainerBackendArguments(model=module, optimizers=[torch.optim.SGD(module.parameters())])
+    with pytest.raises(ts.ConfigurationError, match="'Helped' overrides clip"):
+        stack.init(given)
 
     ts.Trainer(Classifier(), arguments(tmp_path), trainer_backend=Ends(Super(ts.build_trainer_backend("sp"))))
 

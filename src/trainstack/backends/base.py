@@ -202,9 +202,7 @@ class TrainerBackend(ABC):
             ConfigurationError: the stack belongs to somebody else who is still there, or one of its layers would never
                 be called for a verb that it overrides.
         """
-        skipped = find_skipped([(layer.name or type(layer).__name__, layer) for layer in self.layers()])
-        if skipped is not None:
-            raise ConfigurationError(f"backend {self.spec!r}: {skipped.reason} Write {skipped.remedy}.")
+        self._refuse_skipped()
         current = self._owner() if self._owner is not None else None
         if current is not None and current is not owner:
             raise ConfigurationError(
@@ -212,6 +210,12 @@ class TrainerBackend(ABC):
                 f"build_trainer_backend({self.spec!r})."
             )
         self._owner = weakref.ref(owner)
+
+    def _refuse_skipped(self) -> None:
+        """Refuse a stack, perhaps one made by hand, in which a layer is not called for a verb that it overrides."""
+        skipped = find_skipped([(layer.name or type(layer).__name__, layer) for layer in self.layers()])
+        if skipped is not None:
+            raise ConfigurationError(f"backend {self.spec!r}: {skipped.reason} Write {skipped.remedy}.")
 
     # --- structure -----------------------------------------------------------------------------------------
 
@@ -301,6 +305,7 @@ class TrainerBackend(ABC):
 
     def init(self, args: TrainerBackendArguments) -> None:
         """Make the stack ready for `train_dl` and `validate_dl`, without a `Trainer`."""
+        self._refuse_skipped()
         make = TrainerBackend.runner_class
         if make is None:
             raise ConfigurationError(

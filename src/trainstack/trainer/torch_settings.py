@@ -53,10 +53,10 @@ def prepare_model(
             f"compile=True: {type(module).__name__} has no part with parameters that could be compiled. Put them into "
             "an nn.Module that the steps call, or leave compile out."
         )
-    for model in models:
-        if not _is_compiled(model):
-            _compile(model, options)
-    return CompiledModels(len(models))
+    chosen = [model for model in models if not _is_compiled(model)]
+    for model in chosen:
+        _compile(model, options)
+    return CompiledModels(len(chosen))
 
 
 def _models(module: nn.Module) -> Iterator[nn.Module]:
@@ -70,7 +70,9 @@ def _models(module: nn.Module) -> Iterator[nn.Module]:
 
 def _is_compiled(model: nn.Module) -> bool:
     """Whether the user has compiled it, by `Module.compile` or `torch.compile`. Names of torch 2.13.0."""
-    return getattr(model, "_compiled_call_impl", None) is not None or type(model).__name__ == "OptimizedModule"
+    call = getattr(model, "_compiled_call_impl", None)
+    by_earlier_run = getattr(call, "__module__", None) == __name__  # perhaps with other options
+    return (call is not None and not by_earlier_run) or type(model).__name__ == "OptimizedModule"
 
 
 def _compile(model: nn.Module, options: Mapping[str, Any]) -> None:
@@ -118,12 +120,18 @@ class CompiledModels:
         self._models, self._before = models, _compilations()
 
     @property
+    def is_in_vain(self) -> bool:
+        """Whether models were to be compiled, and none was."""
+        return bool(self._models) and self.counts is not None and not self.counts[0]
+
+    @property
     def counts(self) -> tuple[int, int] | None:
         """Graphs and recompilations; None where this version of torch does not tell."""
         now = _compilations()
         if now is None or self._before is None:
             return None
-        return now[0] - self._before[0], now[1] - self._before[1]
+        graphs, again = (max(0, after - before) for after, before in zip(now, self._before, strict=True))
+        return graphs, again  # torch._dynamo.reset() begins to count anew
 
     def describe(self) -> str:
         """The counts in words."""

@@ -338,7 +338,7 @@ class TestCompiling:
         assert len(graphs) == 1
         assert torch.allclose(weights(module), weights(plain), atol=1e-6)
         module.network.register_forward_hook(lambda *_: calls.append("hook"))
-        ts.Trainer(module, arguments(tmp_path, compile=True)).train()
+        ts.Trainer(module, arguments(tmp_path, compile={"backend": counting(graphs)})).train()
 
         assert calls == ["hook"] * 2
         assert list(module.get_state()) == list(plain.get_state())
@@ -396,7 +396,16 @@ class TestCompiling:
         before = module.network._compiled_call_impl
         train(module, tmp_path, compile={"backend": "eager"})
         assert module.network._compiled_call_impl is before
-        assert graphs
+        assert len(graphs) == 1
+
+    def test_a_second_run_compiles_with_its_own_options(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        first: list[Any] = []
+        second: list[Any] = []
+        module = OfNetwork("sequential", samples=8)
+        for folder, graphs in (("first", first), ("second", second)):
+            train(module, tmp_path / folder, compile={"backend": counting(graphs)})
+        assert (len(first), len(second)) == (1, 1)
+        assert "no graph" not in caplog.text
 
     def test_the_report_counts_graphs_and_recompilations(self, tmp_path: Path) -> None:
         data = 17  # so that the last batch is short

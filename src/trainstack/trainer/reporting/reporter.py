@@ -42,7 +42,7 @@ class Reporter:
         self._kind = "none" if args.disable_tqdm or not self._is_main else args.progress
         self.progress: ProgressDisplay = NoProgress()
         self._last_loss: float | None = None
-        self._epoch_began = 0.0
+        self._epoch_began, self._first_step = 0.0, 0
         self._recorder: RunRecorder | None = None
         self._clipping: ClippingCheck | None = None
 
@@ -56,7 +56,7 @@ class Reporter:
         """
         context, stack, plan = self._context, self._context.stack, data.plan
         self._clipping = ClippingCheck(work.clipping) if resume_step is None and self._is_main else None
-        arguments = context.args.to_dict()
+        arguments, self._first_step = context.args.to_dict(), resume_step or 0
         self.progress = build_progress(self._kind)
         self._writers.open(
             RunInfo(
@@ -188,8 +188,9 @@ class Reporter:
             status: "finished", "stopped", "interrupted" or "failed".
             reason: why it has not finished.
         """
-        compiled, made = self._context.compiled, self._context.state.global_step
-        if compiled is not None and made and compiled.counts is not None and not compiled.counts[0]:
+        compiled = self._context.compiled
+        trained = self._context.state.global_step > self._first_step and status in ("finished", "stopped")
+        if compiled is not None and compiled.is_in_vain and trained:
             self._log.warning(
                 "compile: no graph was compiled. What is compiled are calls of the module's parts, such as "
                 "self.model(inputs); other methods of a part, and calls of what it is made of, run as they are."
