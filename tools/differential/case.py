@@ -323,8 +323,10 @@ def _validation(dice: Dice, case: Case) -> dict[str, Any]:
 
 def _subscribers(dice: Dice, case: Case) -> dict[str, Any]:
     hooks = tuple((name, dice.one("none", "star", "named")) for name in dice.some(0.3, HOOKS))
-    subscribers = []
-    for event in dice.some(0.12, EVENTS):
+    subscribers, events = [], list(dice.some(0.12, EVENTS))
+    if case.weights == "some are zero" and "before_backward" not in events and dice.chance(0.5):
+        events.append("before_backward")  # which does not come for a batch that weighs nothing
+    for event in events:
         form = dice.one("callback", "function", "module")
         every = dice.mostly(None, 0.2, 2) if form == "function" else None
         once = dice.mostly(None, 0.2, 1, 2) if form == "function" and every is None else None

@@ -105,6 +105,7 @@ CLASSES: dict[str, Class] = {
     "parameters that leave within an epoch": _acts("remove a layer"),
     "parameters that are replaced": _acts("replace a parameter"),
     "parameters that are frozen or unfrozen by hand": _acts("freeze", "unfreeze"),
+    "batches that weigh nothing": _field("weights", "some are zero"),
     "memory that batches share": Class(
         lambda case: _accumulates(case) and (case.collate == "recycles" or case.data == "recycling loader"),
         lambda case: _WHOLE,

@@ -96,3 +96,38 @@ def test_predicting_uses_the_loaders_own_batches(tmp_path: Path) -> None:
     predicted = ts.Trainer(Sizes(), arguments(tmp_path)).predict(DataLoader(numbers(10), batch_size=4))
 
     assert predicted[0].tolist() == [4, 4, 2]
+
+
+class OwnLoader(DataLoader[Any]):
+    """Iterates in its own way, so that its order is its own, drawn from the generators of the process."""
+
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("limit", [8, 4])
+def test_a_resume_within_an_epoch_reads_the_rest_of_a_shuffled_loader(limit: int, tmp_path: Path) -> None:
+    class Shuffled(Classifier):
+        def __init__(self, last: int) -> None:
+            super().__init__(numbers(48), dropout=0.5)
+            self.last, self.seen = last, list[float]()
+
+        def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+            return OwnLoader(self.dataset, batch_size=batch_size, shuffle=True)
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if global_step > self.last:
+                raise KeyboardInterrupt
+            self.seen += batch[0][:, 0].tolist()
+            return super().train_step(global_step, batch, device)
+
+    options = {"gpu_batch_size_limit": limit, "checkpointer_args": ts.DefaultCheckpointerArguments(every_n_steps=1)}
+    whole, first, rest = Shuffled(6), Shuffled(3), Shuffled(6)
+    ts.seed_everything(5)
+    train(whole, tmp_path / "whole", **options)
+    ts.seed_everything(5)
+    with pytest.raises(KeyboardInterrupt):
+        train(first, tmp_path / "stopped", **options)
+    train(rest, tmp_path / "stopped", resume=True, **options)
+
+    assert first.seen + rest.seen == whole.seen
