@@ -35,8 +35,9 @@ NOT_FAST = ("distributed", "processes", "slow")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--fast`, for daily work."""
+    """`--fast`, for daily work, and `--long`, for `make test-long`."""
     parser.addoption("--fast", action="store_true", help=f"leave out tests that are marked {', '.join(NOT_FAST)}")
+    parser.addoption("--long", action="store_true", help="run tests that are marked long as well")
 
 
 @pytest.fixture(autouse=True)
@@ -104,11 +105,13 @@ def no_process_in_a_fast_test(request: pytest.FixtureRequest, monkeypatch: pytes
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none; under `--fast`, leave out what is slow or starts processes."""
-    if config.getoption("--fast"):
-        left_out = [item for item in items if any(item.get_closest_marker(name) for name in NOT_FAST)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+    """Leave out what the options leave out, put the longest first, and skip what needs a GPU where there is none."""
+    names = (*(NOT_FAST if config.getoption("--fast") else ()), *(() if config.getoption("--long") else ("long",)))
+    left_out = {item for item in items if any(item.get_closest_marker(name) for name in names)}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+    # Short tests fill the time in which the other workers of pytest-xdist end their last long one.
+    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in NOT_FAST))
     if torch.cuda.is_available():
         return
     for item in items:

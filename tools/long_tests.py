@@ -41,7 +41,7 @@ class Battery(NamedTuple):
 def batteries() -> list[Battery]:
     """All of them, in the order in which they run."""
     pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-    found = []
+    found = [Battery("long", (*pytest, "--long", "-m", "long", "tests"))]
     for seed in SEEDS:
         environment = {"TEST_SEED": str(seed)}
         found.append(Battery(f"contract-{seed}", (*pytest, "tests/contract"), environment))

@@ -223,6 +223,16 @@ LEVELS: dict[str, dict[str, Any]] = {
 }
 
 
+CONTRACT = ["tests/contract"]
+OTHERS = [
+    path.relative_to(ROOT).as_posix()
+    for folder in ("backends", "trainer")
+    for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))
+    if "from tests.helpers.specs import" in path.read_text(encoding="utf-8")
+]
+"""Files with tests that run through every stack."""
+
+
 @pytest.fixture(scope="session")
 def wheel() -> Path:
     place = ROOT / ".cache" / f"apex-{SHA256[:12]}"
@@ -247,11 +257,19 @@ def with_apex(wheel: Path, level: str, *command: str) -> subprocess.CompletedPro
 
 @pytest.mark.processes
 @pytest.mark.spec("PMB-15", "PMB-12", "F110", "F410")
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_layer_on_apex_itself(level: str, wheel: Path) -> None:
+@pytest.mark.parametrize(
+    ("level", "suites"),
+    [
+        ("O0", CONTRACT),
+        ("O1", [*CONTRACT, *OTHERS]),
+        ("O2", CONTRACT),
+        ("O3", []),
+        pytest.param("O0", OTHERS, marks=pytest.mark.long),
+    ],
+    ids=["O0", "O1", "O2", "O3", "O0, the other files"],
+)
+def test_the_layer_on_apex_itself(level: str, suites: list[str], wheel: Path) -> None:
     """The contract of every stack of one process, and `apex_checks`. O3 has only these: AdamW fails in float16."""
-    contract = ["tests/contract", "tests/backends/test_driving.py", "tests/trainer"]
-    suites = {"O0": contract, "O1": contract, "O2": contract[:1], "O3": []}[level]
     command = ["pytest", "-p", "tests.helpers.apex_plugin", "-p", "no:cacheprovider", "-q", "-k", "apex and not ddp"]
     done = with_apex(wheel, level, *command, "tests/helpers/apex_checks.py", *suites)
 
@@ -262,8 +280,9 @@ def test_the_layer_on_apex_itself(level: str, wheel: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.spec("F109", "FN-32")
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.long), "O2"])
 def test_a_new_process_goes_on_exactly_from_every_step(level: str, wheel: Path, tmp_path: Path) -> None:
+    """O2 has the state of O1, the loss scaler's, and float32 copies of the weights besides."""
     results: dict[str, str] = {}
     for what in ("unbroken", "resumed"):
         done = with_apex(wheel, level, "tests.helpers.apex_run", what, str(tmp_path))

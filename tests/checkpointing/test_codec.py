@@ -30,6 +30,7 @@ trees = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(trees)
 def test_any_tree_comes_back(tree: Any) -> None:
     assert same(through_json(tree), tree)

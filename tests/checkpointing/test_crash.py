@@ -143,7 +143,9 @@ def test_the_process_ends_before_any_call(
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
 @pytest.mark.parametrize("error", [FULL, Crash()], ids=["full", "crash"])
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "for good"])
-@pytest.mark.parametrize("in_background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize(
+    "in_background", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["foreground", "background"]
+)
 def test_any_call_fails(tmp_path: Path, name: str, error: BaseException, lasting: bool, in_background: bool) -> None:
     for point in POINTS:
         directory = tmp_path / str(point)

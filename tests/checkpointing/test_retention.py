@@ -109,6 +109,7 @@ def test_of_equal_values_the_first_stays_the_best(tmp_path: Path) -> None:
 VALUES = st.lists(st.one_of(st.none(), st.sampled_from([NAN, INF, -INF]), st.integers(-3, 3).map(float)), max_size=9)
 
 
+@pytest.mark.slow
 @pytest.mark.spec("F208", "F409")
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values=VALUES, last=st.integers(1, 3), best=st.integers(0, 3), mode=st.sampled_from(["min", "max"]))

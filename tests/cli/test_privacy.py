@@ -107,6 +107,7 @@ def test_noise_for_a_target(capsys: pytest.CaptureFixture[str]) -> None:
     assert 7.98 < found["prv"] <= 8.0
 
 
+@pytest.mark.slow
 def test_steps_within_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["steps", "--max-epsilon", "2", "--noise-multiplier", "1", "--sample-rate", "0.02", "--delta", "1e-3"]
     steps = steps_within(2.0, [], 1.0, 0.02, 1e-3)
@@ -137,6 +138,7 @@ def test_a_mistake_is_answered_in_one_line(words: list[str], reason: str, capsys
 SMALL = ["--delta", "1e-6", "--noise-multiplier", "2", "--batch-size", "100", "--dataset-size", "400"]
 
 
+@pytest.mark.slow
 def test_an_audit_prints_what_it_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     shown = ask(capsys, "audit", *SMALL).splitlines()
     assert shown[0] == "audit of sp-dp: noise multiplier 2, flat clipping, batches of 100 out of 400, 8 steps"
@@ -144,6 +146,7 @@ def test_an_audit_prints_what_it_looked_at(capsys: pytest.CaptureFixture[str]) -
     assert "not that it holds" in shown[-1]
 
 
+@pytest.mark.slow
 def test_an_audit_that_finds_something_says_so_with_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     with broken("no noise"):
         assert main(["privacy", "audit", *SMALL, "--json"]) == 1

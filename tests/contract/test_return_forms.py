@@ -184,17 +184,19 @@ def test_a_loss_of_another_shape_is_refused(spec: str, tmp_path: Path) -> None:
 
 @single_process
 @pytest.mark.parametrize("name", FORMS)
-def test_the_same_forms_give_a_loss_of_validation(name: str, spec: str, tmp_path: Path) -> None:
+def test_the_same_forms_give_a_loss_of_validation(name: str, spec: str) -> None:
     skip_what_apex_cannot_cast(name, spec)
+    assert len(validation_losses("tensor", spec)) == 1
+    assert validation_losses(name, spec) == validation_losses("tensor", spec)
 
+
+@functools.cache
+def validation_losses(name: str, spec: str) -> list[Any]:
     class Validates(Returns):
         def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
             return self.train_step(global_step, batch, device)
 
-    found = []
-    for form in (FORMS[name], FORMS["tensor"]):
-        module = Validates(form)
-        module.validates = True
-        found.append(train(module, tmp_path, backend=spec).history.get_metric_values("val/loss"))
-    assert found[0] == found[1]
-    assert len(found[0]) == 1
+    module = Validates(FORMS[name])
+    module.validates = True
+    with tempfile.TemporaryDirectory() as folder:
+        return train(module, Path(folder), backend=spec).history.get_metric_values("val/loss")

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import trainstack as ts
 from tests.helpers.patience import patience
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -40,22 +42,26 @@ def is_running(pid: int) -> bool:
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_demo_kills_resumes_and_finds_the_same_weights_twice_in_one_folder(tmp_path: Path) -> None:
+def test_the_demo_kills_resumes_and_finds_the_same_weights_whatever_its_folder_holds(tmp_path: Path) -> None:
     kept = tmp_path / "runs" / "demo" / "notes.txt"
-    kept.parent.mkdir(parents=True)
+    for name in ("sp", "warm-up", "interrupted"):  # what an earlier tour has left
+        left = ts.Checkpoint(module_interface_state={"w": torch.ones(2)}, global_step=46)
+        ts.write_checkpoint(left, kept.parent / name / "checkpoints", "checkpoint-000000046")
+        (kept.parent / name / "metrics.csv").write_text("of an earlier tour")
     kept.write_text("not the demo's")
-    for _ in range(2):
-        said = run(tmp_path, "demo.py", "--epochs", "2")
-        weights = re.findall(r"weights (\w{16})$", said, re.M)
-        assert len(weights) == 2
-        assert weights[0] == weights[1]
-        assert "The weights are the same bits." in said
-        assert "The metrics files are the same bytes." in said
-        assert "NOT THE SAME" not in said
-        resumed_after = int(re.search(r"'resumed after global step (\d+)'", said)[1])
-        assert 0 < resumed_after < 46
-        assert not [pid for pid in map(int, re.findall(r"process (\d+) ", said)) if is_running(pid)]
-        assert (tmp_path / "runs" / "demo" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+    said = run(tmp_path, "demo.py", "--epochs", "2")
+    weights = re.findall(r"weights (\w{16})$", said, re.M)
+    assert len(weights) == 2
+    assert weights[0] == weights[1]
+    assert "The weights are the same bits." in said
+    assert "The metrics files are the same bytes." in said
+    assert "NOT THE SAME" not in said
+    resumed_after = int(re.search(r"'resumed after global step (\d+)'", said)[1])
+    assert 0 < resumed_after < 46
+    assert not [pid for pid in map(int, re.findall(r"process (\d+) ", said)) if is_running(pid)]
+    assert (tmp_path / "runs" / "demo" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "earlier" not in (tmp_path / "runs" / "demo" / "sp" / "metrics.csv").read_text()
     assert kept.read_text() == "not the demo's"
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 

@@ -377,6 +377,7 @@ def test_its_state_holds_the_model_s_weights_under_model_and_it_can_be_copied_an
     assert torch.equal(weights(bare), weights(module))
 
 
+@pytest.mark.slow
 @pytest.mark.spec("PA-01", "PA-10")
 @pytest.mark.parametrize("spec", ["sp", "sp-amp", "ddp-amp"])
 def test_a_run_that_is_resumed_ends_with_the_same_bits(spec: str, tmp_path: Path) -> None:

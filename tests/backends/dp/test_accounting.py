@@ -20,6 +20,7 @@ SIGMAS = st.floats(0.4, 20)
 RATES = st.floats(1e-5, 1.0)
 STEPS = st.integers(1, 20_000)
 DELTAS = st.floats(1e-9, 0.1)
+EXAMPLES = settings().max_examples  # 2000 in `make test-long`; an example takes up to half a second
 both = pytest.mark.parametrize("accountant", ["prv", "rdp"])
 
 
@@ -60,20 +61,20 @@ def test_adding_a_record_shows_less_than_removing_one(sigma: float, q: float, ep
 # --- an upper bound behaves
 
 
-@settings(max_examples=40)
+@settings(max_examples=EXAMPLES // 5)
 @given(SIGMAS, RATES, STEPS, DELTAS)
 def test_more_steps_spend_more(sigma: float, q: float, steps: int, delta: float) -> None:
     assert epsilon_of([(sigma, q, steps)], delta, "rdp") <= epsilon_of([(sigma, q, 2 * steps)], delta, "rdp")
 
 
-@settings(max_examples=40)
+@settings(max_examples=EXAMPLES // 5)
 @given(SIGMAS, st.floats(1e-5, 0.5), STEPS, DELTAS)
 def test_larger_samples_spend_more(sigma: float, q: float, steps: int, delta: float) -> None:
     small, large = (epsilon_of([(sigma, rate, steps)], delta, "rdp") for rate in (q, 2 * q))
     assert small <= large * (1 + 1e-9)
 
 
-@settings(max_examples=40)
+@settings(max_examples=EXAMPLES // 5)
 @given(SIGMAS, RATES, STEPS, DELTAS)
 def test_more_noise_spends_less(sigma: float, q: float, steps: int, delta: float) -> None:
     loud, soft = (epsilon_of([(noise, q, steps)], delta, "rdp") for noise in (1.5 * sigma, sigma))
@@ -81,7 +82,7 @@ def test_more_noise_spends_less(sigma: float, q: float, steps: int, delta: float
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=EXAMPLES // 10)
 @given(st.floats(0.6, 4), st.floats(1e-4, 0.3), st.integers(1, 2000), st.floats(1e-7, 1e-3))
 def test_the_tighter_accountant_is_as_monotone(sigma: float, q: float, steps: int, delta: float) -> None:
     here = epsilon_of([(sigma, q, steps)], delta)

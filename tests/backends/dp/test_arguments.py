@@ -110,6 +110,7 @@ def test_a_delta_that_lets_a_record_be_published_is_refused(records: int, instea
     check_delta_for(float(instead), records)
 
 
+@pytest.mark.slow
 def test_noise_is_calibrated_for_all_planned_steps() -> None:
     plan, args = make_plan(target_epsilon=2.0, accountant="prv")
     assert plan.noise_multiplier == calibrate_noise(2.0, 1e-5, 0.02, 100)

@@ -94,7 +94,10 @@ def test_empty_samples_are_steps_like_others(tmp_path: Path) -> None:
     assert module.heard == 60 - drawn.count(0)  # there is nothing to hand over
 
 
-@pytest.mark.parametrize("mode", ["auto", "bookkeeping", "vmap", "hooks", "loop", "ghost"])
+@pytest.mark.parametrize(
+    "mode",
+    ["auto", "bookkeeping", *(pytest.param(m, marks=pytest.mark.slow) for m in ("vmap", "hooks", "loop", "ghost"))],
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_record_more_moves_what_is_released_by_no_more_than_the_limit(
     shape: str, mode: str, tmp_path: Path
@@ -155,6 +158,7 @@ def test_an_adaptive_limit_follows_the_quantile_and_comes_back_on_resume(tmp_pat
     assert again.privacy_statement().max_grad_norm == (limit,)
 
 
+@pytest.mark.slow
 def test_the_noise_of_an_adaptive_step_is_split_between_gradients_and_their_count(tmp_path: Path) -> None:
     """Andrew et al., theorem 1: sigma_g^-2 + (2 sigma_b)^-2 = sigma^-2."""
     module = Recorded(numbers(60), lr=0.0)

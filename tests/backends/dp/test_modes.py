@@ -61,6 +61,11 @@ AUTOMATIC = dict.fromkeys(SHAPES, "bookkeeping") | {
 CASES = [(mode, shape) for mode in MODES for shape in SHAPES]
 
 
+def marked(mode: str, shape: str) -> Any:
+    """A case; those of the modes that `grad_mode="auto"` takes last or never are slow."""
+    return pytest.param(mode, shape, marks=pytest.mark.slow if mode in ("hooks", "ghost") else ())
+
+
 def chosen(asked: str, shape: str, limit: float = 1.0, seed: int = 0) -> tuple[GradientMode, Any]:
     module, batches = make(shape, per_record=asked == "ghost")
     parameters = trained(module)
@@ -77,7 +82,7 @@ def distance(left: list[Tensor], right: list[Tensor]) -> float:
     return float(torch.sqrt(sum(((a - b) ** 2).sum() for a, b in zip(left, right, strict=True))))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("asked", "shape"), CASES)
+@pytest.mark.parametrize(("asked", "shape"), [marked(*case) for case in CASES])
 def test_a_mode_is_exact_or_refuses_by_name(asked: str, shape: str) -> None:
     if shape in REFUSED[asked]:
         with pytest.raises(Unsupported, match=REFUSED[asked][shape]):
@@ -92,7 +97,7 @@ def test_a_mode_is_exact_or_refuses_by_name(asked: str, shape: str) -> None:
         mode.close()
 
 
-@pytest.mark.parametrize(("asked", "shape"), [case for case in CASES if case[1] not in REFUSED[case[0]]])
+@pytest.mark.parametrize(("asked", "shape"), [marked(*case) for case in CASES if case[1] not in REFUSED[case[0]]])
 def test_one_record_changes_the_sum_by_at_most_the_limit(asked: str, shape: str) -> None:
     limit = 0.05
     mode, batches = chosen(asked, shape, limit)

@@ -29,6 +29,8 @@ from trainstack.checkpointing.decoding import StateDecoder
 from trainstack.checkpointing.manifest import parse
 from trainstack.errors import CheckpointMismatchError, PrivacyBudgetError, PrivacyError, PrivacyLedgerError
 
+pytestmark = pytest.mark.slow
+
 SAVING = ts.DefaultCheckpointerArguments(every_n_steps=5)
 NOISY = {"noise_multiplier": 1.0}
 

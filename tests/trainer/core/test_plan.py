@@ -175,6 +175,7 @@ def sizes_of(trainer: ts.Trainer, module: Hungry) -> tuple[int, int, int]:
     return by_name
 
 
+@pytest.mark.slow
 @pytest.mark.spec("PMT-18", "PMT-19")
 @pytest.mark.parametrize("limited", [False, True])
 def test_every_place_gives_the_same_sizes_after_fitting_and_after_a_longer_run(limited: bool, tmp_path: object) -> None:

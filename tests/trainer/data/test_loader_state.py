@@ -97,6 +97,7 @@ def test_the_rest_of_the_run_is_that_of_an_unbroken_one(
     assert agree(*unbroken_and_interrupted(make, tmp_path, stops, lasting=lasting))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lasting", [False, True])
 def test_random_numbers_drawn_for_a_sample_in_this_process_are_the_same(lasting: bool, tmp_path: Path) -> None:
     def augmented(data: Any, sampler: Any, size: int) -> Any:
@@ -116,6 +117,7 @@ def test_workers_that_read_ahead_do_not_move_the_place(make: Any, lasting: bool,
     assert agree(*unbroken_and_interrupted(make, tmp_path, (3, 7, 10), lasting=lasting))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [(5,), (6,)], ids=str)
 def test_an_epoch_that_is_cut_short_does_not_run_over_into_the_next(stops: tuple[int, ...], tmp_path: Path) -> None:
     """A cap of 4 steps: the epochs begin with the steps 1, 5 and 9."""

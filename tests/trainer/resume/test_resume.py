@@ -36,8 +36,15 @@ def in_a_fresh_process(*args: object) -> Any:
 
 @pytest.mark.processes
 @pytest.mark.spec("FN-32", "F204", "F403", "F404", "HZ-06", "PMT-12", "PMT-14")
-@pytest.mark.parametrize("backend", ["sp", "sp-amp"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("workers", "backend"),
+    [
+        (2, "sp"),
+        (0, "sp-amp"),
+        pytest.param(0, "sp", marks=pytest.mark.long),
+        pytest.param(2, "sp-amp", marks=pytest.mark.long),
+    ],
+)
 def test_resume_at_every_step_boundary_in_a_fresh_process(backend: str, workers: int, tmp_path: Path) -> None:
     """20 steps in 4 epochs with shuffling, dropout, augmentation, AdamW, a scheduler and validation."""
     unbroken = in_a_fresh_process("unbroken", tmp_path, backend, workers)

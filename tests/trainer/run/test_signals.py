@@ -374,7 +374,8 @@ def test_a_process_with_loader_workers_stops_in_good_order_when_the_whole_group_
     said = "Ctrl-C" if number == signal.SIGINT else number.name
     assert f"stopped by {said} after global step {info.global_step}. Saved {info.path}; to go on" in error
     assert len(error.splitlines()) < 20, error
-    assert last_line(script(tmp_path, 0)) == last_line_of_the_unbroken_script()
+    if number == signal.SIGTERM:  # the tests above resume after every signal, in this process
+        assert last_line(script(tmp_path, 0)) == last_line_of_the_unbroken_script()
 
 
 def last_line(process: subprocess.Popen[str]) -> str:

@@ -309,6 +309,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(state: dict[str, Any]) -
     assert history.get_metric_values("kept") == [1.0]
 
 
+@pytest.mark.slow
 def test_a_million_records_are_small_and_quick() -> None:
     history = RunHistory()
     started = time.process_time()
@@ -323,6 +324,7 @@ def test_a_million_records_are_small_and_quick() -> None:
     assert history.get_latest_metric("loss") == 0.5
 
 
+@pytest.mark.slow
 def test_the_state_of_a_million_records_is_three_tensors_and_is_made_and_restored_at_once() -> None:
     history = RunHistory()
     for step in range(1_000_000):
