@@ -80,8 +80,13 @@ class Carries(Classifier):
         return {**values, "transient": sorted(self._non_persistent_buffers_set), "shared": self.inner.shared.tolist()}
 
 
-@pytest.mark.parametrize("change", CHANGES)
+SOME = ["assigned anew", "in place", "resized", "registered in the step"]
+TRIALS = [("find_lr", change) for change in CHANGES]
+TRIALS += [(what, change) for what in ("fit_micro_batch", "sanity_val_steps") for change in SOME]
+
+
 class TestBuffers:
+    @pytest.mark.parametrize("change", CHANGES)
     def test_a_skipped_step_restores_them(self, change: str, tmp_path: Path) -> None:
         class Overflows(Carries):
             def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
@@ -104,8 +109,8 @@ class TestBuffers:
         assert modules[0].buffers_now() == modules[1].buffers_now()
         assert torch.equal(weights(modules[0]), weights(modules[1]))
 
-    @pytest.mark.parametrize("what", ["find_lr", "fit_micro_batch", "sanity_val_steps"])
-    def test_a_trial_restores_them(self, change: str, what: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("what", "change"), TRIALS)
+    def test_a_trial_restores_them(self, what: str, change: str, tmp_path: Path) -> None:
         class Validates(Carries):
             def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
                 if global_step == 0:

@@ -56,8 +56,10 @@ def warn_on_typos(callback: Callback, log: RunLogger) -> None:
     """Warn of methods that are called like an event, but for a slip."""
     known = [event.method for event in Event]
     for name in dir(type(callback)):
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.7) if name.startswith("on_") else []
-        if close and name not in known:
+        if not name.startswith("on_") or name in known:
+            continue
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+        if close:
             log.warning(
                 f"{type(callback).__name__}.{name} does not match any event and will never be called. "
                 f"Did you mean {close[0]!r}?"
