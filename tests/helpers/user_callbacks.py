@@ -21,10 +21,12 @@ def note(trainer: AbstractTrainer, name: str, value: float | torch.Tensor) -> No
 class Rates(ts.Callback):
     """As `LRMonitor`."""
 
+    def on_before_optimizer_step(self, trainer: AbstractTrainer) -> None:
+        self.used = [group["lr"] for group in trainer.optimizers[0].param_groups]
+
     def on_train_step_end(self, trainer: AbstractTrainer) -> None:
-        (optimizer,) = trainer.optimizers
-        for number, group in enumerate(optimizer.param_groups):
-            note(trainer, f"schedule/lr/{number}", group["lr"])
+        for number, rate in enumerate(self.used):
+            note(trainer, f"schedule/lr/{number}", rate)
 
 
 class Norms(ts.Callback):
