@@ -23,6 +23,7 @@ PLACE = ts.DistributedTrainingArguments(local_rank=0, global_rank=0, world_size=
 WRONG: dict[str, list[Any]] = {
     "epochs": [-1, 1.5, "1", True, None],
     "max_steps": [0, 1.5, -1, "all", True],
+    "max_time": [0, -1.0, "1h", "1:60:00", "", True, float("nan"), float("inf"), []],
     "train_batch_size": [0, -4, 2.0, None],
     "per_device_train_batch_size": [0, 1.5, "8"],
     "gpu_batch_size_limit": [0, 2.5, "8"],

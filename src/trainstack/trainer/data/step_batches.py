@@ -153,6 +153,9 @@ class CustomOrderSource:
         stream = iter(self.batches)
         for _ in islice(stream, batches_done * self.world_size):
             pass
+        return self._steps(stream)
+
+    def _steps(self, stream: Iterator[Any]) -> Iterator[StepBatches]:
         single = self.accumulation == self.world_size == 1
         for first in stream:
             if single:

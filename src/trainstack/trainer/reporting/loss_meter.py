@@ -147,6 +147,7 @@ class LossMeter:
             "epoch": self.epoch.get_state(),
             "last_norm": self.last_norm,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "rates": None if self.rates is None else [self.rates[0], [float(rate) for rate in self.rates[1]]],
         }
 
     def update_state(self, state: Mapping[str, Any]) -> None:
@@ -154,6 +155,8 @@ class LossMeter:
         self.entries = []
         self.interval, self.epoch = WeightedMean(*state["interval"]), WeightedMean(*state["epoch"])
         self.last_norm, self.skipped_in_a_row = state["last_norm"], state["skipped_in_a_row"]
+        rates = state.get("rates")
+        self.rates = None if rates is None else (rates[0], rates[1])
 
     def _count(self, entry: StepEntry, values: list[float], norm: float | None) -> None:
         if self._per_record_clipped:

@@ -159,6 +159,9 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
     run_micro_batches, before_update = _bind_micro_batches(loop), loop.bind(Event.BEFORE_OPTIMIZER_STEP)
     end_update, end_skip = _bind_step_end(loop)
     _drop_gradients(params.all)
+    collector = loop.epoch_outputs
+    if collector is not None:
+        collector.back_to_mark()
     for step_batches in with_fetch_events(steps, loop.bind):
         if buffers is not None:
             buffers.keep()
@@ -181,6 +184,8 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
         elif buffers is not None:
             buffers.restore()
         _advance(state, step_batches, moved)
+        if collector is not None:
+            collector.mark()
         meter.add_step(state, step_batches, losses, moved, norm)
         end_step()
         if state.global_step >= loop.next_due_step:
