@@ -63,7 +63,8 @@ class Carries(Classifier):
         self.change = change
         self.register_buffer("running", torch.zeros(6))
         self.register_buffer("view", self.running[2:4], persistent=False)
-        self.register_buffer("sparse", torch.zeros(6, 6).to_sparse(), persistent=False)
+        if change in (CHANGES["sparse"], CHANGES["sparse in place"]):
+            self.register_buffer("sparse", torch.zeros(6, 6).to_sparse(), persistent=False)
         self.register_buffer("seen", torch.zeros(0), persistent=False)
         self.register_buffer("first", torch.ones(6))
         self.register_buffer("last", None, persistent=False)
