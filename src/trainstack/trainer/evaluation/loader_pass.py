@@ -277,22 +277,20 @@ class LoaderPass:
         Over what all processes of `comm` have evaluated, as one sum and one weight.
         """
         values = self.stack.read(self._losses)
-        everyone = comm.gather([(v, w) for v, w in zip(values, self._weights, strict=True) if w])
-        return weighted_mean([pair for pairs in everyone for pair in pairs])
+        mine = [v * w for v, w in zip(values, self._weights, strict=True) if w]
+        everyone = comm.gather((mine, self._weights))
+        total = math.fsum(weight for _, weights in everyone for weight in weights)
+        return _divided_sum([value for parts, _ in everyone for value in parts], total) if total else None
 
 
-def weighted_mean(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """The mean of (value, weight) pairs; None without a weight, nan for inf and -inf together."""
-    total = math.fsum(weight for _, weight in pairs)
-    if not total:
-        return None
-    parts = [value * weight for value, weight in pairs]
+def _divided_sum(parts: Sequence[float], divisor: float) -> float:
+    """The exact sum of `parts` over `divisor`; nan for inf and -inf together."""
     try:
-        if math.isfinite(total) and all(map(math.isfinite, parts)):
-            return math.fsum(parts) / total
-    except OverflowError:
-        pass  # the sum is beyond a float, where the mean need not be
-    return sum(value * (weight / total) for value, weight in pairs)
+        return math.fsum(parts) / divisor
+    except ValueError:
+        return math.nan
+    except OverflowError:  # the sum is more than a float holds, where the quotient need not be
+        return sum(part / divisor for part in parts)
 
 
 def _count(batch: Any) -> float:
