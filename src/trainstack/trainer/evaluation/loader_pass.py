@@ -295,11 +295,11 @@ class LoaderPass:
         their sum.
         """
         values = self.stack.read(self._losses)
-        everyone = comm.gather([(v, w) for v, w in zip(values, self._weights, strict=True) if w])
-        pairs = [pair for mine in everyone for pair in mine]
-        if self._sums:
-            return sum(value for value, _ in pairs) if pairs else None
-        return weighted_mean(pairs)
+        mine = [v if self._sums else v * w for v, w in zip(values, self._weights, strict=True) if w]
+        everyone = comm.gather((mine, self._weights))
+        total = math.fsum(weight for _, weights in everyone for weight in weights)
+        parts = [value for one, _ in everyone for value in one]
+        return _divided_sum(parts, 1.0 if self._sums else total) if total else None
 
     def _count(self, batch: Any) -> float:
         try:
@@ -308,15 +308,12 @@ class LoaderPass:
             return math.nan
 
 
-def weighted_mean(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """The mean of (value, weight) pairs; None without a weight, nan for inf and -inf together."""
-    total = math.fsum(weight for _, weight in pairs)
-    if not total:
-        return None
-    parts = [value * weight for value, weight in pairs]
+def _divided_sum(parts: Sequence[float], divisor: float) -> float:
+    """The exact sum of `parts` over `divisor`; nan for inf and -inf together."""
     try:
-        if math.isfinite(total) and all(map(math.isfinite, parts)):
-            return math.fsum(parts) / total
-    except OverflowError:
-        pass  # the sum is beyond a float, where the mean need not be
-    return sum(value * (weight / total) for value, weight in pairs)
+        return math.fsum(parts) / divisor
+    except ValueError:
+        return math.nan
+    except OverflowError:  # the sum is more than a float holds, where the quotient need not be
+        return sum(part / divisor for part in parts)
+

@@ -78,6 +78,9 @@ class StepChecks:
 
     def _check_items(self, batch: Any) -> None:
         """Warn of what nothing takes of a batch, the first of the run."""
+        if "items" in self._said:  # a run that goes on after an exception
+            return
+        self._said.add("items")
         message = self._context.module._unused_items(batch, self._metrics.updates())
         if message is not None:
             self._context.log.warning(message)
