@@ -24,17 +24,25 @@ from tools.differential.case import Case, draw
 from tools.differential.classes import CLASSES, PENDING, classes_of, without
 from tools.differential.comparison import run_case
 
+MOST_NUMBERS = 20_000
+"""So many numbers without a case of a class end the search for one."""
+
 
 def cases_of(seed: int, names: Sequence[str] = (), *, workers: bool = False) -> Iterator[Case]:
     """The cases of `seed` in order; with `names` those of one of these classes, whether pending or not."""
+    found = 0
     for number in count():
+        if number - found > MOST_NUMBERS:
+            return
         case = draw(seed, number, workers=workers or "workers" in names)
         if not names:
+            found = number
             yield without(case, PENDING)
             continue
         others = [name for name in PENDING if name not in names]
         case = without(case, others)
         if set(names) & set(classes_of(case)):
+            found = number
             yield case
 
 

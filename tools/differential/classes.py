@@ -139,7 +139,7 @@ CLASSES: dict[str, Class] = {
     "a part in eval mode": _field("modes", "frozen part", "single layer"),
     "a trainable part in eval mode": _field("modes", "trainable part"),
     "indices of all dtypes": Class(
-        lambda case: case.data == "subset" and case.indices in ("int16", "uint16", "uint8"),
+        lambda case: case.data == "subset" and case.indices in ("int8", "int16", "uint8", "uint16", "uint32", "uint64"),
         lambda case: {"indices": "list"},
     ),
     "channels last": _field("data", "channels last", usual="tensors"),

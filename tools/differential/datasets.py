@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,9 +58,7 @@ INDEX_KINDS: dict[str, Callable[[list[int]], Any]] = {
     "tuple": tuple,
     "int64": lambda rows: np.array(rows, dtype=np.int64),
     "int32": lambda rows: np.array(rows, dtype=np.int32),
-    "int16": lambda rows: np.array(rows, dtype=np.int16),
-    "uint16": lambda rows: np.array(rows, dtype=np.uint16),
-    "uint8": lambda rows: np.array(rows, dtype=np.uint8),
+    **{kind: partial(np.array, dtype=kind) for kind in ("int8", "int16", "uint8", "uint16", "uint32", "uint64")},
     "list of numpy integers": lambda rows: list(np.array(rows, dtype=np.int64)),
     "tensor": torch.tensor,
     "int32 tensor": lambda rows: torch.tensor(rows, dtype=torch.int32),
