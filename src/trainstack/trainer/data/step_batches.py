@@ -160,7 +160,8 @@ class CustomOrderSource:
         for first in stream:
             if single:
                 count = _checked_count(self.weight_fn(first))
-                yield StepBatches(iter([(first, 1.0, True)]), _WHOLE, count)
+                weight = float(count > 0)
+                yield StepBatches(iter([(first, weight, True)]), (weight,), count)
             else:
                 step = StepBatches(iter(()))
                 step.micro_batches = self._micro_batches(step, first, stream)

@@ -316,4 +316,3 @@ def _divided_sum(parts: Sequence[float], divisor: float) -> float:
         return math.nan
     except OverflowError:  # the sum is more than a float holds, where the quotient need not be
         return sum(part / divisor for part in parts)
-
