@@ -196,7 +196,8 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
     """Forward and backward of a step's micro-batches, with every verb and hook looked up once; returns their losses."""
     stack, work, state = loop.stack, loop.work, loop.state
     accumulate, train, find = stack.accumulate, Stage.TRAIN, _loss_finder(loop)
-    forward, backward = with_batch_events(stack.forward, stack.backward, loop.bind)
+    backward = propagate_nonfinite(stack.backward) if loop.skip_nonfinite else stack.backward
+    forward, backward = with_batch_events(stack.forward, backward, loop.bind)
     plain = forward, backward
 
     def watch_passes(wrap: Callable[..., tuple[Any, Any]] | None) -> None:
@@ -205,7 +206,7 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
 
     loop.watch_passes = watch_passes
     observe = _bind_observers(loop)
-    must_join, skip = work.gradients_reduced_by is not None, loop.skip_nonfinite
+    must_join = work.gradients_reduced_by is not None
 
     def run_micro_batches(step_batches: StepBatches) -> list[Tensor]:
         number, losses = state.global_step + 1, list[Tensor]()
@@ -217,7 +218,7 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
                     loss = find(outputs)
                     value = loss.detach().clone()  # a copy: user code and optimizers may write to the loss later
                     if weight or must_join:  # the gradients of all processes meet in the backward pass
-                        backward(work, propagate_nonfinite(loss) if skip else loss, weight)
+                        backward(work, loss, weight)
                 if batch is EMPTY:
                     continue
                 losses.append(value)
@@ -361,9 +362,18 @@ def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def propagate_nonfinite(loss: Tensor) -> Tensor:
-    """`loss` with a gradient that is nan if `loss` is inf or nan.
+def propagate_nonfinite(backward: Callable[[Workload, Tensor, float], None]) -> Callable[..., None]:
+    """`backward` with gradients that are nan if the loss is inf or nan.
 
     So the norm of the gradients alone, which is the same on every process, tells whether a step is to be skipped.
     """
-    return loss * (1.0 + 0.0 * loss.detach())
+
+    def backward_with_check(work: Workload, loss: Tensor, weight: float) -> None:
+        factor = 1.0 + 0.0 * loss.detach()
+        handle = loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+        try:
+            backward(work, loss, weight)
+        finally:
+            handle.remove()
+
+    return backward_with_check
