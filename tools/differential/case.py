@@ -46,6 +46,7 @@ IN_VALIDATION = ("on_end_val_epoch", "validation_begin", "validation_end")
 ACTIONS: dict[str, tuple[str, ...]] = {
     "add a layer": (*BETWEEN_STEPS, "on_end_backward", "after_optimizer_step", "epoch_end", "log"),
     "remove a layer": BETWEEN_STEPS,
+    "remove a layer from the module alone": BETWEEN_STEPS,
     "replace a parameter": BETWEEN_STEPS,
     "add a parameter outside the module": ("on_end_train_step", "on_begin_train_epoch"),
     "freeze": (*BETWEEN_STEPS, "epoch_end", "on_end_backward", "train_batch_begin"),

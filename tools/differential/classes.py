@@ -103,6 +103,7 @@ CLASSES: dict[str, Class] = {
     "a write to the data of the loss's gradient": _field("loss_memory", "hook on the loss"),
     "parameters that come within an epoch": _acts("add a layer", "add a parameter outside the module"),
     "parameters that leave within an epoch": _acts("remove a layer"),
+    "parameters that leave the module alone": _acts("remove a layer from the module alone"),
     "parameters that are replaced": _acts("replace a parameter"),
     "parameters that are frozen or unfrozen by hand": _acts("freeze", "unfreeze"),
     "batches that weigh nothing": _field("weights", "some are zero"),

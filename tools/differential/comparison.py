@@ -81,7 +81,8 @@ def may_refuse(case: Case, error: Exception) -> bool:
         return False
     writes = {"write outputs", "log, then write"} & case.deeds or case.loss_memory == "kept by the user"
     written = bool(writes or case.val_memory) and "in place" in str(error)
-    outside = "add a parameter outside the module" in case.deeds and "parameter" in str(error)
+    deeds = {"add a parameter outside the module", "remove a layer from the module alone"}
+    outside = bool(deeds & case.deeds) and "parameters that the module does not have" in str(error)
     return written or outside
 
 

@@ -202,6 +202,7 @@ class Task:
         simple: dict[str, Callable[[], Any]] = {
             "add a layer": lambda: self.optimizers[0].add_param_group({"params": self.network.grow()}),
             "remove a layer": self._remove_layer,
+            "remove a layer from the module alone": self._pop_layer,
             "replace a parameter": self._replace_parameter,
             "add a parameter outside the module": self._add_outside,
             "freeze": lambda: self.network.trunk.requires_grad_(False),
@@ -220,18 +221,21 @@ class Task:
         }
         simple[what]()
 
-    def _remove_layer(self) -> None:
-        """Remove the newest part of the network, also from the optimizers."""
+    def _pop_layer(self) -> list[nn.Parameter]:
+        """Remove the newest part of the network; returns its parameters."""
         network = self.network
         if len(network.grown):
             part = network.grown[-1]
             del network.grown[-1]
         elif len(network.extras):
-            name = next(reversed(list(network.extras)))
-            part = network.extras.pop(name)
+            part = network.extras.pop(next(reversed(list(network.extras))))
         else:
-            return
-        gone = {id(p) for p in part.parameters()}
+            return []
+        return list(part.parameters())
+
+    def _remove_layer(self) -> None:
+        """Remove the newest part of the network, also from the optimizers."""
+        gone = {id(p) for p in self._pop_layer()}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for p in [p for p in group["params"] if id(p) in gone]:
