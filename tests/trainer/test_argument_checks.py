@@ -200,6 +200,17 @@ def test_a_resumed_path_that_is_not_there_is_refused_before_anything_is_loaded(t
         trainer.train()
 
 
+def test_a_checkpointer_may_have_names_of_its_own(tmp_path: Path) -> None:
+    class ById(ts.DefaultCheckpointer):
+        def load(self, resume: Any = None) -> ts.Checkpoint:
+            assert resume == "team/run-3"
+            return ts.Checkpoint()
+
+    args = arguments(tmp_path, resume="team/run-3")
+    saving = ts.DefaultCheckpointerArguments(save_dir=str(tmp_path / "checkpoints"))
+    ts.Trainer(Classifier(numbers(8)), args, checkpointer=ById(saving)).train()
+
+
 def test_another_process_leaves_it_to_the_main_one_to_find_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

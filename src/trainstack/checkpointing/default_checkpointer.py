@@ -53,7 +53,8 @@ class DefaultCheckpointer(AbstractCheckpointer):
                 looks, since only that one loads.
         """
         self._run_level = log_level
-        if isinstance(resume, bool) or not has_separator(os.fspath(resume)) or global_rank() != 0:
+        own_names = type(self).load is not DefaultCheckpointer.load
+        if isinstance(resume, bool) or own_names or not has_separator(os.fspath(resume)) or global_rank() != 0:
             return
         path = Path(resume).absolute()
         if not path.exists() and rule_at(path, self.args) is None:

@@ -94,12 +94,6 @@ def test_no_checkpoint_holds_a_state_that_is_not_finite(optimizer: Any, value: s
     assert all(torch.isfinite(tensor.float()).all() for tensor in values_in(state))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_states_of_a_healthy_run_are_saved(optimizer: Any, tmp_path: Path) -> None:
-    ts.Trainer(Breaks(optimizer, None), arguments(tmp_path, checkpointer_args=EVERY_STEP)).train()
-    assert len(ts.list_checkpoints(tmp_path / "checkpoints")) == 9
-
-
 def test_the_error_names_the_entry_and_its_parameter(tmp_path: Path) -> None:
     with pytest.raises(ts.NonFiniteError) as raised:
         ts.Trainer(Breaks(Lion, 4), arguments(tmp_path, clip_grads=False, checkpointer_args=EVERY_STEP)).train()
