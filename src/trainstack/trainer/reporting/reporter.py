@@ -105,7 +105,7 @@ class Reporter:
             self.history.update_metric("train/loss", loss)
         if meter.last_norm is not None:
             self.history.update_metric("train/grad_norm", meter.last_norm)
-        step, rates = meter.rates or (None, [])
+        (step, rates), meter.rates = meter.rates or (None, []), None
         if step != state.global_step:
             rates = learning_rates(optimizers)
         for position, rate in enumerate(rates):

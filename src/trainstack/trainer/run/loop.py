@@ -176,7 +176,7 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
             if before_update is not None:
                 before_update(work.optimizers)
             moved, end_step = stack.step(work), end_update
-        if state.global_step + 1 >= loop.next_due_step:  # perhaps a log point
+        if state.global_step + 1 >= loop.next_measured_step:  # a log point
             meter.keep_rates(state.global_step + 1, work.optimizers)  # before schedulers change them
         # Weights, schedulers and counters change together, before user code runs: a hook may raise.
         if moved:
