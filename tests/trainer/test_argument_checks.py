@@ -206,8 +206,9 @@ def test_a_checkpointer_may_have_names_of_its_own(tmp_path: Path) -> None:
             assert resume == "team/run-3"
             return ts.Checkpoint()
 
-    train_args = arguments(tmp_path, resume="team/run-3")
-    ts.Trainer(Classifier(numbers(8)), train_args, checkpointer=ById()).train()
+    args = arguments(tmp_path, resume="team/run-3")
+    saving = ts.DefaultCheckpointerArguments(save_dir=str(tmp_path / "checkpoints"))
+    ts.Trainer(Classifier(numbers(8)), args, checkpointer=ById(saving)).train()
 
 
 def test_another_process_leaves_it_to_the_main_one_to_find_a_checkpoint(
