@@ -171,39 +171,9 @@ CLASSES: dict[str, Class] = {
 }
 
 PENDING: dict[str, str] = {
-    "a view of a one-element parameter": "L-C1",
-    "a write to the data of the loss's gradient": "L-C1",
-    "parameters that come within an epoch": "L-C2",
-    "parameters that leave within an epoch": "L-C2",
-    "parameters that are replaced": "L-C2",
-    "memory that batches share": "L-C3",
-    "weights that are known after the last micro-batch": "L-C3",
-    "a loss that user code writes to later": "L-C4",
-    "a validation loss that user code writes to later": "L-C4",
-    "a loss that is scaled in a hook": "L-C4",
-    "workers": "L-C5",
-    "a loader with its own _get_iterator": "L-C6",
-    "a skipped step and an optimizer that counts calls": "L-S1",
-    "a skipped step and a buffer assigned anew": "L-S2",
-    "a trial and a buffer assigned anew": "L-S2",
-    "eval() in a hook": "L-S7",
-    "a part in eval mode": "E-C4",
-    "indices of all dtypes": "L-M2",
-    "torch's table of functions that collate": "L-M4",
-    "an overridden zero_grad": "L-M5",
-    "an overridden backward where steps may be skipped": "L-M5",
-    "the logged rates of schedulers": "L-M6",
-    "the order of loading and training": "L-C3",
-    "the last step of max_steps without clipping": "L-M10",
-    "no limit of the micro-batch": "W-3",
-    "an exception in a hook between steps": "L-S5",
-    "an exception within a step": "L-S5",
-    "an exception within a step that leaves traces": "L-S5",
-    "an exception around the update": "L-S5",
-    "an exception in a validation": "L-S5",
-    "an exception at the end of an epoch": "L-S5",
+    "an exception within a step that leaves traces": "docs/stopping.md: the step is made once more",
 }
-"""Classes that differ from the plain loop, and the finding that says why."""
+"""Classes that differ from the plain loop, and where the reason is."""
 
 
 def classes_of(case: Case) -> list[str]:
