@@ -181,6 +181,7 @@ PENDING: dict[str, str] = {
     "a loss that user code writes to later": "L-C4",
     "a validation loss that user code writes to later": "L-C4",
     "a loss that is scaled in a hook": "L-C4",
+    "outputs that user code writes to later": "L-C4",
     "workers": "L-C5",
     "a loader with its own _get_iterator": "L-C6",
     "a skipped step and an optimizer that counts calls": "L-S1",
