@@ -341,7 +341,7 @@ class PlainLoop:
     def _train_step(self, batches: Iterator[Any], total: float | None, epoch_outputs: list[Any] | None) -> None:
         case, task = self.case, self.task
         number = self.under_way = self.step + 1
-        buffers = Buffers(task.network) if case.skip else None
+        buffers = Buffers(task.network)
         step_outputs: list[Any] = []
         losses: list[float] = []
         counts: list[float] = []
@@ -365,8 +365,7 @@ class PlainLoop:
         moved = self._update(losses, counts)
         if not moved:
             self.skipped += 1
-            if buffers is not None:
-                buffers.restore()
+            buffers.restore()
         if moved:
             loss_of_step = sum(loss * (count / items) for loss, count in zip(losses, counts, strict=True) if count)
             self.window.append((loss_of_step * items, items))

@@ -317,6 +317,9 @@ def fast_lerp(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float, 
 
 # torch 2.13.0: the class that fetches from a map-style data set, in this process or in a worker.
 _MapFetcher = _private("utils.data._utils.fetch._MapDatasetFetcher")
+# torch 2.13.0: the class that iterates in this process, and the method that a subclass or a patch would replace.
+_SingleProcessIterator = _private("utils.data.dataloader._SingleProcessDataLoaderIter")
+_USUAL_NEXT = getattr(_SingleProcessIterator, "__next__", None)
 
 
 def fast_batches(loader: Any, *, enabled: bool = True) -> Iterator[Any]:
@@ -331,6 +334,8 @@ def fast_batches(loader: Any, *, enabled: bool = True) -> Iterator[Any]:
     if not enabled or type(loader) is not DataLoader or loader.num_workers or loader.pin_memory:
         return iterator
     if _MapFetcher is None or _profiling is None or _profiling():
+        return iterator
+    if type(iterator) is not _SingleProcessIterator or iterator.__next__.__func__ is not _USUAL_NEXT:  # type: ignore[attr-defined]
         return iterator
     # torch 2.13.0: the two parts of the iterator; their names are no promise either.
     indices: Any = getattr(iterator, "_sampler_iter", None)

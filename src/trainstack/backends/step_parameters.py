@@ -34,7 +34,7 @@ class StepParameters:
         self._module, self._optimizers = module, tuple(optimizers)
         self.frozen: dict[int, nn.Parameter] = {}
         self._held: list[nn.Parameter] = []
-        self._outside: frozenset[int] | None = None
+        self._known: set[int] | None = None
         self._module_changed = True
         self.refresh()
 
@@ -52,15 +52,16 @@ class StepParameters:
         self._held, self._module_changed = held, False
         own = {id(p): p for p in self._module.parameters()}
         optimized = {id(p): p for p in held}
-        outside = optimized.keys() - own.keys()
-        if self._outside is None:
-            self._outside = frozenset(outside)  # of a loop without a trainer, which refuses them
-        elif foreign := outside - self._outside:
+        # A trainer refuses parameters outside the module when it begins. One that the module has lost since is without
+        # gradient, and no optimizer moves it.
+        known = optimized.keys() if self._known is None else self._known
+        if foreign := optimized.keys() - own.keys() - known:
             shapes = [tuple(optimized[one].shape) for one in foreign]
             raise ModuleContractError(
                 f"an optimizer was given {len(foreign)} parameters that the module does not have, of shapes {shapes}: "
                 "no checkpoint would hold them. Assign them to the module first: self.extra = layer."
             )
+        self._known = {*own, *optimized}
         self.all, self.optimized = tuple({**own, **optimized}.values()), tuple(optimized.values())
 
     @contextmanager

@@ -151,6 +151,22 @@ def test_a_parameter_outside_the_module_is_refused_when_it_joins(tmp_path: Path)
         trainer.train()
 
 
+def test_a_parameter_that_the_module_has_lost_may_stay_in_the_optimizer(tmp_path: Path) -> None:
+    def lose(module: Changing) -> None:
+        module.more = nn.ModuleList()
+        module.change = None  # type: ignore[assignment]
+
+    modules = [Changing(lose, "step") for _ in range(2)]
+    for module in modules:
+        torch.manual_seed(1)
+        module.more.append(nn.Linear(3, 2))
+        module.optimizer.add_param_group({"params": module.more[-1].parameters()})
+    ts.Trainer(modules[0], arguments(tmp_path, train_batch_size=MICRO, gpu_batch_size_limit=1, epochs=1)).train()
+    by_hand(modules[1])
+
+    torch.testing.assert_close(modules[0].net.weight, modules[1].net.weight, rtol=0, atol=1e-6)
+
+
 class Decaying(torch.optim.Optimizer):
     """Counts its steps, and decays all parameters in each, with or without a gradient."""
 
@@ -208,6 +224,7 @@ def test_a_skipped_step_does_not_call_the_optimizer(kind: Any, tmp_path: Path) -
     trainer.train()
     for step, rows in enumerate(module.data.tensors[0].split(MICRO), 1):
         if step not in Skipping.poisoned:
+            plain.mean = 0.9 * plain.mean + 0.1 * rows.mean(0)
             plain.loss(rows, step).backward()
             plain.optimizer.step()
             plain.optimizer.zero_grad()
@@ -215,6 +232,7 @@ def test_a_skipped_step_does_not_call_the_optimizer(kind: Any, tmp_path: Path) -
     moved = STEPS - len(Skipping.poisoned)
     assert (module.optimizer.calls, trainer.state.skipped_steps) == (moved, len(Skipping.poisoned))
     assert torch.equal(module.net.weight, plain.net.weight)
+    assert torch.equal(module.mean, plain.mean)
     assert fired == ["before", "after"] * moved
 
 

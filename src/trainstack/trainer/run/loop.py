@@ -154,16 +154,16 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
     stack, state, step_schedulers = loop.stack, loop.state, loop.schedules.step
     work, params, meter = loop.work, loop.work.params, loop.meter
     params.refresh()
-    buffers = ModuleSnapshot(work.module) if loop.may_skip else None
+    buffers = ModuleSnapshot(work.module)
     clip, read, unmeasured = stack.clip, stack.read, work.without_grad_norm()
-    run_micro_batches, before_update = _bind_micro_batches(loop), loop.bind(Event.BEFORE_OPTIMIZER_STEP)
+    run_micro_batches, before_update = _bind_micro_batches(loop, buffers), loop.bind(Event.BEFORE_OPTIMIZER_STEP)
     end_update, end_skip = _bind_step_end(loop)
     _drop_gradients(params.all)
     collector = loop.epoch_outputs
     if collector is not None:
         collector.back_to_mark()
     for step_batches in with_fetch_events(steps, loop.bind):
-        if buffers is not None:
+        if loop.may_skip:
             buffers.keep()
         losses = run_micro_batches(step_batches)
         measured = loop.skip_nonfinite or state.global_step + 1 >= loop.next_measured_step
@@ -181,7 +181,7 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
         # Weights, schedulers and counters change together, before user code runs: a hook may raise.
         if moved:
             step_schedulers()
-        elif buffers is not None:
+        elif loop.may_skip or not step_batches.items > 0:
             buffers.restore()
         _advance(state, step_batches, moved)
         if collector is not None:
@@ -192,7 +192,7 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
             loop.on_due()
 
 
-def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]]:
+def _bind_micro_batches(loop: TrainLoop, buffers: ModuleSnapshot) -> Callable[[StepBatches], list[Tensor]]:
     """Forward and backward of a step's micro-batches, with every verb and hook looked up once; returns their losses."""
     stack, work, state = loop.stack, loop.work, loop.state
     accumulate, train, find = stack.accumulate, Stage.TRAIN, _loss_finder(loop)
@@ -206,18 +206,19 @@ def _bind_micro_batches(loop: TrainLoop) -> Callable[[StepBatches], list[Tensor]
 
     loop.watch_passes = watch_passes
     observe = _bind_observers(loop)
-    must_join = work.gradients_reduced_by is not None
 
     def run_micro_batches(step_batches: StepBatches) -> list[Tensor]:
         number, losses = state.global_step + 1, list[Tensor]()
         state.current_step, state.micro_batch, last = number, 0, False
         try:
             for batch, weight, last in step_batches.micro_batches:
+                if not weight and not losses:  # perhaps the step counts nothing, and moves nothing
+                    buffers.keep()
                 with accumulate(work, last):
                     outputs = forward(work, train, batch, number)
                     loss = find(outputs)
                     value = loss.detach().clone()  # a copy: user code and optimizers may write to the loss later
-                    if weight or must_join:  # the gradients of all processes meet in the backward pass
+                    if weight or work.gradients_reduced_by is not None:  # gradients of all processes meet there
                         backward(work, loss, weight)
                 if batch is EMPTY:
                     continue
