@@ -279,7 +279,7 @@ def test_gathering_and_printing_by_the_trainer() -> None:
 def test_explain_names_the_collectives() -> None:
     told = " ".join(ts.explain("ddp-amp").split())
 
-    assert "open ddp (ends here)" in told
+    assert "open ddp > sp" in told
     assert "forward ddp > amp > sp" in told
     assert "ddp one all-reduce a gradient bucket each global step" in told
     assert "what all processes do together" not in ts.explain("sp-amp")

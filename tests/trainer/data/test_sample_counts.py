@@ -30,6 +30,8 @@ COUNTED: dict[str, tuple[Any, int, bool]] = {
     "list of one tensor": ([X], 4, False),
     "tensor": (X, 4, False),
     "dict": ({"x": X, "y": Y}, 4, False),
+    "two loaders in a dict": ({"first": [X, Y], "second": [X, Y]}, 4, False),
+    "dict of tuples": ({"first": (X, X)}, 4, False),
     "dict with a number": ({"temperature": 0.5, "x": X}, 4, False),
     "array": (np.zeros((6, 2)), 6, False),
     "strings beside tensors": ((("a", "b", "c", "d"), X), 4, False),

@@ -33,17 +33,16 @@ def validation_unseen(adapter: Adapter, name: str, folder: Path) -> Verdict:
 
 @case("mode restored after validation")
 def mode_restored(adapter: Adapter, name: str, folder: Path) -> Verdict:
-    """2 epochs of 2 steps with validation: the model trains in training mode, and a part that the first pass puts into
-    eval mode, as a frozen part is, stays in it."""
+    """2 epochs of 2 steps with validation: the model trains in training mode, and a part that was put into eval mode
+    before training, as a frozen part is, stays in it."""
     modes: list[tuple[bool, bool]] = []
 
     def spy(net: Net, x: Tensor) -> None:
-        if not modes:
-            net.still.eval()
         modes.append((net.training, net.still.training))
 
     task = make_task(folder, data=Samples(8), epochs=2, validation=Samples(8))
     task.model.spy = spy
+    task.model.still.eval()
     adapter.train(task)
     if any(not whole for whole, _ in modes):
         return wrong("trains in eval mode after validation")

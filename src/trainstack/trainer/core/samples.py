@@ -114,17 +114,17 @@ def _lengths(item: Any, lists_are_fields: bool, nested: bool = False) -> Iterato
     if is_dataclass(item) and not isinstance(item, type):
         item = {f.name: getattr(item, f.name) for f in fields(item)}
     if isinstance(item, Mapping):
-        parts = list(item.values())
+        parts, within = list(item.values()), nested
     elif isinstance(item, list | tuple):
         if item and _has_one_item_a_sample(item):
             yield len(item)
             return
         _check_fields(item, lists_are_fields, nested)
-        parts = list(item)
+        parts, within = list(item), True
     else:
         return
     for part in parts:
-        yield from _lengths(part, lists_are_fields, True)
+        yield from _lengths(part, lists_are_fields, within)
 
 
 def _has_one_item_a_sample(items: list[Any] | tuple[Any, ...]) -> bool:

@@ -347,7 +347,8 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _advance(state: RunState, step_batches: StepBatches, updated: bool) -> None:
-    micro_batches = len(step_batches.weights) if step_batches.counted is None else step_batches.counted
+    # a process without samples counts the empty micro-batch, by which it joins the others
+    micro_batches = max(1, len(step_batches.weights)) if step_batches.counted is None else step_batches.counted
     state.micro_batch = 0
     state.global_step += 1
     state.steps_in_epoch += 1
