@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from operator import is_
 from typing import Any
 
 from torch import nn
@@ -33,7 +32,7 @@ class StepParameters:
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         self._module, self._optimizers = module, tuple(optimizers)
         self.frozen: dict[int, nn.Parameter] = {}
-        self._held: list[nn.Parameter] = []
+        self._ids: list[int] = []  # those of live objects, which `optimized` holds
         self._known: set[int] | None = None
         self._module_changed = True
         self.refresh()
@@ -46,10 +45,14 @@ class StepParameters:
         Raises:
             ModuleContractError: an optimizer was given a parameter that the module does not have.
         """
-        held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
-        if not self._module_changed and len(held) == len(self._held) and all(map(is_, held, self._held)):
+        ids: list[int] = []
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                ids += map(id, group["params"])
+        if ids == self._ids and not self._module_changed:
             return
-        self._held, self._module_changed = held, False
+        self._ids, self._module_changed = ids, False
+        held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         own = {id(p): p for p in self._module.parameters()}
         optimized = {id(p): p for p in held}
         # A trainer refuses parameters outside the module when it begins. One that the module has lost since is without

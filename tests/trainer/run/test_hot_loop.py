@@ -70,9 +70,10 @@ def test_nothing_is_read_back_between_log_points(
 ) -> None:
     """With bar, history, writers, hook, logged values and clipping: reads happen at steps 10, 20, 30 only.
 
-    Where gradients are on the CPU, clipping reads their norm, which waits for nothing; here it is not to.
+    Gradient norms and losses on the CPU are read at once, which waits for nothing; here they are not to.
     """
     monkeypatch.setattr(fast_paths, "MOST_ON_HOST", 0.0)
+    monkeypatch.setattr(fast_paths, "READS_ON_HOST", False)
     module = ReadsPerStep(numbers(8 * 40), scheduler=True)
     trainer = ts.Trainer(
         module,

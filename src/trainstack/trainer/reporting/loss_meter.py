@@ -26,7 +26,7 @@ class StepEntry(NamedTuple):
 
     Attributes:
         step, epoch, step_in_epoch: its place in the run; steps are counted from 1.
-        losses: of its micro-batches; 0-dim, detached, on the device.
+        losses: of its micro-batches; 0-dim, detached, on the device, or numbers.
         weights: the share of each of them.
         items: what its loss is a mean over.
         updated: whether it moved the weights.
@@ -36,7 +36,7 @@ class StepEntry(NamedTuple):
     step: int
     epoch: int
     step_in_epoch: int
-    losses: Sequence[Tensor]
+    losses: Sequence[Tensor | float]
     weights: Sequence[float]
     items: float
     updated: bool
@@ -85,7 +85,12 @@ class LossMeter:
         self.skipped_in_a_row = 0
 
     def add_step(
-        self, state: RunState, step_batches: StepBatches, losses: Sequence[Tensor], updated: bool, norm: Tensor | None
+        self,
+        state: RunState,
+        step_batches: StepBatches,
+        losses: Sequence[Tensor | float],
+        updated: bool,
+        norm: Tensor | None,
     ) -> None:
         """Remember a global step that `state` counts already; nothing is read."""
         place = (state.global_step, state.epoch, state.steps_in_epoch)
@@ -121,7 +126,7 @@ class LossMeter:
         weights = {} if self._weights is None else self._weights()
         maxima = fast_largest([weight.detach() for weight in weights.values()], enabled=self._fast_paths)
         largest = dict(zip(weights, self._read_values(maxima), strict=True))
-        losses = self._read_values([loss for entry in self.entries for loss in entry.losses])
+        losses = self._read_losses([loss for entry in self.entries for loss in entry.losses])
         grad_norms = self._read_values([entry.norm for entry in self.entries if entry.norm is not None])
         entries, self.entries = self.entries, []
         if self.on_norms is not None:
@@ -139,6 +144,11 @@ class LossMeter:
                     f"the weight {name!r} is inf or nan after {_place(entries[-1])}: in that step or in one before it, "
                     f"its gradient was. {_ADVICE}"
                 )
+
+    def _read_losses(self, losses: Sequence[Tensor | float]) -> list[float]:
+        tensors = [loss for loss in losses if isinstance(loss, Tensor)]
+        values = iter(self._read_values(tensors) if tensors else ())
+        return [next(values) if isinstance(loss, Tensor) else loss for loss in losses]
 
     def get_state(self) -> dict[str, Any]:
         """What was settled by the last `flush` since the last log point and over the epoch."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainstack.backends import EMPTY, TrainerBackend, Workload
 from trainstack.backends.clipping import scale_gradients
-from trainstack.backends.fast_paths import has_usual_zero_grad
+from trainstack.backends.fast_paths import fast_copy, has_usual_zero_grad
 from trainstack.backends.losses import find_loss
 from trainstack.stage import Stage
 from trainstack.trainer.core.intervals import NEVER
@@ -192,9 +192,9 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
             loop.on_due()
 
 
-def _bind_micro_batches(loop: TrainLoop, buffers: ModuleSnapshot) -> Callable[[StepBatches], list[Tensor]]:
+def _bind_micro_batches(loop: TrainLoop, buffers: ModuleSnapshot) -> Callable[[StepBatches], list[Tensor | float]]:
     """Forward and backward of a step's micro-batches, with every verb and hook looked up once; returns their losses."""
-    stack, work, state = loop.stack, loop.work, loop.state
+    stack, work, state, fast = loop.stack, loop.work, loop.state, loop.work.fast_paths
     accumulate, train, find = stack.accumulate, Stage.TRAIN, _loss_finder(loop)
     backward = propagate_nonfinite(stack.backward) if loop.skip_nonfinite else stack.backward
     forward, backward = with_batch_events(stack.forward, backward, loop.bind)
@@ -207,8 +207,8 @@ def _bind_micro_batches(loop: TrainLoop, buffers: ModuleSnapshot) -> Callable[[S
     loop.watch_passes = watch_passes
     observe = _bind_observers(loop)
 
-    def run_micro_batches(step_batches: StepBatches) -> list[Tensor]:
-        number, losses = state.global_step + 1, list[Tensor]()
+    def run_micro_batches(step_batches: StepBatches) -> list[Tensor | float]:
+        number, losses = state.global_step + 1, list[Tensor | float]()
         state.current_step, state.micro_batch, last = number, 0, False
         try:
             for batch, weight, last in step_batches.micro_batches:
@@ -217,7 +217,7 @@ def _bind_micro_batches(loop: TrainLoop, buffers: ModuleSnapshot) -> Callable[[S
                 with accumulate(work, last):
                     outputs = forward(work, train, batch, number)
                     loss = find(outputs)
-                    value = loss.detach().clone()  # a copy: user code and optimizers may write to the loss later
+                    value = fast_copy(loss, enabled=fast)  # user code and optimizers may write to the loss later
                     if weight or work.gradients_reduced_by is not None:  # gradients of all processes meet there
                         backward(work, loss, weight)
                 if batch is EMPTY:
@@ -306,7 +306,8 @@ def _bind_zero_gradients(work: Workload) -> Callable[[], None]:
 
     def zero_gradients() -> None:
         if not public:
-            _drop_gradients(params.all)
+            for parameter in params.all:
+                parameter.grad = None
             return
         for optimizer in public:
             optimizer.zero_grad()
