@@ -170,8 +170,10 @@ class Fetcher:
         plain = _plain_tensors(self.loader) if self._fast_paths else None
         if plain is not None:
             tensors, chosen = plain
-            rows = indices if chosen is None else (chosen[index] for index in indices)
-            return ([tensor[row] for tensor in tensors] for row in rows)
+            if chosen is None:
+                return ([tensor.index_select(0, row) for tensor in tensors] for row in indices)
+            rows = (chosen[index] for index in indices)
+            return ([tensor[row] for tensor in tensors] for row in rows)  # a `Subset` may have negative indices
         if self.loader.num_workers > 0 or (self.loader.pin_memory and torch.accelerator.is_available()):
             return self._from_workers(epoch, indices)
         return (self.load(epoch, index) for index in indices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, tee
+from itertools import chain, islice, repeat, tee
 from typing import Any
 
 import torch
@@ -125,14 +125,17 @@ class OrderedSource:
         batches = self.fetcher.batches(epoch, (index for share in ahead for index in share.micro_batches))
         largest_share = -(-self.order.global_batch // self.order.world_size)
         accumulation = -(-largest_share // self.order.micro_batch)
+        weights: dict[tuple[int, int, int], list[float]] = {}
         for share in shares:
             own = islice(batches, len(share.micro_batches))
-            sizes = [len(index) for index in share.micro_batches]
-            if self.weight_fn is None:
-                yield _known_step(own, sizes, share.samples)
-            else:
-                number = len(sizes) or 1
-                yield _weigh_step(own, number, self.weight_fn, accumulation, share.samples, self.comm)
+            number = len(share.micro_batches)
+            if self.weight_fn is not None:
+                yield _weigh_step(own, number or 1, self.weight_fn, accumulation, share.samples, self.comm)
+                continue
+            layout = number, len(share.micro_batches[-1]) if number else 0, share.samples  # the others are full
+            if layout not in weights:  # it is that of most steps
+                weights[layout] = [len(index) / share.samples for index in share.micro_batches]
+            yield _known_step(own, weights[layout], share.samples)
 
 
 @dataclass(slots=True)
@@ -208,17 +211,16 @@ class PreshardedSource:
             yield _weigh_step(own, self.accumulation, self.weight_fn, self.accumulation, 0, self.comm)
 
 
-_WHOLE, _LAST = (1.0,), (True,)
+_LAST = (True,)
 
 
-def _known_step(batches: Iterator[Any], sizes: Sequence[int], samples: int) -> StepBatches:
+def _known_step(batches: Iterator[Any], weights: Sequence[float], samples: int) -> StepBatches:
     """A step whose batches count as their samples; it has `samples` on all processes."""
-    if len(sizes) == 1 and sizes[0] == samples:
-        return StepBatches(zip(batches, _WHOLE, _LAST, strict=True), _WHOLE, samples, samples)
-    if not sizes:
+    if len(weights) == 1:
+        return StepBatches(zip(batches, weights, _LAST, strict=True), weights, samples, samples)
+    if not weights:
         return StepBatches(iter([(EMPTY, 0.0, True)]), (), samples, samples)
-    weights = [size / samples for size in sizes]
-    lasts = [False] * (len(sizes) - 1) + [True]
+    lasts = chain(repeat(False, len(weights) - 1), _LAST)
     return StepBatches(zip(batches, weights, lasts, strict=True), weights, samples, samples)
 
 
