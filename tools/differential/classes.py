@@ -1,4 +1,4 @@
-"""`CLASSES` names the kinds of trainings that once went wrong, and `PENDING` those that still do.
+"""`CLASSES` names the kinds of trainings that once went wrong, and `PENDING` those that differ as documented.
 
 The battery replaces a pending class by a similar training without it, so that everything else is still compared.
 """
