@@ -134,6 +134,7 @@ def test_losses_norms_and_checks_come_to_the_host_by_read_alone(
 ) -> None:
     """With skipping, validation and checkpoints: whatever turns a tensor into a number happens within `read`."""
     monkeypatch.setattr(fast_paths, "MOST_ON_HOST", 0.0)
+    monkeypatch.setattr(fast_paths, "READS_ON_HOST", False)
     stack = Notes(ts.build_trainer_backend("sp"))
     saving = ts.DefaultCheckpointerArguments()
     module = Classifier(numbers(32), validate=True)

@@ -425,6 +425,7 @@ def test_monitors_read_nothing_from_the_device_between_log_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fast_paths, "MOST_ON_HOST", 0.0)  # clip as on an accelerator
+    monkeypatch.setattr(fast_paths, "READS_ON_HOST", False)
     module = Classifier(numbers(8 * 30), scheduler=True)
     reads: list[int] = []
     all_of_them = [

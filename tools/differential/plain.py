@@ -348,9 +348,11 @@ class PlainLoop:
         estimate: float | None = None  # of the items of the step, where they are known only after its last micro-batch
         for batch in batches:
             counts.append(self._weigh(batch))
-            if total is None:
-                total = estimate = counts[0] * case.accumulation or 1.0
-            weight = counts[-1] / total
+            if total is None and counts[-1] > (estimate or 0.0):
+                if estimate:
+                    self._scale_gradients(estimate / (counts[-1] * case.accumulation))
+                estimate = counts[-1] * case.accumulation
+            weight = counts[-1] / (total or estimate or 1.0)
             outputs = self._forward_backward(number, batch, weight)
             loss = loss_in(outputs)
             losses.append(float(loss.detach()))

@@ -92,9 +92,9 @@ class Amp(AbstractTrainerBackendDecorator):
 
     def step(self, work: Workload) -> bool:
         overflowed = self.scaler.overflowed()
-        if overflowed is None:
+        if overflowed is None:  # no optimizer has a gradient, so there is nothing to unscale
             self.scaler.forget()
-            return False
+            return self.inner.step(work)
         moved = not overflowed and self.inner.step(work)
         self.scaler.update()
         return moved

@@ -156,7 +156,7 @@ class TrainerBackend(ABC):
         """Give back what `open` took. May be called twice."""
 
     def skip(self, work: Workload) -> None:  # noqa: B027 - most layers have nothing to do
-        """Called in place of `step` for a global step that moves nothing; its gradients are dropped already."""
+        """Called in place of `step` for a global step that moves nothing; its gradients are zeroed afterwards."""
 
     def begin_evaluation(self, work: Workload) -> None:  # noqa: B027 - most layers have nothing to do
         """Make what is evaluated the same on all processes, before each pass without training; all call it."""

@@ -79,16 +79,21 @@ class ModuleSnapshot:
 class _Value:
     """One tensor: the object, its memory and a copy of its value."""
 
-    __slots__ = ("copy", "memory", "plain", "tensor")
+    __slots__ = ("copy", "memory", "plain", "restorable", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         # `.data` shares the memory. Its shape does not change when the tensor is resized or gets other memory, and a
         # write to it does not raise the version of the tensor, which autograd compares.
         self.tensor, self.memory = tensor, tensor.data
-        self.copy = self.memory.clone()
+        without_values = tensor.layout is torch.strided and tensor.numel() > 0 == tensor.untyped_storage().nbytes()
+        self.copy = tensor.data.new_empty(0) if without_values else self.memory.clone()
         self.plain = (
-            type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.device.type != "meta"
+            type(tensor) in (Tensor, nn.Parameter)
+            and tensor.layout is torch.strided
+            and tensor.device.type != "meta"
+            and not without_values
         )
+        self.restorable = not without_values
 
     def keep(self) -> bool:
         """Keep the value of now in the same copy; False if it does not fit."""
@@ -98,17 +103,25 @@ class _Value:
         return True
 
     def restore(self) -> None:
+        if not self.restorable:
+            return
         if self.tensor.layout is torch.sparse_coo:  # the number of its values may have changed
             self.tensor.data = self.copy.clone()
             return
         if self.plain and self._moved:
             self.tensor.data = self.memory
-        self.memory.copy_(self.copy)
+        # What has not changed is not written: the memory may be read-only, or that of an expanded tensor.
+        if not (self.plain and torch.equal(_bytes(self.memory), _bytes(self.copy))):
+            self.memory.copy_(self.copy)
 
     @property
     def _moved(self) -> bool:
         """Whether the tensor has another memory, shape or dtype now."""
         return self.tensor.dtype is not self.memory.dtype or not self.tensor.is_set_to(self.memory)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _submodules(module: nn.Module) -> list[nn.Module]:

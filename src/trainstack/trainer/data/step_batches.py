@@ -37,6 +37,8 @@ class StepBatches:
         samples: samples on all processes together; 0 where unknown.
         counted: how many micro-batches counters count, where that is not how many there are.
         scale: the factor that turns the accumulated gradients into those of the mean loss.
+        rescale: a factor for the gradients accumulated so far, before the next micro-batch: the estimate has grown, so
+            that no weight exceeds 1. Larger ones could overflow in half precision.
     """
 
     micro_batches: Iterator[MicroBatch]
@@ -45,6 +47,7 @@ class StepBatches:
     samples: int = 0
     counted: int | None = None
     scale: float = 1.0
+    rescale: float = 1.0
 
     def settle(self, counts: Sequence[float], estimate: float, total: float) -> None:
         """Set what is known after the last micro-batch: `counts` items here, of `total` on all processes."""
@@ -173,18 +176,23 @@ class CustomOrderSource:
 
     def _micro_batches(self, step: StepBatches, first: Any, stream: Iterator[Any]) -> Iterator[MicroBatch]:
         number = self.accumulation * self.world_size
+        last_round = number - self.world_size
         counts: list[float] = []
-        estimate = 1.0
+        estimate = 0.0
         for position, batch in enumerate(chain([first], islice(stream, number - 1))):
             counts.append(_checked_count(self.weight_fn(batch)))
-            if not position:  # every process reads this batch, so all have the same estimate
-                estimate = counts[0] * number or 1.0
+            # Every process reads these batches, so all have the same estimate. It stays in the last round, in which
+            # the processes sum their gradients.
+            if counts[-1] > estimate and (not estimate or self.world_size == 1 or position < last_round):
+                step.rescale *= estimate / (counts[-1] * number) if estimate else 1.0
+                estimate = counts[-1] * number
             if position % self.world_size == self.rank:
-                yield batch, counts[-1] / estimate, position // self.world_size == self.accumulation - 1
+                weight = counts[-1] / estimate if counts[-1] else 0.0
+                yield batch, weight, position // self.world_size == self.accumulation - 1
         own = counts[self.rank :: self.world_size]
         if len(own) < self.accumulation and self.world_size > 1:
             yield EMPTY, 0.0, True
-        step.settle(own, estimate, math.fsum(counts))
+        step.settle(own, estimate or 1.0, math.fsum(counts))
 
 
 @dataclass(slots=True)
@@ -233,18 +241,23 @@ def _weigh_step(
     def micro_batches() -> Iterator[MicroBatch]:
         # The estimate has to be the same on all processes, since their gradients are summed. With one micro-batch a
         # process it is the total.
-        counts, total = list[float](), None
+        counts, first_total, estimate = list[float](), None, 0.0
         for position, batch in enumerate(batches):
             counts.append(_checked_count(weight_fn(batch)))
-            if total is None:
-                total = comm.sum(counts)[0]
-            yield batch, counts[-1] / (total * accumulation or 1.0), position == number - 1
-        if total is None:
-            total = comm.sum([0.0])[0]
-        estimate = total * accumulation or 1.0
+            if first_total is None:
+                first_total = comm.sum(counts)[0]
+                estimate = first_total * accumulation or (float(samples) if comm.size > 1 else 0.0)
+            if comm.size == 1 and counts[-1] > estimate:
+                step.rescale = estimate / (counts[-1] * accumulation) if estimate else 1.0
+                estimate = counts[-1] * accumulation
+            yield batch, counts[-1] / (estimate or 1.0), position == number - 1
+        if first_total is None:
+            first_total = comm.sum([0.0])[0]
+            estimate = first_total * accumulation or float(samples)
         if len(counts) < number and comm.size > 1:
             yield EMPTY, 0.0, True  # before the sum below: the others wait for this pass in theirs
-        step.settle(counts, estimate, total if accumulation == 1 else comm.sum([math.fsum(counts)])[0])
+        total = first_total if accumulation == 1 else comm.sum([math.fsum(counts)])[0]
+        step.settle(counts, estimate or 1.0, total)
 
     step.micro_batches = micro_batches()
     return step

@@ -62,6 +62,7 @@ class TrainLoop:
             every step.
         watch_passes: replaces the verbs `forward` and `backward` by what a function makes of them, from the next
             micro-batch of the epoch on; None for the bare verbs.
+        has_gradients: whether there may be gradients that no finished step has zeroed.
         failed_in: the micro-batch of its step, from 0, in which an exception was raised; None before, or elsewhere.
     """
 
@@ -99,6 +100,7 @@ class TrainLoop:
         self.step_outputs = OutputCollector(device=None) if hooks.step_outputs else None
         self.epoch_outputs = OutputCollector() if keep_epoch_outputs else None
         self.next_measured_step = 0
+        self.has_gradients = True
         self.on_due: Callable[[], None] = lambda: None
         self.next_due_step = NEVER
         self.failed_in: int | None = None
@@ -155,10 +157,11 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
     work, params, meter = loop.work, loop.work.params, loop.meter
     params.refresh()
     buffers = ModuleSnapshot(work.module)
-    clip, read, unmeasured = stack.clip, stack.read, work.without_grad_norm()
+    clip, unmeasured = stack.clip, work.without_grad_norm()
     run_micro_batches, before_update = _bind_micro_batches(loop, buffers), loop.bind(Event.BEFORE_OPTIMIZER_STEP)
     end_update, end_skip = _bind_step_end(loop)
-    _drop_gradients(params.all)
+    if loop.has_gradients:  # of before the run, or of a step that failed
+        _drop_gradients(params.all)
     collector = loop.epoch_outputs
     if collector is not None:
         collector.back_to_mark()
@@ -168,8 +171,7 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
         losses = run_micro_batches(step_batches)
         measured = loop.skip_nonfinite or state.global_step + 1 >= loop.next_measured_step
         norm = clip(work if measured else unmeasured)
-        if not step_batches.items > 0 or (loop.skip_nonfinite and _is_nonfinite(norm, read)):
-            _drop_gradients(params.all)
+        if not step_batches.items > 0 or (loop.skip_nonfinite and _is_nonfinite(loop, step_batches, losses, norm)):
             stack.skip(work)
             moved, end_step = False, end_skip
         else:
@@ -188,6 +190,7 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
             collector.mark()
         meter.add_step(state, step_batches, losses, moved, norm)
         end_step()
+        loop.has_gradients = False
         if state.global_step >= loop.next_due_step:
             loop.on_due()
 
@@ -209,11 +212,10 @@ def _bind_micro_batches(loop: TrainLoop, buffers: ModuleSnapshot) -> Callable[[S
 
     def run_micro_batches(step_batches: StepBatches) -> list[Tensor | float]:
         number, losses = state.global_step + 1, list[Tensor | float]()
-        state.current_step, state.micro_batch, last = number, 0, False
+        state.current_step, state.micro_batch, last, loop.has_gradients = number, 0, False, True
         try:
             for batch, weight, last in step_batches.micro_batches:
-                if not weight and not losses:  # perhaps the step counts nothing, and moves nothing
-                    buffers.keep()
+                _prepare_micro_batch(step_batches, weight, losses, work, buffers)
                 with accumulate(work, last):
                     outputs = forward(work, train, batch, number)
                     loss = find(outputs)
@@ -339,8 +341,31 @@ def _bind_end_train_step(loop: TrainLoop) -> list[Callable[[], None]]:
     return calls
 
 
-def _is_nonfinite(norm: Tensor | None, read: Callable[[Sequence[Tensor]], list[float]]) -> bool:
-    return norm is not None and not math.isfinite(read([norm])[0])
+def _prepare_micro_batch(
+    step_batches: StepBatches, weight: float, losses: Sequence[Any], work: Workload, buffers: ModuleSnapshot
+) -> None:
+    if not weight and not losses:  # perhaps the step counts nothing, and moves nothing
+        buffers.keep()
+    if step_batches.rescale != 1.0:
+        work.params.refresh()
+        scale_gradients(work.params.all, step_batches.rescale)
+        step_batches.rescale = 1.0
+
+
+def _is_nonfinite(
+    loop: TrainLoop, step_batches: StepBatches, losses: Sequence[Tensor | float], norm: Tensor | None
+) -> bool:
+    """Whether the norm is inf or nan or, on one process, a loss is: its gradient may be masked.
+
+    Several processes must agree, and have the norm in common only.
+    """
+    if norm is None:
+        return False
+    counted = [loss for loss, weight in zip(losses, step_batches.weights, strict=True) if weight]
+    values: Sequence[Tensor | float] = [norm, *counted] if loop.work.world.size == 1 else [norm]
+    numbers = [value for value in values if not isinstance(value, Tensor)]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return not all(map(math.isfinite, [*numbers, *loop.stack.read(tensors)]))
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
