@@ -116,6 +116,8 @@ def looks_summed(loss: Tensor, samples: int | None) -> bool:
             return True
         elif name == "Sum" and samples is not None:
             sizes = getattr(node, "_saved_self_sym_sizes", None)
-            if sizes and sizes[0] == samples:
+            summed = node.next_functions[0][0] if node.next_functions else None
+            weighted = summed is not None and summed.name().startswith(("Div", "Mul"))  # perhaps a weighted mean
+            if sizes and sizes[0] == samples and not weighted:
                 return True
     return False

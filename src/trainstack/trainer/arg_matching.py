@@ -222,6 +222,10 @@ def default_metric_inputs(outputs: Any, batch: Any) -> tuple[Any, ...] | dict[st
     return (*items, *target.values()) if len(items) == 1 else tuple(items)
 
 
+_OPTIONS_OF_LOSSES = frozenset({"ignore_index", "label_smoothing", "reduce", "reduction", "size_average"})
+"""Parameters of torch's loss functions that no item of a batch is for."""
+
+
 def unused_items_message(
     items: Mapping[str, Tensor], functions: Sequence[Callable[..., Any]], others: Sequence[Callable[..., Any]]
 ) -> str | None:
@@ -242,7 +246,12 @@ def unused_items_message(
         with suppress(ModuleContractError):
             taker = parameters_of(function)
             known.update(items if taker.takes_all else (*TARGETS, *taker.names))
-    free = {name: one.function for one in named for name in one.names if name not in items and name not in one.required}
+    free = {
+        name: one.function
+        for one in named
+        for name in one.names
+        if name not in items and name not in one.required and name not in _OPTIONS_OF_LOSSES
+    }
     unused = []
     for name in (name for name in items if name not in known):
         near = difflib.get_close_matches(name, free, n=1, cutoff=0.4)

@@ -21,7 +21,7 @@ from trainstack.trainer.arg_matching import (
     select_mappings,
     unused_items_message,
 )
-from trainstack.trainer.core.samples import IGNORED_LABEL, labels_in
+from trainstack.trainer.core.samples import IGNORED_LABEL, checked_weight, labels_in
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.schedulers.building import build_scheduler, is_scheduler
 from trainstack.trainer.schedulers.placeholders import resolve
@@ -204,7 +204,7 @@ class SupervisedModule(ModuleInterface):
             ModuleContractError: `loss_weight="labels"`, and the batch has no labels.
         """
         if callable(self.loss_weight):
-            return float(self.loss_weight(batch))
+            return checked_weight(self.loss_weight(batch))
         labels, shifted = self._labels(batch)
         count = None if self.loss_weight == "samples" else labels_in(labels, shifted=shifted)
         if count is not None:

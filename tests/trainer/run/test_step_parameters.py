@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainstack as ts
 from tests.helpers.modules import arguments
+from trainstack.trainer.core.module_snapshot import ModuleSnapshot
 
 STEPS, MICRO, AT = 8, 2, 3
 """Global steps, micro-batches in each, and the step at which something changes."""
@@ -266,3 +267,108 @@ def test_one_overflow_in_the_forward_pass_is_left_to_the_scaler(value: float, tm
 
     assert (trainer.state.skipped_steps, trainer.global_steps_finished) == (1, STEPS)
     assert all(map(math.isfinite, trainer.history.get_metric_values("train/loss")))
+
+
+@pytest.mark.parametrize("kind", ["read-only", "expanded", "without values"])
+def test_a_skipped_step_writes_no_buffer_that_has_not_changed(kind: str, tmp_path: Path) -> None:
+    class Holds(Skipping):
+        def __init__(self) -> None:
+            super().__init__()
+            table = torch.zeros(4)
+            if kind == "read-only":
+                table = torch.from_file(str(tmp_path / "table"), shared=False, size=4)
+            if kind == "expanded":
+                table = torch.zeros(1, 4).expand(3, 4)
+            self.register_buffer("table", table, persistent=False)
+            if kind == "without values":
+                table.untyped_storage().resize_(0)
+
+    (tmp_path / "table").write_bytes(bytes(16))
+    changes = {"train_batch_size": MICRO, "epochs": 1, "nonfinite": "skip", "clip_grads": False}
+    if kind == "without values":  # nothing else may look at it
+        changes["checkpointer_args"] = ts.DefaultCheckpointerArguments(checkpoint=False)
+    snapshot = ModuleSnapshot(Holds())
+    snapshot.keep()
+    snapshot.restore()
+    if kind != "without values":
+        assert ts.Trainer(Holds(), arguments(tmp_path, **changes)).train() is None
+
+
+def test_a_loss_that_is_not_finite_is_skipped_where_its_gradient_is_masked(tmp_path: Path) -> None:
+    class Masks(Changing):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            loss = super().train_step(global_step, batch, device)
+            return torch.where(loss > 1e9, loss, torch.full((), math.inf)) if global_step == 3 else loss
+
+    module = Masks(lambda module: None, "never")
+    trainer = ts.Trainer(module, arguments(tmp_path, train_batch_size=MICRO, epochs=1, nonfinite="skip"))
+    trainer.train()
+
+    assert trainer.state.skipped_steps == 1
+
+
+@pytest.mark.parametrize("counts", [[0, 900, 800, 700], [1, 900, 800, 700]])
+def test_weights_that_are_known_late_never_exceed_one(counts: list[int], tmp_path: Path) -> None:
+    class Counts(Changing):
+        number = -1
+
+        def batch_weight(self, batch: Any) -> float:
+            self.number += 1
+            return counts[self.number % 4]
+
+    seen: list[float] = []
+
+    class Notes(ts.AbstractTrainerBackendDecorator):
+        def backward(self, work: Any, loss: Tensor, weight: float) -> None:
+            seen.append(weight)
+            super().backward(work, loss, weight)
+
+    module, plain = (Counts(lambda module: None, "never") for _ in range(2))
+    changes = {"train_batch_size": 4, "gpu_batch_size_limit": 1, "epochs": 1, "clip_grads": False}
+    ts.Trainer(module, arguments(tmp_path, **changes), trainer_backend=Notes(ts.build_trainer_backend("sp"))).train()
+    for step, rows in enumerate(plain.data.tensors[0].split(4), 1):
+        sum(c / sum(counts) * plain.loss(row[None], step) for c, row in zip(counts, rows, strict=True)).backward()
+        plain.optimizer.step()
+        plain.optimizer.zero_grad()
+
+    assert max(seen) <= 1
+    torch.testing.assert_close(module.net.weight, plain.net.weight, rtol=0, atol=1e-5)
+
+
+def test_gradients_that_an_optimizer_keeps_at_zero_last_over_epochs(tmp_path: Path) -> None:
+    class Keeps(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            super().zero_grad(set_to_none=False)
+
+    class InTurn(Changing):
+        def loss(self, inputs: Tensor, step: int) -> Tensor:
+            return self.more[step % 2](inputs).square().mean()  # type: ignore[no-any-return]
+
+    modules = [InTurn(lambda module: None, "never") for _ in range(2)]
+    for module in modules:
+        torch.manual_seed(1)
+        module.more.extend(nn.Linear(3, 2) for _ in range(2))
+        module.optimizer = Keeps(module.more.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)  # type: ignore[assignment]
+    ts.Trainer(modules[0], arguments(tmp_path, train_batch_size=2, epochs=3, clip_grads=False)).train()
+    for step in range(3 * STEPS):
+        modules[1].loss(modules[1].data.tensors[0].split(2)[step % STEPS], step + 1).backward()
+        modules[1].optimizer.step()
+        modules[1].optimizer.zero_grad()
+
+    for ours, theirs in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_a_step_without_gradients_is_no_overflow(tmp_path: Path) -> None:
+    class Elsewhere(Changing):
+        def __init__(self) -> None:
+            super().__init__(lambda module: None, "never")
+            self.other = nn.Linear(3, 1)
+
+        def loss(self, inputs: Tensor, step: int) -> Tensor:
+            return self.other(inputs).mean()  # type: ignore[no-any-return]
+
+    trainer = ts.Trainer(Elsewhere(), arguments(tmp_path, train_batch_size=1, epochs=4, backend="sp-amp"))
+    trainer.train()
+
+    assert trainer.state.skipped_steps == 0

@@ -65,14 +65,20 @@ def checked_weight(weight: Any) -> float:
     """What `batch_weight` returned, as a float.
 
     Raises:
-        ModuleContractError: it is inf, nan or negative.
+        ModuleContractError: it is inf, nan or negative, or no number.
     """
-    if not 0 <= weight < math.inf:
+    try:
+        number = (
+            math.nan if isinstance(weight, str) else float(weight.detach() if isinstance(weight, Tensor) else weight)
+        )
+    except (TypeError, ValueError, RuntimeError):  # None, or a tensor of several elements
+        number = math.nan
+    if not 0 <= number < math.inf:
         raise ModuleContractError(
             f"batch_weight returned {weight!r}: return how many items the loss of the batch is a mean over, "
-            "a finite number >= 0."
+            "a finite number >= 0, such as (labels != -100).sum()."
         )
-    return float(weight)
+    return number
 
 
 IGNORED_LABEL = -100

@@ -16,6 +16,7 @@ from trainstack.backends import EMPTY, Communicator
 from trainstack.backends.workload import Draw, Sampling, TrainingSet
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.trainer.core.order import DataOrder
+from trainstack.trainer.core.samples import checked_weight
 from trainstack.trainer.data.loading import Fetcher
 from trainstack.trainer.data.torch_classes import is_usual, replaced_method
 
@@ -165,7 +166,7 @@ class CustomOrderSource:
         single = self.accumulation == self.world_size == 1
         for first in stream:
             if single:
-                count = _checked_count(self.weight_fn(first))
+                count = checked_weight(self.weight_fn(first))
                 weight = float(count > 0)
                 yield StepBatches(iter([(first, weight, True)]), (weight,), count)
             else:
@@ -180,7 +181,7 @@ class CustomOrderSource:
         counts: list[float] = []
         estimate = 0.0
         for position, batch in enumerate(chain([first], islice(stream, number - 1))):
-            counts.append(_checked_count(self.weight_fn(batch)))
+            counts.append(checked_weight(self.weight_fn(batch)))
             # Every process reads these batches, so all have the same estimate. It stays in the last round, in which
             # the processes sum their gradients.
             if counts[-1] > estimate and (not estimate or self.world_size == 1 or position < last_round):
@@ -243,7 +244,7 @@ def _weigh_step(
         # process it is the total.
         counts, first_total, estimate = list[float](), None, 0.0
         for position, batch in enumerate(batches):
-            counts.append(_checked_count(weight_fn(batch)))
+            counts.append(checked_weight(weight_fn(batch)))
             if first_total is None:
                 first_total = comm.sum(counts)[0]
                 estimate = first_total * accumulation or (float(samples) if comm.size > 1 else 0.0)
@@ -261,15 +262,6 @@ def _weigh_step(
 
     step.micro_batches = micro_batches()
     return step
-
-
-def _checked_count(count: Any) -> float:
-    if not 0 <= count < math.inf:
-        raise ModuleContractError(
-            f"batch_weight returned {count!r}: return how many items the loss of the batch is a mean over, "
-            "a finite number >= 0."
-        )
-    return float(count)
 
 
 def custom_batch_weight(module: Any) -> WeightFn | None:

@@ -206,10 +206,10 @@ class Run:
         if looks_summed(loss, None if samples is None else len(samples)):
             name, parts = type(self.module).__name__, self.data.plan.accumulation * self.world.size
             self.log.warning(
-                f"{name}.train_step returns a sum over samples, and a step is split into {parts} parts: their losses "
-                f"are averaged, so the loss and its gradient are about {parts} times smaller than those of the whole "
-                "batch. Return a mean, or write loss_reduction = 'sum' in the module to add the parts up; "
-                "loss_reduction = 'mean' leaves it as it is."
+                f"{name}.train_step seems to return a sum over samples, and a step is split into {parts} parts, whose "
+                f"losses are averaged: of a sum, the loss and its gradient are about {parts} times smaller than those "
+                "of the whole batch. If the loss is a mean already, write loss_reduction = 'mean' in the module; if it "
+                "is a sum, return a mean, or write loss_reduction = 'sum' to add the parts up."
             )
 
     def train_epoch(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
