@@ -316,9 +316,19 @@ class TrainerArguments(metaclass=SuggestsNames):
         """
         import yaml
 
+        class Loader(yaml.SafeLoader):
+            """Leaves `1:00:00` a string, which YAML 1.1 reads as a number of base 60."""
+
+        for kind in ("int", "float"):
+            usual = getattr(yaml.SafeLoader, f"construct_yaml_{kind}")
+
+            def construct(loader: Any, node: Any, usual: Any = usual) -> Any:
+                return node.value if ":" in node.value else usual(loader, node)
+
+            Loader.add_constructor(f"tag:yaml.org,2002:{kind}", construct)
         try:
             with open(path, encoding="utf-8") as file:
-                values = yaml.safe_load(file)
+                values = yaml.load(file, Loader)  # a `SafeLoader`
         except FileNotFoundError as error:
             raise ConfigurationError(f"there is no file {str(path)!r} to read arguments from.") from error
         except yaml.YAMLError as error:

@@ -82,3 +82,11 @@ def test_by_a_real_clock(tmp_path: Path) -> None:
     trainer = ts.Trainer(Endless(), arguments(tmp_path, max_steps=10**9, max_time=0.1))
     trainer.train()
     assert trainer.stop_reason == "max_time=0.1 is over"
+
+
+def test_a_time_in_a_yaml_file_is_no_number_of_base_60(tmp_path: Path) -> None:
+    path = tmp_path / "args.yaml"
+    path.write_text("max_time: 1:00:00:00\nepochs: 3\nlog_every: 0.5\n")
+    args = ts.TrainerArguments.from_yaml(path)
+
+    assert (args.max_time, args.epochs, args.log_every) == ("1:00:00:00", 3, 0.5)

@@ -256,3 +256,11 @@ def test_a_crumb_at_the_end_of_a_step_is_warned_about(
     train(Line(F.mse_loss), tmp_path, train_batch_size=21, gpu_batch_size_limit=limit)
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [said in text for text in warned] == ([True] if said else [])
+
+
+@pytest.mark.parametrize("name", ["splits_batches", "keep_modes"])
+def test_a_setting_of_the_module_that_is_no_bool_is_refused(name: str, tmp_path: Path) -> None:
+    module = Classifier(numbers(8))
+    setattr(module, name, "no")
+    with pytest.raises(ts.ConfigurationError, match=f"{name} is 'no'. Write"):
+        train(module, tmp_path)

@@ -196,7 +196,13 @@ class TrainingData:
         return MicroBatchInfo(number=position, count=count, samples=None if samples is None else tuple(samples))
 
     def _check_plan(self, plan: TrainingPlan) -> None:
-        if plan.accumulation > 1 and not getattr(self._module, "splits_batches", True):
+        splits = getattr(self._module, "splits_batches", True)
+        if not isinstance(splits, bool):
+            raise ConfigurationError(
+                f"{type(self._module).__name__}.splits_batches is {splits!r}. Write False if its batches must not be "
+                "split, or True."
+            )
+        if plan.accumulation > 1 and not splits:
             raise ConfigurationError(
                 f"{type(self._module).__name__}.splits_batches is False, and a step of {plan.process_batch} samples on "
                 f"each process would be split into {plan.accumulation} micro-batches of at most {plan.micro_batch}. "

@@ -355,6 +355,10 @@ class Run:
             ConfigurationError: the module keeps all modes, and the run is private.
         """
         module = self.module
+        if not isinstance(module.keep_modes, bool):
+            raise ConfigurationError(
+                f"{type(module).__name__}.keep_modes is {module.keep_modes!r}. Write True to keep all modes, or False."
+            )
         if self.stack.is_private:
             if module.keep_modes:
                 raise ConfigurationError(
