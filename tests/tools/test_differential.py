@@ -24,6 +24,8 @@ from trainstack.trainer.events.bus import Subscription
 from trainstack.trainer.schedulers.stepping import Schedules
 from trainstack.trainer.tracking.history import RunHistory
 
+pytestmark = pytest.mark.slow
+
 SEED = int(os.environ.get("TEST_SEED", "0"))
 PARTS, CASES = 4, 200
 MOST_TRIES = 40
