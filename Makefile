@@ -6,7 +6,7 @@ TORCH ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-input --constraint constraints.txt
-EXTRAS := dev,cli,demo,docs,dp,tensorboard
+EXTRAS := dev,demo,docs,dp,tensorboard
 
 # One thread a process: results do not depend on the machine, and parallel tests do not fight for cores.
 export OMP_NUM_THREADS = 1
@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-fast test-long check wheel bench bench-peers conformance conformance-peers kills differential docs lock clean help
+.PHONY: demo test test-fast test-long check wheel bench bench-peers conformance conformance-peers kills campaign two-jobs hostile differential docs lock clean help
 
 demo: .venv/.stamp ## train, interrupt and resume a small model, and show that the results agree
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -54,6 +54,15 @@ conformance-peers: .venv-peers/.stamp ## make .venv-peers, with the other traine
 
 kills: .venv/.stamp ## kill trainings at 200 random moments and compare what the resumed ones end with
 	$(BIN)/python -m tools.kills $(ARGS)
+
+two-jobs: .venv/.stamp ## start two jobs on one directory 50 times, with kills, stops and clock jumps; ARGS="--cases 5"
+	$(BIN)/python -m tools.two_jobs $(ARGS)
+
+hostile: .venv/.stamp ## read 20,000 hostile and 6,000 damaged checkpoints
+	$(BIN)/python -m tools.hostile_checkpoints $(ARGS)
+
+campaign: .venv/.stamp ## kill modules that keep state in many places, 120 times
+	$(BIN)/python -m tools.kills.campaign $(ARGS)
 
 differential: .venv/.stamp ## compare random trainings with a plain loop, bit by bit; ARGS="--cases 500 --seed 3"
 	$(BIN)/python -m tools.differential $(ARGS)

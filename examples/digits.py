@@ -96,6 +96,7 @@ def train(backend, epochs, output_dir, resume=False, **options):
         val_batch_size=360,
         output_dir=output_dir,
         resume=resume,
+        overwrite=not resume,  # of an earlier try in the same folder
         log_every=5,
         checkpointer_args=DefaultCheckpointerArguments(every_n_steps=10),
         **options,

@@ -121,6 +121,7 @@ def arguments(name, epsilon, output_dir, epochs=None, device="auto"):
         train_batch_size=task.batch_size,
         val_batch_size=5000,
         output_dir=output_dir,
+        overwrite=True,  # of an earlier try in the same folder; its privacy ledger stays
         device=device,
         writers=["csv"],
         progress="none",

@@ -46,9 +46,14 @@ def batteries() -> list[Battery]:
         environment = {"TEST_SEED": str(seed)}
         found.append(Battery(f"contract-{seed}", (*pytest, "tests/contract"), environment))
         found.append(Battery(f"distributed-{seed}", (*pytest, "-m", "distributed", "tests"), environment))
+        found.append(Battery(f"hostile-{seed}", ("-m", "tools.hostile_checkpoints", "--seed", str(seed))))
         found.append(Battery(f"kills-{seed}", ("-m", "tools.kills", "--seed", str(seed))))
+        found.append(Battery(f"campaign-{seed}", ("-m", "tools.kills.campaign", "--seed", str(seed))))
         random_cases = ("-m", "tools.differential", "--seed", str(seed))
         found.append(Battery(f"differential-{seed}", (*random_cases, "--cases", str(CASES))))
+        for size in ("2", "3"):
+            ranks = (*random_cases, "--cases", str(CASES // 10), "--ranks", size)
+            found.append(Battery(f"differential-{size}-ranks-{seed}", ranks))
         found.append(Battery(f"differential-workers-{seed}", (*random_cases, "--cases", str(CASES // 10), "--workers")))
         found.append(
             Battery(
@@ -58,6 +63,7 @@ def batteries() -> list[Battery]:
             )
         )
         found.append(Battery(f"all-{seed}", (*pytest, "--fast", "tests"), environment))
+    found.append(Battery("breaks", ("-m", "tools.kills.breaks")))
     return found
 
 

@@ -84,9 +84,9 @@ def use(python: Path, folder: Path) -> None:
     command = python.parent / "trainstack"
     subprocess.run([command, "explain", "sp-amp"], check=True, stdout=subprocess.DEVNULL, cwd=folder)
     (folder / "a.py").write_text("def a(): ...\n", encoding="utf-8")
-    refused = subprocess.run([command, "train", "a.py:a"], capture_output=True, text=True, check=False, cwd=folder)
-    if "pip install 'trainstack[cli]'" not in refused.stderr:
-        sys.exit(f"`trainstack train` without its extra said:\n{refused.stderr}")
+    refused = subprocess.run([command, "train", "a.py:b"], capture_output=True, text=True, check=False, cwd=folder)
+    if "no class or function is called 'b'" not in refused.stderr:
+        sys.exit(f"`trainstack train` of a name that there is not said:\n{refused.stderr}")
     with Runner(str(python)) as runner:
         for page in PAGES:
             blocks = blocks_of(page)

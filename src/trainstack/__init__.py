@@ -1,53 +1,76 @@
-"""trainstack trains PyTorch models: write one module, select one backend string, run it anywhere."""
+"""trainstack trains PyTorch models: write one module, select one backend string, run it anywhere.
 
-from typing import TYPE_CHECKING
+The first use of a name imports the packages, and with them torch. `import trainstack` alone costs nothing, so that the
+command line can answer without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from trainstack._lazy import gc_paused, lazy_imports
 
-with gc_paused():
+if TYPE_CHECKING:
     from trainstack import backends, checkpointing, errors, trainer
     from trainstack.backends import *  # noqa: F403
+    from trainstack.backends.privacy_statement import PrivacyStatement
     from trainstack.checkpointing import *  # noqa: F403
     from trainstack.errors import *  # noqa: F403
-    from trainstack.ranks import main_process_first, print_once, rank_zero_only
-
-if TYPE_CHECKING:
-    from trainstack.backends.privacy_statement import PrivacyStatement
     from trainstack.launching.launch import launch
+    from trainstack.ranks import main_process_first, print_once, rank_zero_only
     from trainstack.trainer import *  # noqa: F403
     from trainstack.verifying import Divergence, KillEvent, ResumeReport, verify_resume
 
-__getattr__ = lazy_imports(
-    __name__,
-    {
-        **dict.fromkeys(trainer.__all__, "trainstack.trainer"),
-        **dict.fromkeys(("KillEvent", "Divergence", "ResumeReport", "verify_resume"), "trainstack.verifying"),
-        "PrivacyStatement": "trainstack.backends.privacy_statement",
-        "launch": "trainstack.launching.launch",
-        "verifying": "trainstack.verifying",
-    },
-)
-
 __version__ = "0.1.0"
 
-__all__ = [
-    "Divergence",
-    "KillEvent",
-    "PrivacyStatement",
-    "ResumeReport",
-    "__version__",
-    "errors",
-    "launch",
-    "main_process_first",
-    "print_once",
-    "rank_zero_only",
-    "verify_resume",
-]
-__all__ += errors.__all__  # one statement a package: pyright evaluates this form alone
-__all__ += backends.__all__
-__all__ += checkpointing.__all__
-__all__ += trainer.__all__
+if TYPE_CHECKING:
+    __all__ = [
+        "Divergence",
+        "KillEvent",
+        "PrivacyStatement",
+        "ResumeReport",
+        "__version__",
+        "errors",
+        "launch",
+        "main_process_first",
+        "print_once",
+        "rank_zero_only",
+        "verify_resume",
+    ]
+    __all__ += errors.__all__  # one statement a package: pyright evaluates this form alone
+    __all__ += backends.__all__
+    __all__ += checkpointing.__all__
+    __all__ += trainer.__all__
+
+_PACKAGES = ("errors", "backends", "checkpointing", "trainer")
+_PLACES = {
+    **dict.fromkeys(("KillEvent", "Divergence", "ResumeReport", "verify_resume"), "trainstack.verifying"),
+    **dict.fromkeys(("main_process_first", "print_once", "rank_zero_only"), "trainstack.ranks"),
+    **{
+        name: f"trainstack.{name}"
+        for name in (*_PACKAGES, "launching", "verifying", "auditing", "cli", "ranks", "stage")
+    },
+    "PrivacyStatement": "trainstack.backends.privacy_statement",
+    "launch": "trainstack.launching.launch",
+}
+_get_own = lazy_imports(__name__, _PLACES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        return _get_own(name)
+    if name.startswith("_") and name != "__all__":  # what import and inspection ask each package for
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with gc_paused():
+        packages = [import_module(f"trainstack.{package}") for package in _PACKAGES]
+    if name == "__all__":
+        own = [public for public, place in _PLACES.items() if place != f"{__name__}.{public}"]
+        return [*own, "errors", "__version__", *(public for package in packages for public in package.__all__)]
+    found = next((package for package in packages if name in package.__all__), None)
+    if found is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(found, name)
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -15,6 +15,7 @@ TrainstackError
     ├── CheckpointNotFoundError (FileNotFoundError)
     ├── CheckpointDamagedError           a file is missing, truncated or altered
     ├── CheckpointMismatchError          an intact checkpoint of something else
+    ├── LeaseError                       another process owns the directory of the run
     ├── PrivacyLedgerError               the record of what a private run spent is missing, old or damaged
     └── UnsupportedStateError (TypeError) a value that the format cannot hold
 
@@ -36,6 +37,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "ConfigurationError",
     "LaunchError",
+    "LeaseError",
     "MissingExtraError",
     "ModuleContractError",
     "NonFiniteError",
@@ -131,6 +133,10 @@ class CheckpointMismatchError(CheckpointError):
     """An intact checkpoint, but of another model, backend or data set."""
 
 
+class LeaseError(CheckpointError):
+    """Another process owns the directory of the run, or has taken it over from this one."""
+
+
 class PrivacyLedgerError(CheckpointError):
     """The ledger of what a private run has spent is missing, older than the checkpoint, or damaged."""
 
@@ -140,7 +146,7 @@ class UnsupportedStateError(CheckpointError, TypeError):
 
 
 class Preempted(SystemExit):
-    """SIGTERM or SIGUSR1 stopped the training, and what was trained is saved.
+    """SIGTERM, SIGHUP or SIGUSR1 stopped the training, and what was trained is saved.
 
     Nobody catches a `SystemExit` by accident, so the process ends with `code` unless you catch it by name.
 

@@ -10,17 +10,20 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from trainstack._store import StoreSilentError, TimedStore
 from trainstack.errors import TrainstackError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _DONE = "done"
+
+_REQUEST_S = 120.0
+"""For one answer of the store. After an interruption of 25 s TCP may need as long again until it repeats a packet."""
 
 
 def global_rank() -> int:
@@ -74,9 +77,9 @@ def main_process_first(local: bool = False, *, timeout_s: float = 3600.0) -> Ite
     if not _has_group() or dist.get_world_size() == 1:
         yield True
         return
-    machines = exchange("machine", host_identity()) if local else []
+    machines = exchange("machine", host_identity(), timeout_s=timeout_s) if local else []
     first = machines.index(machines[dist.get_rank()]) if local else 0  # the lowest rank on this machine
-    store, key = _store(), f"{_next_key('first')}/{first}"
+    store, key = own_part("first", timeout_s), str(first)
     if dist.get_rank() != first:
         _wait_for_first(store, key, first, timeout_s)
         yield False
@@ -89,14 +92,25 @@ def main_process_first(local: bool = False, *, timeout_s: float = 3600.0) -> Ite
     store.set(key, _DONE)
 
 
-def exchange(subject: str, text: str) -> list[str]:
+def exchange(subject: str, text: str, *, timeout_s: float = 600.0) -> list[str]:
     """What every process of the group says on `subject`, by rank; all have to call it.
 
     It goes through the group's store, so it works with every backend, and before a device is chosen.
+
+    Raises:
+        TrainstackError: a process has not called it within `timeout_s`, or the store does not answer.
     """
-    store, key = _store(), _next_key(subject)
-    store.set(f"{key}/{dist.get_rank()}", text)
-    return [store.get(f"{key}/{rank}").decode() for rank in range(dist.get_world_size())]
+    store, size = own_part(subject, timeout_s), dist.get_world_size()
+    keys = [str(rank) for rank in range(size)]
+    store.set(keys[dist.get_rank()], text)
+    try:
+        return store.wait_for(keys, timeout_s, readers=size)
+    except TimeoutError as error:
+        missing = ", ".join(map(str, store.within(_REQUEST_S).missing(keys)))
+        raise TrainstackError(
+            f"rank {dist.get_rank()} has waited {timeout_s:g} s for what all {size} ranks say about {subject!r}; ranks "
+            f"without a word: {missing}. All have to make the same calls; look at the output of the missing ones."
+        ) from error
 
 
 def host_identity() -> str:
@@ -104,14 +118,13 @@ def host_identity() -> str:
     return f"{os.environ.get('GROUP_RANK', '')}@{socket.gethostname()}"
 
 
-def _wait_for_first(store: Any, key: str, first: int, timeout_s: float) -> None:
+def _wait_for_first(store: TimedStore, key: str, first: int, timeout_s: float) -> None:
     try:
-        store.wait([key], timedelta(seconds=timeout_s))
-        said = store.get(key).decode()
-    except Exception as error:
+        said = store.wait_for([key], timeout_s, readers=dist.get_world_size())[0]
+    except (TimeoutError, RuntimeError, StoreSilentError) as error:
         raise TrainstackError(
             f"main_process_first: rank {dist.get_rank()} waited for rank {first}, which has not come through within "
-            f"{timeout_s:g} s or is gone. Every process has to enter main_process_first; a longer wait is "
+            f"{timeout_s:g} s or is gone ({error}). Every process has to enter main_process_first; a longer wait is "
             "main_process_first(timeout_s=...)."
         ) from error
     if said != _DONE:
@@ -120,17 +133,16 @@ def _wait_for_first(store: Any, key: str, first: int, timeout_s: float) -> None:
         )
 
 
-def _next_key(subject: str) -> str:
-    """The same new name in every process, as long as all ask equally often. The store counts, so nothing is global.
+def own_part(subject: str, timeout_s: float = _REQUEST_S) -> TimedStore:
+    """A part of the group's store that no other call uses, the same in every process that calls equally often.
 
-    torch 2.13 keeps the store over torchrun's restarts: the restart is part of the name.
+    A request to it ends within `timeout_s`. The store counts, so nothing is global. torch 2.13 keeps the store over
+    torchrun's restarts: the restart is part of the prefix.
     """
+    # torch 2.13.0: there is no public way to the store
+    store = TimedStore(dist.distributed_c10d._get_default_store(), min(timeout_s, _REQUEST_S))
     prefix = f"trainstack/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{subject}"
-    return f"{prefix}/{_store().add(f'{prefix}/calls/{dist.get_rank()}', 1)}"
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()  # torch 2.13.0: there is no public way
+    return store.under(f"{prefix}/{store.add(f'{prefix}/calls/{dist.get_rank()}', 1)}")
 
 
 def _has_group() -> bool:

@@ -173,7 +173,7 @@ def test_memory_is_taken_once_and_given_back_at_the_end(tmp_path: Path, monkeypa
     commit = default_checkpointer.commit
 
     def recording(payload: Any, *args: Any) -> Path:
-        places.append([tensor.data_ptr() for tensor in (payload.model | payload.rest).values()])
+        places.append([tensor.data_ptr() for part in payload.parts.values() for _, tensor in part.tensors])
         return commit(payload, *args)
 
     monkeypatch.setattr(default_checkpointer, "commit", recording)

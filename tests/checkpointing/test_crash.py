@@ -99,6 +99,8 @@ def test_files_reach_the_disk_before_the_name_does(tmp_path: Path, monkeypatch: 
         "sync_file state.safetensors",
         "open_new state.json",
         "sync_file state.json",
+        "open_new index.json",
+        "sync_file index.json",
         "open_new MANIFEST.json",
         "sync_file MANIFEST.json",
         "sync_directory .tmp",

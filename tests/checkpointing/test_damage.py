@@ -19,7 +19,7 @@ from trainstack.checkpointing import (
 )
 from trainstack.errors import CheckpointDamagedError
 
-FILES = ("MANIFEST.json", "model.safetensors", "state.safetensors", "state.json")
+FILES = ("MANIFEST.json", "model.safetensors", "state.safetensors", "state.json", "index.json")
 
 
 @pytest.fixture

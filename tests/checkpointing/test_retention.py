@@ -35,6 +35,8 @@ NAN, INF = math.nan, math.inf
 
 
 def checkpointer(directory: Path, **fields: Any) -> DefaultCheckpointer:
+    """One that keeps everything unless `fields` say otherwise."""
+    fields = {"keep_last": None, "keep_best": 0, **fields}
     return DefaultCheckpointer(DefaultCheckpointerArguments(save_dir=str(directory), **fields))
 
 
@@ -66,8 +68,16 @@ def pointed(path: Path) -> int:
 # --- what remains ------------------------------------------------------------------------------------------
 
 
-def test_by_default_everything_is_kept(tmp_path: Path) -> None:
-    save_all(checkpointer(tmp_path), [3.0, 1.0, 2.0, None, NAN])
+def test_by_default_the_last_two_and_the_best_are_kept(tmp_path: Path) -> None:
+    saver = DefaultCheckpointer(DefaultCheckpointerArguments(save_dir=str(tmp_path)))
+    save_all(saver, [3.0, 1.0, 2.0, None, NAN])
+    assert steps(tmp_path) == {2, 4, 5}
+
+
+def test_without_keep_last_everything_is_kept(tmp_path: Path) -> None:
+    saver = DefaultCheckpointer(DefaultCheckpointerArguments(save_dir=str(tmp_path), keep_last=None))
+    assert saver.keeps_best_by is None
+    save_all(saver, [3.0, 1.0, 2.0, None, NAN])
     assert steps(tmp_path) == {1, 2, 3, 4, 5}
 
 
@@ -139,7 +149,7 @@ def test_retention_goes_on_with_what_earlier_processes_left(tmp_path: Path) -> N
     resumed = checkpointer(tmp_path, keep_last=1, keep_best=1)
     assert mark_of(resumed.load(True)) == 4
     resumed.begin_run(resumed=True)
-    assert steps(tmp_path) == {1, 2, 3, 4}
+    assert steps(tmp_path) == {2, 4}  # also what an interrupted run could not delete any more
     resumed.save(measured(5, 5.0), 5)
     assert steps(tmp_path) == {2, 5}
 
@@ -201,21 +211,16 @@ def test_a_run_that_begins_afresh_beside_an_earlier_ones_checkpoints_says_so(
     afresh.begin_run(resumed=False)
     (said,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     newest = tmp_path / "checkpoint-000000002"
-    assert said.startswith(f"{tmp_path} has 2 checkpoints of an earlier run. This run does not go on from there")
-    assert f"To go on from the newest write resume='{newest}'; to keep all give this run another output_dir" in said
+    assert said.startswith(f"{tmp_path} has 2 checkpoints of an earlier run. This run neither goes on from there nor")
+    assert f"To go on from the newest write resume='{newest}'; to keep runs apart give this one another" in said
     assert mark_of(checkpointer(tmp_path).load(newest)) == 2
     save_all(afresh, [7.0])
-    assert steps(tmp_path) == {1, 2}
-    assert list_checkpoints(tmp_path)[-1].metrics["val/loss"] == 7.0
-
-
-def test_while_it_cannot_be_told_what_is_an_earlier_runs_nothing_is_deleted(tmp_path: Path) -> None:
-    save_all(checkpointer(tmp_path), [1.0, 2.0])
-    saver = checkpointer(tmp_path, keep_last=1)
-    saver.begin_run(resumed=False)
-    (tmp_path / ".began-checkpoint.json").write_text("{")
-    save_all(saver, [3.0, 4.0], first=3)
-    assert steps(tmp_path) == {1, 2, 3, 4}
+    found = [(info.global_step, info.metrics["val/loss"]) for info in list_checkpoints(tmp_path)]
+    assert found == [(1, 1.0), (2, 2.0), (1, 7.0)]  # of the same step, the earlier run's is not replaced
+    assert list_checkpoints(tmp_path)[-1].name == f"checkpoint-000000001.{str(afresh.run_id)[:8]}"
+    save_all(afresh, [8.0])
+    found = [(info.global_step, info.metrics["val/loss"]) for info in list_checkpoints(tmp_path)]
+    assert found == [(1, 1.0), (2, 2.0), (1, 8.0)]  # its own is
 
 
 def test_a_pinned_checkpoint_remains_and_takes_nobodys_place(tmp_path: Path) -> None:
@@ -236,8 +241,8 @@ def test_a_pinned_step_that_is_saved_again_stays_pinned(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path)[0].metrics["val/loss"] == 0.5
     afresh = checkpointer(tmp_path, keep_last=1)
     afresh.begin_run(resumed=False)
-    save_all(afresh, [1.0, 2.0])  # writes over the earlier run's step 1
-    assert 1 not in steps(tmp_path)
+    save_all(afresh, [1.0, 2.0])  # its own step 1 is not pinned
+    assert [info.global_step for info in list_checkpoints(tmp_path)] == [1, 3, 2]
 
 
 def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:

@@ -61,12 +61,13 @@ def test_a_tensor_shared_between_states_is_stored_once_and_comes_back_shared(tmp
 def test_the_manifest_can_be_read_by_a_person(tmp_path: Path) -> None:
     path = write_checkpoint(make_checkpoint(1, step=3), tmp_path, "a")
     body = json.loads((path / "MANIFEST.json").read_text())
-    assert body["format_version"] == 1
+    assert body["format_version"] == 2
     assert (body["kind"], body["sequence"], body["name"], body["global_step"]) == ("checkpoint", 1, "a", 3)
     assert body["plan"] == {"train_batch_size": 8}
     assert body["created"].endswith("+00:00")
     assert body["versions"].keys() == {"trainstack", "torch", "numpy", "python"}
-    assert body["files"].keys() == {"model.safetensors", "state.safetensors", "state.json"}
+    assert body["files"].keys() == {"model.safetensors", "state.safetensors", "state.json", "index.json"}
+    assert body["hash"] == "xxh3_128"
     assert sorted(child.name for child in path.iterdir()) == sorted([*body["files"], "MANIFEST.json"])
 
 
@@ -123,10 +124,10 @@ def test_an_export_is_read_as_a_model_and_not_as_a_checkpoint(tmp_path: Path) ->
 
 def test_a_newer_format_is_refused_with_the_advice_to_upgrade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "FORMAT_VERSION", 2)
+        patch.setattr(manifest, "FORMAT_VERSION", 3)
         path = write_checkpoint(make_checkpoint(), tmp_path, "a")
     for use in (read_checkpoint, verify_checkpoint):
-        with pytest.raises(CheckpointMismatchError, match=r"format version 2.*Upgrade trainstack"):
+        with pytest.raises(CheckpointMismatchError, match=r"format version 3.*Upgrade trainstack"):
             use(path)
 
 
@@ -191,3 +192,11 @@ def test_states_are_those_of_the_moment_of_saving(tmp_path: Path) -> None:
     assert saved.module_interface_state is not None
     saved.module_interface_state["encoder.weight"].add_(1)
     assert mark_of(read_checkpoint(path)) == 2
+
+
+def test_empty_tensors_in_any_order_can_be_read(tmp_path: Path) -> None:
+    state = {name: torch.empty(0, dtype=torch.int64) for name in ("sizes", "steps", "epochs", "a")}
+
+    path = write_checkpoint(Checkpoint(history_state={**state, "one": torch.ones(1)}), tmp_path, "one")
+
+    assert set(read_checkpoint(path).history_state or {}) == {*state, "one"}

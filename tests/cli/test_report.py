@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -42,6 +43,19 @@ def test_metrics_alone_are_enough(tmp_path: Path) -> None:
     train(Classifier(), tmp_path, writers=["csv"], report=False, log_every=1)
     assert main(["report", str(tmp_path)]) == 0
     assert "train/loss" in (tmp_path / "report.html").read_text()
+
+
+def test_a_page_that_cannot_be_written_is_named_as_it_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(Classifier(), tmp_path / "run", writers=["csv"], report=False, log_every=1)
+    for output in (tmp_path, Path("/proc/x.html")):
+        assert main(["report", str(tmp_path / "run"), "--output", str(output)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"trainstack: {output} cannot be written: ")
+        assert said.count("\n") == 1
+    assert main(["report", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["written"] == str(tmp_path / "run" / "report.html")
 
 
 @pytest.mark.parametrize("there", [False, True])

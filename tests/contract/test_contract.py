@@ -48,8 +48,8 @@ def test_the_plan_and_the_counters_are_those_of_sp(spec: str, tmp_path: Path) ->
 @pytest.mark.spec("PA-08", "PMT-19")
 def test_accumulation_equals_the_large_batch(spec: str, tmp_path: Path) -> None:
     whole, parts = Classifier(), Classifier()
-    train(whole, tmp_path, backend=spec, train_batch_size=16, epochs=2)
-    train(parts, tmp_path, backend=spec, train_batch_size=16, epochs=2, gpu_batch_size_limit=4)
+    train(whole, tmp_path / "whole", backend=spec, train_batch_size=16, epochs=2)
+    train(parts, tmp_path / "parts", backend=spec, train_batch_size=16, epochs=2, gpu_batch_size_limit=4)
 
     assert (weights(whole) - weights(parts)).abs().max() <= TOLERANCE.get(spec.split("-")[-1], 1e-6)
     assert (weights(whole) - weights(Classifier())).abs().max() > 0.01
@@ -142,7 +142,7 @@ def test_validation_leaves_training_alone(spec: str, tmp_path: Path) -> None:
     for validate in (False, True):
         torch.manual_seed(3)
         module = Classifier(Noisy(), dropout=0.3, validate=validate)
-        train(module, tmp_path, backend=spec, epochs=2)
+        train(module, tmp_path / str(validate), backend=spec, epochs=2)
         results.append((weights(module), torch.rand(1).item(), module.training))
 
     assert torch.equal(results[0][0], results[1][0])

@@ -1,8 +1,6 @@
-"""Checkpoints that an earlier tree wrote resume under each backend string.
+"""Checkpoints of format version 1: their weights load, and a resume is refused.
 
-`checkpoints/SPEC` holds a run directory after 4 of 12 global steps, written before the source tree was reorganised, and
-the weights at the end of the same run without an interruption. `python -m tests.helpers.old_checkpoints FOLDER` writes
-such fixtures.
+`checkpoints/SPEC` holds a run directory after 4 of 12 global steps, as an earlier tree wrote it.
 """
 
 from __future__ import annotations
@@ -15,24 +13,54 @@ import torch
 
 import trainstack as ts
 from tests.helpers import old_checkpoints
+from trainstack.checkpointing.reading import read_states
+from trainstack.errors import CheckpointMismatchError
+
+SPECS = sorted(path.name for path in old_checkpoints.FOLDER.iterdir())
 
 
-@pytest.mark.parametrize("spec", sorted(path.name for path in old_checkpoints.FOLDER.iterdir()))
-def test_a_checkpoint_of_an_earlier_tree_resumes(spec: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("resume", [True, "auto", "path"])
+def test_a_resume_is_refused_with_the_version(spec: str, resume: bool | str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(old_checkpoints.FOLDER / spec, folder)
-    torch.manual_seed(77)
+    saving = ts.DefaultCheckpointerArguments(save_dir=str(folder / "checkpoints"))
+    wanted = folder / "checkpoints" / "checkpoint-000000004" if resume == "path" else resume
 
-    resumed = old_checkpoints.run(spec, folder, resume=True)
-
-    assert resumed.global_steps_finished == 12
-    expected = old_checkpoints.expected(spec)
-    for name, tensor in resumed.module.state_dict().items():
-        # Another CPU may round matrix products in another way. A wrong random state or order differs by 1e-3 or more.
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6, msg=f"{name} under {spec}")
+    with pytest.raises(CheckpointMismatchError, match=r"format version 1 .*init_weights_from="):
+        ts.DefaultCheckpointer(saving).load(wanted)
 
 
-def test_each_string_that_runs_on_a_cpu_has_a_fixture() -> None:
-    specs = {spec for spec in ts.legal_specs() if not spec.endswith("amp-apex")}
+@pytest.mark.parametrize("spec", SPECS)
+def test_weights_load(spec: str) -> None:
+    path = old_checkpoints.FOLDER / spec / "checkpoints" / "checkpoint-000000004"
+    ts.checkpointing.verify_checkpoint(path)
+    state = ts.read_model(path)
+    for mapped in (False, True):
+        found = ts.read_model(path, mapped=mapped)
+        assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    module = torch.nn.Module()
+    for name, tensor in state.items():
+        module.register_buffer(name.replace(".", "_"), torch.zeros_like(tensor))
+    report = ts.warm_start(module, {name.replace(".", "_"): tensor for name, tensor in state.items()}, strict=True)
+    assert report.is_complete
+    assert read_states(path)[1]["rank_states"] is None
 
-    assert specs == {path.name for path in old_checkpoints.FOLDER.iterdir()}
+
+def test_a_run_starts_from_old_weights(tmp_path: Path) -> None:
+    source = old_checkpoints.FOLDER / "sp" / "checkpoints" / "checkpoint-000000004"
+
+    trainer = old_checkpoints.run("sp", tmp_path / "run", init_weights_from=str(source))
+
+    assert trainer.global_steps_finished == 12
+
+
+def test_one_flipped_bit_of_an_old_file_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    shutil.copytree(old_checkpoints.FOLDER / "sp" / "checkpoints" / "checkpoint-000000004", path)
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[-9] ^= 4
+    (path / "model.safetensors").write_bytes(data)
+    for mapped in (False, True):
+        with pytest.raises(ts.errors.CheckpointDamagedError, match=r"model\.safetensors"):
+            ts.read_model(path, mapped=mapped)

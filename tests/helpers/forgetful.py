@@ -7,6 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+import trainstack as ts
 from tests.helpers.modules import Classifier
 
 _global_steps_seen = 0
@@ -59,3 +62,32 @@ class NeverTheSame(Slow):
 class Fails(Slow):
     def factor(self) -> float:
         raise ValueError("the data is gone")
+
+
+class Constant(Slow):
+    """Ends each step with the same weights, whatever it began with."""
+
+    def on_end_train_step(self, global_step: int, *outputs: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(1.0)
+
+
+class Forgetting(ts.Callback):
+    """Counts steps and tells, but does not take back what it told."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_train_step_end(self, trainer: Any) -> None:
+        self.steps += 1
+
+    def get_state(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def update_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def forgets_in_a_callback() -> tuple[ts.ModuleInterface, list[ts.Callback]]:
+    return Remembers(), [Forgetting()]

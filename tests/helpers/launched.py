@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import random
 import signal
@@ -66,15 +67,28 @@ def abort_at_exit(calls: Path) -> int:
     return rank()
 
 
-def fall_twice() -> tuple[int, float]:
+def hang() -> None:
+    """Each rank in another way."""
+    if rank() == 0:
+        time.sleep(600)
+    if rank() == 1:
+        ctypes.PyDLL(None).sleep(600)  # unlike CDLL it keeps Python's lock
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fall_twice(how: str = "between") -> tuple[int, float]:
     """Another rank is killed at each of the first two starts."""
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if start < 2 and (how == "all" or (how == "before" and rank() == start % 2)):
+        os.kill(os.getpid(), signal.SIGKILL)
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
-    if start < 2 and rank() == start % 2:
+    if start < 2 and rank() == start % 2 and how == "between":
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
+    if start < 2 and rank() == start % 2 and how == "after":
+        os.kill(os.getpid(), signal.SIGKILL)
     dist.destroy_process_group()
     return start, total.item()
 
@@ -138,3 +152,25 @@ def caught(who: int) -> str | None:
     except (OSError, ts.TrainstackError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def train_in_the_default_folder() -> tuple[str, int]:
+    """A training that is killed in its third step at the first start, and continues at the second."""
+    from tests.helpers.modules import Classifier, numbers
+
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
+    args = ts.TrainerArguments(
+        train_batch_size=8, epochs=2, log_every=1, progress="none", backend="ddp", resume="auto", writers=["csv"],
+        checkpointer_args=saving,
+    )  # fmt: skip
+    trainer = ts.Trainer(Classifier(numbers(16)), args)
+
+    @trainer.on(ts.Event.TRAIN_STEP_END)
+    def kill(_: ts.Trainer, step: int) -> None:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and trainer.state.global_step == 3 and rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.train()
+    found = str(trainer.output_dir), trainer.state.global_step
+    trainer.close()
+    return found

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.patience import patience
-from tests.helpers.rank_pool import RankPool
+from tools.ranks.pool import RankPool, world_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,7 +63,7 @@ def run_agents(
             f"--nproc-per-node={per_node}",
         ]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test", *extra]
-        command += ["-m", "tests.helpers.rank_process", name_of(function), json.dumps(options), folder]
+        command += ["-m", "tools.ranks.process", name_of(function), json.dumps(options), folder]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         agents = []
         for node in range(nodes):
@@ -107,14 +107,6 @@ def run_world(
         options: of the function.
     """
     with tempfile.TemporaryDirectory() as folder:
-        world = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
         errors = [Path(folder) / f"{rank}.stderr" for rank in range(size)]
         statuses = rank_pool().run(
             {
@@ -122,8 +114,8 @@ def run_world(
                 "options": options,
                 "folder": folder,
                 "places": [
-                    {"environment": {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}, "errors": str(errors[rank])}
-                    for rank in range(size)
+                    {"environment": environment, "errors": str(path)}
+                    for environment, path in zip(world_environment(size, free_port()), errors, strict=True)
                 ],
                 "timeout_s": patience(timeout),
                 "fresh": fresh,
@@ -153,4 +145,4 @@ def name_of(function: Callable[..., Any]) -> str:
 @functools.cache
 def rank_pool() -> RankPool:
     """The pool of this process: pytest-xdist has one for each of its workers."""
-    return RankPool(ROOT)
+    return RankPool(ROOT, ["tests.helpers.modules"])

@@ -47,7 +47,9 @@ def run(directory: Path, backend: str, workers: int, *, every_n_steps: int | Non
         validate=True,
         num_workers=workers,
     )
-    saving = ts.DefaultCheckpointerArguments(checkpoint=every_n_steps is not None, every_n_steps=every_n_steps)
+    saving = ts.DefaultCheckpointerArguments(
+        checkpoint=every_n_steps is not None, every_n_steps=every_n_steps, keep_last=None
+    )
     made = {"epochs": 4, "backend": backend, "gpu_batch_size_limit": 4, "log_every": 3, "checkpointer_args": saving}
     trainer = ts.Trainer(module, arguments(directory, **made, **changes))
     trainer.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -15,15 +16,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 import trainstack as ts
 from tests.helpers import launched, torchrun_script
 from tests.helpers.patience import patience
 from tests.helpers.processes import free_port
+from trainstack.launching import launch as launching
+from trainstack.launching.watchdog import WorkerWatchdog, launch_error
 
 pytestmark = pytest.mark.distributed
 
@@ -139,6 +145,30 @@ def test_a_rank_that_is_killed_is_named() -> None:
     assert (caught.value.rank, caught.value.exitcode) == (1, -9)
 
 
+def test_a_rank_that_leaves_with_exit_code_0_is_named(tmp_path: Path) -> None:
+    gone, stays = subprocess.Popen(["true"]), subprocess.Popen(["sleep", "60"])
+    gone.wait()
+    for rank, process in enumerate((stays, gone)):
+        folder = tmp_path / "run" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "pid").write_text(f"{process.pid} {rank} 0")
+    watch = WorkerWatchdog("fn", tmp_path, 0.0, None, set)
+    watch._poll()
+    watch._poll()  # the grace is over: the rest are killed
+
+    assert stays.wait() == -signal.SIGKILL
+    failed = RuntimeError()
+    failed.failures = {0: SimpleNamespace(exitcode=-9, pid=stays.pid, local_rank=0)}  # type: ignore[attr-defined]
+    for cause in (failed, None):
+        error = launch_error("fn", tmp_path, cause, None, watch, "")
+        assert (error.rank, error.exitcode) == (1, 0)
+        assert str(error) == (
+            f"launch(fn): rank 1 (process {gone.pid}) left with exit code 0 before its function had returned."
+        )
+    failed.failures = {1: SimpleNamespace(exitcode=-9, pid=gone.pid, local_rank=1)}  # type: ignore[attr-defined]
+    assert "was ended by SIGKILL" in str(launch_error("fn", tmp_path, failed, None, watch, ""))
+
+
 def test_a_process_that_aborts_after_its_work_has_done_its_work(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     calls.mkdir()
@@ -156,9 +186,92 @@ def test_killed_twice_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     pids.mkdir()
-    with pytest.raises(ts.LaunchError, match="still running after timeout_s=6"):
+    with pytest.raises(ts.LaunchError, match="still running after timeout_s=6") as caught:
         launch(launched.sleep, pids, nproc=1, timeout_s=6, grace_s=1)
+    assert f"\n  rank 0: sleep, at {launched.__file__}:" in str(caught.value) or not list(pids.iterdir())
     assert not any(is_running(int(path.name)) for path in pids.iterdir())
+
+
+def test_an_agent_that_waits_for_the_rendezvous_store_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request to the store of a lost host has no time limit (H-7)."""
+    called, lasts = threading.Event(), threading.Event()
+
+    def num_nodes_waiting(self: Any) -> int:
+        if list(pids.iterdir()):
+            called.set()
+            lasts.wait()
+        return 0
+
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", num_nodes_waiting)
+    monkeypatch.setattr(launching, "_STORE_S", 0.5)
+    try:
+        with pytest.raises(ts.LaunchError, match=r"the rendezvous at 127\.0\.0\.1:0 does not answer"):
+            ts.launch(launched.sleep, pids, nproc=1)
+        assert called.is_set()
+        assert not any(is_running(int(path.name)) for path in pids.iterdir())
+    finally:
+        release(lasts, monkeypatch)
+
+
+def release(lasts: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an agent that was given up come to its end, without what torch logs of it."""
+    for name in launching._LOGS_OF_FAILURE:
+        monkeypatch.setattr(logging.getLogger(name), "disabled", True)
+    lasts.set()
+    for thread in threading.enumerate():
+        if thread.name == "trainstack-launch-agent":
+            thread.join(patience(20))
+
+
+@pytest.mark.long
+def test_an_agent_that_does_not_notice_the_end_of_its_processes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    lasts = threading.Event()
+    monkeypatch.setattr(MultiprocessContext, "_poll", lambda self: lasts.wait())
+    monkeypatch.setattr(launching, "_SPARE_S", 1.0)
+    try:
+        with pytest.raises(ts.LaunchError, match="all processes have ended, and the agent did not notice"):
+            ts.launch(os._exit, 3, nproc=2)
+    finally:
+        release(lasts, monkeypatch)
+
+
+@pytest.mark.long
+def test_each_process_is_named_with_its_place_when_the_time_is_over(tmp_path: Path) -> None:
+    with pytest.raises(ts.LaunchError, match="still running after timeout_s=") as caught:
+        launch(launched.hang, nproc=3, timeout_s=patience(4), grace_s=1)
+    said = str(caught.value)
+    assert f"rank 0: hang, at {launched.__file__}:" in said
+    assert ": time.sleep(600)" in said
+    assert "ctypes.PyDLL(None).sleep(600)" in said, "it holds Python's lock"
+    assert "rank 2: does not answer; it has ended or is stopped" in said
+
+
+@pytest.mark.long
+def test_a_process_that_hangs_on_import_is_ended(tmp_path: Path) -> None:
+    text = """
+import os, time, trainstack
+from tests.helpers.launched import leave_by_exit
+if __name__ == "__main__":
+    trainstack.launch(leave_by_exit, None, nproc=2, grace_s=1, timeout_s=8)
+elif os.fork() == 0:
+    os._exit(0)
+else:
+    time.sleep(600)
+"""
+    began = time.monotonic()
+    printed = finish(script(tmp_path, text), 40)
+    assert "still running after timeout_s=8" in printed
+    assert time.monotonic() - began < patience(20)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["before", "after", "all"])
+def test_killed_at_other_moments_and_restarted(how: str) -> None:
+    assert launch(launched.fall_twice, how, max_restarts=2) == [(2, 2.0), (2, 2.0)]
 
 
 @pytest.mark.spec("FN-25")

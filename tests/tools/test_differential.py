@@ -1,4 +1,4 @@
-"""Random trainings by the library agree with a plain loop, and the battery finds a library that is broken."""
+"""Random trainings agree with a plain loop, and on several ranks with `sp`; both batteries find what is broken."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.patience import patience
+from tests.helpers.processes import free_port, rank_pool
 from tools.differential.__main__ import cases_of, main
 from tools.differential.case import draw
 from tools.differential.classes import CLASSES, PENDING, classes_of
 from tools.differential.comparison import run_case
+from tools.differential.rank_breaks import BREAKS
+from tools.differential.rank_cases import SIZES, depends_on_split, draw_for_ranks
+from tools.differential.rank_classes import RANK_CLASSES, RANK_PENDING, rank_classes_of
+from tools.differential.rank_command import chosen_cases
+from tools.differential.rank_comparison import RankBattery
 from trainstack.backends.single_process import SingleProcess
 from trainstack.trainer.evaluation.collector import OutputCollector
 from trainstack.trainer.events.bus import Subscription
@@ -28,6 +35,8 @@ pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 PARTS, CASES = 4, 200
+RANK_CASES = 60
+MOST_TRIES_ON_RANKS = 12
 MOST_TRIES = 40
 """A broken library has to show within so many trainings."""
 
@@ -208,6 +217,67 @@ def test_a_broken_library_is_found(
         pytest.skip(f"differs as documented: {PENDING[name]}")
     breaks(monkeypatch)
     assert any(run_case(case) for case in islice(cases_of(SEED, [name] if name else []), MOST_TRIES))
+
+
+# --- several ranks
+
+
+@pytest.fixture(scope="module")
+def battery() -> RankBattery:
+    return RankBattery(rank_pool(), patience, free_port)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size", SIZES)
+def test_random_trainings_on_several_ranks_equal_one_process(size: int, battery: RankBattery) -> None:
+    differ = []
+    for chosen in islice(chosen_cases(SEED, size), RANK_CASES // len(SIZES)):
+        found = battery.run(chosen)
+        if found:
+            differ.append("\n".join([chosen.case().describe(), *found[:3]]))
+    assert not differ, "\n\n".join(differ[:3])
+
+
+QUICKLY_FOUND = ("gives_unused_parameters_zeros", "wraps_once", "keeps_outputs_of_borrowed_batches")
+"""The breaks that `make test` tries; `make test-long` tries all."""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "name", [name if name in QUICKLY_FOUND else pytest.param(name, marks=pytest.mark.long) for name in BREAKS]
+)
+def test_a_broken_ddp_is_found(name: str, battery: RankBattery) -> None:
+    shown_by = BREAKS[name][1]
+    cases = islice(chosen_cases(SEED, 2, [shown_by] if shown_by else []), MOST_TRIES_ON_RANKS)
+    assert any(battery.run(chosen, name) for chosen in cases)
+
+
+@pytest.mark.processes
+def test_a_training_on_ranks_is_simplified_as_long_as_it_differs(battery: RankBattery) -> None:
+    cases = chosen_cases(SEED, 2, ["parameters that not each step uses"])
+    chosen = next(one for one in cases if battery.run(one, "gives_unused_parameters_zeros"))
+    simple = battery.shrink(chosen, "gives_unused_parameters_zeros", ["hooks", "subscribers", "epochs"])
+
+    assert simple.simplest
+    assert battery.run(simple, "gives_unused_parameters_zeros")
+    assert battery.run(simple) == []
+
+
+def test_trainings_on_ranks_depend_on_seed_number_and_size_alone() -> None:
+    drawn = [draw_for_ranks(3, number, size) for number in range(30) for size in SIZES]
+    assert [draw_for_ranks(3, number, size) for number in range(30) for size in SIZES] == drawn
+    assert len({case.describe() for case in drawn}) == len(drawn)
+
+
+def test_every_class_of_ranks_is_drawn_and_most_trainings_are_compared_with_sp() -> None:
+    drawn = [draw_for_ranks(SEED, number, size) for number in range(400) for size in SIZES]
+    times = Counter(name for case in drawn for name in rank_classes_of(case))
+    assert not {name for name in RANK_CLASSES if times[name] < 3}, "draw them more often"
+    assert sum(not depends_on_split(case) for case in drawn) > 0.9 * len(drawn)
+
+
+def test_only_known_classes_of_ranks_are_pending() -> None:
+    assert set(RANK_PENDING) <= set(RANK_CLASSES)
 
 
 # --- the command

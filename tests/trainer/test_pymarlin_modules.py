@@ -97,7 +97,7 @@ def test_the_hooks_come_in_order_with_what_they_are_owed(backend: str, tmp_path:
         backend=backend,
         output_dir=str(tmp_path),
         checkpointer_args=DefaultCheckpointerArguments(
-            save_dir=str(tmp_path / "saved"), model_state_save_dir=str(tmp_path / "models")
+            keep_last=None, save_dir=str(tmp_path / "saved"), model_state_save_dir=str(tmp_path / "models")
         ),
     )
     trainer = Trainer(module, args)

@@ -168,10 +168,10 @@ def test_optimizer_and_scheduler_by_name_with_placeholders(tmp_path: Path) -> No
     )
     state = train(module, tmp_path, epochs=3).get_state()
 
-    assert state["kinds"]["optimizers"] == ["AdamW"]
-    assert state["optimizers"][0]["param_groups"][0]["initial_lr"] == 1 / 18
-    assert state["optimizers"][0]["param_groups"][0]["weight_decay"] == 0.5
-    assert state["schedulers"][0]["lr_lambdas"][0] == {
+    assert [record["class"] for record in state["optimizers"]] == ["AdamW"]
+    assert state["optimizers"][0]["groups"][0]["initial_lr"] == 1 / 18
+    assert state["optimizers"][0]["groups"][0]["weight_decay"] == 0.5
+    assert state["schedulers"][0]["state"]["lr_lambdas"][0] == {
         "total_steps": 18, "warmup": 3, "decay": 6, "start_ratio": 0.0, "final_ratio": 0.0, "shape": "linear",
     }  # fmt: skip
 
@@ -182,7 +182,7 @@ def test_the_scheduler_may_have_a_rhythm(tmp_path: Path) -> None:
     module = supervised(val_dataset=numbers(9), scheduler=SchedulerConfig(plateau, monitor="val/loss"))
     state = train(module, tmp_path, epochs=3).get_state()
 
-    assert state["optimizers"][0]["param_groups"][0]["lr"] == 0.1 * 0.5**3
+    assert state["optimizers"][0]["groups"][0]["lr"] == 0.1 * 0.5**3
 
 
 class Watched(SupervisedModule):

@@ -30,5 +30,5 @@ def test_a_hook_of_any_form_overrides_the_declared_one() -> None:
 def test_pyright_can_evaluate_the_names_of_the_package() -> None:
     """It knows `__all__ += module.__all__` for one module, and no list of several."""
     tree = ast.parse(Path(ts.__file__).read_text(encoding="utf-8"))
-    added = [ast.unparse(node.value) for node in tree.body if isinstance(node, ast.AugAssign)]
+    added = [ast.unparse(node.value) for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
     assert added == [f"{name}.__all__" for name in ("errors", "backends", "checkpointing", "trainer")]

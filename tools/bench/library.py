@@ -76,6 +76,7 @@ def arguments_for(task: Task, folder: Path, **options: Any) -> TrainerArguments:
         val_batch_size=task.micro_batch,
         device="cpu",
         output_dir=folder,
+        overwrite=not options.get("resume"),
         log_level="ERROR",
         checkpointer_args=DefaultCheckpointerArguments(checkpoint=False),
         **options,

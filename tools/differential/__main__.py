@@ -4,6 +4,7 @@
     make differential ARGS="--seed 3 --case 17"      one of them
     make differential ARGS="--only 'eval() in a hook' --cases 20"    those of one class
     make differential ARGS="--pending"               those that are known to differ, as documented
+    make differential ARGS="--ranks 2 --cases 500"   trainings on two ranks under ddp, compared with sp to 1e-10
 
 A difference is printed with its training and with the command that repeats it. The exit status is 1 if there is one.
 """
@@ -23,6 +24,8 @@ import torch
 from tools.differential.case import Case, draw
 from tools.differential.classes import CLASSES, PENDING, classes_of, without
 from tools.differential.comparison import run_case
+from tools.differential.rank_cases import SIZES
+from tools.differential.rank_command import run_on_ranks
 
 MOST_NUMBERS = 20_000
 """So many numbers without a case of a class end the search for one."""
@@ -66,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases; the exit status."""
     options = _parser().parse_args(argv)
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    if options.ranks:
+        print(f"seed {seed}, torch {torch.__version__}", flush=True)
+        return run_on_ranks(options, seed)
     names = [*options.only, *(PENDING if options.pending else [])]
     unknown = sorted(set(names) - set(CLASSES))
     if unknown:
@@ -100,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", action="append", default=[], metavar="CLASS", help="cases of this class alone")
     parser.add_argument("--pending", action="store_true", help="cases of the classes that are known to differ")
     parser.add_argument("--workers", action="store_true", help="let some loaders have a worker process")
+    parser.add_argument("--ranks", type=int, choices=SIZES, help="so many ranks train under ddp, compared with sp")
+    parser.add_argument("--simplify", action="store_true", help="with --ranks: simplify what differs, which takes long")
     return parser
 
 

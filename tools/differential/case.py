@@ -107,7 +107,18 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training, in plain values. Fields that have their default are as in the simplest training."""
+    """One training, in plain values. Fields that have their default are as in the simplest training.
+
+    Attributes:
+        ranks: so many train it under `ddp`; 0 for `sp`.
+        additive: losses and weights are such that a step does not depend on how its batch is split.
+        options: of `DistributedDataParallel`.
+        sparse: the embedding has sparse gradients.
+        reduction: "sum" for losses that are sums over samples.
+        unlike_start: each rank begins with random numbers, and so with weights, of its own.
+        poisoned: the rank that alone returns losses that are nan; None for all.
+        raises_on: the rank that alone raises.
+    """
 
     seed: int
     number: int
@@ -151,17 +162,30 @@ class Case:
     validate_every: int | float | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     uncompared: tuple[str, ...] = ()
+    ranks: int = 0
+    additive: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sparse: bool = False
+    reduction: str = ""
+    unlike_start: bool = False
+    poisoned: int | None = None
+    raises_on: int = 0
 
     @property
     def micro_batch(self) -> int:
         """Samples a forward pass, as the plan of the library splits a step."""
-        limit = self.batch if self.limit is None else self.limit
-        return TrainingPlan.make(train_batch_size=self.batch, gpu_batch_size_limit=limit).micro_batch
+        return self._plan.micro_batch
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches a full step."""
-        return -(-self.batch // self.micro_batch)
+        """Micro-batches a full step, on one rank."""
+        return self._plan.accumulation
+
+    @property
+    def _plan(self) -> TrainingPlan:
+        return TrainingPlan.make(
+            train_batch_size=self.batch, gpu_batch_size_limit=self.limit, world_size=max(1, self.ranks)
+        )
 
     @property
     def leaves_traces(self) -> bool:

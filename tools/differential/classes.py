@@ -25,7 +25,7 @@ class Class(NamedTuple):
     without: Callable[[Case], Mapping[str, Any]]
 
 
-def _acts(*whats: str, at: Iterable[str] | None = None) -> Class:
+def acts(*whats: str, at: Iterable[str] | None = None) -> Class:
     """User code does one of these, at some places or anywhere."""
     places = None if at is None else set(at)
 
@@ -50,7 +50,7 @@ def _field(name: str, *values: Any, usual: Any = "", when: Callable[[Case], bool
     return Class(lambda case: getattr(case, name) in values and when(case), lambda case: {name: usual})
 
 
-def _compared(what: str, when: Callable[[Case], bool]) -> Class:
+def compared(what: str, when: Callable[[Case], bool]) -> Class:
     """Something is compared that the battery leaves out while the class is pending."""
     return Class(
         lambda case: what not in case.uncompared and when(case), lambda case: {"uncompared": (*case.uncompared, what)}
@@ -99,13 +99,13 @@ CLASSES: dict[str, Class] = {
         lambda case: bool(case.shift) or case.loss_memory == "is a parameter",
         lambda case: {"shift": "", "loss_memory": ""},
     ),
-    "a write to the data of gradients": _acts("write the data of gradients"),
+    "a write to the data of gradients": acts("write the data of gradients"),
     "a write to the data of the loss's gradient": _field("loss_memory", "hook on the loss"),
-    "parameters that come within an epoch": _acts("add a layer", "add a parameter outside the module"),
-    "parameters that leave within an epoch": _acts("remove a layer"),
-    "parameters that leave the module alone": _acts("remove a layer from the module alone"),
-    "parameters that are replaced": _acts("replace a parameter"),
-    "parameters that are frozen or unfrozen by hand": _acts("freeze", "unfreeze"),
+    "parameters that come within an epoch": acts("add a layer", "add a parameter outside the module"),
+    "parameters that leave within an epoch": acts("remove a layer"),
+    "parameters that leave the module alone": acts("remove a layer from the module alone"),
+    "parameters that are replaced": acts("replace a parameter"),
+    "parameters that are frozen or unfrozen by hand": acts("freeze", "unfreeze"),
     "batches that weigh nothing": _field("weights", "some are zero"),
     "memory that batches share": Class(
         lambda case: _accumulates(case) and (case.collate == "recycles" or case.data == "recycling loader"),
@@ -116,9 +116,9 @@ CLASSES: dict[str, Class] = {
     ),
     "a loss that user code writes to later": _field("loss_memory", "kept by the user", "view of a large tensor"),
     "a validation loss that user code writes to later": _field("val_memory", "one tensor"),
-    "a loss that is scaled in a hook": _acts("scale the loss"),
-    "outputs that user code writes to later": _acts("write outputs"),
-    "a logged tensor that user code writes to later": _acts("log, then write"),
+    "a loss that is scaled in a hook": acts("scale the loss"),
+    "outputs that user code writes to later": acts("write outputs"),
+    "a logged tensor that user code writes to later": acts("log, then write"),
     "workers": _field("workers", True, usual=False),
     "a loader with its own _get_iterator": _field("data", "loader with own _get_iterator", usual="tensors"),
     "a skipped step and an optimizer that counts calls": Class(
@@ -136,7 +136,7 @@ CLASSES: dict[str, Class] = {
         lambda case: case.skip and _may_skip(case) and _assigns(case), _without_assigned
     ),
     "a trial and a buffer assigned anew": Class(lambda case: _tries(case) and _assigns(case), _without_assigned),
-    "eval() in a hook": _acts("call eval"),
+    "eval() in a hook": acts("call eval"),
     "a part in eval mode": _field("modes", "frozen part", "single layer"),
     "a trainable part in eval mode": _field("modes", "trainable part"),
     "indices of all dtypes": Class(
@@ -153,10 +153,10 @@ CLASSES: dict[str, Class] = {
     "an overridden backward where steps may be skipped": _field(
         "loss_memory", "own backward", when=lambda case: case.skip
     ),
-    "the logged rates of schedulers": _compared(
+    "the logged rates of schedulers": compared(
         "lr", lambda case: bool(case.schedulers) or "change the rate" in case.deeds
     ),
-    "the order of loading and training": _compared("order of loading", lambda case: case.accumulation > 1),
+    "the order of loading and training": compared("order of loading", lambda case: case.accumulation > 1),
     "the last step of max_steps without clipping": Class(
         lambda case: case.clipping[0] == "none" and case.max_steps is not None and not case.skip,
         lambda case: {"clipping": ("norm", 1.0)},

@@ -44,13 +44,14 @@ class Outcome:
 Side = Callable[[Case, Task], Any]
 
 
-def outcome(case: Case, make: Side) -> Outcome:
-    """Run a side on a new task; each begins with the same random numbers."""
-    torch.manual_seed(case.number), np.random.seed(case.number % 2**32), random.seed(case.number)
+def outcome(case: Case, make: Side, rank: int = 0) -> Outcome:
+    """Run a side on a new task; each begins with the same random numbers, unless the case says otherwise."""
+    seed = case.number + (1000 * rank if case.unlike_start else 0)
+    torch.manual_seed(seed), np.random.seed(seed % 2**32), random.seed(seed)
     found = Outcome()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the order of schedulers, where a first step is skipped
-        task = Task(case)
+        task = Task(case, rank)
         try:
             with collate_map(case, task.trace):
                 side = make(case, task)

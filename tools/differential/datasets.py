@@ -80,8 +80,10 @@ def make_inputs(case: Case, count: int, seed: int) -> tuple[Tensor, Tensor]:
 class Recorded(Dataset[Any]):
     """Records which samples are asked for, and draws random numbers for each."""
 
-    def __init__(self, tensors: tuple[Tensor, Tensor], trace: Trace, *, dicts: bool = False) -> None:
-        self.tensors, self.trace, self.dicts = tensors, trace, dicts
+    def __init__(
+        self, tensors: tuple[Tensor, Tensor], trace: Trace, *, dicts: bool = False, share: float = 0.1
+    ) -> None:
+        self.tensors, self.trace, self.dicts, self.share = tensors, trace, dicts, share
         self.scale = 1.0
 
     def __len__(self) -> int:
@@ -91,7 +93,7 @@ class Recorded(Dataset[Any]):
         noise = torch.rand(()) + float(np.random.rand()) + random.random()
         self.trace.add("data", "sample", index, noise)
         x, y = (tensor[index] for tensor in self.tensors)
-        y = (y + 0.1 * noise.to(y.dtype)) * self.scale
+        y = (y + self.share * noise.to(y.dtype)) * self.scale
         return {"x": x, "y": y} if self.dicts else (x, y)
 
 
@@ -188,6 +190,8 @@ class TrainingSet:
 
     def _dataset(self) -> Any:
         case, tensors = self.case, self.tensors
+        # Random numbers are those of a sample only where the library loads samples one by one.
+        share = 0.0 if case.additive and case.data not in ("map", "dicts") else 0.1
         if case.data == "subset":
             rows = [index for index in range(case.samples) if index % 4]
             return Subset(TensorDataset(*tensors), INDEX_KINDS[case.indices](rows[::-1]))
@@ -198,9 +202,9 @@ class TrainingSet:
         if case.data == "own getitem":
             return OwnGetItem(*tensors)
         if case.data == "getitems":
-            return Fetches(tensors, self.trace)
+            return Fetches(tensors, self.trace, share=share)
         if case.data in ("map", "dicts", "iterable data set", "batch sampler", "sampler"):
-            return Recorded(tensors, self.trace, dicts=case.data == "dicts")
+            return Recorded(tensors, self.trace, dicts=case.data == "dicts", share=share)
         return TensorDataset(*tensors)
 
     def collate(self, rows: list[Any]) -> Any:

@@ -102,7 +102,8 @@ def arguments(case: Case, folder: Path) -> ts.TrainerArguments:
         validate_every=case.validate_every,
         nonfinite="skip" if case.skip else "raise",
         log_every=case.log_every,
-        backend="sp",
+        backend="ddp" if case.ranks else "sp",
+        backend_options={"ddp": dict(case.options)} if case.options else {},
         device="cpu",
         output_dir=folder,
         checkpointer_args=ts.DefaultCheckpointerArguments(checkpoint=False, log_level="CRITICAL"),
@@ -136,6 +137,8 @@ class LibraryRun:
         self.trainer.on(Event.TRAIN_BEGIN, priority=1000)(lambda trainer: task.begin())
         task.log = module.log
         task.validate = lambda: self.trainer.validate(log=False)
+        if case.reduction:
+            module.loss_reduction = case.reduction
         if case.module_hooks:
             module.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
@@ -157,7 +160,7 @@ class LibraryRun:
                 self.trainer.train()
                 return
             except Planned:
-                if self.starts == MOST_STARTS:
+                if self.starts == MOST_STARTS or self.case.ranks:  # the other ranks have failed, too
                     raise
 
     @property

@@ -156,6 +156,44 @@ class _Carried(nn.Module):
         return h if before is None else h + 0.1 * before
 
 
+class _Experts(nn.Module):
+    """Each sample goes through one of two layers; a layer without samples is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, h: Tensor) -> Tensor:
+        first = h.detach()[:, 0] > 0
+        for layer, chosen in zip(self.layers, (first, ~first), strict=True):
+            rows = chosen.nonzero()[:, 0]
+            if len(rows):
+                h = h.index_add(0, rows, 0.1 * layer(h[rows]))
+        return h
+
+
+class _ByParity(nn.Module):
+    """Uses one layer in steps with an odd number, another in the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.step = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]), 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + 0.1 * self.layers[self.step % 2](h)
+
+
+class _Unused(nn.Module):
+    """Has parameters that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h
+
+
 EXTRAS: dict[str, Callable[[], nn.Module]] = {
     "batch norm": _Norm,
     "dropout": lambda: nn.Dropout(0.3),
@@ -174,6 +212,13 @@ EXTRAS: dict[str, Callable[[], nn.Module]] = {
     "in no optimizer": lambda: nn.Linear(WIDTH, WIDTH),
     "forward hooks": lambda: nn.Linear(WIDTH, WIDTH),
 }
+
+PARTLY_USED: dict[str, Callable[[], nn.Module]] = {
+    "experts": _Experts,
+    "by parity": _ByParity,
+    "never used": _Unused,
+}
+"""Further parts, for trainings on several ranks: a split of the batch changes nothing but which rank uses them."""
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "squeeze": lambda shift: shift.squeeze(),
@@ -200,12 +245,16 @@ class Network(nn.Module):
     def __init__(self, case: Case, trace: Trace) -> None:
         super().__init__()
         self.trunk = TRUNKS[case.network]()
-        self.extras = nn.ModuleDict({name: EXTRAS[name]() for name in case.extras})
+        if case.sparse and case.network == "tokens":
+            self.trunk[0] = nn.Embedding(11, WIDTH, sparse=True)  # type: ignore[operator]
+        self.extras = nn.ModuleDict({name: (EXTRAS | PARTLY_USED)[name]() for name in case.extras})
         self.head = nn.Linear(WIDTH, OUT)
         self.shift = nn.Parameter(torch.zeros(1)) if case.shift or case.loss_memory == "is a parameter" else None
         self.grown = nn.ModuleList()
         if case.double:
             self.double()
+            for p in self.parameters():
+                p.data = p.data.to(torch.complex128) if p.is_complex() else p.data
         self._watch(trace)
         self._set_modes(case.modes)
 
@@ -236,6 +285,11 @@ class Network(nn.Module):
         for layer in self.grown:
             h = h + 0.1 * layer(h)
         return self.head(h)
+
+    def begin_step(self, number: int) -> None:
+        """The forward passes that follow are those of a global step."""
+        if "by parity" in self.extras:
+            self.extras["by parity"].step = number  # type: ignore[assignment]
 
     def held(self) -> list[nn.Parameter]:
         """What the optimizers are made over."""

@@ -1,6 +1,7 @@
 """The plain loop: a training as one writes it by hand, with torch alone.
 
-Of the library it uses what is defined to be the library's: the permutation of the samples and the seeds of samples.
+Of the library it uses what is defined to be the library's: the permutation of the samples, the seeds of samples, and
+the random state under which a loader with an order of its own is read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tools.differential.datasets import SCALE
 from tools.differential.optimizers import Scheduled
 from tools.differential.task import Gap, Task
 from trainstack.trainer.core.order import DataOrder
-from trainstack.trainer.core.random_state import seed_sample
+from trainstack.trainer.core.random_state import IsolatedIterator, LoaderGenerators, seed_sample
 
 
 class Log:
@@ -257,26 +258,30 @@ class PlainLoop:
 
     # --- data
 
-    def _step_batches(self) -> Iterator[tuple[Iterator[Any], float | None]]:
-        """For each step of the epoch its micro-batches, fetched when asked for, and what they weigh together if known.
+    def _step_batches(self) -> Iterator[tuple[Iterator[Any], int, float | None]]:
+        """For each step of the epoch its micro-batches, fetched when asked for, how many there are at most, and what
+        they weigh together if known.
 
         That is known where a batch counts as its samples and the library orders the data.
         """
         case, task = self.case, self.task
-        loader = task.data.loader(RandomSampler, case.micro_batch)
+        generators = LoaderGenerators(case.arguments.get("seed", 0), self.epoch)
+        with generators:
+            loader = task.data.loader(RandomSampler, case.micro_batch)
         if case.workers:
             loader.dataset.scale = SCALE
         if case.ordered:
             for share in self._order().local_batches(self.epoch):
                 fetched = (self._fetch(loader, rows.tolist()) for rows in share.micro_batches)
-                yield fetched, None if case.weights else float(share.samples)
+                yield fetched, len(share.micro_batches), None if case.weights else float(share.samples)
             return
-        batches = iter(loader)
+        batches = IsolatedIterator(generators, lambda: iter(loader))
         while True:
             first = list(islice(batches, 1))
             if not first:
                 return
-            yield self._first_and_more(first[0], islice(batches, case.accumulation - 1)), None
+            number = case.accumulation
+            yield self._first_and_more(first[0], islice(batches, number - 1)), number, None
 
     @staticmethod
     def _first_and_more(first: Any, more: Iterable[Any]) -> Iterator[Any]:
@@ -338,8 +343,10 @@ class PlainLoop:
             return True
         return self.max_steps is not None and self.step >= self.max_steps
 
-    def _train_step(self, batches: Iterator[Any], total: float | None, epoch_outputs: list[Any] | None) -> None:
-        case, task = self.case, self.task
+    def _train_step(
+        self, batches: Iterator[Any], passes: int, total: float | None, epoch_outputs: list[Any] | None
+    ) -> None:
+        task = self.task
         number = self.under_way = self.step + 1
         buffers = Buffers(task.network)
         step_outputs: list[Any] = []
@@ -350,8 +357,8 @@ class PlainLoop:
             counts.append(self._weigh(batch))
             if total is None and counts[-1] > (estimate or 0.0):
                 if estimate:
-                    self._scale_gradients(estimate / (counts[-1] * case.accumulation))
-                estimate = counts[-1] * case.accumulation
+                    self._scale_gradients(estimate / (counts[-1] * passes))
+                estimate = counts[-1] * passes
             weight = counts[-1] / (total or estimate or 1.0)
             outputs = self._forward_backward(number, batch, weight)
             loss = loss_in(outputs)

@@ -61,10 +61,11 @@ class Task:
         validate: runs a validation that is not recorded; set by the side that runs the task.
         raises: whether what is planned to be raised is raised; once.
         optimizers: those of the run, for hooks that change them.
+        rank: which of the ranks runs it.
     """
 
-    def __init__(self, case: Case) -> None:
-        self.case, self.trace = case, Trace()
+    def __init__(self, case: Case, rank: int = 0) -> None:
+        self.case, self.trace, self.rank = case, Trace(), rank
         self.network = Network(case, self.trace)
         self.network.register_buffer("stat", torch.zeros(3))
         self.data = TrainingSet(case, self.trace)
@@ -99,22 +100,39 @@ class Task:
         """How many items a batch counts."""
         self.reach("batch_weight")
         targets = _pair(batch)[1][:, 0]
+        if self.case.additive:
+            return int(self._weights_of(targets).sum())
         return int((targets > 0.3).sum()) if self.case.weights == "some are zero" else 1 + int((targets > 0).sum())
+
+    def _weights_of(self, targets: Tensor) -> Tensor:
+        """How many items each sample counts."""
+        return (targets > 0.3).double() if self.case.weights == "some are zero" else 1 + (targets > 0).double()
+
+    def _loss(self, pred: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+        """The mean over what `batch_weight` counts, where any split of a batch has to give the same."""
+        if not self.case.additive:
+            return functional.mse_loss(pred, y)
+        each = (pred - y).square().mean(1)
+        if reduction == "sum":
+            return each.sum()
+        weights = self._weights_of(y[:, 0]) if self.case.weights else torch.ones_like(each)
+        return (each * weights).sum() / weights.sum()  # nan for a batch that weighs nothing
 
     def train_step(self, number: int, batch: Any) -> Any:
         """The loss of a micro-batch, in the form of the case."""
         self.reach("train_step", number, batch)
+        self.network.begin_step(number)
         first, self._step = number != self._step, number
         x, y = _pair(batch)
         pred = self.network(x)
         if self.outside is not None:
             pred = pred + self.outside.to(pred.dtype)
         self.reach("after forward")
-        loss = functional.mse_loss(pred, y)
+        loss = self._loss(pred, y, self.case.reduction)
         if self.case.shift:
             assert self.network.shift is not None
             loss = loss + VIEWS[self.case.shift](self.network.shift)
-        if first:
+        if first and self.case.poisoned in (None, self.rank):
             loss = self._poisoned(number, loss, pred)
         self._pred = pred
         return self._returned(self._in_memory(loss), pred)
@@ -125,7 +143,7 @@ class Task:
         x, y = _pair(batch)
         torch.rand(1)
         pred = self.network(x)
-        loss = functional.mse_loss(pred, y)
+        loss = self._loss(pred, y)
         if self.case.val_memory:
             if self._val_loss is None:
                 self._val_loss = torch.zeros_like(loss)
@@ -189,7 +207,7 @@ class Task:
         if self.trace.muted:
             return
         self._reached[place] += 1
-        if self.raises and self.case.raises == (place, self._reached[place]):
+        if self.raises and self.case.raises == (place, self._reached[place]) and self.case.raises_on == self.rank:
             self.raises = False
             raise Planned(place)
         if place not in ("after forward", "batch_weight"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +45,8 @@ def bits_of(value: Any) -> Any:
         return [bits_of(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: bits_of(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, SimpleNamespace):  # a dataclass of another rank
+        return bits_of(vars(value))
     if value is None or isinstance(value, str | int):
         return value
     return type(value).__name__

@@ -165,8 +165,8 @@ class Recorder(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         tables = self.param_groups[0]["params"]
-        rows = [factor * table.grad[:-1, 0].double() for factor, table in zip(self._factors, tables, strict=True)]
-        self.sums.append(torch.stack(rows).sum(0).cpu())
+        rows = [factor * table.grad[:-1, 0].cpu().double() for factor, table in zip(self._factors, tables, strict=True)]
+        self.sums.append(torch.stack(rows).sum(0))
 
 
 def train_canaries(subject: AuditedRun, included: Tensor) -> Observation:
@@ -196,7 +196,7 @@ def train_canaries(subject: AuditedRun, included: Tensor) -> Observation:
             "checkpointer_args": {"checkpoint": False},
         }
         trainer = Trainer(module, TrainerArguments.from_dict(arguments))
-        included = trainer.world.comm.broadcast_object(included)
+        included = trainer.world.comm.broadcast_object(included, "choosing canaries")
         module.rows = torch.where(included, torch.arange(len(included)), len(included))
         trainer.train()
         statement = trainer.privacy_statement()

@@ -11,9 +11,11 @@ from trainstack.backends.base import (
 )
 from trainstack.backends.bf16 import BFloat16
 from trainstack.backends.build import build_trainer_backend, explain
-from trainstack.backends.ddp import DDP, EMPTY
+from trainstack.backends.ddp import DDP
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.layer import DP
+from trainstack.backends.processes.borrowed import Borrowed
+from trainstack.backends.processes.collectives import all_gather_with_grad
 from trainstack.backends.processes.communicator import Communicator
 from trainstack.backends.processes.environment import (
     DistributedTrainingArguments,
@@ -35,9 +37,9 @@ __all__ = [
     "DDP",
     "DP",
     "DifferentialPrivacyArguments",
-    "EMPTY",
     "AmpApex",
     "BFloat16",
+    "Borrowed",
     "Clipping",
     "Communicator",
     "DistributedTrainingArguments",
@@ -48,6 +50,7 @@ __all__ = [
     "TrainerBackendArguments",
     "Workload",
     "World",
+    "all_gather_with_grad",
     "build_trainer_backend",
     "explain",
     "detect_process_info",

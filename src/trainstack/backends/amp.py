@@ -24,12 +24,10 @@ class _JointScaler(GradScaler):
     were checked on torch 2.13.0.
     """
 
-    def overflowed(self) -> bool | None:
-        """Whether a gradient was inf or nan when it was unscaled; None if nothing was unscaled. Reads the device."""
-        found: list[Tensor] = [
-            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
-        ]
-        return bool(torch.stack([flag.cpu() for flag in found]).any()) if found else None
+    def found_inf(self) -> list[Tensor]:
+        """For each optimizer and device, a flag: not 0 if a gradient was inf or nan when it was unscaled."""
+        states = self._per_optimizer_states.values()
+        return [flag for state in states for flag in state["found_inf_per_device"].values()]
 
     def unscale_all(self, optimizers: Iterable[Optimizer]) -> None:
         """Bring the gradients to true units; where no loss was ever scaled there are none."""
@@ -91,16 +89,18 @@ class Amp(AbstractTrainerBackendDecorator):
         return self.inner.clip(work)
 
     def step(self, work: Workload) -> bool:
-        overflowed = self.scaler.overflowed()
-        if overflowed is None:  # no optimizer has a gradient, so there is nothing to unscale
+        found = self.scaler.found_inf()
+        if not found:  # no optimizer has a gradient, so there is nothing to unscale
             self.scaler.forget()
             return self.inner.step(work)
-        moved = not overflowed and self.inner.step(work)
+        # One read, however many optimizers. It cannot be left to fused optimizers, which take the flag on the device:
+        # schedulers, counters, buffers and hooks need the decision too, and so do optimizers that are not fused.
+        moved = not any(self.inner.read(found)) and self.inner.step(work)
         self.scaler.update()
         return moved
 
     def skip(self, work: Workload) -> None:
-        if self.scaler.overflowed():
+        if any(self.inner.read(self.scaler.found_inf())):
             self.scaler.update()
         else:  # a step that counts nothing says nothing about the scale
             self.scaler.forget()

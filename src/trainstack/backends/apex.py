@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot, TrainerBackend
+from trainstack.backends.optimizer_state import parameter_names
 from trainstack.backends.processes.world import DeviceChoice, World
 from trainstack.backends.spec import register_layer
 from trainstack.backends.step_parameters import StepParameters
@@ -171,6 +172,7 @@ class AmpApex(AbstractTrainerBackendDecorator):
         self._amp: Any = None
         self._optimizers: tuple[Optimizer, ...] = ()
         self._own: frozenset[int] = frozenset()
+        self._module: nn.Module | None = None
 
     def open(self, device: DeviceChoice = "auto") -> World:
         self._amp = require_amp()
@@ -199,6 +201,7 @@ class AmpApex(AbstractTrainerBackendDecorator):
         self._optimizers = tuple(optimizers)
         self._own = frozenset(map(id, work.parameters))
         params = StepParameters(work.module, self._optimizers)
+        params.find_originals, self._module = self._find_originals, work.module
         return replace(work, model=model, optimizers=self._optimizers, params=params)
 
     def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
@@ -238,24 +241,41 @@ class AmpApex(AbstractTrainerBackendDecorator):
         return {
             "opt_level": self.opt_level,
             "scalers": {name: dict(scaler) for name, scaler in self._amp.state_dict().items()},
-            "masters": [[master.detach() for master in masters] for masters in self._masters()],
+            "masters": {name: master.detach() for name, master in self._masters_by_name().items()},
         }
 
     def update_layer_state(self, state: dict[str, Any]) -> None:
         if not self._optimizers:
             raise ConfigurationError("layer 'amp-apex' takes its state back once a module was prepared, not before.")
-        mine = self._masters()
-        if state["opt_level"] != self.opt_level or _shapes(state["masters"]) != _shapes(mine):
+        mine, saved = self._masters_by_name(), state["masters"]
+        if not isinstance(saved, Mapping) or state["opt_level"] != self.opt_level or _shapes(saved) != _shapes(mine):
             raise CheckpointMismatchError(
-                f"the checkpoint was written under apex opt_level={state['opt_level']!r} with "
-                f"{sum(map(len, state['masters']))} master weights; this run has opt_level={self.opt_level!r} and "
-                f"{sum(map(len, mine))} of them. Resume with the options it was written under."
+                f"the checkpoint was written under apex opt_level={state['opt_level']!r} with {len(saved)} master "
+                f"weights; this run has opt_level={self.opt_level!r} and {len(mine)} of them. Names and shapes have to "
+                "be the same: resume with the options and the module that it was written under."
             )
         self._amp.load_state_dict(state["scalers"])
         with torch.no_grad():
-            for masters, values in zip(mine, state["masters"], strict=True):
-                for master, value in zip(masters, values, strict=True):
-                    master.copy_(value)
+            for name, master in mine.items():
+                master.copy_(saved[name])
+
+    def _masters_by_name(self) -> dict[str, Tensor]:
+        """The same by the names of the parameters that they are copies of."""
+        assert self._module is not None
+        names, originals = parameter_names(self._module), self._find_originals()
+        masters = [master for of_one in self._masters() for master in of_one]
+        return {names[id(originals[id(master)])][0]: master for master in masters}
+
+    def _find_originals(self) -> dict[int, nn.Parameter]:
+        """The float16 parameter of each master, by the id of the master; apex adds to them in `add_param_group`."""
+        stashes: list[Any] = [optimizer._amp_stash for optimizer in self._optimizers]  # type: ignore[attr-defined]
+        return {
+            id(master): parameter
+            for stash in stashes
+            for parameter, master in zip(
+                getattr(stash, "all_fp16_params", ()), getattr(stash, "all_fp32_from_fp16_params", ()), strict=False
+            )
+        }
 
     def _masters(self) -> list[list[Tensor]]:
         """The float32 copies of float16 weights that apex made, by optimizer."""
@@ -268,8 +288,8 @@ def _skips(work: Workload) -> bool:
     return any(optimizer._amp_stash.already_patched for optimizer in optimizers)
 
 
-def _shapes(masters: list[list[Tensor]]) -> list[list[torch.Size]]:
-    return [[master.shape for master in of_one] for of_one in masters]
+def _shapes(masters: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: master.shape for name, master in masters.items()}
 
 
 def _check_options(opt_level: str, options: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -306,6 +307,8 @@ class TrainerBackend(ABC):
     def init(self, args: TrainerBackendArguments) -> None:
         """Make the stack ready for `train_dl` and `validate_dl`, without a `Trainer`."""
         self._refuse_skipped()
+        if TrainerBackend.runner_class is None:
+            import_module("trainstack.trainer")  # which sets it; the direction of imports is the other one
         make = TrainerBackend.runner_class
         if make is None:
             raise ConfigurationError(

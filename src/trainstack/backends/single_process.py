@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, ClassVar
 
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from trainstack.backends.base import Slot, TrainerBackend
 from trainstack.backends.clipping import clip_gradients
 from trainstack.backends.fast_paths import fast_backward, fast_call, fast_step, gradient_seed
+from trainstack.backends.processes.borrowed import Borrowed
 from trainstack.backends.processes.environment import launcher_world_size
-from trainstack.backends.processes.world import DeviceChoice, World, pick_device
+from trainstack.backends.processes.world import DeviceChoice, World, select_device
 from trainstack.backends.spec import register_layer
 from trainstack.backends.workload import Workload
 from trainstack.errors import ConfigurationError
@@ -39,6 +40,7 @@ class SingleProcess(TrainerBackend):
     def __init__(self, *, environ: Mapping[str, str] | None = None, standalone: bool = True) -> None:
         self._environ = os.environ if environ is None else environ
         self._standalone = standalone
+        self._selected = ExitStack()  # closing it gives back the device that was current before
 
     def open(self, device: DeviceChoice = "auto") -> World:
         if self._standalone and (size := launcher_world_size(self._environ)) > 1:
@@ -47,7 +49,8 @@ class SingleProcess(TrainerBackend):
                 "Start one process, or choose a backend that joins them: 'ddp'. If each is to train its own, write "
                 "backend_options={'sp': {'environ': {}}}, and another output_dir in each."
             )
-        return World(device=pick_device(device))
+        self._selected.close()
+        return World(device=select_device(device, self._selected))
 
     def place(self, module: nn.Module, world: World) -> None:
         module.to(world.device)
@@ -60,6 +63,8 @@ class SingleProcess(TrainerBackend):
 
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
         device = work.world.device
+        if type(batch) is Borrowed and work.model is work.module:  # no layer around this one opens it
+            batch = batch.open()
         if device.type != "cpu":
             batch = move_to_device(batch, device)
         call = fast_call(work.model, enabled=work.fast_paths)
@@ -80,29 +85,49 @@ class SingleProcess(TrainerBackend):
         return outputs
 
     def read(self, tensors: Sequence[Tensor]) -> list[float]:
-        """In one transfer, as float64."""
-        if not tensors:
-            return []
-        device = tensors[0].device
-        here = [tensor if tensor.device == device else tensor.to(device) for tensor in tensors]
-        values: list[float] = torch.stack(here).double().tolist()
-        return values
+        """In one transfer for each device and dtype."""
+        return read_numbers(tensors)
 
     def close(self) -> None:
-        """Nothing was taken."""
+        self._selected.close()
+
+
+def read_numbers(tensors: Sequence[Tensor]) -> list[float]:
+    """The values of real one-element tensors, in their order, by one transfer for each device and dtype.
+
+    No dtype is converted on the device: MPS has no float64, and an integer may not fit into a float. A Python float
+    holds every value of float64, float32, bfloat16 and float16.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(index)
+    values = [0.0] * len(tensors)
+    for indices in groups.values():
+        group = [tensors[index] for index in indices]
+        read = torch.stack([tensor if tensor.dim() == 0 else tensor.reshape(()) for tensor in group]).tolist()
+        for index, value in zip(indices, read, strict=True):
+            values[index] = float(value)
+    return values
 
 
 _CONTAINERS = (MutableMapping, list, tuple)
+
+_STAGED = ("cuda", "xpu")
+"""Types of devices for which torch copies host memory that is not pinned aside before `to(..., non_blocking=True)`
+returns, so that its owner may write to it. MPS reads the memory later. Checked on torch 2.13.0."""
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
     """`batch` with every tensor in it on `device`; containers are rebuilt, anything else is passed through.
 
     Objects with a `to` method (`BatchEncoding`, `PackedSequence`) move themselves. Mappings and lists of a class of
-    their own are copied, with what else they hold.
+    their own are copied, with what else they hold. A copy to the host has arrived when this returns. One to CUDA may
+    still read its pinned source; the batches of `after_copies` wait for that.
     """
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return _move_tensor(batch, device)
+    if isinstance(batch, Borrowed):
+        return Borrowed(move_to_device(batch.batch, device), batch.begin)
     if isinstance(batch, _CONTAINERS) and not callable(getattr(type(batch), "to", None)):  # a key may be called so
         return _move_container(batch, device)
     if callable(getattr(batch, "to", None)):
@@ -112,6 +137,56 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
             batch, **{f.name: move_to_device(getattr(batch, f.name), device) for f in fields(batch) if f.init}
         )
     return batch
+
+
+def _move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type not in _STAGED:
+        return tensor.to(device)
+    moved = tensor.to(device, non_blocking=True)
+    if _uploads.watched and moved is not tensor and tensor.is_pinned():
+        _uploads.events.append(torch.accelerator.current_stream(device).record_event())
+    return moved
+
+
+class _Uploads:
+    """Copies out of pinned memory that may still run.
+
+    Attributes:
+        watched: how many loops over `after_copies` have a batch in use.
+        events: one after each copy since the last wait.
+    """
+
+    def __init__(self) -> None:
+        self.watched = 0
+        self.events: list[torch.Event] = []
+
+    def wait(self) -> None:
+        events, self.events = self.events, []
+        for event in events:
+            event.synchronize()
+
+
+_uploads = _Uploads()
+
+
+def after_copies(batches: Iterator[Any]) -> Iterator[Any]:
+    """`batches`; the next one is asked for when no copy out of pinned memory of the last one runs any more.
+
+    A loader may fill one pinned buffer for all batches. torch protects pinned memory that is freed, not memory that its
+    owner writes to again. The wait is for copies alone, so it ends long before the step that follows them.
+    """
+    return _wait_between(batches) if torch.accelerator.is_available() else batches
+
+
+def _wait_between(batches: Iterator[Any]) -> Iterator[Any]:
+    for batch in batches:
+        _uploads.watched += 1
+        try:
+            yield batch
+        finally:
+            _uploads.watched -= 1
+        del batch  # the next one may need its memory
+        _uploads.wait()
 
 
 def _move_container(batch: Any, device: torch.device) -> Any:

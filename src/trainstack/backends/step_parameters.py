@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -26,15 +26,15 @@ class StepParameters:
     Attributes:
         all: those of the module and of the optimizers, each once, frozen ones included.
         optimized: those that the optimizers hold, each once: what is clipped.
-        frozen: those that `Trainer.freeze` has frozen, by `id`.
+        find_originals: gives, by the id of a copy that an optimizer holds in the place of a parameter, the parameter.
     """
 
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         self._module, self._optimizers = module, tuple(optimizers)
-        self.frozen: dict[int, nn.Parameter] = {}
         self._ids: list[int] = []  # those of live objects, which `optimized` holds
         self._known: set[int] | None = None
         self._module_changed = True
+        self.find_originals: Callable[[], dict[int, nn.Parameter]] = dict
         self.refresh()
 
     def refresh(self) -> None:

@@ -111,6 +111,7 @@ class Workload:
         gradients_reduced_by: the name of the layer that sums gradients over processes, if one does.
         data: the training data, where the library knows it.
         run_dir: where the run keeps its files, if it has a place for them.
+        uneven: whether a rank may run a micro-batch of weight 0 in the step under way; the same on all ranks.
         fast_paths: whether the verbs may replace public torch calls by the shorter ones of `fast_paths.py`.
     """
 
@@ -123,6 +124,7 @@ class Workload:
     gradients_reduced_by: str | None = None
     data: TrainingSet | None = None
     run_dir: Path | None = None
+    uneven: bool = False
     fast_paths: bool = True
 
     @classmethod

@@ -27,6 +27,8 @@ class Checkpoint:
         plan: the training plan as plain values, kept readable in the manifest. Holds no tensors.
         global_step: global steps finished, skipped ones included.
         metadata: whatever else should be readable in the manifest. Holds no tensors.
+        rank_states: for each rank, what differs between the ranks; None where nothing does.
+        run_id: identifies the run that wrote the checkpoint; None if unknown.
     """
 
     module_interface_state: dict[str, Any] | None = None
@@ -38,6 +40,8 @@ class Checkpoint:
     plan: dict[str, Any] | None = None
     global_step: int | None = None
     metadata: dict[str, Any] | None = None
+    rank_states: list[dict[str, Any]] | None = None
+    run_id: str | None = None
 
     @property
     def is_empty(self) -> bool:

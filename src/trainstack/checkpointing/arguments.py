@@ -105,7 +105,9 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
         every_n_epochs: save at the end of an epoch whose index, counted from 0, is a multiple of this; None is 1. The
             end of the run is saved in any case.
         keep_last: delete older checkpoints of this run after a save, but for so many of the newest; None keeps all.
-        keep_best: of those, keep so many of the best as well.
+        keep_best: of those, keep so many of the best as well. Means nothing where all are kept.
+        verify: before an older checkpoint is deleted, read those from the disk that are kept in its place, each once
+            in a process, and compare the hashes (`"read_back"`); or compare sizes only (`"none"`).
         monitor: the metric that says which is the best.
         mode: `"min"` if low values of it are good, `"max"` if high ones are; `"auto"` reads that off its name.
 
@@ -126,8 +128,9 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
     async_save: bool = False
     every_n_steps: int | float | None = None
     every_n_epochs: int | None = None
-    keep_last: int | None = None
-    keep_best: int = 0
+    keep_last: int | None = 2
+    keep_best: int = 1
+    verify: Literal["read_back", "none"] = "read_back"
     monitor: str = DEFAULT_MONITOR
     mode: Literal["auto", "min", "max"] = "auto"
 
@@ -173,11 +176,12 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
     def _check_retention(self) -> None:
         if self.keep_last is not None:
             _check_count("keep_last", self.keep_last)
-        if self.keep_best != 0 or isinstance(self.keep_best, bool):
-            _check_count("keep_best", self.keep_best, least=0)
-            if self.keep_last is None:
-                instead = "keep_last=1 as well to keep the newest and the best only"
-                raise _wrong("keep_best", self.keep_best, "without keep_last every checkpoint is kept", instead)
+        _check_count("keep_best", self.keep_best, least=0)
+        if self.keep_last is None and self.keep_best > 1:
+            instead = "keep_last=1 as well to keep the newest and the best only"
+            raise _wrong("keep_best", self.keep_best, "without keep_last every checkpoint is kept", instead)
+        if self.verify not in ("read_back", "none"):
+            raise _wrong("verify", self.verify, "no such way", "'read_back' or 'none'")
         if not isinstance(self.monitor, str) or not self.monitor:
             raise _wrong("monitor", self.monitor, "it is not the name of a metric", "a name such as 'val/loss'")
         Monitor.of(self.monitor, self.mode)

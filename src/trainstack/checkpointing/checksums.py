@@ -1,9 +1,10 @@
-"""Hashing of files while they are written or read."""
+"""Hashes, and files that are compared with them while they are read."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,26 +12,58 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from queue import SimpleQueue
 from typing import BinaryIO
 
 import xxhash
 
 from trainstack.checkpointing import filesystem
+from trainstack.checkpointing.regular_files import check_memory, open_regular
 from trainstack.errors import CheckpointDamagedError, CheckpointError
 
+ALGORITHM = "xxh3_128"
+"""The hash of all files and chunks, by the name that a manifest has for it."""
+
 CHUNK_BYTES = 4 << 20
-"""Pieces small enough to be still in the processor's cache when they are hashed."""
+"""A fixed part of the format: tensors are hashed in chunks of so many bytes. Small enough to be still in the
+processor's cache when a chunk is written after it was hashed."""
 
 READERS = min(4, os.cpu_count() or 1) if hasattr(os, "preadv") else 1
 """Threads that read one file. Most of the time goes into fresh memory, which the system clears page by page."""
 
+_DIGEST = re.compile("[0-9a-f]{32}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """What a manifest says about one file."""
+    """What a manifest says about one file.
+
+    Attributes:
+        size: in bytes.
+        hash: of the bytes; of a tensor file, `FileIndex.combined` of the hashes of its header and chunks.
+    """
 
     size: int
-    xxh3_128: str
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a file that has a hash.
+
+    Attributes:
+        start: of the part in the file.
+        size: of the part.
+        expected: its hash; None if nobody knows it.
+        label: what an error calls it.
+        target: where its bytes go; None if they are only compared.
+    """
+
+    start: int
+    size: int
+    expected: str | None
+    label: str
+    target: memoryview | None = None
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -38,8 +71,13 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-class HashingWriter:
-    """Writes to a new file and knows the record of what it wrote.
+def is_digest(text: str) -> bool:
+    """Say whether `text` is what `digest` may return."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+class FileWriter:
+    """Writes to a new file and counts the bytes.
 
     Once `abandoned` is set, writing raises CheckpointError.
     """
@@ -47,124 +85,128 @@ class HashingWriter:
     def __init__(self, handle: BinaryIO, abandoned: threading.Event | None = None) -> None:
         self._handle = handle
         self._abandoned = abandoned or threading.Event()
-        self._hash = xxhash.xxh3_128()
-        self._size = 0
+        self.size = 0
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         for start in range(0, len(view), CHUNK_BYTES):
             if self._abandoned.is_set():
                 raise CheckpointError("the checkpoint being written was abandoned. Earlier checkpoints are intact.")
-            piece = view[start : start + CHUNK_BYTES]
-            self._hash.update(piece)
-            filesystem.write(self._handle, piece)
-        self._size += len(view)
-
-    def record(self) -> FileRecord:
-        return FileRecord(size=self._size, xxh3_128=self._hash.hexdigest())
+            filesystem.write(self._handle, view[start : start + CHUNK_BYTES])
+        self.size += len(view)
 
 
-class HashingReader:
-    """Reads a file whose size is known, into memory of the caller's, hashing on the way."""
+class CheckedReader:
+    """Reads a file whose size is known, and compares what it reads with hashes."""
 
-    def __init__(self, handle: FileIO, path: Path) -> None:
+    def __init__(self, handle: FileIO, path: Path, size: int) -> None:
         self._handle = handle
-        self._path = path
-        self._hash = xxhash.xxh3_128()
-
-    def read_into(self, target: memoryview) -> None:
-        """Fill `target`, a view of writable bytes."""
-        done = 0
-        while done < len(target):
-            piece = target[done : done + CHUNK_BYTES]
-            count = self._handle.readinto(piece)
-            if not count:
-                raise CheckpointDamagedError(f"{self._path} ends too early; it was cut off.")
-            self._hash.update(piece[:count])
-            done += count
-
-    def read_into_all(self, targets: Iterable[memoryview]) -> None:
-        """Fill `targets` one after the other; several threads read while the pieces are hashed in order."""
-        if READERS == 1:
-            for target in targets:
-                self.read_into(target)
-            return
-        start = self._handle.tell()
-        with ThreadPoolExecutor(READERS) as pool:
-            for pieces in pool.map(self._read_at, _batches(targets, start)):
-                for _, piece in pieces:
-                    self._hash.update(piece)
-                start = pieces[-1][0] + len(pieces[-1][1])
-        self._handle.seek(start)
-
-    def _read_at(self, pieces: list[tuple[int, memoryview]]) -> list[tuple[int, memoryview]]:
-        for position, piece in pieces:
-            done = 0
-            while done < len(piece):
-                count = os.preadv(self._handle.fileno(), [piece[done:]], position + done)
-                if not count:
-                    raise CheckpointDamagedError(f"{self._path} ends too early; it was cut off.")
-                done += count
-        return pieces
+        self.path = path
+        self.size = size
+        self.position = 0
 
     def read(self, count: int) -> bytes:
         """Return the next `count` bytes."""
         buffer = bytearray(count)
-        self.read_into(memoryview(buffer))
+        self.read_into(memoryview(buffer), self.position)
+        self.position += count
         return bytes(buffer)
 
-    def map(self) -> mmap.mmap:
-        """Return the whole file, hashed, as memory whose changes stay with this process."""
-        mapping = mmap.mmap(self._handle.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._hash.update(mapping)
-        return mapping
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Fill `target`, a view of writable bytes, with those from `start` on."""
+        done = 0
+        while done < len(target):
+            if READERS == 1:
+                self._handle.seek(start + done)
+                count = self._handle.readinto(target[done:]) or 0
+            else:
+                count = os.preadv(self._handle.fileno(), [target[done:]], start + done)
+            if not count:
+                raise CheckpointDamagedError(f"{self.path} ends too early; it was cut off. Load another checkpoint.")
+            done += count
 
-    def finish(self, record: FileRecord) -> None:
-        """Compare what was read with the manifest.
+    def read_chunks(self, chunks: Iterable[Chunk]) -> None:
+        """Read `chunks` into their targets, or only compare them; several threads share the work.
 
         Raises:
-            CheckpointDamagedError: the bytes are not those that were written.
+            CheckpointDamagedError: naming the first chunk that is not as it was written.
         """
-        found = self._hash.hexdigest()
-        if found != record.xxh3_128:
+        buffers: SimpleQueue[memoryview] = SimpleQueue()
+        for _ in range(READERS):
+            buffers.put(memoryview(bytearray(min(CHUNK_BYTES, self.size))))
+
+        def work(batch: list[Chunk]) -> None:
+            spare = buffers.get()
+            try:
+                for chunk in batch:
+                    self._read_chunk(chunk, spare)
+            finally:
+                buffers.put(spare)
+
+        if READERS == 1:
+            for batch in _batches(chunks):
+                work(batch)
+            return
+        with ThreadPoolExecutor(READERS) as pool:
+            for _ in pool.map(work, _batches(chunks)):
+                pass
+
+    def map(self, chunks: Iterable[Chunk]) -> mmap.mmap:
+        """Return the whole file as memory whose changes stay with this process, once `chunks` are compared."""
+        mapping = mmap.mmap(self._handle.fileno(), 0, access=mmap.ACCESS_COPY)
+        view = memoryview(mapping)
+
+        def work(batch: list[Chunk]) -> None:
+            for chunk in batch:
+                self._compare(chunk, view[chunk.start : chunk.start + chunk.size])
+
+        with ThreadPoolExecutor(READERS) as pool:
+            for _ in pool.map(work, _batches(chunks)):
+                pass
+        return mapping
+
+    def _read_chunk(self, chunk: Chunk, spare: memoryview) -> None:
+        target = spare[: chunk.size] if chunk.target is None else chunk.target
+        self.read_into(target, chunk.start)
+        self._compare(chunk, target)
+
+    def _compare(self, chunk: Chunk, data: memoryview) -> None:
+        if chunk.expected is not None and (found := digest(data)) != chunk.expected:
             raise CheckpointDamagedError(
-                f"{self._path} is damaged: its hash is {found}, the manifest says {record.xxh3_128}. "
+                f"{self.path} is damaged: the hash of {chunk.label} is {found}, and {chunk.expected} was written. "
                 "Load another checkpoint."
             )
 
 
-def _batches(targets: Iterable[memoryview], start: int) -> Iterator[list[tuple[int, memoryview]]]:
-    """Pieces of `targets` with their positions in a file, in order: large ones cut, small ones put together."""
-    batch: list[tuple[int, memoryview]] = []
+def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+    """`chunks` in lists of about `CHUNK_BYTES`, so that many small ones cost no task each."""
+    batch: list[Chunk] = []
     held = 0
-    for target in targets:
-        for begin in range(0, len(target), CHUNK_BYTES):
-            piece = target[begin : begin + CHUNK_BYTES]
-            batch.append((start, piece))
-            start, held = start + len(piece), held + len(piece)
-            if held >= CHUNK_BYTES:
-                yield batch
-                batch, held = [], 0
+    for chunk in chunks:
+        batch.append(chunk)
+        held += chunk.size
+        if held >= CHUNK_BYTES or len(batch) >= 1000:
+            yield batch
+            batch, held = [], 0
     if batch:
         yield batch
 
 
 @contextmanager
-def open_recorded(path: Path, record: FileRecord) -> Iterator[HashingReader]:
-    """Open a file for reading after comparing its size with the manifest.
+def open_recorded(path: Path, size: int | None) -> Iterator[CheckedReader]:
+    """Open a regular file for reading, of `size` bytes if that is known.
 
     Raises:
-        CheckpointDamagedError: the file is missing, unreadable, or of another size.
+        CheckpointDamagedError: the file is missing, unreadable, no regular file, or of another size.
     """
     try:
-        with open(path, "rb", buffering=0) as handle:
-            size = handle.seek(0, 2)
-            handle.seek(0)
-            if size != record.size:
+        with open_regular(path) as handle:
+            found = os.fstat(handle.fileno()).st_size
+            if size is not None and found != size:
                 raise CheckpointDamagedError(
-                    f"{path} is damaged: it has {size} bytes, the manifest says {record.size}. Load another checkpoint."
+                    f"{path} is damaged: it has {found} bytes, the manifest says {size}. Load another checkpoint."
                 )
-            yield HashingReader(handle, path)
+            yield CheckedReader(handle, path, found)
     except FileNotFoundError as error:
         raise CheckpointDamagedError(f"{path} is missing. Load another checkpoint.") from error
     except OSError as error:
@@ -172,17 +214,28 @@ def open_recorded(path: Path, record: FileRecord) -> Iterator[HashingReader]:
 
 
 def check_file(path: Path, record: FileRecord) -> None:
-    """Read `path` and compare size and hash; raises CheckpointDamagedError."""
-    with open_recorded(path, record) as reader:
+    """Read `path` and compare size and hash of the whole; raises CheckpointDamagedError."""
+    with open_recorded(path, record.size) as reader:
+        whole = xxhash.xxh3_128()
         buffer = memoryview(bytearray(min(CHUNK_BYTES, record.size)))
         for start in range(0, record.size, CHUNK_BYTES):
-            reader.read_into(buffer[: min(CHUNK_BYTES, record.size - start)])
-        reader.finish(record)
+            piece = buffer[: min(CHUNK_BYTES, record.size - start)]
+            reader.read_into(piece, start)
+            whole.update(piece)
+    _compare_whole(path, whole.hexdigest(), record)
 
 
 def read_file(path: Path, record: FileRecord) -> bytes:
-    """Return the bytes of `path`, which were hashed; raises CheckpointDamagedError."""
-    with open_recorded(path, record) as reader:
+    """Return the bytes of `path`, which were compared with their hash; raises CheckpointDamagedError."""
+    with open_recorded(path, record.size) as reader:
+        check_memory(path, record.size)
         data = reader.read(record.size)
-        reader.finish(record)
-        return data
+    _compare_whole(path, digest(data), record)
+    return data
+
+
+def _compare_whole(path: Path, found: str, record: FileRecord) -> None:
+    if found != record.hash:
+        raise CheckpointDamagedError(
+            f"{path} is damaged: its hash is {found}, the manifest says {record.hash}. Load another checkpoint."
+        )

@@ -4,26 +4,41 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
+import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainstack.checkpointing import began, retention, temp_dirs
+from trainstack.checkpointing import retention, temp_dirs
 from trainstack.checkpointing.abstract import AbstractCheckpointer, Checkpoint
 from trainstack.checkpointing.arguments import DEFAULT_MONITOR, DefaultCheckpointerArguments, has_separator
 from trainstack.checkpointing.async_writer import BackgroundWriter, HostBuffers
-from trainstack.checkpointing.directory import CheckpointInfo, has_prefix, name_of, scan
+from trainstack.checkpointing.directory import (
+    CheckpointInfo,
+    beginnings,
+    has_prefix,
+    name_of,
+    read_entry,
+    read_manifest,
+    scan,
+)
+from trainstack.checkpointing.lease import Lease
 from trainstack.checkpointing.lookup import (
     CheckpointFinder,
     checkpoints_of_run,
-    checkpoints_with_prefix,
     folder_at,
+    newest_entry,
+    refresh_pointers,
     rule_at,
+    with_prefix,
 )
-from trainstack.checkpointing.writing import Payload, commit, pack, write_checkpoint, write_model
-from trainstack.errors import CheckpointNotFoundError
+from trainstack.checkpointing.retention import Retention
+from trainstack.checkpointing.writing import Payload, commit, pack, write_begin, write_model
+from trainstack.errors import CheckpointError, CheckpointNotFoundError
 from trainstack.ranks import global_rank
 
 _logger = logging.getLogger("trainstack")
@@ -33,14 +48,23 @@ class DefaultCheckpointer(AbstractCheckpointer):
     """Keeps each checkpoint as a directory that is complete or does not exist.
 
     Only one process of a training may save; any number may load. Building one touches no file.
+
+    Attributes:
+        lease: the right to write into the directories; None where nobody has taken it.
     """
 
     def __init__(self, args: DefaultCheckpointerArguments | None = None) -> None:
         self.args = args or DefaultCheckpointerArguments()
         self._directories: dict[str, Path] = {}
+        self._base: Path | None = None
         self._prepared: set[Path] = set()
         self._background, self._buffers = BackgroundWriter(), HostBuffers()
+        self.lease: Lease | None = None
+        self._run_id: str | None = None
         self._loaded_from: Path | None = None
+        self._loaded_run: str | None = None
+        self._asked: bool | str | os.PathLike[str] | None = None
+        self._loaded_at: int | None = None  # the newest number of this prefix when the checkpoint was chosen
         self._run_level = "INFO"
         self._missed = False
         self._last_save_s: float | None = None
@@ -53,6 +77,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
                 looks, since only that one loads.
         """
         self._run_level = log_level
+        self._run_id = self._loaded_run = self._loaded_at = None
         own_names = type(self).load is not DefaultCheckpointer.load
         if isinstance(resume, bool) or own_names or not has_separator(os.fspath(resume)) or global_rank() != 0:
             return
@@ -72,12 +97,20 @@ class DefaultCheckpointer(AbstractCheckpointer):
     def keeps_best_by(self) -> tuple[str, str] | None:
         """`args.monitor` and its direction, if `args.keep_best` asks for the best."""
         monitor = self.args.monitored
-        return (monitor.name, monitor.mode) if self.args.checkpoint and self.args.keep_best else None
+        keeps = self.args.checkpoint and self.args.keep_best and self.args.keep_last is not None
+        return (monitor.name, monitor.mode) if keeps else None
+
+    def place(self, folder: Path) -> None:
+        """Save in `checkpoints` below `folder`, the folder of the run, unless the arguments say where."""
+        if folder != self._base:
+            self._base, self._directories = folder, {}
+        _ = self.save_dir, self.model_state_save_dir  # settled before user code changes the current folder
 
     @property
     def save_dir(self) -> Path:
         """Where checkpoints go; settled, as an absolute path, when it is first asked for."""
-        return self._resolve_directory("save_dir", self.args.save_dir or "checkpoints")
+        default = "checkpoints" if self._base is None else self._base / "checkpoints"
+        return self._resolve_directory("save_dir", self.args.save_dir or default)
 
     @property
     def model_state_save_dir(self) -> Path:
@@ -90,6 +123,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         Runs once, by itself before the first save. Only directories with an intact manifest, of kind
         "checkpoint" and with this `file_prefix`, are deleted.
         """
+        self._loaded_at = None  # what comes from here on is this run's
         if not self._clear(self.save_dir) or not self.args.delete_existing_checkpoints:
             return
         prefix = self.args.file_prefix
@@ -99,27 +133,93 @@ class DefaultCheckpointer(AbstractCheckpointer):
                 temp_dirs.discard_dir(info.path)
                 self._log(logging.INFO, f"deleted {info.path}")
 
-    def begin_run(self, *, resumed: bool) -> None:
-        """Remember, when a run begins afresh or from another directory, which checkpoints are an earlier run's.
+    @property
+    def run_id(self) -> str | None:
+        """Identifies the run whose checkpoints are written; None as long as no run has begun in `save_dir`."""
+        if self._run_id is None:
+            newest = newest_entry(scan(self.save_dir), self.args.file_prefix)
+            self._run_id = None if newest is None else newest.run_id
+        return self._run_id
 
-        They stay where they are and can be named, but are not "the newest" of this run, and it never deletes them: it
-        may be interrupted before its first checkpoint, and must not go on from another run's. A warning tells of them.
+    def begin_run(self, *, resumed: bool) -> None:
+        """Write, when a run begins afresh or from another directory, which run the directory belongs to from now on.
+
+        Checkpoints of earlier runs stay where they are and can be named, but are not "the newest" of this run, and it
+        never deletes them: it may be interrupted before its first checkpoint, and must not go on from another run's.
+        A warning tells of them.
+
+        Raises:
+            CheckpointError: another process has written into `save_dir` since the checkpoint was chosen.
         """
         self._background.wait()  # one that was abandoned may still be deleting older ones
-        elsewhere = self._loaded_from is not None and self._loaded_from.resolve() != self.save_dir.resolve()
-        begins = self.args.checkpoint and (elsewhere or not resumed)
-        earlier = checkpoints_with_prefix(self.save_dir, self.args.file_prefix) if begins else []
-        if earlier:
-            began.mark(self.save_dir, self.args.file_prefix, earlier[0].sequence)
-            retention.apply_retention(self.save_dir, self.args, self._log)
-        if earlier and not self.args.delete_existing_checkpoints:  # each that is deleted is named then
-            count = "a checkpoint" if len(earlier) == 1 else f"{len(earlier)} checkpoints"
-            self._log(
-                logging.WARNING,
-                f"{self.save_dir} has {count} of an earlier run. This run does not go on from there, and replaces "
-                f"those of the same step. To go on from the newest write resume={str(earlier[0].path)!r}; to keep all "
-                "give this run another output_dir.",
+        if not self.args.checkpoint:
+            return
+        contents, prefix = scan(self.save_dir), self.args.file_prefix
+        earlier, newest = with_prefix(contents, prefix), newest_entry(contents, prefix)
+        if self._loaded_at is not None and newest is not None and newest.sequence > self._loaded_at:
+            raise CheckpointError(
+                f"another run has written {newest.path} since this one has chosen where to begin. Start again with "
+                "resume='auto', which goes on from the newest."
             )
+        current = None if newest is None else newest.run_id
+        elsewhere = self._loaded_from is not None and self._loaded_from.resolve() != self.save_dir.resolve()
+        continues = resumed and not elsewhere
+        if self._run_id is None and continues:
+            self._run_id = self._loaded_run
+        elif self._run_id is None and not resumed and newest in contents.begun and self._asked == "auto":
+            self._run_id = current  # the same run, which was killed before its first checkpoint
+        begins = self._run_id is None and not continues
+        if begins:
+            self._run_id = uuid.uuid4().hex
+        if self._run_id is not None and self._run_id != current:
+            write_begin(self.save_dir, prefix, self._run_id, {}, self.lease)
+        self._loaded_at = None
+        self._retention.apply()
+        if earlier and begins and not self.args.delete_existing_checkpoints:  # each that is deleted is named then
+            self._warn_of_earlier_run(earlier)
+
+    def _warn_of_earlier_run(self, earlier: list[CheckpointInfo]) -> None:
+        count = "a checkpoint" if len(earlier) == 1 else f"{len(earlier)} checkpoints"
+        self._log(
+            logging.WARNING,
+            f"{self.save_dir} has {count} of an earlier run. This run neither goes on from there nor replaces any. "
+            f"To go on from the newest write resume={str(earlier[0].path)!r}; to keep runs apart give this one another "
+            "output_dir.",
+        )
+
+    @property
+    def _retention(self) -> Retention:
+        verify = (lambda: None) if self.lease is None else self.lease.verify
+        return Retention(directory=self.save_dir, args=self.args, say=self._log, verify_owner=verify)
+
+    @property
+    def loaded_own(self) -> bool:
+        """Whether a checkpoint was loaded from where this run saves, so that the run there goes on."""
+        return self._loaded_from is not None and self._loaded_from.resolve() == self.save_dir.resolve()
+
+    def checkpoints_below(self, folder: Path) -> list[CheckpointInfo]:
+        """The checkpoints, newest first, of a run that has the folder `folder`."""
+        place = Path(self.args.save_dir or folder / "checkpoints").absolute()
+        return checkpoints_of_run(place, self.args.file_prefix)
+
+    def written_by_runs(self) -> list[Path]:
+        """The checkpoints and exports that runs with this `file_prefix` have left where this one would save."""
+        prefix = re.escape(self.args.file_prefix)
+        pattern = re.compile(rf"({prefix}-(model-)?\d+(\..+)?|exception-\d+)")
+        found = []
+        for place in dict.fromkeys((self.save_dir, self.model_state_save_dir)):
+            contents = scan(place)
+            paths = [info.path for info in contents.intact] + [*contents.broken, *contents.newer]
+            found += [path for path in paths if pattern.fullmatch(name_of(path)) and not path.is_symlink()]
+        return sorted(found)
+
+    def delete_run(self) -> None:
+        """Delete what `written_by_runs` names, with its pointers, the beginnings last: a kill leaves a trace."""
+        for path in self.written_by_runs():
+            temp_dirs.discard_dir(path)
+        refresh_pointers(self.save_dir, self.args, None, None, self._log)
+        for path in beginnings(scan(self.save_dir), self.args.file_prefix):
+            temp_dirs.discard_dir(path)
 
     def last(self) -> CheckpointInfo | None:
         """The newest checkpoint of this run in `save_dir` whose files are there in their sizes, or None."""
@@ -146,8 +246,10 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._wait_for_last()
         self.prepare()
         step = checkpoint_state.global_step
-        name = self._name(f"{index:06d}" if step is None else f"{step:09d}")
-        payload = pack(retention.preserve_pin(checkpoint_state, self.save_dir / name, self.args.file_prefix))
+        run_id = self.run_id
+        name = self._free_name(f"{index:06d}" if step is None else f"{step:09d}", run_id)
+        checkpoint = replace(checkpoint_state, run_id=run_id)
+        payload = pack(retention.preserve_pin(checkpoint, self.save_dir / name, self.args.file_prefix))
         self._warn_missing_monitor(checkpoint_state, force)
         if self.args.async_save:
             copy = payload.copy_into(self._buffers)
@@ -164,9 +266,9 @@ class DefaultCheckpointer(AbstractCheckpointer):
     def _commit(self, payload: Payload, name: str, abandoned: threading.Event | None = None) -> None:
         """Write a checkpoint, and do what is to be done after each; in the background with `async_save`."""
         try:
-            path = commit(payload, self.save_dir, name, abandoned)
+            path = commit(payload, self.save_dir, name, abandoned, self.lease)
             self._log(logging.INFO, f"saved {path}")
-            retention.apply_retention(self.save_dir, self.args, self._log)
+            self._retention.apply()
         except BaseException as error:
             if abandoned is not None:  # perhaps nobody asks any more
                 self._log(logging.ERROR, f"saving {name} in the background failed: {error}")
@@ -209,7 +311,8 @@ class DefaultCheckpointer(AbstractCheckpointer):
             return None
         self._wait_for_last()
         self.prepare()
-        return str(write_checkpoint(checkpoint_state, self.save_dir, name))
+        payload = pack(replace(checkpoint_state, run_id=self.run_id))
+        return str(commit(payload, self.save_dir, name, lease=self.lease))
 
     def save_model(
         self,
@@ -220,15 +323,28 @@ class DefaultCheckpointer(AbstractCheckpointer):
         global_step: int | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> str | None:
-        """Write an export of `model_state`; `load` never takes it for a point to resume from."""
+        """Write an export of `model_state`; `load` never takes it for a point to resume from.
+
+        The name is made of the prefix and the global step, or the index if the step is not known. An export of other
+        weights that has this name already is not replaced: the new one gets a number behind its name.
+        """
         if not self.args.checkpoint:
             return None
         self._wait_for_last()
         directory = self.model_state_save_dir
         self._clear(directory) if directory != self.save_dir else self.prepare()
         about = {**(metadata or {}), "index": index}
-        name = self._name(f"model-{index:06d}")
-        path = write_model(model_state, directory, name, about, plan=plan, global_step=global_step)
+        first = self._name(f"model-{index:06d}" if global_step is None else f"model-{global_step:09d}")
+        name, number = first, 1
+        while os.path.lexists(directory / name):
+            number += 1
+            name = f"{first}.{number}"
+        owner: dict[str, Any] = {"run_id": self.run_id, "lease": self.lease}
+        path = write_model(model_state, directory, name, about, plan=plan, global_step=global_step, **owner)
+        before = path if number == 1 else directory / (first if number == 2 else f"{first}.{number - 1}")
+        if before != path and _same_files(before, path):
+            temp_dirs.discard_dir(path)
+            path = before
         self._log(logging.INFO, f"saved {path}")
         return str(path)
 
@@ -249,15 +365,19 @@ class DefaultCheckpointer(AbstractCheckpointer):
         load_dir = self.save_dir
         if self.args.load_dir:
             load_dir = folder_at(self._resolve_directory("load_dir", self.args.load_dir), self.args.file_prefix)
+        self._asked = resume
+        newest = newest_entry(scan(self.save_dir), self.args.file_prefix)
+        self._loaded_at = 0 if newest is None else newest.sequence
         finder = CheckpointFinder(self.args, load_dir, self.save_dir, self._log)
         checkpoint = finder.load(resume)
         self._loaded_from = finder.found_in or self._loaded_from
+        self._run_id, self._loaded_run = None, checkpoint.run_id
         return checkpoint
 
     def _warn_missing_monitor(self, checkpoint: Checkpoint, force: bool) -> None:
         """Say once that a checkpoint cannot be the best, where somebody asked for the best and none can be yet."""
         args, metrics = self.args, (checkpoint.metadata or {}).get("metrics", {})
-        asked = args.keep_best or args.monitor != DEFAULT_MONITOR
+        asked = args.keep_best > 1 or args.monitor != DEFAULT_MONITOR  # the best one is kept unless told otherwise
         if args.monitor in metrics:
             self._missed = True  # it is measured at times
         elif asked and not self._missed and not force:
@@ -284,7 +404,22 @@ class DefaultCheckpointer(AbstractCheckpointer):
         name = f"{self.args.file_prefix}-{number}"
         return f"{name}.{self.args.file_ext}" if self.args.file_ext else name
 
+    def _free_name(self, number: str, run_id: str | None) -> str:
+        """The name of a checkpoint; where an earlier run has one of that name, the run id is part of it."""
+        name = self._name(number)
+        before = read_entry(self.save_dir / name)
+        if not isinstance(before, CheckpointInfo) or run_id is None or before.run_id == run_id:
+            return name
+        return f"{name}.{run_id[:8]}"
+
     def _log(self, level: int, message: str) -> None:
         least: int = getattr(logging, (self.args.log_level or self._run_level).upper())
         if level >= least:
             _logger.log(level, message)
+
+
+def _same_files(one: Path, other: Path) -> bool:
+    try:
+        return read_manifest(one).files == read_manifest(other).files
+    except CheckpointError:
+        return False

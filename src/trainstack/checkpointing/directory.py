@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainstack._files import local_path
-from trainstack.checkpointing import began, manifest, temp_dirs
-from trainstack.checkpointing.decoding import StateDecoder
+from trainstack.checkpointing import manifest, temp_dirs
 from trainstack.checkpointing.manifest import Kind, Manifest
+from trainstack.checkpointing.regular_files import read_small
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
+
+_logger = logging.getLogger("trainstack")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +26,15 @@ class CheckpointInfo:
     Attributes:
         path: the directory.
         name: the name it was written under.
-        kind: "checkpoint" to resume from, or "model" for an export.
+        kind: "checkpoint" to resume from, "model" for an export, or "begin" for the beginning of a run.
         sequence: rises with every directory written beside it; the highest is the newest.
         global_step: global steps finished, skipped ones included; None if unknown.
         created: UTC, ISO 8601.
         size: bytes in all files.
         metrics: what was measured with these very weights: name and value. May hold inf and nan.
         pinned: whether it is kept, however many others come.
+        run_id: identifies the run that wrote it; None if unknown.
+        lease: the counter of the lease under which it was written; 0 without one.
     """
 
     path: Path
@@ -40,22 +46,42 @@ class CheckpointInfo:
     size: int
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
     pinned: bool = False
+    run_id: str | None = None
+    lease: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The checkpoints of a directory, newest first, and what cannot be told from its manifest."""
+    """What lies in a directory.
 
-    intact: list[CheckpointInfo]
-    broken: dict[Path, CheckpointDamagedError]
-    newer: dict[Path, CheckpointMismatchError]
+    Attributes:
+        intact: checkpoints and exports with an intact manifest, newest first.
+        begun: the entries that the beginnings of runs have left, newest first.
+        broken: what was a checkpoint or an export and is damaged.
+        broken_begins: the same of beginnings of runs.
+        newer: written by a newer trainstack.
+        odd: what is neither a file, nor a checkpoint, nor a folder that can be read, and why.
+    """
+
+    intact: list[CheckpointInfo] = field(default_factory=list)
+    begun: list[CheckpointInfo] = field(default_factory=list)
+    broken: dict[Path, CheckpointDamagedError] = field(default_factory=dict)
+    broken_begins: dict[Path, CheckpointDamagedError] = field(default_factory=dict)
+    newer: dict[Path, CheckpointMismatchError] = field(default_factory=dict)
+    odd: dict[Path, str] = field(default_factory=dict)
+
+    @property
+    def highest(self) -> int:
+        """The highest sequence number of all that can be read, or that the name of a damaged beginning tells."""
+        told = [number for path in self.broken_begins if (number := begin_number(path)) is not None]
+        return max([0, *told, *(info.sequence for info in (*self.intact, *self.begun))])
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """Return the checkpoints and model exports in `directory`, oldest first.
 
     Only manifests are read: `verify_checkpoint` says whether the files agree with them. Directories
-    without a readable manifest are left out.
+    without a readable manifest are left out; what is odd about them is logged, once in a process.
 
     Raises:
         CheckpointNotFoundError: `directory` does not exist.
@@ -63,47 +89,143 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     root = local_path(directory, "directory")
     if not root.is_dir():
         raise CheckpointNotFoundError(f"{root} is not a directory. Give the directory that holds checkpoints.")
-    return scan(root).intact[::-1]
+    contents = scan(root)
+    name_odd_entries(contents, _logger.log)
+    return contents.intact[::-1]
 
 
 def scan(directory: Path) -> Contents:
-    """Read every manifest in `directory`; an absent directory is an empty one."""
-    contents = Contents(intact=[], broken={}, newer={})
-    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
-        if path.name.startswith(temp_dirs.TEMPORARY) or not is_checkpoint_directory(path):
-            continue
-        try:
-            contents.intact.append(info_of(path, read_manifest(path)))
-        except CheckpointDamagedError as error:
-            contents.broken[path] = error
-        except CheckpointMismatchError as error:
-            contents.newer[path] = error
-    contents.intact.sort(key=lambda info: (info.sequence, info.created), reverse=True)
+    """Read every manifest in `directory`; an absent directory is an empty one.
+
+    No entry makes it fail. A manifest that was read before is not read again while inode, size and times are equal.
+    """
+    contents = Contents()
+    try:
+        paths = sorted(Path(entry.path) for entry in os.scandir(directory) if not _is_plain(entry))
+    except (FileNotFoundError, NotADirectoryError):
+        return contents
+    for path in paths:
+        if not path.name.startswith(temp_dirs.TEMPORARY):
+            _sort_in(contents, path, read_entry(path))
+    for found in (contents.intact, contents.begun):
+        found.sort(key=lambda info: (info.sequence, info.created), reverse=True)
     return contents
 
 
-def is_checkpoint_directory(path: Path) -> bool:
-    """Say whether `path` holds a checkpoint or export of ours, perhaps a damaged one."""
-    if (path / manifest.TREE_FILE).is_file():
-        return True
+def _is_plain(entry: os.DirEntry[str]) -> bool:
     try:
-        return manifest.is_manifest((path / manifest.FILE_NAME).read_bytes())
+        return entry.is_file()  # also a link to one
     except OSError:
         return False
 
 
+def _sort_in(contents: Contents, path: Path, found: Entry) -> None:
+    is_begin = begin_number(path) is not None
+    if isinstance(found, CheckpointInfo):
+        (contents.begun if found.kind == "begin" else contents.intact).append(found)
+    elif isinstance(found, CheckpointMismatchError):
+        contents.newer[path] = found
+    elif is_begin:
+        reason = found or f"it has no {manifest.FILE_NAME}"
+        contents.broken_begins[path] = (
+            reason if isinstance(reason, CheckpointDamagedError) else CheckpointDamagedError(f"{path}: {reason}.")
+        )
+    elif isinstance(found, CheckpointDamagedError):
+        contents.broken[path] = found
+    elif found is not None:
+        contents.odd[path] = found
+
+
+Entry = CheckpointInfo | CheckpointDamagedError | CheckpointMismatchError | str | None
+"""What an entry of a directory is; a text says what is odd about it, and None stands for a folder of something else."""
+
+_known: dict[Path, tuple[tuple[int, ...], Entry]] = {}
+"""What was read, with inode, size and times of the manifest then."""
+
+
+_COARSE_S = 0.1
+"""A file that changed so recently may change again without another time: systems count in ticks of some ms."""
+
+
+def read_entry(path: Path) -> Entry:
+    """Say what `path`, an entry of a directory, is; never raises."""
+    try:
+        status = os.stat(f"{path}/{manifest.FILE_NAME}")
+    except FileNotFoundError:
+        return _without_manifest(path)
+    except NotADirectoryError:
+        return "it is neither a file nor a folder"
+    except OSError as error:
+        return _unreadable(path, error)
+    mark = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    known = _known.get(path)
+    if known is not None and known[0] == mark:
+        return known[1]
+    entry = _read_entry(path)
+    if time.time() - status.st_ctime > _COARSE_S:
+        _known[path] = mark, entry
+    return entry
+
+
+def _without_manifest(path: Path) -> Entry:
+    if os.path.islink(path) and not os.path.exists(path):
+        return "it is a link to nothing"
+    if not os.path.isfile(path / manifest.TREE_FILE):
+        return None
+    return CheckpointDamagedError(
+        f"{path / manifest.FILE_NAME} is missing: the checkpoint was not finished. Load another checkpoint."
+    )
+
+
+def _read_entry(path: Path) -> Entry:
+    try:
+        data = read_small(path / manifest.FILE_NAME)
+    except OSError as error:
+        return _unreadable(path, error)
+    if not manifest.is_manifest(data) and not _has_tree(path):
+        return f"its {manifest.FILE_NAME} is none of trainstack"
+    try:
+        return info_of(path, manifest.parse(data, path / manifest.FILE_NAME))
+    except (CheckpointDamagedError, CheckpointMismatchError) as error:
+        return error
+
+
+def _unreadable(path: Path, error: OSError) -> Entry:
+    reason = f"cannot be read: {error.strerror or error}"
+    if not _has_tree(path):
+        return f"it {reason}"
+    return CheckpointDamagedError(f"{path / manifest.FILE_NAME} {reason}. Load another checkpoint.")
+
+
+def _has_tree(path: Path) -> bool:
+    return os.path.isfile(path / manifest.TREE_FILE)
+
+
+_named: set[tuple[Path, str]] = set()
+
+
+def name_odd_entries(contents: Contents, say: Callable[[int, str], None]) -> None:
+    """Say once in this process what each odd entry is."""
+    for path, reason in contents.odd.items():
+        if (path, reason) not in _named:
+            _named.add((path, reason))
+            say(logging.WARNING, f"passing over {printable(path)}: {reason}.")
+
+
+def printable(path: Path) -> str:
+    """`path` as text that every stream takes."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def is_checkpoint_directory(path: Path) -> bool:
+    """Say whether `path` holds a checkpoint, an export or the beginning of a run of ours, perhaps a damaged one."""
+    entry = read_entry(path)
+    return entry is not None and not isinstance(entry, str)
+
+
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the directory `path`; raises as `manifest.parse` does."""
-    file = path / manifest.FILE_NAME
-    try:
-        data = file.read_bytes()
-    except FileNotFoundError as error:
-        raise CheckpointDamagedError(
-            f"{file} is missing: the checkpoint was not finished. Load another checkpoint."
-        ) from error
-    except OSError as error:
-        raise CheckpointDamagedError(f"{file} cannot be read: {error}. Load another checkpoint.") from error
-    return manifest.parse(data, file)
+    return manifest.read(path / manifest.FILE_NAME)
 
 
 def info_of(path: Path, content: Manifest) -> CheckpointInfo:
@@ -116,21 +238,11 @@ def info_of(path: Path, content: Manifest) -> CheckpointInfo:
         global_step=content.global_step,
         created=content.created,
         size=content.size,
-        metrics=_metrics_of(content),
+        metrics=content.metrics,
         pinned=isinstance(content.metadata, dict) and content.metadata.get("pinned") is True,
+        run_id=content.run_id,
+        lease=content.lease,
     )
-
-
-def _metrics_of(content: Manifest) -> dict[str, float]:
-    """The numbers in the metadata's entry "metrics"; whoever writes a checkpoint by hand need not have one."""
-    tree = content.metadata.get("metrics") if isinstance(content.metadata, dict) else None
-    try:
-        metrics = StateDecoder({}).decode(tree)
-    except CheckpointDamagedError:
-        return {}
-    if not isinstance(metrics, dict):
-        return {}
-    return {name: float(value) for name, value in metrics.items() if type(value) in (int, float)}
 
 
 def has_its_files(info: CheckpointInfo) -> bool:
@@ -143,8 +255,28 @@ def has_its_files(info: CheckpointInfo) -> bool:
 
 
 def next_sequence(directory: Path) -> int:
-    """Return a number above those of all that is in `directory`, and of what earlier runs had there and is gone."""
-    return max(0, began.highest(directory), *(info.sequence for info in scan(directory).intact)) + 1
+    """Return a number above those of all that is in `directory`."""
+    return scan(directory).highest + 1
+
+
+_BEGIN = re.compile(r"(?P<prefix>.+)-begin-(?P<number>\d{9,})")
+
+
+def begin_name(prefix: str, sequence: int) -> str:
+    """The name of the entry that says that a run began."""
+    return f"{prefix}-begin-{sequence:09d}"
+
+
+def beginnings(contents: Contents, prefix: str) -> list[Path]:
+    """The entries, damaged ones too, that say that runs with this prefix began."""
+    paths = [*(info.path for info in contents.begun), *contents.broken_begins]
+    return [path for path in paths if begin_number(path, prefix) is not None]
+
+
+def begin_number(path: Path, prefix: str | None = None) -> int | None:
+    """The number in the name of the beginning of a run, with this prefix if one is given; None for other names."""
+    match = _BEGIN.fullmatch(name_of(path))
+    return int(match["number"]) if match and prefix in (None, match["prefix"]) else None
 
 
 def has_prefix(name: str, prefix: str) -> bool:

@@ -64,7 +64,11 @@ def tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 def is_storable(tensor: torch.Tensor) -> bool:
     """Whether the format holds tensors of this layout."""
     known = tensor.layout is torch.strided or tensor.layout in SPARSE_LAYOUTS
-    return known and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
+    return (
+        known
+        and tensor.dim() <= format.MAX_DIMENSIONS
+        and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
+    )
 
 
 def array_as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -98,10 +102,15 @@ class StateEncoder:
 
     The encoder keeps what it has seen alive, and copies nothing but numpy arrays that are
     read-only or not contiguous.
+
+    Args:
+        taken: names that no tensor may get, and to which those of this encoder are added. Encoders that share it give
+            names that differ.
     """
 
-    def __init__(self) -> None:
-        self._taken = {RESERVED}
+    def __init__(self, taken: set[str] | None = None) -> None:
+        self._taken = set() if taken is None else taken
+        self._taken.add(RESERVED)
         self._tensors: dict[str, torch.Tensor] = {}
         self._seen: dict[tuple[Any, ...], str] = {}
         self._alive: list[Any] = []
@@ -201,7 +210,7 @@ class StateEncoder:
     def _ordered_dict(self, value: OrderedDict[Any, Any]) -> Json:
         encoded = _tag(format.ORDERED_DICT, items=self._pairs(value))
         versions = getattr(value, "_metadata", None)
-        if versions is not None:  # the module versions that Module.state_dict() attaches
+        if format.are_versions(versions):  # the module versions that Module.state_dict() attaches
             encoded["versions"] = self._at("_metadata", versions)
         return encoded
 

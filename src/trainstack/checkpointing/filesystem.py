@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from trainstack._files import file_mode, folder_mode, is_unsupported, warn_once
 from trainstack._files import make_directories as make_directories
 from trainstack._files import sync_directory as sync_directory
 
 
 def make_directory(path: Path) -> None:
     """Create `path`, whose parent exists; fails if it is there."""
-    os.mkdir(path)
+    os.mkdir(path, folder_mode(path))
 
 
 def open_new(path: Path) -> BinaryIO:
     """Open a file that does not exist yet, for writing."""
-    return open(path, "xb", buffering=1 << 20)  # small pieces go to the system in writes of 1 MiB
+
+    def create(name: str, flags: int) -> int:
+        return os.open(name, flags, file_mode(name))
+
+    return open(path, "xb", buffering=1 << 20, opener=create)  # small pieces go to the system in writes of 1 MiB
 
 
 def write(handle: BinaryIO, data: bytes | memoryview) -> None:
@@ -52,9 +58,29 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(path)
 
 
+def drop_cached(path: Path) -> None:
+    """Forget what memory holds of a file, so that a read comes from the disk; where the system can."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
 def free_bytes(path: Path) -> int | None:
     """Return what can still be written below `path`, or None if the file system does not say."""
-    usage = shutil.disk_usage(path)
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError as error:
+        if not is_unsupported(error):
+            raise
+        warn_once(
+            "space", f"the file system of {path} does not say how much space is free, so a save may fail half-way"
+        )
+        return None
     return usage.free if usage.total else None
 
 

@@ -6,6 +6,7 @@ A value that JSON lacks is an object `{"$type": <tag>, ...}`. A user's own dict 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,8 @@ FACTORIES: dict[str | None, Callable[[], Any] | None] = {None: None, **{kind.__n
 MAX_DEPTH = 128
 """How deep a state may nest; deeper ones would exhaust the stack of a JSON parser."""
 
+MAX_DIMENSIONS = 64
+"""How many dimensions a tensor may have; torch computes with no more."""
 
 NATIVE: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -89,3 +92,32 @@ AS_BYTES: dict[torch.dtype, str] = {
 
 BY_NATIVE_NAME: dict[str, torch.dtype] = {name: dtype for dtype, name in NATIVE.items()}
 BY_BYTES_NAME: dict[str, torch.dtype] = {name: dtype for dtype, name in AS_BYTES.items()}
+
+DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+"""All dtypes by name. `getattr(torch, name)` would import a module for some names."""
+
+LAYOUTS: dict[str, torch.layout] = {str(layout).removeprefix("torch."): layout for layout in SPARSE_LAYOUTS}
+
+
+def check_shape(shape: Any) -> int:
+    """Return the number of elements of a tensor of this shape.
+
+    Raises:
+        ValueError: torch has no such tensors, not even without elements.
+    """
+    if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"the shape is no list of at most {MAX_DIMENSIONS} lengths")
+    if not all(type(length) is int and 0 <= length < 2**63 for length in shape):
+        raise ValueError("a length of the shape is no integer from 0 to 2^63 - 1")
+    if math.prod(length or 1 for length in shape) >= 2**63:
+        raise ValueError("the shape has too many elements")
+    return math.prod(shape)
+
+
+def are_versions(value: Any) -> bool:
+    """Say whether `value` is what `Module.state_dict` attaches as `_metadata`: a dict for each part of the module."""
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and isinstance(part, dict) for name, part in value.items()
+    )

@@ -10,26 +10,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainstack.checkpointing import began, filesystem
+from trainstack.checkpointing import filesystem
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments, Monitor
 from trainstack.checkpointing.directory import (
     CheckpointInfo,
+    Contents,
+    begin_number,
     has_its_files,
     has_prefix,
     is_checkpoint_directory,
+    name_odd_entries,
     name_of,
     scan,
 )
 from trainstack.checkpointing.filesystem import atomic_write
-from trainstack.checkpointing.reading import read_checkpoint
+from trainstack.checkpointing.reading import hint_of_pickles, read_checkpoint
 from trainstack.errors import CheckpointDamagedError, CheckpointNotFoundError, ConfigurationError
 
 
 def read_newest(
     directory: Path,
     prefix: str,
-    skipped: Callable[[CheckpointDamagedError], None],
+    log: Callable[[int, str], None],
     monitor: Monitor | None = None,
 ) -> tuple[Path, Checkpoint] | None:
     """Return the run's intact checkpoint that was written last, whatever its step, or None if there is none.
@@ -37,19 +40,26 @@ def read_newest(
     Args:
         directory: where to look; it may be absent.
         prefix: only checkpoints that a checkpointer with this `file_prefix` names.
-        skipped: called with the error of each damaged checkpoint, before an older one is tried.
+        log: is told of each damaged checkpoint, before an older one is tried, and of each odd entry.
         monitor: return the best by this instead; None also if none has a value of it.
 
     Raises:
-        CheckpointDamagedError: there are checkpoints, and all are damaged.
+        CheckpointDamagedError: there are checkpoints, and all are damaged; or the entry is damaged that says which
+            run began here last.
         CheckpointMismatchError: one was written by a newer trainstack, so it may be the newest.
     """
+
+    def skipped(error: CheckpointDamagedError) -> None:
+        log(logging.WARNING, f"passing over a damaged checkpoint: {error}")
+
     contents = scan(directory)
+    name_odd_entries(contents, log)
+    _refuse_unknown_run(contents, prefix)
     for path, mismatch in contents.newer.items():
         if has_prefix(name_of(path), prefix):
             raise mismatch
     broken = [error for path, error in contents.broken.items() if has_prefix(name_of(path), prefix)]
-    candidates = checkpoints_of_run(directory, prefix)
+    candidates = of_run(contents, prefix)
     if monitor is not None:
         candidates = monitor.rank(candidates)
     for error in broken:
@@ -69,16 +79,63 @@ def read_newest(
     )
 
 
-def checkpoints_with_prefix(directory: Path, prefix: str) -> list[CheckpointInfo]:
-    """Return the checkpoints in `directory` with this prefix whose manifest is intact, newest first."""
-    intact = scan(directory).intact
-    return [info for info in intact if info.kind == "checkpoint" and has_prefix(info.name, prefix)]
+def with_prefix(contents: Contents, prefix: str) -> list[CheckpointInfo]:
+    """Return the checkpoints with this prefix whose manifest is intact, newest first."""
+    return [info for info in contents.intact if info.kind == "checkpoint" and has_prefix(info.name, prefix)]
 
 
-def checkpoints_of_run(directory: Path, prefix: str, unreadable: int = -1) -> list[CheckpointInfo]:
-    """Return those of `checkpoints_with_prefix` that no earlier run has written; `unreadable` as for `began.read`."""
-    after = began.read(directory, prefix, unreadable)
-    return [info for info in checkpoints_with_prefix(directory, prefix) if info.sequence > after]
+def newest_entry(contents: Contents, prefix: str) -> CheckpointInfo | None:
+    """The newest checkpoint or beginning of a run with this prefix: it tells which run the directory belongs to."""
+    begun = [info for info in contents.begun if begin_number(info.path, prefix) is not None]
+    newest = [*begun[:1], *with_prefix(contents, prefix)[:1]]
+    return max(newest, key=lambda info: info.sequence, default=None)
+
+
+def damaged_begin(contents: Contents, prefix: str) -> CheckpointDamagedError | None:
+    """The error of a damaged beginning of a run that is newer than all else with this prefix; None if there is none."""
+    newest = newest_entry(contents, prefix)
+    for path, error in contents.broken_begins.items():
+        number = begin_number(path, prefix)
+        if number is not None and (newest is None or number > newest.sequence):
+            return error
+    return None
+
+
+def of_run(contents: Contents, prefix: str) -> list[CheckpointInfo]:
+    """Return the checkpoints of the run that the directory belongs to, newest first.
+
+    Those without a run id, which nobody's run has written, belong to it as long as no run began after them.
+    """
+    newest = newest_entry(contents, prefix)
+    if newest is None or damaged_begin(contents, prefix) is not None:
+        return []
+    own = [info for info in with_prefix(contents, prefix) if info.run_id == newest.run_id]
+    if newest.run_id is not None:
+        return own
+    after = max((info.sequence for info in contents.begun if begin_number(info.path, prefix) is not None), default=-1)
+    return [info for info in own if info.sequence > after]
+
+
+def checkpoints_of_run(directory: Path, prefix: str) -> list[CheckpointInfo]:
+    """`of_run` of what is in `directory` now."""
+    return of_run(scan(directory), prefix)
+
+
+def _refuse_unknown_run(contents: Contents, prefix: str) -> None:
+    error = damaged_begin(contents, prefix)
+    if error is None:
+        return
+    newest: dict[str | None, CheckpointInfo] = {}
+    for info in with_prefix(contents, prefix):
+        newest.setdefault(info.run_id, info)
+    runs = [f"  - run {run or 'unknown'}: its newest checkpoint is {info.path}" for run, info in newest.items()]
+    raise CheckpointDamagedError(
+        f"{error} It says which run began here last, so the newest checkpoint may be one of another run. Runs with "
+        "checkpoints here:\n"
+        + ("\n".join(runs) or "  none")
+        + "\nName a checkpoint, resume='...', to go on from it, or "
+        "give this run another output_dir."
+    )
 
 
 # A pointer is never believed. What it gives is the rule (which prefix, which metric); the checkpoint is found anew
@@ -222,7 +279,7 @@ class CheckpointFinder:
         if elsewhere.resolve() == self._save_dir.resolve():
             return None
         self._check_not_deleting(self._save_dir)
-        found = read_newest(self._save_dir, self.args.file_prefix, self._warn_of_damage, monitor)
+        found = read_newest(self._save_dir, self.args.file_prefix, self._log, monitor)
         return None if found is None else self._loaded(*found)
 
     def _load_configured(self, required: bool) -> Checkpoint:
@@ -238,7 +295,7 @@ class CheckpointFinder:
 
     def _load_best(self, directory: Path, prefix: str, monitor: Monitor) -> Checkpoint:
         self._check_not_deleting(directory)
-        found = read_newest(directory, prefix, self._warn_of_damage, monitor)
+        found = read_newest(directory, prefix, self._log, monitor)
         if found is not None:
             return self._loaded(*found)
         candidates = checkpoints_of_run(directory, prefix)
@@ -253,7 +310,7 @@ class CheckpointFinder:
     def _load_newest(self, directory: Path, required: bool, prefix: str | None = None) -> Checkpoint:
         self._check_not_deleting(directory)
         prefix = self.args.file_prefix if prefix is None else prefix
-        found = read_newest(directory, prefix, self._warn_of_damage)
+        found = read_newest(directory, prefix, self._log)
         if found is not None:
             return self._loaded(*found)
         intact = [info for info in scan(directory).intact if info.kind == "checkpoint"]
@@ -270,8 +327,8 @@ class CheckpointFinder:
         if required:
             absent = "" if directory.is_dir() else ", which does not exist"
             raise CheckpointNotFoundError(
-                f"{what}{absent}.{hint} To start afresh when there is none, write resume='auto'"
-                f"{' and leave load_dir unset' if self.args.load_dir else ''}."
+                f"{what}{absent}.{hint}{hint_of_pickles(directory)} To start afresh when there is none, write "
+                f"resume='auto'{' and leave load_dir unset' if self.args.load_dir else ''}."
             )
         self._log(logging.WARNING if others else logging.INFO, f"{what}: starting afresh.{hint}")
         return Checkpoint()
@@ -288,14 +345,11 @@ class CheckpointFinder:
                 "Write delete_existing_checkpoints=False to resume, or resume=False to start over."
             )
 
-    def _warn_of_damage(self, error: CheckpointDamagedError) -> None:
-        self._log(logging.WARNING, f"passing over a damaged checkpoint: {error}")
-
 
 def folder_at(path: Path, prefix: str) -> Path:
     """`path`, or where a run with this `output_dir` keeps its checkpoints, if there are none in `path` itself."""
     within = path / "checkpoints"
-    return within if within.is_dir() and not checkpoints_with_prefix(path, prefix) else path
+    return within if within.is_dir() and not with_prefix(scan(path), prefix) else path
 
 
 def resolve_pointer(path: Path) -> Path:

@@ -8,49 +8,97 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import asdict, dataclass, fields
+import re
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from trainstack.checkpointing.checksums import FileRecord, digest
+from trainstack.checkpointing.checksums import ALGORITHM, FileRecord, digest, is_digest
+from trainstack.checkpointing.decoding import StateDecoder
+from trainstack.checkpointing.field_types import build, short
 from trainstack.checkpointing.format import Json
-from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError
+from trainstack.checkpointing.regular_files import MAX_SMALL_BYTES, read_small
+from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 
 FILE_NAME = "MANIFEST.json"
 MODEL_FILE = "model.safetensors"
 STATE_FILE = "state.safetensors"
 TREE_FILE = "state.json"
+INDEX_FILE = "index.json"
 FORMAT = "trainstack-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
-Kind = Literal["checkpoint", "model"]
+MAX_VALUES = 500_000
+"""How many values a manifest may hold. One has some hundreds; a scan of a directory parses them all."""
+
+Kind = Literal["checkpoint", "model", "begin"]
 
 _SELF_HASH = "manifest_xxh3_128"
+_TAIL = re.compile(rb',\n "' + _SELF_HASH.encode() + rb'": "([0-9a-f]{32})"\n}\n\Z')
+_CREATED = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\+00:00")
+_RANK_FILE = re.compile(r"rank-([0-9]{5})\.(json|safetensors)")
+
+
+def rank_file(rank: int, suffix: str) -> str:
+    """Return the name of a rank's file: `suffix` is "json" or "safetensors"."""
+    return f"rank-{rank:05d}.{suffix}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of a manifest; `plan` and `metadata` are trees as `StateEncoder` makes them."""
+    """The content of a manifest; `plan` and `metadata` are trees as `StateEncoder` makes them.
+
+    Attributes:
+        kind: "checkpoint", "model" for an export, "begin" for the beginning of a fresh run, which has no files.
+        name: the name that the directory was written under.
+        sequence: rises with every directory written beside it.
+        run_id: of the run that wrote it; None if unknown.
+        lease: the fencing counter of the lease under which it was written; 0 without one.
+        global_step: global steps finished, skipped ones included; None if unknown.
+        created: UTC, ISO 8601.
+        versions: of the libraries.
+        files: sizes and hashes of all other files.
+        hash: the hash algorithm of this checkpoint.
+        root: the hash over all chunks of all tensors, equal for equal tensors of equal names; None without an index.
+        format_version: of the format.
+    """
 
     kind: Kind
     name: str
     sequence: int
+    run_id: str | None = None
+    lease: int = 0
     global_step: int | None
     created: str
     versions: dict[str, str]
     plan: Json
     metadata: Json
     files: dict[str, FileRecord]
+    hash: str = ALGORITHM
+    root: str | None = None
+    format_version: int = FORMAT_VERSION
 
     @property
     def size(self) -> int:
         """Bytes in all files but the manifest."""
         return sum(record.size for record in self.files.values())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers in the metadata's entry "metrics" that a float holds; none if there is no such entry."""
+        tree = self.metadata.get("metrics") if isinstance(self.metadata, dict) else None
+        found = StateDecoder({}).decode(tree)
+        numbers = found.items() if isinstance(found, dict) else ()
+        return {
+            name: float(value)
+            for name, value in numbers
+            if type(name) is str and (type(value) is float or (type(value) is int and value.bit_length() < 1000))
+        }
 
 
 def now() -> str:
@@ -72,9 +120,31 @@ def library_versions() -> dict[str, str]:
     }
 
 
+def is_plain_name(name: str) -> bool:
+    """Say whether `name` can name a checkpoint: one part of a path, and not a hidden one."""
+    return 0 < len(name) <= 255 and not name.startswith(".") and not any(mark in name for mark in "/\\\0")
+
+
 def render(manifest: Manifest) -> bytes:
-    """Return the bytes of MANIFEST.json."""
-    return _render({"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(manifest)})
+    """Return the bytes of MANIFEST.json.
+
+    Raises:
+        CheckpointError: the manifest is larger than what is read.
+    """
+    body = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(manifest)}
+    body["format_version"] = FORMAT_VERSION
+    data = _render(body)
+    if len(data) > MAX_SMALL_BYTES or _count_values(data) > MAX_VALUES:
+        raise CheckpointError(
+            f"the plan and the metadata of checkpoint {manifest.name!r} make a manifest of {len(data):,} bytes with "
+            f"about {_count_values(data):,} values; {MAX_SMALL_BYTES:,} and {MAX_VALUES:,} are the limits. Put large "
+            "values into a state, such as trainer.user_state."
+        )
+    try:
+        parse(data, Path(FILE_NAME))  # what cannot be read again is not written
+    except CheckpointDamagedError as error:
+        raise CheckpointError(f"checkpoint {manifest.name!r} cannot be written: {error}") from error
+    return data
 
 
 def is_manifest(data: bytes) -> bool:
@@ -82,43 +152,102 @@ def is_manifest(data: bytes) -> bool:
     return FORMAT.encode() in data or _SELF_HASH.encode() in data
 
 
-def parse(data: bytes, path: Path) -> Manifest:
-    """Return the manifest in `data`, the content of the file `path`.
+def read(path: Path) -> Manifest:
+    """Return the manifest in the file `path`, every field validated. No other function opens a manifest.
+
+    It reads a regular file of at most 16 MiB, and never waits.
 
     Raises:
-        CheckpointDamagedError: not one that this library wrote, or altered since.
+        CheckpointDamagedError: absent, unreadable, no regular file, too large, or not as it was written.
         CheckpointMismatchError: written by a newer trainstack.
     """
     try:
-        body = json.loads(data)
-        intact = body.pop(_SELF_HASH, None) is not None and _render(body) == data
-    except (ValueError, AttributeError, RecursionError) as error:
+        data = read_small(path)
+    except FileNotFoundError as error:
         raise CheckpointDamagedError(
-            f"{path} is damaged: it is no JSON object ({error}). Load another checkpoint."
+            f"{path} is missing: the checkpoint was not finished. Load another checkpoint."
         ) from error
-    if not intact:
+    except (OSError, ValueError) as error:
+        raise CheckpointDamagedError(f"{path} cannot be read: {error}. Load another checkpoint.") from error
+    return parse(data, path)
+
+
+def parse(data: bytes, path: Path) -> Manifest:
+    """Return the manifest in `data`, the content of the file `path`; raises as `read` does."""
+    tail = _TAIL.search(data[-64 - len(_SELF_HASH) :])
+    end = len(data) - len(tail[0]) if tail else 0
+    if tail is None or digest(data[:end] + b"\n}\n") != tail[1].decode():
         raise CheckpointDamagedError(
             f"{path} is damaged: it is not as it was written: its own hash differs. Load another checkpoint."
         )
-    if body.get("format") != FORMAT:
-        raise CheckpointDamagedError(f"{path} is no manifest of a trainstack checkpoint.")
-    version = body.get("format_version")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise CheckpointMismatchError(
-            f"{path} has format version {version}; this trainstack reads versions up to {FORMAT_VERSION}. "
-            "Upgrade trainstack to load it."
-        )
     try:
-        records = {name: FileRecord(**record) for name, record in body["files"].items()}
-        unknown = [name for name in records if name not in (MODEL_FILE, STATE_FILE, TREE_FILE)]
-        if unknown:
-            raise ValueError(f"{unknown[0]!r} is no file of a checkpoint")
-        known = {field.name: body[field.name] for field in fields(Manifest)} | {"files": records}
-        if body["kind"] not in get_args(Kind) or TREE_FILE not in records:
-            raise ValueError("kind or files are wrong")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointDamagedError(f"{path} is no manifest of a checkpoint: {error!r}.") from error
-    return Manifest(**known)
+        if _count_values(data) > MAX_VALUES:
+            raise ValueError(f"it has more than {MAX_VALUES:,} values")
+        body = json.loads(data)
+        if type(body) is not dict or body.get("format") != FORMAT:
+            raise ValueError("its format is another one")
+        version = body.get("format_version")
+        if type(version) is not int or version < 1:
+            raise ValueError(f"its format version is {short(version)}")
+        if version <= FORMAT_VERSION:
+            return _validated(body, version)
+    except (ValueError, RecursionError, CheckpointDamagedError) as error:
+        raise CheckpointDamagedError(f"{path} is no manifest of a trainstack checkpoint: {error}.") from error
+    raise CheckpointMismatchError(
+        f"{path} has format version {short(version)}; this trainstack reads versions up to {FORMAT_VERSION}. "
+        "Upgrade trainstack to load it."
+    )
+
+
+def _validated(body: dict[str, Any], version: int) -> Manifest:
+    if type(body.get("files")) is not dict:
+        raise ValueError("it has no files")
+    rename = {"xxh3_128": "hash"} if version == 1 else {}
+    records = {
+        name: build(FileRecord, {rename.get(k, k): v for k, v in record.items()} if type(record) is dict else record)
+        for name, record in body["files"].items()
+    }
+    content = build(Manifest, body, files=records, **({"hash": ALGORITHM, "root": None} if version == 1 else {}))
+    _check_names(content)
+    _check_values(content)
+    return content
+
+
+def _check_names(content: Manifest) -> None:
+    """Refuse names of files that are not files of this kind of checkpoint; none of them leaves the directory."""
+    if not is_plain_name(content.name):
+        raise ValueError(f"{short(content.name)} cannot name a checkpoint")
+    required = {TREE_FILE} if content.format_version == 1 else {TREE_FILE, INDEX_FILE}
+    allowed = {*required, MODEL_FILE, STATE_FILE}
+    if content.kind == "begin":
+        required = allowed = set()
+    for name in content.files:
+        of_rank = content.kind == "checkpoint" and content.format_version > 1 and _RANK_FILE.fullmatch(name)
+        if name not in allowed and not of_rank:
+            raise ValueError(f"{short(name)} is no file of a {content.kind}")
+    missing = sorted(required - content.files.keys())
+    if missing:
+        raise ValueError(f"it does not list {missing[0]}")
+
+
+def _check_values(content: Manifest) -> None:
+    if content.hash != ALGORITHM:
+        raise ValueError(f"its hash algorithm is {short(content.hash)}, and this trainstack knows {ALGORITHM}")
+    hashes = [record.hash for record in content.files.values()]
+    if content.format_version > 1 and content.kind != "begin":
+        hashes.append(content.root or "")
+    if not all(map(is_digest, hashes)):
+        raise ValueError("one of its hashes is none")
+    if not _CREATED.fullmatch(content.created):
+        raise ValueError(f"created={short(content.created)} is no time in UTC")
+    for name in ("plan", "metadata"):
+        value = StateDecoder({}).decode(getattr(content, name))
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"{name} is a {type(value).__name__}, not a dict")
+
+
+def _count_values(data: bytes) -> int:
+    return data.count(b",") + data.count(b"{") + data.count(b"[")
 
 
 def _render(body: dict[str, Any]) -> bytes:

@@ -8,81 +8,147 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
+import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from trainstack.checkpointing import temp_dirs
+from trainstack.checkpointing import filesystem, temp_dirs
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
-from trainstack.checkpointing.directory import CheckpointInfo, has_its_files, info_of, read_manifest
+from trainstack.checkpointing.directory import CheckpointInfo, has_its_files, read_entry
 from trainstack.checkpointing.lookup import checkpoints_of_run, refresh_pointers
-from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError
+from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
+from trainstack.checkpointing.reading import verify_checkpoint
+from trainstack.errors import CheckpointError
 
 LogFn = Callable[[int, str], None]
 
 
-def apply_retention(directory: Path, args: DefaultCheckpointerArguments, say: LogFn) -> None:
-    """Set the pointers of `directory`, and delete the checkpoints that `args` does not want to keep.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """Which checkpoints of a directory are kept.
 
-    A failure is said and is no error: the checkpoint that was just written is safe.
-
-    Args:
-        directory: where checkpoints were saved; the newest is durable.
-        args: which are to be kept.
+    Attributes:
+        directory: where checkpoints are saved.
+        args: which of them are to be kept.
         say: takes a level of the logging module and a line.
+        verify_owner: raises if this process may not write here any more.
     """
-    try:
-        doomed = to_delete(directory, args)
-        kept = [info for info in checkpoints_of_run(directory, args.file_prefix) if info not in doomed]
-        refresh_pointers(directory, args, newest_of(kept), best_of(kept, args), say)
-    except OSError as error:
-        say(logging.WARNING, f"{directory} could not be read, so no older checkpoint was deleted: {error}")
-        return
-    for info in doomed:
+
+    directory: Path
+    args: DefaultCheckpointerArguments
+    say: LogFn
+    verify_owner: Callable[[], None] = lambda: None
+
+    def apply(self) -> None:
+        """Set the pointers, and delete the checkpoints that need not be kept.
+
+        A failure is said and is no error: the checkpoint that was just written is safe.
+
+        Raises:
+            LeaseError: another process has taken the directory over; what it needs is not deleted.
+        """
         try:
-            temp_dirs.discard_dir(info.path)
-            say(logging.INFO, f"deleted {info.path}")
+            run = checkpoints_of_run(self.directory, self.args.file_prefix)
+            doomed = self.to_delete(run)
+            self.verify_owner()
+            kept = [info for info in run if info not in doomed]
+            refresh_pointers(self.directory, self.args, newest_of(kept), best_of(kept, self.args), self.say)
         except OSError as error:
-            say(logging.WARNING, f"{info.path} is no longer needed and could not be deleted: {error}")
+            self.say(
+                logging.WARNING, f"{self.directory} could not be read, so no older checkpoint was deleted: {error}"
+            )
+            return
+        for info in doomed:
+            try:
+                self.verify_owner()
+                temp_dirs.discard_dir(info.path)
+                self.say(logging.INFO, f"deleted {info.path}")
+            except OSError as error:
+                self.say(logging.WARNING, f"{info.path} is no longer needed and could not be deleted: {error}")
+
+    def to_delete(self, run: list[CheckpointInfo]) -> list[CheckpointInfo]:
+        """The checkpoints of `run` to delete: neither among the newest nor among the best.
+
+        Only intact ones count as kept, so an intact one always remains. Never among them: pinned, renamed, linked or
+        damaged ones.
+        """
+        if self.args.keep_last is None:
+            return []
+        ours = [info for info in run if not info.pinned and info.path.name == info.name and not info.path.is_symlink()]
+        doomed = self._beyond(ours, has_its_files)
+        if doomed and self.args.verify == "read_back":  # the bytes are read only where something is to be deleted
+            doomed = self._beyond(ours, self._is_intact)
+        return [info for info in doomed if has_its_files(info) and info not in _damaged]
+
+    def _beyond(self, ours: list[CheckpointInfo], counts: Callable[[CheckpointInfo], bool]) -> list[CheckpointInfo]:
+        args = self.args
+        kept = [*_first(args.keep_last or 0, ours, counts)]
+        kept += _first(args.keep_best, args.monitored.rank(ours), counts)
+        return [info for info in ours if info not in kept]
+
+    def _is_intact(self, info: CheckpointInfo) -> bool:
+        problem = verify_once(info.path)
+        if problem is not None and info not in _damaged:
+            _damaged.add(info)
+            self.say(logging.WARNING, f"a checkpoint is damaged, so an older one is kept in its place: {problem}")
+        return problem is None
 
 
-def to_delete(directory: Path, args: DefaultCheckpointerArguments) -> list[CheckpointInfo]:
-    """The checkpoints to delete: neither among the newest nor among the best.
+_verified: dict[Path, tuple[tuple[int, ...], str | None]] = {}
+"""Inode, size and times of the manifests of checkpoints that were read, and what was wrong with their bytes."""
 
-    Only intact ones count as kept, so an intact one always remains. Never among them: those of an earlier run (nor
-    any, while it cannot be told which those are), of other prefixes, pinned, renamed, linked or damaged ones, and
-    model exports.
-    """
-    if args.keep_last is None:
-        return []
-    run = checkpoints_of_run(directory, args.file_prefix, unreadable=sys.maxsize)
-    ours = [info for info in run if not info.pinned and info.path.name == info.name and not info.path.is_symlink()]
-    kept = [*_first(args.keep_last, ours), *_first(args.keep_best, args.monitored.rank(ours))]
-    return [info for info in ours if info not in kept and has_its_files(info)]
+_damaged: set[CheckpointInfo] = set()
+"""Checkpoints of which a warning was given."""
+
+
+def verify_once(path: Path) -> str | None:
+    """What is wrong with the checkpoint at `path`; None if nothing is. Reads it from the disk, once in a process."""
+    try:
+        status = os.stat(path / MANIFEST)
+    except OSError as error:
+        return str(error)
+    mark = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    known = _verified.get(path)
+    if known is None or known[0] != mark:
+        known = _verified[path] = mark, read_back(path)
+    return known[1]
+
+
+def read_back(path: Path) -> str | None:
+    """What is wrong with the bytes on the disk of the checkpoint or export at `path`; None if nothing is."""
+    try:
+        for file in path.iterdir():
+            filesystem.drop_cached(file)
+        verify_checkpoint(path)
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    return None
 
 
 def newest_of(infos: Iterable[CheckpointInfo]) -> CheckpointInfo | None:
     """The first of `infos`, which are newest first, whose files are there."""
-    return next(iter(_first(1, infos)), None)
+    return next(iter(_first(1, infos, has_its_files)), None)
 
 
 def best_of(infos: Iterable[CheckpointInfo], args: DefaultCheckpointerArguments) -> CheckpointInfo | None:
     """The best of `infos` whose files are there; None if no value is finite."""
-    return next(iter(_first(1, args.monitored.rank(infos))), None)
+    return next(iter(_first(1, args.monitored.rank(infos), has_its_files)), None)
 
 
 def preserve_pin(checkpoint: Checkpoint, path: Path, prefix: str) -> Checkpoint:
     """`checkpoint`, pinned if it replaces a pinned one of the same run at `path`: the same step, saved again."""
-    try:
-        before = info_of(path, read_manifest(path))
-    except (OSError, CheckpointDamagedError, CheckpointMismatchError):
+    before = read_entry(path)
+    if not isinstance(before, CheckpointInfo) or not before.pinned:
         return checkpoint
-    if not before.pinned or before not in checkpoints_of_run(path.parent, prefix):
+    if before not in checkpoints_of_run(path.parent, prefix):
         return checkpoint
     return dataclasses.replace(checkpoint, metadata={**(checkpoint.metadata or {}), "pinned": True})
 
 
-def _first(count: int, infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    return list(islice((info for info in infos if has_its_files(info)), count))
+def _first(
+    count: int, infos: Iterable[CheckpointInfo], counts: Callable[[CheckpointInfo], bool]
+) -> list[CheckpointInfo]:
+    return list(islice((info for info in infos if counts(info)), count))

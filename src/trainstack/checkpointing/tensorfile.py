@@ -8,126 +8,245 @@ it writes or to decode what was hashed without a further copy of everything.
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainstack.checkpointing.checksums import FileRecord, HashingReader, HashingWriter, open_recorded
+from trainstack.checkpointing.checksums import (
+    CHUNK_BYTES,
+    CheckedReader,
+    Chunk,
+    FileRecord,
+    FileWriter,
+    check_file,
+    digest,
+    open_recorded,
+)
 from trainstack.checkpointing.encoding import RESERVED
-from trainstack.checkpointing.format import BY_NATIVE_NAME, NATIVE
+from trainstack.checkpointing.field_types import short
+from trainstack.checkpointing.format import BY_NATIVE_NAME, NATIVE, check_shape
+from trainstack.checkpointing.index import FileIndex, TensorEntry, ranges
+from trainstack.checkpointing.regular_files import check_json_memory, check_memory
 from trainstack.errors import CheckpointDamagedError, CheckpointError
 
+_NOTHING = ("nothing", torch.empty(0))
 
-def write_tensors(writer: HashingWriter, tensors: dict[str, torch.Tensor]) -> None:
-    """Write the tensors; one at a time is brought to the CPU and made contiguous."""
+RawTensor = tuple[str, torch.dtype, list[int]]
+"""Name, dtype and shape of a tensor in a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """The tensors of one file, in its order.
+
+    `tensors` may be an iterator that makes one tensor after the other: a file is written with one of them in memory.
+    It has to give what `layout` names, in that order.
+    """
+
+    layout: list[RawTensor]
+    tensors: Iterable[tuple[str, torch.Tensor]]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> TensorPart:
+        """The part of tensors that exist already."""
+        # wide elements first: so each tensor is aligned, as readers that map the file need it
+        ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+        return cls([(name, tensor.dtype, list(tensor.shape)) for name, tensor in ordered], ordered)
+
+    @property
+    def size(self) -> int:
+        """About the bytes of the file and of its part of the index."""
+        tensors = [(name, _byte_count(dtype, shape)) for name, dtype, shape in self.layout]
+        about = sum(2 * len(name) + 256 for name, _ in tensors)  # dtype, shape, offsets and a hash beside a name
+        return about + sum(size + 64 * (size // CHUNK_BYTES) for _, size in tensors)
+
+
+def write_tensors(writer: FileWriter, part: TensorPart) -> FileIndex:
+    """Write the tensors and return their hashes; one at a time is brought to the CPU and made contiguous."""
     if sys.byteorder != "little":
         raise CheckpointError("checkpoints can only be written and read on little-endian machines.")
-    # wide elements first: so each tensor is aligned, as readers that map the file need it
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    writer.write(_header(ordered))
-    for _, tensor in ordered:
-        if tensor.numel():
-            flat = tensor.detach().resolve_conj().resolve_neg()
-            plain = flat.to("cpu").contiguous()  # apex O1 lets .cpu() give float32
-            writer.write(_bytes_of(plain))
+    header, entries = _header(part.layout)
+    writer.write(header)
+    given = iter(part.tensors)
+    for name, entry in entries.items():
+        found, tensor = next(given, _NOTHING)
+        flat = tensor.detach().resolve_conj().resolve_neg()
+        plain = flat.to("cpu").contiguous()  # apex O1 lets .cpu() give float32
+        data = _bytes_of(plain) if plain.numel() else memoryview(b"")
+        if found != name or len(data) != _entry_size(entry):
+            raise CheckpointError(f"the tensors do not come as the layout says: {name!r} was due, {found!r} came.")
+        for first, end in ranges(len(data) // entry.item_size, entry.item_size):
+            piece = data[first * entry.item_size : end * entry.item_size]
+            entry.chunks[f"{first}:{end}"] = digest(piece)
+            writer.write(piece)
+    return FileIndex(digest(header), entries)
 
 
-def read_tensors(path: Path, record: FileRecord) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path, record: FileRecord, index: FileIndex | None) -> dict[str, torch.Tensor]:
     """Return the tensors of a file, each in memory of its own on the CPU, in the file's order.
 
+    Args:
+        path: of the file.
+        record: what the manifest says of it.
+        index: what the index says of it; None for a checkpoint of format version 1, which has none.
+
     Raises:
-        CheckpointDamagedError: size, hash or header are not as they were written.
+        CheckpointDamagedError: size, header or a tensor are not as they were written, or there is not enough memory.
     """
-    with open_recorded(path, record) as reader:
-        tensors = _read_all(reader, record.size, path)
-        reader.finish(record)
-        return tensors
+    if index is None:
+        check_file(path, record)
+    with open_recorded(path, record.size) as reader:
+        return _read_all(reader, index)
 
 
-def map_tensors(path: Path, record: FileRecord) -> dict[str, torch.Tensor]:
+def map_tensors(path: Path, record: FileRecord, index: FileIndex | None) -> dict[str, torch.Tensor]:
     """As `read_tensors`, but the tensors are the mapped file; a page that is written to becomes memory of its own."""
-    with open_recorded(path, record) as reader:
-        mapping = reader.map()
-        reader.finish(record)
-        header = _read_header(mapping.read, record.size, path)
-        tensors, start = {}, mapping.tell()
-        for name, dtype, shape in header:
-            size = math.prod(shape) * dtype.itemsize
-            flat = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start) if size else torch.empty(0)
-            tensors[name] = flat.view(dtype).reshape(shape)
-            start += size
-        return tensors
+    if index is None:
+        check_file(path, record)
+    with open_recorded(path, record.size) as reader:
+        layout = _read_header(reader, index)
+        start, tensors = reader.position, {}
+        mapping = reader.map(index.chunks(start) if index else [])
+    for name, dtype, shape in layout:
+        size = _byte_count(dtype, shape)
+        flat = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start) if size else torch.empty(0)
+        tensors[name] = flat.view(dtype).reshape(shape)
+        start += size
+    return tensors
+
+
+def check_tensors(path: Path, record: FileRecord, index: FileIndex | None) -> None:
+    """Read a file and compare all its hashes; keeps no tensor in memory. Raises as `read_tensors`."""
+    if index is None:
+        check_file(path, record)
+        return
+    with open_recorded(path, record.size) as reader:
+        _read_header(reader, index)
+        reader.read_chunks(index.chunks(reader.position))
 
 
 def read_unverified_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a safetensors file that no manifest speaks for; otherwise as `read_tensors`."""
-    size = path.stat().st_size
-    with open_recorded(path, FileRecord(size=size, xxh3_128="")) as reader:
-        return _read_all(reader, size, path)
+    with open_recorded(path, None) as reader:
+        return _read_all(reader, None)
 
 
-def read_placeholders(path: Path, record: FileRecord) -> dict[str, torch.Tensor]:
+def read_placeholders(path: Path, record: FileRecord, index: FileIndex | None) -> dict[str, torch.Tensor]:
     """Return tensors of the names, dtypes and shapes of a file, without memory or values; as `read_tensors`."""
-    with open_recorded(path, record) as reader:
-        layout = _read_header(reader.read, record.size, path)
+    with open_recorded(path, record.size) as reader:
+        layout = _read_header(reader, index)
         return {name: torch.zeros((), dtype=dtype).expand(shape) for name, dtype, shape in layout}
 
 
-def _read_all(reader: HashingReader, size: int, path: Path) -> dict[str, torch.Tensor]:
-    header = _read_header(reader.read, size, path)
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in header}
-    reader.read_into_all(_bytes_of(tensor) for tensor in tensors.values() if tensor.numel())
+def _read_all(reader: CheckedReader, index: FileIndex | None) -> dict[str, torch.Tensor]:
+    layout = _read_header(reader, index)
+    check_memory(reader.path, reader.size)
+    try:
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in layout}
+    except (RuntimeError, MemoryError) as error:
+        raise CheckpointDamagedError(
+            f"{reader.path} is refused: no memory for {reader.size:,} bytes ({error})."
+        ) from error
+    targets = {name: _bytes_of(tensor) for name, tensor in tensors.items() if tensor.numel()}
+    start = reader.position
+    reader.read_chunks(_unnamed(start, targets) if index is None else index.chunks(start, targets))
     return tensors
+
+
+def _unnamed(start: int, targets: Mapping[str, memoryview]) -> Iterator[Chunk]:
+    """The chunks of a file without hashes."""
+    for name, view in targets.items():
+        for first, end in ranges(len(view), 1):
+            yield Chunk(start + first, end - first, None, name, view[first:end])
+        start += len(view)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _header(ordered: list[tuple[str, torch.Tensor]]) -> bytes:
-    entries: dict[str, Any] = {RESERVED: {"format": "pt"}}
+def _byte_count(dtype: torch.dtype, shape: list[int]) -> int:
+    count = dtype.itemsize
+    for length in shape:
+        count *= length
+    return count
+
+
+def _entry_size(entry: TensorEntry) -> int:
+    return _byte_count(BY_NATIVE_NAME[entry.dtype], entry.shape)
+
+
+def _header(layout: list[RawTensor]) -> tuple[bytes, dict[str, TensorEntry]]:
+    """The header of a file, with its length, and the entries of the index, still without hashes."""
+    header: dict[str, Any] = {RESERVED: {"format": "pt"}}
+    entries: dict[str, TensorEntry] = {}
     start = 0
-    for name, tensor in ordered:
-        end = start + tensor.numel() * tensor.element_size()
-        native = NATIVE.get(tensor.dtype)
-        shape = list(tensor.shape) if native else [end - start]
-        entries[name] = {"dtype": native or "U8", "shape": shape, "data_offsets": [start, end]}
+    for name, dtype, shape in layout:
+        end = start + _byte_count(dtype, shape)
+        native = NATIVE.get(dtype)
+        entry = entries[name] = TensorEntry(native or "U8", shape if native else [end - start], {})
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, end]}
         start = end
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # so the data begins aligned
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(8, "little") + text, entries
 
 
-def _read_header(read: Callable[[int], bytes], size: int, path: Path) -> list[tuple[str, torch.dtype, list[int]]]:
+def _read_header(reader: CheckedReader, index: FileIndex | None) -> list[RawTensor]:
+    """Read the header and return its tensors in file order; they fill the file without a gap."""
     try:
-        length = int.from_bytes(read(8), "little")
-        if 8 + length > size:
+        length_bytes = reader.read(8)
+        length = int.from_bytes(length_bytes, "little")
+        if 8 + length > reader.size:
             raise ValueError("its length exceeds the file")
-        entries = json.loads(read(length))
-        entries.pop(RESERVED, None)
-        return _layout(entries, size - 8 - length)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        check_memory(reader.path, length)
+        text = reader.read(length)
+        if index is not None and digest(length_bytes + text) != index.header:
+            raise ValueError("its hash differs")
+        check_json_memory(reader.path, text)
+        layout = _parse_header(text, reader.size - reader.position)
+        if index is not None and not _agree(layout, index):
+            raise ValueError("the index has other tensors")
+        return layout
+    except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointDamagedError(
-            f"{path} is damaged: its header is not valid ({error}). Load another checkpoint."
+            f"{reader.path} is damaged: its header is not valid ({error}). Load another checkpoint."
         ) from error
 
 
-def _layout(entries: dict[str, Any], available: int) -> list[tuple[str, torch.dtype, list[int]]]:
-    """Return the tensors in file order; they fill the file without a gap."""
-    layout = []
+def _agree(layout: list[RawTensor], index: FileIndex) -> bool:
+    mine = [(name, NATIVE[dtype], shape) for name, dtype, shape in layout]
+    theirs = [(name, entry.dtype, entry.shape) for name, entry in index.tensors.items()]
+    return mine == theirs
+
+
+def _parse_header(text: bytes, available: int) -> list[RawTensor]:
+    entries = json.loads(text)
+    if type(entries) is not dict:
+        raise ValueError("it is no JSON object")
+    entries.pop(RESERVED, None)
+    places = [(_place(name, entry), name) for name, entry in entries.items()]
     position = 0
-    for name, entry in sorted(entries.items(), key=lambda item: tuple(item[1]["data_offsets"])):
-        start, end = entry["data_offsets"]
-        dtype, shape = BY_NATIVE_NAME[entry["dtype"]], entry["shape"]
-        negative = any(type(length) is not int or length < 0 for length in shape)
-        if negative or start != position or end - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"the entry of {name!r} does not fit")
+    layout: list[RawTensor] = []
+    for (start, end), name in sorted(places, key=lambda item: item[0]):  # tensors without bytes keep their order
+        dtype, shape = BY_NATIVE_NAME.get(str(entries[name].get("dtype"))), entries[name].get("shape")
+        if dtype is None:
+            raise ValueError(f"the dtype of {short(name)} is unknown")
+        if start != position or end - start != check_shape(shape) * dtype.itemsize:
+            raise ValueError(f"the entry of {short(name)} does not fit")
         layout.append((name, dtype, shape))
         position = end
     if position != available:
         raise ValueError("the tensors do not fill the file")
     return layout
+
+
+def _place(name: str, entry: Any) -> tuple[int, int]:
+    place = entry.get("data_offsets") if type(entry) is dict else None
+    if type(place) is not list or len(place) != 2 or not all(type(offset) is int for offset in place):
+        raise ValueError(f"the entry of {short(name)} has no place")
+    return place[0], place[1]

@@ -14,11 +14,10 @@ from torch import nn
 from trainstack._files import local_path
 from trainstack.checkpointing.difference import describe
 from trainstack.checkpointing.lookup import resolve_pointer
-from trainstack.checkpointing.reading import read_model
+from trainstack.checkpointing.reading import PICKLE_SUFFIXES, read_model
 from trainstack.checkpointing.tensorfile import read_unverified_tensors
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
 
-PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 _NESTINGS = ("state_dict", "model_state_dict", "module_interface_state", "model", "module", "weights")
 _WRAPPERS = ("module.", "_orig_mod.")
 """What `DistributedDataParallel` and `torch.compile` put before each name."""

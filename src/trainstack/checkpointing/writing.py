@@ -10,21 +10,25 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from trainstack._files import local_path
 from trainstack.checkpointing import directory as listing
-from trainstack.checkpointing import filesystem, manifest, temp_dirs
+from trainstack.checkpointing import filesystem, index, manifest, temp_dirs
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.async_writer import HostBuffers
-from trainstack.checkpointing.checksums import FileRecord, HashingWriter
+from trainstack.checkpointing.checksums import FileRecord, FileWriter, digest
 from trainstack.checkpointing.encoding import StateEncoder, tensor_identity
 from trainstack.checkpointing.format import NATIVE, Json
+from trainstack.checkpointing.index import FileIndex
+from trainstack.checkpointing.lease import Lease
 from trainstack.checkpointing.manifest import Kind, Manifest, library_versions
-from trainstack.checkpointing.tensorfile import write_tensors
-from trainstack.errors import CheckpointError, UnsupportedStateError
+from trainstack.checkpointing.tensorfile import TensorPart, write_tensors
+from trainstack.errors import CheckpointError, LeaseError, UnsupportedStateError
+
+Made = TypeVar("Made")
 
 
 def render_readme(
@@ -93,37 +97,51 @@ def _cell(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What a directory will hold: the tensors of its two files, the JSON tree, the manifest's fields, and perhaps a
-    README, which the manifest does not speak of."""
+    """What a directory will hold.
+
+    Attributes:
+        kind: of the manifest.
+        parts: the tensors of each tensor file. A part whose tensors come from an iterator can be written once.
+        texts: the content of each JSON file.
+        global_step, plan, metadata, run_id: fields of the manifest.
+        readme: of an export; the manifest does not speak of it.
+    """
 
     kind: Kind
-    model: dict[str, torch.Tensor]
-    rest: dict[str, torch.Tensor]
-    tree: bytes
+    parts: Mapping[str, TensorPart]
+    texts: Mapping[str, bytes]
     global_step: int | None
     plan: Json
     metadata: Json
+    run_id: str | None = None
     readme: bytes | None = None
 
     @property
     def size(self) -> int:
-        headers = sum(len(name) + 128 for name in (*self.model, *self.rest))  # dtype, shape and offsets beside a name
-        tensors = sum(t.numel() * t.element_size() for t in (*self.model.values(), *self.rest.values()))
-        return tensors + len(self.tree) + headers + (1 << 20)  # and 1 MiB for manifest, README and directories
+        """Bytes that have to be free: those of the files, and 1 MiB for manifest, index, README and directories."""
+        texts = sum(map(len, self.texts.values()))
+        return sum(part.size for part in self.parts.values()) + texts + (1 << 20)
 
     def copy_into(self, buffers: HostBuffers) -> Payload:
-        """The same with tensors that the training does not touch."""
-        copies = buffers.copy(self.model | self.rest)
-        model, rest = ({name: copies[name] for name in part} for part in (self.model, self.rest))
-        return replace(self, model=model, rest=rest)
+        """The same with tensors that the training does not touch; names differ between all parts."""
+        tensors = {file: dict(part.tensors) for file, part in self.parts.items()}
+        copies = buffers.copy({name: tensor for part in tensors.values() for name, tensor in part.items()})
+        parts = {
+            file: TensorPart(self.parts[file].layout, [(name, copies[name]) for name in part])
+            for file, part in tensors.items()
+        }
+        return replace(self, parts=parts)
 
 
-def commit(payload: Payload, directory: Path, name: str, abandoned: threading.Event | None = None) -> Path:
+def commit(
+    payload: Payload, directory: Path, name: str, abandoned: threading.Event | None = None, lease: Lease | None = None
+) -> Path:
     """Write `payload` as `directory/name` and return that path; raises CheckpointError.
 
     The order is: files, manifest, temporary directory, each forced to the disk; then the old directory
     of that name is renamed away, the new one renamed into its place, and the parent forced to the disk.
     If `abandoned` is set on the way, the writing ends soon, with a CheckpointError and as if it had not begun.
+    With a `lease`, nothing gets its name once another process owns the directory.
     """
     if not name or name.startswith(".") or any(mark in name for mark in "/\\\0"):
         raise CheckpointError(f"{name!r} cannot name a checkpoint: write a plain name such as 'checkpoint-7'.")
@@ -143,8 +161,11 @@ def commit(payload: Payload, directory: Path, name: str, abandoned: threading.Ev
             )
         temporary = temp_dirs.claim_temp_dir(directory, temp_dirs.TEMPORARY, name)
         try:
-            _fill(temporary, payload, name, abandoned)
-            _swap(temporary, final)
+            sequence = _fill(temporary, payload, name, abandoned, 0 if lease is None else lease.counter)
+            if lease is None and payload.kind == "checkpoint" and payload.global_step is not None:
+                _refuse_given_up(final, sequence, payload.global_step)
+            _swap(temporary, final, lease)
+            _written_here.add(final)
         except BaseException:
             with suppress(OSError):
                 filesystem.remove_tree(temporary)
@@ -152,6 +173,8 @@ def commit(payload: Payload, directory: Path, name: str, abandoned: threading.Ev
         finally:
             temp_dirs.release_temp_dir(temporary)
     except OSError as error:
+        if lease is not None:
+            lease.verify()  # the files of another owner may be in the way
         raise CheckpointError(
             f"checkpoint {final} could not be written: {error}. Earlier checkpoints are intact. "
             "Free space or mend the directory, or set save_dir to another one."
@@ -159,48 +182,91 @@ def commit(payload: Payload, directory: Path, name: str, abandoned: threading.Ev
     return final
 
 
-def _fill(temporary: Path, payload: Payload, name: str, abandoned: threading.Event | None) -> None:
+_written_here: set[Path] = set()
+"""Checkpoints that this process has written. It may write two at the same time, one of them in the background."""
+
+
+def _refuse_given_up(final: Path, sequence: int, step: int) -> None:
+    """Refuse to replace or join the checkpoints of a successor that went further while this process was writing.
+
+    A process that was cut off from the others finishes its save long after they have been started again elsewhere.
+    """
+    prefix = final.name.rpartition("-")[0]
+    for info in listing.scan(final.parent).intact:
+        same_run = info.kind == "checkpoint" and prefix and info.name.rpartition("-")[0] == prefix
+        later = info.sequence >= sequence and info.global_step is not None and info.global_step >= step
+        if same_run and later and info.path not in _written_here:
+            raise CheckpointError(
+                f"{final} was not written: {info.path.name} was written meanwhile by another start of this run, which "
+                "is at a later step. This process was given up; end it."
+            )
+
+
+def _fill(temporary: Path, payload: Payload, name: str, abandoned: threading.Event | None, lease: int) -> int:
+    """Write the files of the checkpoint in `temporary`; returns the number that its manifest has."""
     sequence = listing.next_sequence(temporary.parent)
     filesystem.make_directory(temporary)
+    put = partial(_put, temporary, abandoned=abandoned)
     files: dict[str, FileRecord] = {}
-    put = partial(_put, abandoned=abandoned)
-    for file, tensors in ((manifest.MODEL_FILE, payload.model), (manifest.STATE_FILE, payload.rest)):
-        if tensors:
-            files[file] = put(temporary / file, partial(write_tensors, tensors=tensors))
-    files[manifest.TREE_FILE] = put(temporary / manifest.TREE_FILE, lambda writer: writer.write(payload.tree))
+    indices: dict[str, FileIndex] = {}
+    for file, part in payload.parts.items():
+        size, indices[file] = put(file, partial(write_tensors, part=part))
+        files[file] = FileRecord(size=size, hash=indices[file].combined)
+    texts = dict(payload.texts)
+    if payload.kind != "begin":
+        texts[manifest.INDEX_FILE] = index.render(indices)
+    for file, text in texts.items():
+        put(file, partial(_write_text, text=text))
+        files[file] = FileRecord(size=len(text), hash=digest(text))
     if payload.readme is not None:
-        put(temporary / "README.md", lambda writer: writer.write(payload.readme or b""))
+        put("README.md", partial(_write_text, text=payload.readme))
     content = Manifest(
         kind=payload.kind,
         name=name,
         sequence=sequence,
+        run_id=payload.run_id,
+        lease=lease,
         global_step=payload.global_step,
         created=manifest.now(),
         versions=manifest.library_versions(),
         plan=payload.plan,
         metadata=payload.metadata,
         files=files,
+        root=None if payload.kind == "begin" else index.root_of(indices.values()),
     )
-    put(temporary / manifest.FILE_NAME, lambda writer: writer.write(manifest.render(content)))
+    put(manifest.FILE_NAME, partial(_write_text, text=manifest.render(content)))
     filesystem.sync_directory(temporary)
+    return sequence
 
 
-def _put(path: Path, fill: Callable[[HashingWriter], None], abandoned: threading.Event | None) -> FileRecord:
-    with filesystem.open_new(path) as handle:
-        writer = HashingWriter(handle, abandoned)
-        fill(writer)
+def _write_text(writer: FileWriter, text: bytes) -> None:
+    writer.write(text)
+
+
+def _put(
+    directory: Path, file: str, fill: Callable[[FileWriter], Made], *, abandoned: threading.Event | None
+) -> tuple[int, Made]:
+    """Write a file and force it to the disk; returns its size and what `fill` returned."""
+    with filesystem.open_new(directory / file) as handle:
+        writer = FileWriter(handle, abandoned)
+        made = fill(writer)
         filesystem.sync_file(handle)
-    return writer.record()
+    return writer.size, made
 
 
-def _swap(temporary: Path, final: Path) -> None:
+def _swap(temporary: Path, final: Path, lease: Lease | None = None) -> None:
+    """Give `temporary` its name. With a lease: if it was lost in between, what was there before comes back."""
     replaced = None
     if final.exists():
         replaced = temp_dirs.claim_temp_dir(final.parent, temp_dirs.REPLACED, final.name)
     try:
+        if lease is not None:
+            lease.verify()
         if replaced:
             filesystem.rename(final, replaced)
         filesystem.rename(temporary, final)
+        if lease is not None:
+            _verify_after(lease, final, temporary)
         filesystem.sync_directory(final.parent)
         if replaced:
             with suppress(OSError):  # the new one is safe; the next run clears the old one away
@@ -215,6 +281,15 @@ def _swap(temporary: Path, final: Path) -> None:
             temp_dirs.release_temp_dir(replaced)
 
 
+def _verify_after(lease: Lease, final: Path, temporary: Path) -> None:
+    """Take the name back if this process was stopped just before it gave it, and another one owns the directory."""
+    try:
+        lease.verify()
+    except LeaseError:
+        filesystem.rename(final, temporary)
+        raise
+
+
 STATES = (
     "module_interface_state",
     "trainer_state",
@@ -223,7 +298,10 @@ STATES = (
     "history_state",
     "callback_states",
 )
-"""The fields of `Checkpoint` that may hold tensors."""
+"""The fields of `Checkpoint` that may hold tensors and that all ranks share."""
+
+RANK_STATES = "rank_states"
+"""The field of `Checkpoint` that has one state for each rank, each in files of its own. In the tree: their number."""
 
 MODEL_STATE = "model_state"
 
@@ -250,20 +328,40 @@ def pack(checkpoint: Checkpoint) -> Payload:
     Raises:
         UnsupportedStateError: a state holds a value that the format does not.
     """
-    encoder = StateEncoder()
+    for field in STATES:
+        _check_dict(getattr(checkpoint, field), field)
+    names: set[str] = set()
+    encoder = StateEncoder(names)
     first, *others = STATES
     trees = {first: encoder.encode(getattr(checkpoint, first), first)}
-    model = encoder.pop_tensors()
+    parts = {manifest.MODEL_FILE: encoder.pop_tensors()}
     trees |= {state: encoder.encode(getattr(checkpoint, state), state, state) for state in others}
+    parts[manifest.STATE_FILE] = encoder.pop_tensors()
+    ranks = checkpoint.rank_states
+    texts = {manifest.TREE_FILE: _dump({**trees, RANK_STATES: None if ranks is None else len(ranks)})}
+    for rank, state in enumerate(ranks or ()):  # tensors of a rank lie in its own file, also those that others have
+        _check_dict({} if state is None else state, f"{RANK_STATES}[{rank}]")
+        of_rank = StateEncoder(names)
+        tree = of_rank.encode(state, f"{RANK_STATES}[{rank}]", f"{RANK_STATES}.{rank}")
+        texts[manifest.rank_file(rank, "json")] = _dump(tree)
+        parts[manifest.rank_file(rank, "safetensors")] = of_rank.pop_tensors()
     return Payload(
         kind="checkpoint",
-        model=model,
-        rest=encoder.pop_tensors(),
-        tree=_dump(trees),
+        parts={file: TensorPart.of(tensors) for file, tensors in parts.items() if tensors},
+        texts=texts,
         global_step=checkpoint.global_step,
         plan=_plain(checkpoint.plan, "plan"),
         metadata=_plain(checkpoint.metadata, "metadata"),
+        run_id=checkpoint.run_id,
     )
+
+
+def write_begin(directory: Path, prefix: str, run_id: str, metadata: dict[str, Any], lease: Lease | None) -> Path:
+    """Write the entry that says that the run `run_id` begins here; as `commit`."""
+    name = listing.begin_name(prefix, listing.next_sequence(directory))
+    plain = _plain(metadata, "metadata")
+    payload = Payload(kind="begin", parts={}, texts={}, global_step=0, plan=None, metadata=plain, run_id=run_id)
+    return commit(payload, directory, name, lease=lease)
 
 
 def write_model(
@@ -274,6 +372,8 @@ def write_model(
     *,
     plan: dict[str, Any] | None = None,
     global_step: int | None = None,
+    run_id: str | None = None,
+    lease: Lease | None = None,
 ) -> Path:
     """Write an export of `model_state`, which is never taken for a point to resume from.
 
@@ -285,17 +385,24 @@ def write_model(
     readme = render_readme(
         model_state, name, versions=library_versions(), plan=plan, global_step=global_step, metadata=metadata
     )
+    tensors = encoder.pop_tensors()
     payload = Payload(
         kind="model",
-        model=encoder.pop_tensors(),
-        rest={},
-        tree=tree,
+        parts={manifest.MODEL_FILE: TensorPart.of(tensors)} if tensors else {},
+        texts={manifest.TREE_FILE: tree},
         global_step=global_step,
         plan=_plain(plan, "plan"),
         metadata=_plain(metadata, "metadata"),
         readme=readme,
+        run_id=run_id,
     )
-    return commit(payload, Path(directory).absolute(), name)
+    return commit(payload, Path(directory).absolute(), name, lease=lease)
+
+
+def _check_dict(value: Any, root: str) -> None:
+    """Refuse what is read as a dict and is none, before it is written."""
+    if value is not None and not isinstance(value, dict):
+        raise UnsupportedStateError(f"{root} is a {type(value).__name__}. Return a dict from get_state().")
 
 
 def _dump(tree: Json) -> bytes:
@@ -303,6 +410,7 @@ def _dump(tree: Json) -> bytes:
 
 
 def _plain(value: Any, root: str) -> Json:
+    _check_dict(value, root)
     encoder = StateEncoder()
     tree = encoder.encode(value, root)
     names = list(encoder.pop_tensors())

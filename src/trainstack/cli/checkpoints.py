@@ -1,10 +1,11 @@
-"""`trainstack checkpoints ls | verify | show | diff` lists, verifies and compares checkpoints."""
+"""`trainstack checkpoints ls | verify | scrub | show | diff` lists, verifies and compares checkpoints."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,28 @@ import torch
 from trainstack.checkpointing import verify_checkpoint
 from trainstack.checkpointing.decoding import StateDecoder
 from trainstack.checkpointing.difference import children, describe, differences
-from trainstack.checkpointing.directory import CheckpointInfo, is_checkpoint_directory, read_manifest, scan
+from trainstack.checkpointing.directory import (
+    CheckpointInfo,
+    is_checkpoint_directory,
+    name_odd_entries,
+    printable,
+    read_manifest,
+    scan,
+)
+from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.manifest import Manifest
 from trainstack.checkpointing.reading import read_states
-from trainstack.cli.main import TROUBLE, print_error
-from trainstack.cli.printing import print_json, print_line, print_table, readable_size
+from trainstack.checkpointing.retention import read_back
+from trainstack.cli.printing import FAILED, TROUBLE, print_error, print_json, print_line, print_table, readable_size
 from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 
 def diff_checkpoints(args: argparse.Namespace) -> int:
     """Compare two checkpoints; 0 if all bits agree, else 1."""
-    (one, states), (other, other_states) = read_states(args.one), read_states(args.other)
+    (one, states), (other, other_states) = (
+        read_states(resolve_pointer(Path(args.one))),
+        read_states(resolve_pointer(Path(args.other))),
+    )
     model_only = args.model or one.kind == "model" or other.kind == "model"
     if model_only:  # the module's state comes first in both kinds
         found = list(differences(next(iter(states.values())), next(iter(other_states.values())), "model"))
@@ -38,7 +50,7 @@ def diff_checkpoints(args: argparse.Namespace) -> int:
             print_line(str(row))
         what = "the weights" if model_only else "all states, plans and versions"
         print_line(f"{len(found)} differences in {what}" if found else f"{what} agree in every bit")
-    return 1 if found else 0
+    return FAILED if found else 0
 
 
 def _facts(content: Manifest) -> dict[str, Any]:
@@ -48,7 +60,7 @@ def _facts(content: Manifest) -> dict[str, Any]:
 
 def show_checkpoint(args: argparse.Namespace) -> int:
     """Print the manifest and an outline of the states. Tensors are not read."""
-    content, states = read_states(args.path, tensors=False)
+    content, states = read_states(resolve_pointer(Path(args.path)), tensors=False)
     facts = _outline_facts(content)
     if args.json:
         print_json({**facts, "states": {name: _as_json(state) for name, state in states.items()}})
@@ -57,7 +69,7 @@ def show_checkpoint(args: argparse.Namespace) -> int:
         if isinstance(value, Mapping):
             print_line(name)
             for key, item in value.items():
-                shown = f"{readable_size(item['size']):>9}  xxh3-128 {item['xxh3_128']}" if name == "files" else item
+                shown = f"{readable_size(item['size']):>9}  {content.hash} {item['hash']}" if name == "files" else item
                 print_line(f"  {key:<22} {shown}")
         else:
             print_line(f"{name:<24} {value}")
@@ -75,7 +87,7 @@ def _outline_facts(content: Manifest) -> dict[str, Any]:
     return {
         "name": content.name,
         "kind": content.kind,
-        "created": content.created,
+        "created": _date(content.created),
         "global step": content.global_step,
         **{key: value for key, value in metadata.items() if not isinstance(value, Mapping)},
         **processes,
@@ -131,28 +143,35 @@ def _as_json(value: Any) -> Any:
 
 
 _COLUMNS = ("name", "kind", "step", "epoch", "created", "size", "backend", "metrics", "intact")
+_SPARE = ("metrics", "backend", "created", "size", "epoch", "kind")
+"""What a narrow terminal does not show; the first of them first."""
 
 
 def add(subparsers: Any) -> None:
-    """Add the command and its four actions."""
+    """Add the command and its five actions."""
     about = "list, verify, show and compare checkpoints and model exports"
     actions = subparsers.add_parser("checkpoints", help=about, description=about).add_subparsers(
         title="actions", metavar="ACTION", required=True
     )
     ls = _action(actions, "ls", _ls, "list the checkpoints and exports in a folder, oldest first")
-    ls.add_argument("directory", metavar="DIR")
+    ls.add_argument("directory", metavar="DIR", help="of checkpoints, or the output_dir of a run")
+    ls.add_argument("--wide", action="store_true", help="print all columns, whatever the width of the terminal")
     ls.add_argument("--verify", action="store_true", help="read all bytes instead of comparing sizes")
     verify = _action(actions, "verify", _verify, "compare every byte with the manifest; exit code 1 if damaged")
     verify.add_argument(
         "paths", metavar="PATH", nargs="+", help="a checkpoint, an export, a folder of them, or a run's"
     )
+    scrub = _action(
+        actions, "scrub", _scrub, "read every byte of all that lies in folders, from the disk; exit code 1 if damaged"
+    )
+    scrub.add_argument("paths", metavar="DIR", nargs="+", help="a folder of checkpoints, or a run's")
     show = _action(actions, "show", show_checkpoint, "show what one checkpoint or export holds")
-    show.add_argument("path", metavar="PATH")
+    show.add_argument("path", metavar="PATH", help="a checkpoint, an export, or a file `last` or `best`")
     diff = _action(
         actions, "diff", diff_checkpoints, "compare two; exit code 0 if all bits agree, 1 if not, 2 on trouble"
     )
-    diff.add_argument("one", metavar="A")
-    diff.add_argument("other", metavar="B")
+    diff.add_argument("one", metavar="A", help="a checkpoint, an export, or a file `last` or `best`")
+    diff.add_argument("other", metavar="B", help="likewise")
     diff.add_argument("--model", action="store_true", help="compare the weights alone")
 
 
@@ -170,9 +189,9 @@ def _ls(args: argparse.Namespace) -> int:
     within = root / "checkpoints"  # where those of a run's output_dir lie
     entries = _entries(root, args.verify) or (_entries(within, args.verify) if within.is_dir() else [])
     if args.json:
-        print_json(entries)
+        print_json({"checkpoints": entries})
     elif entries:
-        print_table(_COLUMNS, [_row(entry) for entry in entries])
+        print_table(_COLUMNS, [_row(entry) for entry in entries], spare=() if args.wide else _SPARE)
     else:
         print_line(f"no checkpoints in {root}")
     return 0
@@ -183,8 +202,9 @@ def _entries(root: Path, verify: bool) -> list[dict[str, Any]]:
         raise CheckpointNotFoundError(f"{root} is not a directory. Give the directory that holds checkpoints.")
     contents = scan(root)
     entries = [_entry(info, verify) for info in reversed(contents.intact)]
-    problems: dict[Path, CheckpointError] = {**contents.broken, **contents.newer}
-    return entries + [{"name": path.name, "problem": str(error)} for path, error in problems.items()]
+    problems: dict[Path, CheckpointError | str] = {**contents.broken, **contents.broken_begins, **contents.newer}
+    problems |= contents.odd
+    return entries + [{"name": printable(path).rpartition("/")[2], "problem": str(p)} for path, p in problems.items()]
 
 
 def _entry(info: CheckpointInfo, verify: bool) -> dict[str, Any]:
@@ -195,7 +215,7 @@ def _entry(info: CheckpointInfo, verify: bool) -> dict[str, Any]:
         "kind": info.kind,
         "step": info.global_step,
         "epoch": metadata.get("epoch"),
-        "created": info.created,
+        "created": _date(info.created),
         "size": info.size,
         "backend": metadata.get("backend"),
         "metrics": metadata.get("metrics") or {},
@@ -227,7 +247,16 @@ def _row(entry: dict[str, Any]) -> list[str]:
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in ordered[:3])
     numbers = ["-" if number is None else str(number) for number in (entry["step"], entry["epoch"])]
     size, backend = readable_size(entry["size"]), entry["backend"] or "-"
-    return [entry["name"], entry["kind"], *numbers, entry["created"], size, backend, metrics or "-", intact]
+    created = entry["created"] or "no date"
+    return [entry["name"], entry["kind"], *numbers, created, size, backend, metrics or "-", intact]
+
+
+def _date(text: str) -> str | None:
+    """A time of a manifest in UTC to the second; None if it is none."""
+    try:
+        return datetime.fromisoformat(text).astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (ValueError, TypeError, OverflowError):
+        return None
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -239,13 +268,13 @@ def _verify(args: argparse.Namespace) -> int:
         except CheckpointError as error:
             problem = str(error)
             if isinstance(error, CheckpointDamagedError):
-                code = max(code, 1)
+                code = max(code, FAILED)
             else:
                 code = TROUBLE
-                print_error(problem)
+                print_error(problem, error, args.json)
         results.append({"path": str(path), "problem": problem})
     if args.json:
-        print_json(results)
+        print_json({"checkpoints": results})
     else:
         for result in results:
             print_line(f"{result['path']}: {'intact' if result['problem'] is None else result['problem']}")
@@ -260,4 +289,31 @@ def _checkpoints_at(path: Path) -> list[Path]:
     for folder in (path, path / "checkpoints"):  # where those of a run's output_dir lie
         contents = scan(folder)
         found += [*(info.path for info in contents.intact[::-1]), *contents.broken, *contents.newer]
+        name_odd_entries(contents, lambda _, message: print_error(message))
     return found or [path]
+
+
+def _scrub(args: argparse.Namespace) -> int:
+    code, results = 0, []
+    for folder in [inner for given in args.paths for inner in _folders_at(Path(given))]:
+        contents = scan(folder)
+        unread = {**contents.broken, **contents.broken_begins, **contents.newer, **contents.odd}
+        found: dict[Path, str | None] = {path: str(problem) for path, problem in unread.items()}
+        for info in (*contents.begun[::-1], *contents.intact[::-1]):
+            found[info.path] = read_back(info.path)
+        code |= any(problem is not None and path not in contents.odd for path, problem in found.items())
+        results += [{"path": printable(path), "problem": problem} for path, problem in sorted(found.items())]
+    if args.json:
+        print_json({"entries": results})
+        return code
+    for result in results:
+        print_line(f"{result['path']}: {result['problem'] or 'intact'}")
+    damaged = sum(result["problem"] is not None for result in results)
+    print_line(f"{len(results)} entries, {damaged} with a problem")
+    return code
+
+
+def _folders_at(path: Path) -> list[Path]:
+    if not path.is_dir() or is_checkpoint_directory(path):
+        raise CheckpointNotFoundError(f"{path} is no folder of checkpoints. Give the folder they lie in, or a run's.")
+    return [folder for folder in (path, path / "checkpoints") if folder.is_dir()]

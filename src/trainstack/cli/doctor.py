@@ -17,12 +17,11 @@ from torch.utils.data import TensorDataset
 from trainstack import __version__
 from trainstack.backends import DifferentialPrivacyArguments, legal_specs, parse_spec
 from trainstack.checkpointing import DefaultCheckpointerArguments
-from trainstack.cli.printing import print_json, print_line, print_table
+from trainstack.cli.printing import FAILED, print_json, print_line, print_table
 from trainstack.launching.launch import launch
 from trainstack.trainer import SupervisedModule, Trainer, TrainerArguments
 
 _EXTRAS = {
-    "cli": "jsonargparse",
     "hub": "huggingface_hub",
     "dp": "opacus",
     "tensorboard": "tensorboard",
@@ -58,7 +57,7 @@ def _doctor(args: argparse.Namespace) -> int:
         print_line()
         tried = [[spec, "works" if problem is None else f"NO: {problem}"] for spec, problem in problems.items()]
         print_table(("backend", "one step of a small model"), tried)
-    return 1 if args.backends and any(problem is not None for problem in problems.values()) else 0
+    return FAILED if args.backends and any(problem is not None for problem in problems.values()) else 0
 
 
 def try_all(specs: Sequence[str]) -> dict[str, str | None]:

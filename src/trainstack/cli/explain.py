@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from trainstack.backends import explain
-from trainstack.cli.printing import print_line
+from trainstack.cli.printing import print_json, print_lines
 
 
 def add(subparsers: Any) -> None:
@@ -14,9 +14,14 @@ def add(subparsers: Any) -> None:
     about = "say what a backend string does, layer by layer and verb by verb"
     parser = subparsers.add_parser("explain", help=about, description=about)
     parser.add_argument("backend", metavar="STRING", help="such as ddp-bf16")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_explain)
 
 
 def _explain(args: argparse.Namespace) -> int:
-    print_line(explain(args.backend))
+    text = explain(args.backend)
+    if args.json:
+        print_json({"backend": args.backend, "text": text})
+    else:
+        print_lines(text)
     return 0

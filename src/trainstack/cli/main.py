@@ -1,71 +1,198 @@
-"""`trainstack COMMAND ...` selects a command."""
+"""`trainstack COMMAND ...` selects a command.
+
+Exit codes: 0, the command did what it was asked for; 1, it found damage or a difference, or a training failed; 2, it
+could not do it, and one line on standard error says why; 75 and 130, a signal ended a training; 141, the reader of the
+output went away.
+"""
 
 from __future__ import annotations
 
 import argparse
+import copy
+import difflib
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from trainstack import __version__
-from trainstack.cli import train
-from trainstack.cli.printing import suggest_options
+from trainstack.cli.printing import TROUBLE, print_error, suggest_options
 from trainstack.errors import TrainstackError
 
-COMMANDS = ("train", "explain", "plan", "doctor", "report", "checkpoints", "privacy")
-"""Modules of this package. Each has `add(subparsers)`, which sets the default `run`: arguments to exit code.
+COMMANDS = {
+    "train": "train a module that a file defines",
+    "explain": "say what a backend string does, layer by layer and verb by verb",
+    "plan": "print how a global batch is split and how many steps a run has",
+    "doctor": "say what is installed, and try backend strings on this machine, each in one step of a small model",
+    "report": "write a page about a run, or one that compares several: curves, arguments, checkpoints",
+    "interrupted": "exit with 0 if the newest session of a run was interrupted by a signal, so that the job goes on; "
+    "else 1",
+    "checkpoints": "list, verify, show and compare checkpoints and model exports",
+    "privacy": "epsilon, noise or steps of private training; an audit of it",
+}
+"""The commands with their help. A module of this package has the name of each, and is imported when it is chosen.
 
-`train`, whose options depend on its first word, has `run` for the words behind its name.
+It has `add(subparsers)`, which sets the default `run`: arguments to exit code. `train` and `plan`, whose options are
+those of `TrainerArguments`, have `run` for the words behind their name.
 """
 
-TROUBLE = 2
+_READ_WORDS = ("train", "plan")
+_READER_GONE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; by default that of the process. Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = _Parser(
+    as_json, trains = "--json" in words, words[:1] == ["train"]
+    try:
+        _prepare_output(trains)
+        try:
+            code = _run(words)
+        except SystemExit:
+            _flush(trains)
+            raise
+        _flush(trains)
+        return code
+    except BrokenPipeError:  # `trainstack ... | head`
+        _discard_output()
+        return _READER_GONE
+    except (TrainstackError, OSError) as error:
+        _discard_output()
+        print_error(_in_words(error), error, as_json)
+        return TROUBLE
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        _discard_output()
+        if os.environ.get("TRAINSTACK_TRACEBACK") == "1":
+            raise
+        said = f"{type(error).__name__}: {error} (set TRAINSTACK_TRACEBACK=1 for the traceback)"
+        print_error(said, error, as_json)
+        return TROUBLE
+
+
+def _in_words(error: Exception) -> str:
+    if not isinstance(error, TrainstackError) and isinstance(getattr(error, "filename", None), str | bytes):
+        assert isinstance(error, OSError)
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
+
+
+def _run(words: list[str]) -> int:
+    command = words[0] if words else None
+    if command in _READ_WORDS:
+        code: int = import_module(f"trainstack.cli.{command}").run(words[1:])
+        return code
+    if command is not None and not command.startswith("-") and command not in COMMANDS:
+        close = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(COMMANDS)}."
+        raise UsageError(f"there is no command {command!r}. {hint} (see trainstack --help)")
+    args = _parser(command).parse_args(words)
+    found: int = args.run(args)
+    return found
+
+
+def _parser(command: str | None) -> Parser:
+    """The parser of `trainstack`, with the options of `command` alone."""
+    from trainstack import __version__
+
+    parser = Parser(
         prog="trainstack", description="Trains PyTorch models, and looks after what trainings leave behind."
     )
     parser.add_argument("--version", action="version", version=f"trainstack {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        import_module(f"trainstack.cli.{command}").add(subparsers)
-    try:
-        if words[:1] == ["train"]:
-            code: int = train.run(words[1:])
+    for name, about in COMMANDS.items():
+        if name == command:
+            import_module(f"trainstack.cli.{name}").add(subparsers)
         else:
-            args = parser.parse_args(words)
-            code = args.run(args)
+            subparsers.add_parser(name, help=about, add_help=False)
+    return parser
+
+
+def _prepare_output(trains: bool) -> None:
+    """Let no character and no closed stream end a command with an error of Python's.
+
+    Raises:
+        OSError: standard output is closed, and the command is there to print; a training goes on without it.
+    """
+    if sys.stdout is None:
+        if not trains:
+            raise OSError("standard output is closed, and the answer goes there. Redirect it to a file or /dev/null")
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
+def _flush(trains: bool) -> None:
+    """Write what is buffered, so that an error of it is found here; a training does not end by one."""
+    try:
         sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # `trainstack ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return TROUBLE
-    except (TrainstackError, OSError) as error:
-        print_error(str(error))
-        return TROUBLE
-    except KeyboardInterrupt:
-        return 130
+    except OSError:
+        if not trains:
+            raise
+        _discard_output()
 
 
-def print_error(message: str) -> None:
-    """Say on standard error, in one line, what went wrong."""
-    sys.stderr.write(f"trainstack: {' '.join(message.split())}\n")
+def _discard_output() -> None:
+    """Let what is still buffered go to nowhere: at its end Python would complain of it, with exit code 120."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError, AttributeError):
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except (OSError, ValueError, AttributeError):
+            sys.stdout = None
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Answers a wrong command line with one line; those of the commands are of this class as well."""
 
-    def parse_known_args(self, *given: Any, **more: Any) -> Any:
-        """Refuse here, where its own options are known, what the parser of `trainstack` would refuse."""
-        known, others = super().parse_known_args(*given, **more)
-        if others:
-            self.error(f"unrecognized arguments: {' '.join(others)}{suggest_options(others, self)}")
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse here, where its own options are known, what the parser of `trainstack` would refuse.
+
+        An unknown option comes before a missing one: it may be that one, misspelt.
+        """
+        words = [self._spelt(word) for word in (sys.argv[1:] if args is None else args)]
+        items: list[Any] = [*self._actions, *self._mutually_exclusive_groups]
+        required = [item for item in items if item.required]
+        subparsers = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
+        if not subparsers:
+            for item in required:
+                item.required = False
+            try:
+                self._refuse(super().parse_known_args(words, copy.copy(namespace))[1])
+            finally:
+                for item in required:
+                    item.required = True
+        known, others = super().parse_known_args(words, namespace)
+        self._refuse(others)
         return known, others
 
+    def _spelt(self, word: str) -> str:
+        """`word` as the option is spelt here, which may be with hyphens or underscores."""
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name in self._option_string_actions:
+            return word
+        spellings = (f"--{name[2:].replace('-', '_')}", f"--{name[2:].replace('_', '-')}")
+        found = [spelt for spelt in spellings if spelt in self._option_string_actions]
+        return f"{found[0]}{equals}{value}" if found else word
+
+    def _refuse(self, others: Sequence[str]) -> None:
+        if others:
+            self.error(f"unrecognized arguments: {' '.join(others)}{suggest_options(others, self)}")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Let an error of the output be seen, which argparse hides."""
+        (file or sys.stderr).write(message)
+
     def error(self, message: str) -> NoReturn:
-        print_error(f"{message} (see {self.prog} --help)")
-        sys.exit(TROUBLE)
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+class UsageError(TrainstackError):
+    """The words of the command line are wrong."""

@@ -1,91 +1,168 @@
-"""Options of `trainstack train`, generated from `TrainerArguments` and the module's signature."""
+"""Options of `trainstack train` and `plan`: the fields of `TrainerArguments` and the parameters of the module.
+
+A file given by `--config`, environment variables and words give plain values (`trainer/plain_arguments.py`). Words win
+over variables, and those over the file.
+"""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import importlib.util
+import functools
+import inspect
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any
 
-from trainstack.errors import ConfigurationError, MissingExtraError
-from trainstack.trainer import ModuleInterface, TrainerArguments
+from trainstack._kinds import Kind, Place
+from trainstack._yaml import read_yaml
+from trainstack.errors import ConfigurationError
+from trainstack.trainer import TrainerArguments
+from trainstack.trainer.plain_arguments import Path, PlainInputs, kinds_of, parameters_of, unknown
 
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
-
-PREFIX = "TRAINSTACK"
+PREFIX = "TRAINSTACK_"
 """Of the environment variables: TRAINSTACK_EPOCHS, TRAINSTACK_CHECKPOINTER_ARGS__KEEP_LAST."""
 
+OTHER_VARIABLES = ("TRAINSTACK_CONFIG", "TRAINSTACK_FAST_PATHS", "TRAINSTACK_TOKEN", "TRAINSTACK_TRACEBACK")
+"""Variables that are no options. `TRAINSTACK_FAST_PATHS` is a switch of the library and wins over the option."""
 
-def build_parser(makes_module: Callable[..., ModuleInterface] | None, files: Sequence[str] = ()) -> ArgumentParser:
-    """A parser with all fields of `TrainerArguments`, and the module's parameters as `--module.NAME`.
+
+class Inputs:
+    """What a command line, its environment and its files say.
 
     Args:
-        makes_module: the class or function; None if nobody knows it yet.
-        files: of YAML, whose values take the place of the defaults; of two, the later wins.
-
-    Raises:
-        MissingExtraError: jsonargparse is not installed.
+        parser: to which an option is added for each field and parameter.
+        makes_module: the class or function whose parameters are `--module.NAME`; None for a command without a module.
     """
-    if importlib.util.find_spec("jsonargparse") is None:
-        raise MissingExtraError("the command 'train'", "jsonargparse", "cli")
-    import jsonargparse
 
-    parser = jsonargparse.ArgumentParser(
-        prog="trainstack train FILE.py:MODULE",
-        description="Train a module. Options win over environment variables, those over the file given by --config.",
-        exit_on_error=False,
-        allow_abbrev=False,
-        default_env=True,
-        env_prefix=PREFIX,
-        default_config_files=list(files),
-    )
-    parser.add_argument("--config", action="config", help="a YAML file of options")
-    _add_fields(parser, TrainerArguments(), "")
-    if isinstance(makes_module, type):
-        parser.add_class_arguments(makes_module, "module", fail_untyped=False)
-    elif makes_module is not None:
-        parser.add_function_arguments(makes_module, "module", fail_untyped=False)
-    return parser
+    def __init__(self, parser: argparse.ArgumentParser, makes_module: Callable[..., Any] | None = None) -> None:
+        self._parser, self._makes_module = parser, makes_module
+        parameters = parameters_of(makes_module) if makes_module is not None else {}
+        self._plain = PlainInputs(TrainerArguments, {"module": parameters} if makes_module is not None else None)
+        self._paths = {".".join(path): path for path in self._plain.paths()}
+        parser.add_argument("--config", action="append", default=[], metavar="FILE", help="a YAML file of options")
+        self._add_options()
+
+    def _add_options(self) -> None:
+        about = _explained(TrainerArguments)
+        groups: dict[Path, Any] = {
+            (): self._parser.add_argument_group("arguments of the trainer, also keys of the file")
+        }
+        defaults = TrainerArguments()
+        for name, path in self._paths.items():
+            group = groups.setdefault(path[:-1], self._parser.add_argument_group(path[0]))
+            kind = self._plain.kind_of(path)
+            if len(path) > 1 and path[0] != "module":
+                text = _explained(kinds_of(TrainerArguments)[path[0]].fields).get(path[1], "")
+            else:
+                text = about.get(name, "") if len(path) == 1 else self._explained_parameter(path[1])
+            default = getattr(defaults, name, None) if len(path) == 1 else None
+            if len(path) == 1 and kind.fields is None and default not in (None, "", {}):
+                text += f" (default: {_as_option(default)})"
+            shown = argparse.SUPPRESS if kind.takes_nothing else text.strip().replace("%", "%%")
+            group.add_argument(f"--{name}", dest=name, default=argparse.SUPPRESS, metavar=_metavar(kind), help=shown)
+
+    def _explained_parameter(self, name: str) -> str:
+        assert self._makes_module is not None
+        made_by = self._makes_module
+        texts = _explained(made_by) | _explained(vars(made_by).get("__init__"))
+        parameter = inspect.signature(made_by).parameters[name]
+        default = parameter.default
+        suffix = "required" if default is parameter.empty else f"default: {_as_option(default)}"
+        return f"{texts.get(name, '')} ({suffix})"
+
+    def read(self, words: Sequence[str], environ: Mapping[str, str] = os.environ) -> argparse.Namespace:
+        """Take the words, the variables and the files that they name; returns the words that are no fields.
+
+        Raises:
+            ConfigurationError: a name is unknown, or a value is of another kind.
+        """
+        given = self._parser.parse_args(words)
+        files = [environ["TRAINSTACK_CONFIG"]] if "TRAINSTACK_CONFIG" in environ else []
+        for file in (*files, *given.config):
+            values = read_yaml(file)
+            if self._makes_module is None:
+                values.pop("module", None)  # of `trainstack train`, which may share the file
+            self._plain.add_mapping(values, file)
+        self._read_variables(environ)
+        for name, path in self._paths.items():
+            if hasattr(given, name):
+                self._plain.add_text(path, getattr(given, name), Place(f"--{name}", " "))
+        return given
+
+    def _read_variables(self, environ: Mapping[str, str]) -> None:
+        known = {PREFIX + "__".join(path).upper(): path for path in self._paths.values()}
+        for name in sorted(environ):
+            if not name.upper().startswith(PREFIX) or name in OTHER_VARIABLES:
+                continue
+            if self._makes_module is None and name.startswith(f"{PREFIX}MODULE__"):
+                continue
+            if name not in known:
+                text = unknown("the environment", name, [*known, *OTHER_VARIABLES], "variable")
+                raise ConfigurationError(f"{text} Unset it, or write the name of an option in capitals.")
+            self._plain.add_text(known[name], environ[name], Place(name, "="))
+
+    def arguments(self) -> TrainerArguments:
+        """The arguments of all that was read."""
+        made: TrainerArguments = self._plain.arguments()
+        return made
+
+    def parameters(self, target: str) -> dict[str, Any]:
+        """What was said about the parameters of the module.
+
+        Raises:
+            ConfigurationError: one is missing; `target` is named.
+        """
+        assert self._makes_module is not None
+        found = self._plain.others("module")
+        kinds = parameters_of(self._makes_module)
+        for name, parameter in inspect.signature(self._makes_module).parameters.items():
+            if name not in kinds or name in found or parameter.default is not parameter.empty:
+                continue
+            if kinds[name].takes_nothing:
+                raise ConfigurationError(
+                    f"{target} has to be given {name!r}, an object, which no option makes. Write a function that "
+                    "builds it and returns the module, and name that."
+                )
+            raise ConfigurationError(f"{target} has to be given --module.{name}.")
+        return found
+
+    def as_file(self, target: str) -> dict[str, Any]:
+        """All that would be used, as a file for `--config` has it."""
+        values = self.arguments().to_dict()
+        if self._makes_module is not None:
+            defaults = {
+                name: parameter.default
+                for name, parameter in inspect.signature(self._makes_module).parameters.items()
+                if isinstance(parameter.default, str | int | float | list | dict | None)
+            }
+            values["module"] = {**defaults, **self.parameters(target)}
+        return values
 
 
-def split_files(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files named by `--config` among `words`, and the other words: so an option before a file wins over it too.
-
-    Raises:
-        ConfigurationError: a file is not there.
-    """
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    finder.add_argument("--config", action="append", default=[])
-    found, others = finder.parse_known_args(words)
-    for file in found.config:
-        if not Path(file).is_file():
-            raise ConfigurationError(f"--config {file}: there is no such file.")
-    return found.config, others
+def _metavar(kind: Kind) -> str:
+    """What stands for the value in the help: `WHOLE_NUMBER|NULL`."""
+    words = kind.words.upper().replace(" OR ", "|").replace(", ", "|").split("|")
+    return "|".join(word.removeprefix("A ").replace(" ", "_") for word in words) or "VALUE"
 
 
-def arguments_of(values: Mapping[str, Any]) -> TrainerArguments:
-    """The arguments among what was parsed."""
-    names = [field.name for field in dataclasses.fields(TrainerArguments)]
-    return TrainerArguments.from_dict({name: values[name] for name in names})
+def _as_option(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
-def _add_fields(parser: ArgumentParser, defaults: Any, prefix: str) -> None:
-    """Add the fields of the dataclass `defaults`; those of a nested one as `--outer.inner`."""
-    from docstring_parser import parse
-
-    hints = get_type_hints(type(defaults))
-    about = {param.arg_name: param.description for param in parse(type(defaults).__doc__ or "").params}
-    for field in dataclasses.fields(defaults):
-        value = getattr(defaults, field.name)
-        if dataclasses.is_dataclass(value):
-            _add_fields(parser, value, f"{prefix}{field.name}.")
-            continue
-        parser.add_argument(
-            f"--{prefix}{field.name}",
-            type=hints[field.name],
-            default=list(value) if isinstance(value, tuple) else value,
-            help=" ".join((about.get(field.name) or "").split()).replace("%", "%%"),
-        )
+@functools.lru_cache(maxsize=32)
+def _explained(documented: Any) -> dict[str, str]:
+    """What the docstring says about each argument, in its section `Args:` or `Attributes:`."""
+    found: dict[str, str] = {}
+    names: list[str] = []
+    section = re.search(r"^(?:Args|Attributes):\n((?: .*\n|\n)*)", (inspect.getdoc(documented) or "") + "\n", re.M)
+    for line in section.group(1).splitlines() if section else ():
+        entry = re.match(r"    (\w+(?:, \w+)*)(?: \([^)]*\))?: (.*)", line)
+        if entry:
+            names = entry.group(1).split(", ")
+            found |= dict.fromkeys(names, entry.group(2))
+        else:
+            found |= {name: f"{found[name]} {line.strip()}".rstrip() for name in names}
+    return found

@@ -1,4 +1,8 @@
-"""Output of commands as JSON, tables or plain text."""
+"""Output of commands: JSON, tables, lines and errors. No command writes to a stream in another way.
+
+Characters that a terminal would obey, or that hide or reorder text, are printed as their escapes: names, metrics and
+messages may come from files of others.
+"""
 
 from __future__ import annotations
 
@@ -7,39 +11,116 @@ import difflib
 import json
 import math
 import os
+import re
+import shutil
 import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+FAILED = 1
+"""The exit code of damage, a difference, or a training that failed."""
 
-def print_json(value: Any) -> None:
-    """Print `value` as strict JSON: what JSON lacks is printed as text."""
-    sys.stdout.write(json.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+TROUBLE = 2
+"""The exit code of a command that could not do what it was asked for."""
+
+JSON_FORMAT = 1
+"""Rises when a key of the JSON output is removed or means something else."""
+
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f"  # C0, DEL, C1
+    "\u061c\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff"  # of direction, of lines, without a width
+    "\ud800-\udfff\U000e0000-\U000e007f]"  # halves of characters, tags
+)
+
+
+def escape(text: str) -> str:
+    """`text` in one line, with the escapes of characters that a terminal would obey or that hide or reorder text."""
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print an object as strict JSON in ASCII, with its `"format"`; inf and nan are the texts "inf", "-inf", "nan"."""
+    sys.stdout.write(_as_json({"format": JSON_FORMAT, **value}, indent=1) + "\n")
+
+
+def _as_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_plain(value), indent=indent, allow_nan=False).replace("\x7f", "\\u007f")
 
 
 def print_line(text: str = "") -> None:
     """Print one line."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(escape(text) + "\n")
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under their columns; with colours in a terminal, unless NO_COLOR is set or TERM says "dumb"."""
-    dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-    if sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR"):
-        from rich import box
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
+def print_lines(text: str) -> None:
+    """Print a text of several lines."""
+    for line in text.split("\n"):
+        print_line(line)
 
-        table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
-        for row in rows:
-            table.add_row(*map(escape, row))
-        Console().print(table)
-        return
+
+def print_error(message: str, error: BaseException | None = None, as_json: bool = False) -> None:
+    """Say on standard error, in one line, what went wrong; as JSON with the class of the error."""
+    text = escape(" ".join(message.split()))
+    if as_json:
+        text = _as_json({"format": JSON_FORMAT, "error": text, "class": type(error).__name__})
+        _write_error(f"{text}\n")
+    else:
+        _write_error(f"trainstack: {text}\n")
+
+
+def print_traceback(error: BaseException | None) -> None:
+    """Print the traceback of `error` on standard error."""
+    assert error is not None
+    for line in "".join(traceback.format_exception(error)).splitlines():
+        _write_error(f"{escape(line)}\n")
+
+
+def _write_error(text: str) -> None:
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):  # it is closed: there is nobody to tell
+        pass
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, spare: Sequence[str] = ()) -> None:
+    """Print rows under their columns; the head is bold in a terminal, unless NO_COLOR is set or TERM says "dumb".
+
+    No cell is shortened. In a terminal that is too narrow, columns are left out and named below.
+
+    Args:
+        spare: the columns that may be left out, the first of them first.
+    """
+    rows = [[escape(cell) for cell in row] for row in rows]
+    left_out: list[str] = []
+    if sys.stdout.isatty():
+        room = shutil.get_terminal_size().columns
+        for name in spare:
+            if _width(columns, rows, left_out) <= room:
+                break
+            left_out.append(name)
+    kept = [index for index, name in enumerate(columns) if name not in left_out]
+    table = [[row[index] for index in kept] for row in (columns, *rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for number, row in enumerate(table):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        sys.stdout.write(f"\x1b[1m{line}\x1b[0m\n" if number == 0 and _has_colours() else f"{line}\n")
+    if left_out:
+        print_line(f"left out: {', '.join(left_out)}; --wide for all columns")
+
+
+def _width(columns: Sequence[str], rows: Sequence[Sequence[str]], left_out: Sequence[str]) -> int:
+    """Of the table; the last column may be wrapped, so a sentence in it does not count."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    for row in (columns, *rows):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print_line(line.rstrip())
+    widths[-1] = min(widths[-1], max(len(columns[-1]), 12))
+    kept = [width for name, width in zip(columns, widths, strict=True) if name not in left_out]
+    return sum(kept) + 2 * (len(kept) - 1)
+
+
+def _has_colours() -> bool:
+    dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    return sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
 
 
 def readable_size(count: int) -> str:
@@ -74,6 +155,6 @@ def suggest_options(words: Iterable[str], parser: argparse.ArgumentParser) -> st
         names[match]
         for word in words
         if word.startswith("--")
-        for match in difflib.get_close_matches(word.partition("=")[0].lstrip("-"), names, n=1)
+        for match in difflib.get_close_matches(word.partition("=")[0].lstrip("-")[:80], names, n=1)
     ]
     return f". Did you mean {' and '.join(dict.fromkeys(close))}?" if close else ""

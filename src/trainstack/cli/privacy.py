@@ -18,7 +18,7 @@ from trainstack.backends.dp import (
 from trainstack.backends.dp.accounting import ACCOUNTANTS
 from trainstack.backends.dp.arguments import check_delta_for, sampling_rate
 from trainstack.backends.privacy_statement import round_up
-from trainstack.cli.printing import print_line
+from trainstack.cli.printing import FAILED, print_json, print_line, print_lines
 from trainstack.errors import ConfigurationError
 from trainstack.ranks import global_rank
 
@@ -31,7 +31,9 @@ def add_audit(questions: Any) -> None:
     noise.add_argument("--noise-multiplier", type=float, metavar="SIGMA", help="standard deviation / clipping norm")
     noise.add_argument("--target-epsilon", type=float, metavar="EPSILON", help="have the noise calibrated")
     parser.add_argument("--backend", default="sp-dp", help="with dp in it; ddp-dp under torchrun (default: sp-dp)")
-    parser.add_argument("--clipping", choices=("flat", "automatic", "adaptive"), default="flat")
+    parser.add_argument(
+        "--clipping", choices=("flat", "automatic", "adaptive"), default="flat", help="see docs/privacy.md"
+    )
     parser.add_argument("--grad-mode", default="auto", help="how gradients of single records are computed")
     parser.add_argument("--accountant", choices=ACCOUNTANTS, default="prv")
     parser.add_argument("--secure", action="store_true", help="randomness from the operating system, number by number")
@@ -52,12 +54,15 @@ def _run(options: argparse.Namespace) -> int:
     rank = global_rank()  # before the audit, which ends with its process group closed
     report = audit(settings, options.backend, level=options.level, **numbers)
     if rank == 0:
-        print_line(report.to_json() if options.json else report.text)
-    return 1 if report.broken else 0
+        if options.json:
+            print_json(json.loads(report.to_json()))
+        else:
+            print_lines(report.text)
+    return FAILED if report.broken else 0
 
 
 ASSUMES = (
-    "assumes: each step a Poisson sample; what is protected is one item of the data set, added or removed (not "
+    "each step a Poisson sample; what is protected is one item of the data set, added or removed (not "
     "replaced); its size N and the batch size are public"
 )
 _MOST_STEPS = 2**30
@@ -65,7 +70,8 @@ _MOST_STEPS = 2**30
 
 def add(subparsers: Any) -> None:
     """Add the command and its questions."""
-    parser = subparsers.add_parser("privacy", help="epsilon, noise or steps of private training; an audit of it")
+    about = "epsilon, noise or steps of private training; an audit of it"
+    parser = subparsers.add_parser("privacy", help=about, description=about)
     questions = parser.add_subparsers(title="questions", metavar="QUESTION", required=True)
 
     epsilon = questions.add_parser("epsilon", help="what so many steps with this noise spend")
@@ -151,7 +157,12 @@ def _rate(args: argparse.Namespace) -> float:
     sizes = (args.batch_size, args.dataset_size)
     if sizes == (None, None) and args.sample_rate is not None:
         return float(args.sample_rate)
-    if None in sizes or args.sample_rate is not None:
+    if args.sample_rate is not None:
+        raise ConfigurationError(
+            f"--sample-rate {args.sample_rate:g} beside --batch-size or --dataset-size: both say how many items are in "
+            "a step. Remove one."
+        )
+    if None in sizes:
         raise ConfigurationError(
             "How many items are in a step? Give --sample-rate, or --batch-size and --dataset-size."
         )
@@ -163,6 +174,10 @@ def _rate(args: argparse.Namespace) -> float:
 
 
 def _steps(args: argparse.Namespace, q: float) -> int:
+    for name in ("steps", "epochs"):
+        given = getattr(args, name)
+        if given is not None and given < 0:
+            raise ConfigurationError(f"--{name} {given}: write a whole number, 0 or more.")
     if args.steps is not None:
         return int(args.steps)
     if not 0 < q <= 1:
@@ -194,8 +209,8 @@ def _format_epsilon(epsilon: float) -> str:
 def _answer(args: argparse.Namespace, found: dict[str, Any], q: float, given: dict[str, Any], lines: list[str]) -> int:
     if args.json:
         numbers = {**given, "sample_rate": q, "delta": args.delta, "accountant": args.accountant, **found}
-        plain = {k: None if v == float("inf") else v for k, v in numbers.items()}
-        print_line(json.dumps({**plain, "assumes": ASSUMES}))
+        print_json({**numbers, "assumes": ASSUMES})
     else:
-        print_line("\n".join([*lines, ASSUMES]))
+        for line in [*lines, f"assumes: {ASSUMES}"]:
+            print_line(line)
     return 0

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trainstack.cli.printing import print_line
+from trainstack.cli.printing import print_json, print_line
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.reporting.report.facts import REPORT_NAME, replace_file
 from trainstack.trainer.reporting.report.page import page_of
@@ -23,6 +23,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("directories", metavar="RUN_DIR", nargs="+", help="the output_dir of a run")
     default = f"{REPORT_NAME} in RUN_DIR; of several runs {_COMPARISON_NAME} here"
     parser.add_argument("--output", metavar="FILE", type=Path, help=f"where to write (default: {default})")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_report)
 
 
@@ -35,7 +36,13 @@ def _report(args: argparse.Namespace) -> int:
     labels = [str(path.relative_to(common)) for path in resolved]
     runs = [read_run(directory, label) for directory, label in zip(directories, labels, strict=True)]
     path = args.output or (directories[0] / REPORT_NAME if len(runs) == 1 else Path(_COMPARISON_NAME))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, page_of(runs))
-    print_line(str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, page_of(runs))
+    except OSError as error:  # which names the temporary file
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
+    if args.json:
+        print_json({"written": str(path), "runs": [str(directory) for directory in directories]})
+    else:
+        print_line(str(path))
     return 0

@@ -5,13 +5,19 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
+import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from trainstack.errors import ConfigurationError, TrainstackError
+import trainstack
+from trainstack.errors import ConfigurationError, LaunchError, NonFiniteError, PeerError, TrainstackError
 from trainstack.trainer import ModuleInterface
 
 FORM = "Write FILE.py:NAME or package.module:NAME, such as my.py:MyModule."
@@ -23,34 +29,73 @@ class UserCodeError(Exception):
 
 @contextmanager
 def report_user_errors() -> Iterator[None]:
-    """Turn the errors that a command would answer with one line into `UserCodeError`."""
+    """Turn an error into `UserCodeError`, unless the library or the system refused what the command line says.
+
+    A `TrainstackError` or `OSError` without a frame of a file of the user's is answered with one line. What fails in
+    the middle of a training, or in another process, keeps its text.
+    """
     try:
         yield
-    except (TrainstackError, OSError) as error:
+    except UserCodeError:
+        raise
+    except (PeerError, LaunchError, NonFiniteError) as error:
         raise UserCodeError from error
+    except (TrainstackError, OSError) as error:
+        if not _has_frame_of_user(error):
+            raise
+        raise UserCodeError from error
+    except Exception as error:
+        raise UserCodeError from error
+
+
+def _has_frame_of_user(error: BaseException) -> bool:
+    """Whether code outside the library, Python and the installed packages was running."""
+    paths = sysconfig.get_paths()
+    others = [os.path.dirname(trainstack.__file__), *(paths[n] for n in ("stdlib", "platstdlib", "purelib", "platlib"))]
+    roots = tuple(os.path.join(os.path.realpath(folder), "") for folder in others)
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(not file.startswith("<") and not os.path.realpath(file).startswith(roots) for file in files)
 
 
 def load_target(target: str) -> Callable[..., ModuleInterface]:
     """The class of a module, or a function that returns one, that `target` names; its file is run.
 
-    As when Python runs a script, files beside it can be imported.
+    As when Python runs a script, files beside it can be imported. A function has to be defined in the file or package
+    that `target` names: what the file merely imports is not to be had by its name.
 
     Raises:
         ConfigurationError: there is no such file or name, or it is not something that makes a module.
-        UserCodeError: the file raised an error like those.
+        UserCodeError: the file raised an error.
     """
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise ConfigurationError(f"{target!r} does not say where a module comes from. {FORM}")
     source = _run_file(Path(place)) if place.endswith(".py") else _import(place)
-    made_by = vars(source).get(name)
-    if isinstance(made_by, type) and not issubclass(made_by, ModuleInterface):
-        raise ConfigurationError(f"{target}: the class {name} is not a ModuleInterface. {_offers(source)}")
-    if not callable(made_by):
-        close = difflib.get_close_matches(name, vars(source), n=1)
+    if name not in vars(source):
+        offered = _offers(source)
+        close = difflib.get_close_matches(name, offered, n=1)
         hint = f"Did you mean {close[0]!r}? " if close else ""
-        raise ConfigurationError(f"{target}: no class or function is called {name!r}. {hint}{_offers(source)}")
-    return made_by
+        raise ConfigurationError(f"{target}: no class or function is called {name!r}. {hint}{_in_words(offered)}")
+    made_by: Any = vars(source)[name]
+    why = _why_not(made_by, name, source)
+    if why is not None:
+        raise ConfigurationError(f"{target}: {why}. {_in_words(_offers(source))}")
+    makes_module: Callable[..., ModuleInterface] = made_by
+    return makes_module
+
+
+def _why_not(made_by: Any, name: str, source: ModuleType) -> str | None:
+    """Why a value of `source` does not make a module; None if it may."""
+    if isinstance(made_by, type):
+        return None if issubclass(made_by, ModuleInterface) else f"the class {name} is not a ModuleInterface"
+    if not inspect.isfunction(made_by):
+        kind = type(made_by).__name__
+        return f"{name} is {'an' if kind[0] in 'aeiou' else 'a'} {kind}, not a class or a function"
+    package = source.__name__.partition(".")[0]
+    home = made_by.__module__.partition(".")[0]
+    if home != package or home in sys.stdlib_module_names:
+        return f"the function {name} is that of the module {made_by.__module__}. Name one that is defined there"
+    return None
 
 
 def _run_file(file: Path) -> ModuleType:
@@ -62,8 +107,7 @@ def _run_file(file: Path) -> ModuleType:
     assert spec.loader is not None
     source = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = source  # a loader's workers and pickle look it up by this name
-    with report_user_errors():
-        spec.loader.exec_module(source)
+    spec.loader.exec_module(source)
     return source
 
 
@@ -72,18 +116,20 @@ def _import(name: str) -> ModuleType:
         raise ConfigurationError(f"{name!r} begins with a dot, and there is no package that it could belong to. {FORM}")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        with report_user_errors():
-            return importlib.import_module(name)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # what is missing is something that it imports
         raise ConfigurationError(f"there is no Python module {name!r} to import. {FORM}") from error
 
 
-def _offers(source: ModuleType) -> str:
-    own = [
+def _offers(source: ModuleType) -> list[str]:
+    return sorted(
         name
         for name, value in vars(source).items()
         if isinstance(value, type) and issubclass(value, ModuleInterface) and value.__module__ == source.__name__
-    ]
-    return f"It has the modules {', '.join(sorted(own))}." if own else "It has no ModuleInterface."
+    )
+
+
+def _in_words(offers: list[str]) -> str:
+    return f"It has the modules {', '.join(offers)}." if offers else "It has no ModuleInterface."

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from trainstack.cli.options import arguments_of, build_parser, split_files
-from trainstack.cli.printing import suggest_options
+from trainstack.cli.main import Parser
+from trainstack.cli.options import Inputs
+from trainstack.cli.printing import FAILED, print_lines, print_traceback
 from trainstack.cli.target import FORM, UserCodeError, load_target, report_user_errors
 from trainstack.errors import ConfigurationError
-from trainstack.trainer import ModuleInterface, Trainer, seed_everything
+
+_ABOUT = (
+    "Train a module. Options win over environment variables (TRAINSTACK_EPOCHS, "
+    "TRAINSTACK_CHECKPOINTER_ARGS__KEEP_LAST), and those over the file given by --config. Values are data: lists and "
+    "mappings are written as YAML, and objects are made in code alone."
+)
 
 
 def add(subparsers: Any) -> None:
-    """Name the command in the list of them; `run` reads what stands behind it."""
-    subparsers.add_parser("train", help="train a module that a file defines; needs the extra 'cli'", add_help=False)
+    """Name the command in the list of them; `run` reads the words behind it."""
+    subparsers.add_parser("train", help="train a module that a file defines", add_help=False)
 
 
 def run(words: Sequence[str]) -> int:
@@ -30,30 +34,30 @@ def run(words: Sequence[str]) -> int:
     try:
         _train(target, options)
     except UserCodeError as error:
-        traceback.print_exception(error.__cause__)
-        return 1
+        print_traceback(error.__cause__)
+        return FAILED
     return 0
 
 
 def _train(target: str | None, options: list[str]) -> None:
-    makes_module = None if target is None else load_target(target)
-    parser = None
-    try:
-        files, options = split_files(options)
-        parser = build_parser(makes_module, files)
-        given = parser.parse_args(options)
-    except argparse.ArgumentError as error:
-        hint = suggest_options(str(error).partition("unrecognized arguments: ")[2].split(), parser) if parser else ""
-        raise ConfigurationError(f"{error}{hint} (see trainstack train {target} --help)") from error
-    arguments = arguments_of(given.as_dict())
+    with report_user_errors():
+        makes_module = None if target is None else load_target(target)
+    parser = Parser(
+        prog=f"trainstack train {target or 'FILE.py:MODULE'}", description=_ABOUT, usage="%(prog)s [--OPTION VALUE ...]"
+    )
+    parser.add_argument("--print_config", action="store_true", help="print what would be used, as a file for --config")
+    inputs = Inputs(parser, makes_module)
+    given = inputs.read(options)
+    assert target is not None  # --help, the one option without a target, has ended the process
+    assert makes_module is not None
+    arguments, parameters = inputs.arguments(), inputs.parameters(target)
+    if given.print_config:
+        import yaml
+
+        print_lines(yaml.safe_dump(inputs.as_file(target), sort_keys=False).rstrip())
+        return
+    from trainstack.trainer import Trainer, seed_everything
+
     seed_everything(arguments.seed)
     with report_user_errors():
-        made = getattr(parser.instantiate(given), "module", None)  # of a function only its arguments are made
-        if isinstance(made, ModuleInterface):
-            module = made
-        else:
-            assert makes_module is not None  # --help, the one option without a target, has ended the process
-            module = makes_module(**(made.as_dict() if made is not None else {}))
-    trainer = Trainer(module, arguments)
-    with report_user_errors():  # of theirs as likely as of a wrong option
-        trainer.train()
+        Trainer(makes_module(**parameters), arguments).train()

@@ -8,25 +8,39 @@ from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import os
 import random
+import secrets
 import shutil
 import signal
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainstack._store import TOKEN
 from trainstack.errors import LaunchError
+from trainstack.launching.agent import AgentThread
+from trainstack.launching.loopback import register_loopback_rendezvous
 from trainstack.launching.options import LaunchOptions, check_not_in_worker, check_options, pickle_call
 from trainstack.launching.watchdog import WorkerWatchdog, launch_error
-from trainstack.launching.worker import MONITOR_S, finished_attempt, work
+from trainstack.launching.worker import MONITOR_S, finished_attempt
 
 T = TypeVar("T")
+
+_LOOK_S = 0.1
+_HEARS_S = 2.0
+"""After which the processes get a signal directly, because the agent waits in C and has not passed it on."""
+
+_STORE_S = 60.0
+"""For one request of the agent to the rendezvous store, which torch gives no time limit."""
+
+_SPARE_S = 30.0
+"""For the agent to notice what has happened to its processes, on a busy machine."""
 
 _LOGS_OF_FAILURE = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 
@@ -88,30 +102,74 @@ def launch(
 def _run(call: bytes, name: str, order: LaunchOptions, run: Path) -> int | None:
     """Run the agent until all is done; the number of a signal that stopped it."""
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
 
-    others = set(multiprocessing.active_children())
-    watch = WorkerWatchdog(name, run, order.grace_s, order.timeout_s)
-    watch.start()
-    failed: Exception | None = None
-    try:
-        elastic_launch(_config(order, run), work)(call, order.output)
-    except ChildFailedError as error:
-        failed = error
-    except SignalException as stop:
-        _end(others, watch)
-        return int(stop.sigval)
-    except BaseException as error:
-        _end(others, watch)
-        if not isinstance(error, Exception):
-            raise
-        failed = error
-    finally:
-        watch.stop()
+    agent = AgentThread(_config(order, run), call, order.output)
+    watch = WorkerWatchdog(name, run, order.grace_s, order.timeout_s, agent.worker_pids)
+    with _taken_signals() as asked:
+        watch.start()
+        agent.start()
+        try:
+            stuck = _wait(agent, watch, order, asked)
+        finally:
+            watch.stop()
+            if agent.is_alive():
+                watch.end()
+    if asked or isinstance(agent.error, SignalException):
+        return asked[0] if asked else int(agent.error.sigval)  # type: ignore[union-attr]
     if finished_attempt(run, order.nproc) is None:
-        raise launch_error(name, run, failed, order.timeout_s if watch.expired else None) from None
+        expired = order.timeout_s if watch.expired else None
+        raise launch_error(name, run, agent.error, expired, watch, stuck) from None
     return None
+
+
+def _wait(agent: AgentThread, watch: WorkerWatchdog, order: LaunchOptions, asked: list[int]) -> str:
+    """Wait for the agent, pass a signal on to it, and give it up when it is stuck; says why, else ""."""
+    patience = Patience()
+    while agent.is_alive():
+        agent.join(_LOOK_S)
+        if asked and patience.since("asked", True) == 0:
+            agent.interrupt(asked[0])
+        if asked and patience.since("asked", True) > _HEARS_S and not agent.is_ending_workers:
+            watch.send_once(asked[0])
+        if patience.since("ending", agent.is_ending_workers) > order.grace_s:
+            watch.kill()
+        if agent.seconds_in_store() > _STORE_S:
+            return f"the rendezvous at {order.endpoint} does not answer: its host is down or cut off"
+        if patience.since("asked", bool(asked)) > order.grace_s + _SPARE_S:
+            return "the agent did not end its processes"
+        if patience.since("expired", watch.expired) > order.grace_s + _SPARE_S:
+            return "the agent did not end its processes"
+        if patience.since("gone", watch.all_gone and not agent.waits_for_hosts) > _SPARE_S:
+            return "all processes have ended, and the agent did not notice"
+    return ""
+
+
+class Patience:
+    """How long conditions have been true without a break."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+
+    def since(self, name: str, is_true: bool) -> float:
+        """Seconds since the condition `name` was first seen to be true; 0 the first time, and while it is not."""
+        if not is_true:
+            self._since.pop(name, None)
+            return 0.0
+        return time.monotonic() - self._since.setdefault(name, time.monotonic())
+
+
+@contextmanager
+def _taken_signals() -> Iterator[list[int]]:
+    """Signals to pass on to the processes are kept in the list; the handlers of this process come back afterwards."""
+    asked: list[int] = []
+    handlers = _handlers()
+    for number in handlers:
+        signal.signal(number, lambda number, frame: asked.append(number))
+    try:
+        yield asked
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _config(order: LaunchOptions, run: Path) -> Any:
@@ -132,7 +190,7 @@ def _config(order: LaunchOptions, run: Path) -> Any:
         nproc_per_node=order.nproc,
         logs_specs=DefaultLogsSpecs(log_dir=str(run)),
         run_id=uuid.uuid4().hex if order.max_nodes == 1 else "trainstack",
-        rdzv_backend="c10d",
+        rdzv_backend="c10d" if order.max_nodes > 1 else register_loopback_rendezvous(),
         rdzv_endpoint=order.endpoint,
         rdzv_configs=meeting,
         max_restarts=order.max_restarts,
@@ -148,17 +206,21 @@ def _run_environment(order: LaunchOptions) -> Iterator[Path]:
     """A folder for the run and the variables of its processes; afterwards everything is as it was.
 
     The variables are set here because a new process reads OMP_NUM_THREADS when it imports torch, before it gets
-    anything else. The agent draws from `random`, replaces signal handlers and sets a variable of its own.
+    anything else. The agent draws from `random` and sets a variable of its own.
     """
     made = dict(order.env)
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         made.setdefault("OMP_NUM_THREADS", str(max(1, cores // order.nproc)))
     made.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(order.grace_s)))  # so that a trainer knows
-    if order.may_restart:  # the agent's store would keep the addresses of dead processes, and the new ones would hang
+    # The agent's store would keep the addresses of dead processes, and the new ones would hang. With several machines,
+    # an agent that comes later would wait for an address that is written in the first round only (torch 2.13.0).
+    if order.may_restart or order.max_nodes > 1:
         made.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if order.max_nodes == 1:
+        made.setdefault(TOKEN, secrets.token_hex(16))  # a process without it is refused at the rendezvous
     before = {name: os.environ.get(name) for name in (*made, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
-    handlers, drawn = _handlers(), random.getstate()
+    drawn = random.getstate()
     run = Path(tempfile.mkdtemp(prefix="trainstack-launch-"))
     quiet = [logging.getLogger(name) for name in _LOGS_OF_FAILURE]
     for logger in quiet:  # LaunchError says it all; and torch's formatter imports its compiler first, for seconds
@@ -169,8 +231,6 @@ def _run_environment(order: LaunchOptions) -> Iterator[Path]:
     finally:
         for logger in quiet:
             logger.removeFilter(_nothing)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:
@@ -184,18 +244,15 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 
 def _handlers() -> dict[int, Any]:
-    """The handlers of this process that Python knows; only the main thread can change them."""
+    """The handlers of this process for the signals that are passed on; only the main thread can change them.
+
+    A signal that is ignored stays so. SIGUSR1, which schedulers send ahead of a time limit, is passed on where it would
+    end this process.
+    """
     if threading.current_thread() is not threading.main_thread():
         return {}
-    # these are the signals that torch's agent handles, and whose handlers it never gives back
-    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    return {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
-
-
-def _end(others: set[Any], watch: WorkerWatchdog) -> None:
-    """End what the agent, interrupted at the wrong moment, has left running."""
-    watch.kill()
-    for process in set(multiprocessing.active_children()) - others:
-        process.kill()
-        process.join(5)
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+    found = {number: signal.getsignal(number) for name in names if (number := getattr(signal, name, None)) is not None}
+    if found.get(getattr(signal, "SIGUSR1", 0), signal.SIG_DFL) != signal.SIG_DFL:
+        del found[signal.SIGUSR1]
+    return {number: handler for number, handler in found.items() if handler not in (None, signal.SIG_IGN)}

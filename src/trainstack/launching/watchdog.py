@@ -7,12 +7,15 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainstack.errors import LaunchError
-from trainstack.launching.worker import FailureReport, ResultDir, list_attempts
+from trainstack.launching.worker import WHERE_SIGNAL, FailureReport, ResultDir, list_attempts
+
+_ANSWER_S = 5.0
 
 _logger = logging.getLogger("trainstack")
 
@@ -27,12 +30,26 @@ class WorkerWatchdog(threading.Thread):
         run: the folder of the run.
         grace_s: from the first loss until the rest are killed.
         timeout_s: for the whole run.
+        worker_pids: the processes that run, as far as the agent knows them.
+
+    Attributes:
+        expired: whether the time is over.
+        places: where each process was in its code when the time was over, by rank.
+        all_gone: whether every process of the newest start has ended.
+        left: the processes that were the first to end, if they left neither a result nor a report.
     """
 
-    def __init__(self, name: str, run: Path, grace_s: float, timeout_s: float | None) -> None:
+    def __init__(
+        self, name: str, run: Path, grace_s: float, timeout_s: float | None, worker_pids: Callable[[], set[int]]
+    ) -> None:
         super().__init__(name="trainstack-launch-watch", daemon=True)
         self.expired = False
+        self.places: dict[int, str] = {}
+        self.all_gone = False
+        self.left: list[ResultDir] = []
         self._name, self._run, self._grace_s = name, run, grace_s
+        self._worker_pids = worker_pids
+        self._sent = False
         self._starts = 1
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._lost: dict[Path, float] = {}
@@ -48,8 +65,22 @@ class WorkerWatchdog(threading.Thread):
         self.join()
 
     def kill(self) -> None:
-        """End every process of the newest start."""
+        """End every process, also those that still import the script."""
         self._send(signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill every process that the agent has left, and wait for their end; one in a system call may take longer."""
+        left = self._pids()
+        self.kill()
+        deadline = time.monotonic() + _ANSWER_S
+        while any(map(_is_alive, left)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def send_once(self, number: int) -> None:
+        """Send a signal to every process, at the first call only."""
+        if not self._sent:
+            self._sent = True
+            self._send(number)
 
     def _poll(self) -> None:
         starts = self._attempts()
@@ -59,13 +90,18 @@ class WorkerWatchdog(threading.Thread):
             said = _others(_reports(starts[-2])) or " A process ended without a word."
             _logger.warning("launch(%s): restart %d.%s", self._name, len(starts) - 1, said)
         if self._deadline is not None and now > self._deadline and not self.expired:
+            self.places = locate(boxes)
             self.expired = True
             (self._run / "expired").touch()
             self._send(signal.SIGTERM)
-        lost = any((pid := box.pid) is not None and not box.has_result and not _is_alive(pid) for box in boxes)
-        if lost or (self.expired and boxes):
-            since = self._lost.setdefault(boxes[0].path.parent, now)
-            if now - since > self._grace_s:
+        gone = [box for box in boxes if (pid := box.pid) is not None and not _is_alive(pid)]
+        self.all_gone = len(gone) == len(boxes) > 0
+        lost = [box for box in gone if not box.has_result]
+        if lost or self.expired:
+            start = boxes[0].path.parent if boxes else self._run
+            if start not in self._lost:  # before the rest are killed
+                self.left = [] if _reports(boxes) else lost
+            if now - self._lost.setdefault(start, now) > self._grace_s:
                 self.kill()
 
     def _attempts(self) -> list[list[ResultDir]]:
@@ -75,24 +111,43 @@ class WorkerWatchdog(threading.Thread):
             return []
 
     def _send(self, number: int) -> None:
-        for pid in [pid for boxes in self._attempts()[-1:] for box in boxes if (pid := box.pid) is not None]:
+        for pid in self._pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    def _pids(self) -> set[int]:
+        known = {pid for boxes in self._attempts()[-1:] for box in boxes if (pid := box.pid) is not None}
+        return known | self._worker_pids()
 
-def launch_error(name: str, run: Path, failed: Exception | None, timeout_s: float | None) -> LaunchError:
+
+def launch_error(
+    name: str, run: Path, failed: BaseException | None, timeout_s: float | None, watch: WorkerWatchdog, stuck: str
+) -> LaunchError:
     """Say which process failed first and why.
 
     A process that died without a word is the cause of what the others report. Else the earliest report is.
+
+    Args:
+        name: of the function.
+        run: the folder of the run.
+        failed: what the agent raised.
+        timeout_s: the time that is over; None if it is not.
+        watch: of the processes.
+        stuck: why the agent was given up; "" if it was not.
     """
     boxes = (list_attempts(run) or [[]])[-1]
     reports = _reports(boxes)
     if timeout_s is not None:
         return LaunchError(
             f"launch({name}) was still running after timeout_s={timeout_s:g}; its processes are ended."
+            + "".join(f"\n  rank {rank}: {place}" for rank, place in sorted(watch.places.items()))
             + _others(reports)
         )
+    if stuck:
+        return LaunchError(f"launch({name}): {stuck}. Its processes are ended.{_others(reports)}")
     failures: dict[int, Any] = getattr(failed, "failures", {})
+    if watch.left and (failures or failed is None) and all(box.rank(-1) not in failures for box in watch.left):
+        return _early_exit(name, watch.left[0], reports)
     silent = {rank: one for rank, one in failures.items() if all(said.rank != rank for said in reports)}
     if silent:
         rank, failure = next(iter(silent.items()))
@@ -112,6 +167,17 @@ def launch_error(name: str, run: Path, failed: Exception | None, timeout_s: floa
             child_traceback=first.text,
         )
     return LaunchError(f"launch({name}): the processes could not be run: {type(failed).__name__}: {failed}")
+
+
+def _early_exit(name: str, box: ResultDir, reports: list[FailureReport]) -> LaunchError:
+    """Exit code 0 is no failure for the agent, which names the processes that were killed afterwards."""
+    rank = box.rank(-1)
+    return LaunchError(
+        f"launch({name}): rank {rank} (process {box.pid}) left with exit code 0 before its function had returned."
+        f"{_others(reports)}",
+        rank=rank,
+        exitcode=0,
+    )
 
 
 def _describe_exit(exitcode: int, reached_fn: bool) -> str:
@@ -137,8 +203,36 @@ def _others(reports: list[FailureReport]) -> str:
 
 
 def _is_alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and was not joined yet does not."""
     try:
         os.kill(pid, 0)
+        with suppress(OSError):  # a system without /proc
+            return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
     except ProcessLookupError:
         return False
     return True
+
+
+def locate(boxes: list[ResultDir]) -> dict[int, str]:
+    """Ask every process where it is in its code; one that does not answer soon is stopped, or still imports.
+
+    The answer comes from a signal handler in C, so also a process that holds Python's lock gives it.
+    """
+    began = time.monotonic()
+    asked = {box: began for box in boxes if (pid := box.pid) is not None and _ask(pid)}
+    while any(box.place() is None for box in asked) and time.monotonic() - began < _ANSWER_S:
+        time.sleep(0.02)
+    time.sleep(0.05)  # an answer is several writes
+    places = {}
+    for rank, box in enumerate(boxes):
+        place = box.place() if box in asked else None
+        silent = "does not answer; it has ended or is stopped"
+        places[box.rank(rank)] = place or (silent if box.pid is not None else "has not come to the function yet")
+    return places
+
+
+def _ask(pid: int) -> bool:
+    with suppress(OSError):
+        os.kill(pid, WHERE_SIGNAL)
+        return True
+    return False

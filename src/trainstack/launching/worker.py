@@ -2,7 +2,8 @@
 
 Every start of a process has a folder of its own, made by torch's agent: `<run>/attempt_<restart>/<local rank>/`. In it:
 
-    pid      written first
+    pid      written first: process, rank and the name of the main thread, in numbers
+    stack    what `faulthandler` writes when the process gets `WHERE_SIGNAL`
     result   the pickled return value: once it is there, the process has done its work, however it ends
     report   JSON: the exception and its traceback
 """
@@ -10,20 +11,24 @@ Every start of a process has a folder of its own, made by torch's agent: `<run>/
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, TextIO
 
 from trainstack._files import atomic_write
+from trainstack.backends.processes import watchdog as ranks_watchdog
 from trainstack.errors import TrainstackError
 
 # The agent looks this often whether a process has ended; a process that fails because of another one leaves room
@@ -31,6 +36,9 @@ from trainstack.errors import TrainstackError
 MONITOR_S = 0.1
 _YIELD_S = 5 * MONITOR_S
 _EXIT_WITHIN_S = 5.0
+
+WHERE_SIGNAL = getattr(signal, "SIGRTMAX", 64) - 5
+"""Asks a process where it is in its code. A signal that nothing else uses: not the last, which debuggers take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +62,19 @@ class ResultDir:
     def pid(self) -> int | None:
         """The process, once it has come as far as to say so."""
         text = self._read("pid")
-        return int(text) if text else None
+        return int(text.split()[0]) if text else None
+
+    def rank(self, otherwise: int) -> int:
+        """The global rank of the process; `otherwise` before it has come as far as to say so."""
+        text = self._read("pid")
+        return int(text.split()[1]) if text else otherwise
+
+    def place(self) -> str | None:
+        """Where the main thread was when the process was asked; None before it has answered."""
+        dump, said = self._read("stack"), self._read("pid")
+        frames = ranks_watchdog._frames_of(int(said.split()[2]), dump) if said else []
+        frames = list(takewhile(lambda frame: frame.file != __file__, frames)) or frames  # innermost first
+        return ranks_watchdog._line(reversed(frames)) if frames else None
 
     @property
     def has_result(self) -> bool:
@@ -94,7 +114,9 @@ def finished_attempt(run: Path, nproc: int) -> list[ResultDir] | None:
 def work(call: bytes, output: str) -> None:
     """Call the user's function in a process of torch's agent, and leave its result or its traceback in the folder."""
     box = ResultDir(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent)
-    atomic_write(box.path / "pid", str(os.getpid()).encode())
+    if hasattr(faulthandler, "register"):  # not on Windows
+        faulthandler.register(WHERE_SIGNAL, file=(box.path / "stack").open("w"))
+    atomic_write(box.path / "pid", f"{os.getpid()} {os.environ['RANK']} {threading.get_ident()}".encode())
     run = box.path.parents[2]
     if (run / "expired").exists():
         os._exit(1)

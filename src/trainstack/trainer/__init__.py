@@ -35,6 +35,8 @@ from trainstack.trainer.tracking.writers import (
     WandbWriter,
     Writer,
     read_history,
+    register_writer,
+    unregister_writer,
 )
 from trainstack.trainer.trainer import Trainer, find_lr
 
@@ -101,6 +103,8 @@ __all__ = [
     "call_filter",
     "placeholders",
     "read_history",
+    "register_writer",
     "schedulers",
     "seed_everything",
+    "unregister_writer",
 ]

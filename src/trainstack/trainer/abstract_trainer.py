@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,6 +84,16 @@ class AbstractTrainer(ABC):
         """This process's place among all, and its device."""
 
     @property
+    @abstractmethod
+    def output_dir(self) -> Path:
+        """The folder of the run, absolute."""
+
+    @property
+    @abstractmethod
+    def log_dir(self) -> Path:
+        """The folder of the logs: `output_dir`, unless `writer_args` name another."""
+
+    @property
     def device(self) -> torch.device:
         """The device that this process trains on."""
         return self.world.device
@@ -126,7 +137,7 @@ class AbstractTrainer(ABC):
 
     @abstractmethod
     def unfreeze(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Train `parameters` again, which `freeze` has frozen."""
+        """Train `parameters`, frozen ones too."""
 
     @abstractmethod
     def evaluation_context(self) -> AbstractContextManager[Any]:

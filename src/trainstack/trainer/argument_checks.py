@@ -65,11 +65,15 @@ def _check_kinds(args: Unchecked) -> None:
             f"checkpointer_args={args.checkpointer_args!r}: write DefaultCheckpointerArguments(...), or give your own "
             "checkpointer to Trainer(..., checkpointer=...)."
         )
-    if not isinstance(args.output_dir, str | PathLike):
-        raise ConfigurationError(f"output_dir={args.output_dir!r}: write the path of a folder.")
+    if args.output_dir is not None and not isinstance(args.output_dir, str | PathLike):
+        raise ConfigurationError(
+            f"output_dir={args.output_dir!r}: write the path of a folder, or None for a new folder in 'runs'."
+        )
+    _check_overwrite(args)
     for name, nested in _NESTED_OR_NONE.items():
         if getattr(args, name) is not None and not isinstance(getattr(args, name), nested):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write {nested.__name__}(...) or None.")
+    _check_data_sharding(args.data_sharding)
     _check_device(args.device)
     _check_writers(args.writers)
     expanded_paths(args)
@@ -81,6 +85,33 @@ _NESTED_OR_NONE: dict[str, type] = {
     "distributed_training_args": DistributedTrainingArguments,
     "differential_privacy_args": DifferentialPrivacyArguments,
 }
+
+
+def _check_overwrite(args: Unchecked) -> None:
+    for name, values in (("overwrite", (True, False)), ("private_files", (True, False, "auto"))):
+        value = getattr(args, name)
+        if not any(value is one or (isinstance(one, str) and value == one) for one in values):
+            raise ConfigurationError(f"{name}={value!r}: write {' or '.join(map(repr, values))}.")
+    if args.overwrite and args.resume is not False:
+        raise ConfigurationError(
+            f"overwrite=True, resume={args.resume!r}: the first deletes the run in output_dir and the second continues "
+            "a run. Write one of them; with both, a start after an interruption would delete what was trained."
+        )
+
+
+_STAGES = ("train", "val", "test", "predict")
+_SHARDINGS = ("auto", "trainer", "loader")
+
+
+def _check_data_sharding(given: Any) -> None:
+    by_stage = given if isinstance(given, Mapping) else {"train": given}
+    if not set(by_stage) <= set(_STAGES) or not all(
+        isinstance(value, str) and value in _SHARDINGS for value in by_stage.values()
+    ):
+        raise ConfigurationError(
+            f"data_sharding={given!r}: write 'auto', 'trainer' or 'loader', or a dict with one of these for each "
+            "stage: {'train': 'loader', 'val': 'trainer'}. The stages are train, val, test and predict."
+        )
 
 
 def _check_device(device: Any) -> None:
@@ -158,7 +189,10 @@ def _check_writers(writers: Any) -> None:
             raise ConfigurationError(
                 f"writers=[{writer.__name__}] has the class itself. Give an object: {writer.__name__}(...)."
             )
-    check_writers(writers)
+    try:
+        check_writers(writers)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"writers: {error}") from None
 
 
 _AT_LEAST_ONE_OR_NONE = (
@@ -170,6 +204,7 @@ _AT_LEAST_ONE_OR_NONE = (
 )
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "deterministic": (True, False, "warn"),
+    "float32_matmul_precision": ("highest", "high", "medium", None),
     "nonfinite": ("raise", "skip"),
     "monitor_mode": ("auto", "min", "max"),
     "resume_mode": ("full", "weights_and_optimizer", "weights"),
@@ -191,6 +226,14 @@ def check_arguments(args: Unchecked) -> None:
     _check_choices(args)
     _check_backend(args)
     _check_monitor(args)
+
+
+_OTHERWISE = {
+    "max_grad_norm": "clip_grads=False for no clipping",
+    "clip_grad_value": "None for no clipping",
+    "rank_zero_timeout_s": "float('inf') for no limit",
+    "lease_timeout_s": "leave it out for 60 s",
+}
 
 
 def _check_numbers(args: Unchecked) -> None:
@@ -218,13 +261,12 @@ def _check_numbers(args: Unchecked) -> None:
     check_validate_every(args.validate_every)
     if args.stats_args is not None:
         _whole_number("stats_args.log_steps", args.stats_args.log_steps, 1)
-    for name in ("max_grad_norm", "clip_grad_value", "stop_grace_s"):
+    for name in ("max_grad_norm", "clip_grad_value", "stop_grace_s", "rank_zero_timeout_s", "lease_timeout_s"):
         value = getattr(args, name)
-        if value is None and name != "max_grad_norm":
+        if value is None and name in ("clip_grad_value", "stop_grace_s"):
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
-            otherwise = {"max_grad_norm": "clip_grads=False for no clipping", "clip_grad_value": "None for no clipping"}
-            raise ConfigurationError(f"{name}={value!r}: write a number above 0, or {otherwise.get(name, 'None')}.")
+            raise ConfigurationError(f"{name}={value!r}: write a number above 0, or {_OTHERWISE.get(name, 'None')}.")
     if args.clip_grad_value is not None and args.clip_grads and args.max_grad_norm != 1.0:
         raise ConfigurationError(
             f"clip_grad_value={args.clip_grad_value} and max_grad_norm={args.max_grad_norm}: gradients are clipped "

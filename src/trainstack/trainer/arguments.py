@@ -13,11 +13,12 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from trainstack._keywords import SuggestsNames, check_known_fields
+from trainstack._yaml import read_yaml
 from trainstack.backends import Clipping, DifferentialPrivacyArguments, DistributedTrainingArguments, parse_spec
 from trainstack.backends.processes.world import DeviceChoice
 from trainstack.backends.spec import known_layers, registered_backend
 from trainstack.checkpointing import DefaultCheckpointerArguments
-from trainstack.errors import ConfigurationError
+from trainstack.stage import Stage
 from trainstack.trainer.argument_checks import (
     StatsArguments,
     WriterArguments,
@@ -26,6 +27,7 @@ from trainstack.trainer.argument_checks import (
     resolve_backend,
 )
 from trainstack.trainer.core.intervals import Every, ValidateEvery
+from trainstack.trainer.plain_arguments import PlainInputs
 from trainstack.trainer.tracking.progress import ProgressDisplay
 
 
@@ -54,7 +56,8 @@ def limit_for_dev_run(args: TrainerArguments) -> TrainerArguments:
         resume=False,
         save_on_exception=False,
         checkpointer_args=replace(args.checkpointer_args, checkpoint=False),
-        output_dir=Path(args.output_dir) / "fast_dev_run",
+        overwrite=False,
+        output_dir=None if args.output_dir is None else Path(args.output_dir) / "fast_dev_run",
     )
 
 
@@ -89,6 +92,10 @@ class TrainerArguments(metaclass=SuggestsNames):
         clip_grads: limit the joint L2 norm of the gradients to `max_grad_norm`, once a global step.
         max_grad_norm: see `clip_grads`.
         clip_grad_value: clamp each element of the gradients to this magnitude instead.
+        data_sharding: who splits the batches of a loader with an order of its own among the processes. `"trainer"`:
+            each process reads the same batches, and the library gives it every n-th. `"loader"`: the batches of each
+            process are its own. `"auto"`: as `"trainer"`, but data that is known to be split is refused. A dict gives a
+            value for each stage: `{"train": "loader", "val": "trainer"}`; the others are `"test"` and `"predict"`.
         nonfinite: what to do about a loss or gradient that is inf or nan: `"raise"` at the next log point, or
             `"skip"` such steps and count them (this reads the device in every step).
         backend: the backend string, such as `"sp-bf16"` or `"auto-bf16"`. `"auto"` is `"ddp"` in a process that a
@@ -101,12 +108,17 @@ class TrainerArguments(metaclass=SuggestsNames):
             you: `seed_everything(seed)` before you build the module.
         deterministic: let torch refuse operations that may give other bits each time, or `"warn"` of them, while the
             trainer works.
+        float32_matmul_precision: how precisely products of float32 matrices are computed while the trainer works:
+            `"highest"`, `"high"` (TF32 on GPUs that have it) or `"medium"`, as in
+            `torch.set_float32_matmul_precision`. None keeps what is set in the process.
         compile: compile the module's models with `torch.compile`, in place; a dict for its options.
         channels_last: store convolution weights in channels-last memory format.
         fast_paths: skip the overhead of public torch calls where the result has the same bits. False makes public calls
             only, to see whether a difference comes from there. `TRAINSTACK_FAST_PATHS`, 0 or 1, wins over it.
         resume: True or `"last"` continues from the newest checkpoint and fails if there is none; `"auto"` starts afresh
-            then; `"best"` continues from the best by `checkpointer_args.monitor`; a path names the checkpoint.
+            then; `"best"` continues from the best by `checkpointer_args.monitor`; a path names the checkpoint. With
+            `output_dir=None`, `"auto"` continues the newest unfinished run of the same script and module class, and
+            the others the newest one that has a checkpoint.
         resume_mode: what is taken from the checkpoint. `"full"`: everything, the run goes on exactly.
             `"weights_and_optimizer"`: module, optimizers, schedulers and layers; counters, order, random numbers and
             history start anew. `"weights"`: the module alone.
@@ -116,7 +128,11 @@ class TrainerArguments(metaclass=SuggestsNames):
         init_weights_strict: refuse `init_weights_from` unless everything fits.
         reset_optimizers_schedulers: on resume, take the weights but make optimizers and schedulers anew.
         checkpointer_args: of the default checkpointer.
-        output_dir: where checkpoints and logs go.
+        output_dir: where checkpoints and logs go. None: each run gets a new folder in `runs`, which the plan shows and
+            `trainer.output_dir` names. A folder that holds another run is refused.
+        overwrite: delete the run that `output_dir` holds, and begin anew. Other files there stay.
+        private_files: create files that only their owner may read (mode 0600, folders 0700): checkpoints, logs,
+            exports, ledgers. `"auto"`: for backends with a privacy layer.
         log_every: global steps between two log points; a float in (0, 1] is a fraction of the run's.
         writers: `"stdout"`, `"csv"`, `"jsonl"`, `"tensorboard"`, `"wandb"`, `"mlflow"`, `"trackio"`, or `Writer`
             objects.
@@ -127,9 +143,13 @@ class TrainerArguments(metaclass=SuggestsNames):
         disable_tqdm: True is the same as `progress="none"`.
         collect_train_outputs: keep what `train_step` returns for `on_end_train_epoch`; `"auto"` keeps it if that
             hook takes outputs.
-        handle_signals: SIGTERM, SIGUSR1 and Ctrl-C save and stop `train()` in good order.
+        handle_signals: SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C save and stop `train()` in good order.
         stop_grace_s: seconds from the signal until a scheduler kills the process; a save that takes more than half of
             them is warned about. By default what TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, or 30.
+        lease_timeout_s: seconds without a sign of life after which another process may take over the directories of
+            this run. A run that died on the same host is replaced at once.
+        rank_zero_timeout_s: seconds that the other ranks wait while rank 0 reads or writes files: a checkpoint, an
+            export, an upload. The time limit of collectives (`timeout_s` of `ddp`) does not count this time.
         save_on_exception: write what there is after an exception, for a look at it; never resumed from by itself.
         log_level: the least level of what the run logs to the logger "trainstack", the default checkpointer included.
             The plan and the line of each epoch are the writer `"stdout"`'s.
@@ -187,6 +207,7 @@ class TrainerArguments(metaclass=SuggestsNames):
     clip_grads: bool = True
     max_grad_norm: float = 1.0
     clip_grad_value: float | None = None
+    data_sharding: str | Mapping[str, str] = "auto"
     nonfinite: Literal["raise", "skip"] = "raise"
     backend: str = "auto"
     backend_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -194,6 +215,7 @@ class TrainerArguments(metaclass=SuggestsNames):
     use_gpu: bool = True
     seed: int = 0
     deterministic: bool | Literal["warn"] = False
+    float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
     compile: bool | Mapping[str, Any] = False
     channels_last: bool = False
     fast_paths: bool = True
@@ -203,7 +225,9 @@ class TrainerArguments(metaclass=SuggestsNames):
     init_weights_strict: bool = False
     reset_optimizers_schedulers: bool = False
     checkpointer_args: DefaultCheckpointerArguments = field(default_factory=DefaultCheckpointerArguments)
-    output_dir: str | PathLike[str] = "runs"
+    output_dir: str | PathLike[str] | None = None
+    overwrite: bool = False
+    private_files: bool | Literal["auto"] = "auto"
     log_every: int | float = 50
     writers: Sequence[Any] = ("stdout", "csv")
     report: bool | Literal["auto"] = "auto"
@@ -213,6 +237,8 @@ class TrainerArguments(metaclass=SuggestsNames):
     collect_train_outputs: bool | Literal["auto"] = "auto"
     handle_signals: bool = True
     stop_grace_s: float | None = None
+    rank_zero_timeout_s: float = 12 * 3600.0
+    lease_timeout_s: float = 60.0
     save_on_exception: bool = False
     log_level: str = "INFO"
     stats_args: StatsArguments | None = None
@@ -234,16 +260,15 @@ class TrainerArguments(metaclass=SuggestsNames):
         each = self.per_device_train_batch_size
         return self.train_batch_size if each is None else each * world_size
 
+    def data_sharding_of(self, stage: Stage) -> str:
+        """What `data_sharding` says about the loaders of `stage`."""
+        given = self.data_sharding
+        return given if isinstance(given, str) else given.get(stage.name.lower(), "auto")
+
     @property
     def log_interval(self) -> int | float:
         """Global steps between two log points, or a fraction of the run's."""
         return self.stats_args.log_steps if self.stats_args else self.log_every
-
-    @property
-    def log_dir(self) -> Path:
-        """Where writers write."""
-        chosen = self.writer_args.tb_log_dir if self.writer_args else None
-        return Path(chosen or self.output_dir)
 
     @property
     def wants_report(self) -> bool:
@@ -283,10 +308,8 @@ class TrainerArguments(metaclass=SuggestsNames):
 
     @property
     def placed_checkpointer_args(self) -> DefaultCheckpointerArguments:
-        """`checkpointer_args`, saving under `output_dir` unless they say where, and with `monitor` and its mode."""
+        """`checkpointer_args`, with `monitor` and its mode."""
         chosen: dict[str, Any] = {}
-        if self.checkpointer_args.save_dir is None:
-            chosen["save_dir"] = str(Path(self.output_dir) / "checkpoints")
         if self.monitor is not None:
             chosen |= {"monitor": self.monitor, "mode": self.monitor_mode}
         elif self.monitor_mode != "auto":
@@ -309,35 +332,17 @@ class TrainerArguments(metaclass=SuggestsNames):
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str]) -> TrainerArguments:
-        """Read arguments from a YAML file of the form that `to_dict` gives.
+        """Read arguments from a YAML file of the form that `to_dict` gives. What it holds is data, and runs no code.
 
         Raises:
-            ConfigurationError: the file is missing, is no YAML mapping, or holds a wrong key or value.
+            ConfigurationError: the file is missing or long, is no YAML mapping in UTF-8, has anchors, tags or nested
+                values that are too deep, or holds a wrong key or value. Options that can run code are refused:
+                `allow_pickle`, and `options` of `compile`.
         """
-        import yaml
-
-        class Loader(yaml.SafeLoader):
-            """Leaves `1:00:00` a string, which YAML 1.1 reads as a number of base 60."""
-
-        for kind in ("int", "float"):
-            usual = getattr(yaml.SafeLoader, f"construct_yaml_{kind}")
-
-            def construct(loader: Any, node: Any, usual: Any = usual) -> Any:
-                return node.value if ":" in node.value else usual(loader, node)
-
-            Loader.add_constructor(f"tag:yaml.org,2002:{kind}", construct)
-        try:
-            with open(path, encoding="utf-8") as file:
-                values = yaml.load(file, Loader)  # a `SafeLoader`
-        except FileNotFoundError as error:
-            raise ConfigurationError(f"there is no file {str(path)!r} to read arguments from.") from error
-        except yaml.YAMLError as error:
-            raise ConfigurationError(f"{str(path)!r} is not valid YAML: {error}") from error
-        if values is not None and not isinstance(values, dict):
-            raise ConfigurationError(
-                f"{str(path)!r} holds a {type(values).__name__}; write a mapping, e.g. 'epochs: 3'."
-            )
-        return cls.from_dict(values or {})
+        inputs = PlainInputs(cls)
+        inputs.add_mapping(read_yaml(path), str(path))
+        made: TrainerArguments = inputs.arguments()
+        return made
 
 
 _NESTED: dict[str, type] = {

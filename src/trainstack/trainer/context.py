@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from trainstack.backends import TrainerBackend, World
-from trainstack.checkpointing import AbstractCheckpointer
+from trainstack.backends.processes.world import current_device
+from trainstack.checkpointing import AbstractCheckpointer, Lease
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.state import RunState, UserState
 from trainstack.trainer.events import Events
 from trainstack.trainer.module_interface import ModuleInterface
-from trainstack.trainer.torch_settings import CompiledModels, deterministic
+from trainstack.trainer.run_directory import RunDirectory
+from trainstack.trainer.torch_settings import CompiledModels, deterministic, matmul_precision
 from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.log_sink import LogSink
+
+
+def _nothing() -> None:
+    """Stands for `sync_logs` while no writer is open."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -24,7 +31,7 @@ class RunContext:
     """What belongs to one trainer from its construction to its end.
 
     `Trainer` makes it once. Functions and classes that need several of these take the context, never the trainer or
-    the run. Only `args`, `sink`, `busy` and `compiled` are ever assigned anew.
+    the run. Only `args`, `sink`, `busy`, `compiled`, `sync_logs`, `lease` and `said_of_buffers` are assigned anew.
 
     Attributes:
         module: the user's module.
@@ -39,7 +46,12 @@ class RunContext:
         val_step: the function that replaces the module's method `val_step`; None for the method.
         sink: records what the module logs.
         busy: whether a step, a hook or an evaluation runs, so that a checkpoint has to wait for its end.
+        directory: decides in which folder the run keeps its files.
+        sync_logs: forces what the writers have written to the disk; called before a checkpoint is written.
         compiled: the models that `compile` has compiled; None without it, and before the run is made.
+        lease: the right to write into the directories of the run; on the main process, while it is held. What writes
+            there calls its `check` first.
+        said_of_buffers: whether the warning about buffers that differ between ranks was given.
     """
 
     module: ModuleInterface
@@ -50,11 +62,20 @@ class RunContext:
     events: Events
     state: RunState
     user_state: UserState
+    directory: RunDirectory
     val_step: Callable[..., Any] | None = None
     sink: LogSink = field(default_factory=LogSink)
     busy: bool = False
     compiled: CompiledModels | None = None
+    sync_logs: Callable[[], None] = _nothing
+    lease: Lease | None = None
+    said_of_buffers: bool = False
     _world: World | None = field(default=None, init=False)
+
+    @property
+    def output_dir(self) -> Path:
+        """The folder of the run, absolute; see `RunDirectory.path`."""
+        return self.directory.path
 
     @property
     def world(self) -> World:
@@ -62,6 +83,11 @@ class RunContext:
         if self._world is None:
             self._world = self.stack.open(self.args.chosen_device)
         return self._world
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the stack is open, so that the ranks have met."""
+        return self._world is not None
 
     @property
     def log(self) -> RunLogger:
@@ -72,10 +98,13 @@ class RunContext:
     def fail_together(self) -> Iterator[None]:
         """A block that all processes enter together: a failure of one there is a failure of all.
 
-        See `Communicator.fail_together`. Operations inside are as deterministic as the arguments ask for.
+        See `Communicator.fail_together`. Operations inside are as deterministic and as precise as
+        the arguments ask for.
         """
         with (
+            current_device(self.world.device),  # two trainers may use different ones
             deterministic(self.args.deterministic),
+            matmul_precision(self.args.float32_matmul_precision),
             self.world.comm.fail_together(lambda: f"epoch {self.state.epoch}, global step {self.state.current_step}"),
         ):
             yield

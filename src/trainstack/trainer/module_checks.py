@@ -36,6 +36,7 @@ _CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "get_test_dataloaders": _LOADER,
     "get_optimizers_schedulers": (("estimated_global_steps_per_epoch", "epochs"), ()),
     "batch_weight": (("batch",), ()),
+    "redistribute_state": (("states", "rank", "world_size"), ()),
     "on_begin_train_epoch": (("global_step", "epoch"), ()),
     "on_end_backward": (("global_step", "loss_tensor"), ()),
     "on_end_train_step": (("global_step",), ()),
@@ -175,7 +176,7 @@ def check_initialized(named: Iterable[tuple[str, Tensor]], what: str) -> None:
 
 
 def check_optimizers_schedulers(
-    returned: Any, module: nn.Module, log: RunLogger
+    returned: Any, module: nn.Module, log: RunLogger, num_ranks: int = 1
 ) -> tuple[tuple[Optimizer, ...], tuple[Any, ...]]:
     """Optimizers and schedulers, or factories of schedulers, as tuples, checked against `module`.
 
@@ -203,7 +204,7 @@ def check_optimizers_schedulers(
                 "Use a first-order optimizer such as torch.optim.AdamW."
             )
     _warn_on_unregistered_modules(module, log)
-    _check_parameters(optimizers, module, log)
+    _check_parameters(optimizers, module, log, num_ranks)
     for scheduler in schedulers:
         _check_scheduler(scheduler, optimizers)
     return optimizers, schedulers
@@ -287,7 +288,7 @@ def shortened(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
-def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module, log: RunLogger) -> None:
+def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module, log: RunLogger, num_ranks: int) -> None:
     mine = {id(p) for p in module.parameters()}
     held: set[int] = set()
     for position, optimizer in enumerate(optimizers):
@@ -309,7 +310,13 @@ def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module, log: R
     left_out = list(left_out_parameters(optimizers, module))
     if left_out:
         count, names = len(left_out), shortened(left_out)
-        log.warning(f"{count} trainable parameters are in no optimizer and will not change: {names}")
+        outcome = "in no optimizer and will not change"
+        if num_ranks > 1:
+            outcome = (
+                "in no optimizer of the trainer. Under ddp their gradients are not summed, so a step that the module "
+                "makes itself gives each rank other weights"
+            )
+        log.warning(f"{count} trainable parameters are {outcome}: {names}")
 
 
 def _check_scheduler(scheduler: Any, optimizers: Sequence[Optimizer]) -> None:

@@ -42,6 +42,9 @@ class CallbackInterface:
     def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
         """Before the first batch of an epoch.
 
+        A run that goes on within an epoch calls it again, on the state from before the epoch. Afterwards the state is
+        what it was: see docs/resume.md.
+
         Args:
             global_step: global steps finished so far.
             epoch: counted from 0.
@@ -109,7 +112,8 @@ class MicroBatchInfo:
         number: its place among the micro-batches of the step on this process, counted from 0.
         count: how many there are; at most so many for a loader with an order of its own.
         samples: the indices of its samples in the dataset; None for a loader with an order of its own, with
-            `overfit_batches`, and outside of a step.
+            `overfit_batches`, and outside of a step. Empty for a borrowed micro-batch: this rank has fewer than others
+            in this step, and runs it with weight 0.
     """
 
     number: int = 0
@@ -148,6 +152,8 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
         loss_reduction: `"mean"` if `train_step` returns a mean over the items of its batch. `"sum"` if it returns a
             sum: then the losses and gradients of micro-batches and processes are added up. None: a mean, and what looks
             like a sum is warned about where a step is split.
+        evaluate_on_main: True lets rank 0 evaluate whole loaders, for a `val_step` that carries state from batch to
+            batch. The other ranks wait, and get the same losses, metrics and outputs.
         splits_batches: False refuses a run whose steps have several micro-batches, such as that of a module that
             carries state from batch to batch.
         metrics: not defined here. A module may have this attribute or method: metrics by name, anything with `update`,
@@ -156,6 +162,7 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
 
     plan: TrainingPlan | None = None
     keep_modes: bool = False
+    evaluate_on_main: bool = False
     micro_batch = _MicroBatchUnderWay()
     loss_reduction: Literal["mean", "sum"] | None = None
     splits_batches: bool = True
@@ -179,7 +186,9 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
 
     @abstractmethod
     def get_train_dataloader(self, sampler: type, batch_size: int) -> Any:
-        """Describe the training data; called at the start of each epoch.
+        """Describe the training data; called for the plan, and at the start of each epoch.
+
+        A run that goes on within an epoch calls it again, on the state from before the first call for this epoch.
 
         Args:
             sampler: call it with the data set: `DataLoader(ds, sampler=sampler(ds), batch_size=batch_size)`.
@@ -347,6 +356,22 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
         if state:
             wrapped = {name.replace(_WRAPPED, ""): name for name in self.state_dict()}
             self.load_state_dict({wrapped.get(name, name): value for name, value in state.items()})
+
+    def redistribute_state(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """Make the state of this rank out of those of a run with another number of ranks.
+
+        Define it where `get_state` returns other values on each rank and a run is to be resumed on more or fewer ranks;
+        without it such a resume is refused.
+
+        Args:
+            states: what `get_state` returned on each rank that wrote the checkpoint.
+            rank: of this process, counted from 0.
+            world_size: how many ranks there are now.
+
+        Returns:
+            What `update_state` is to be given on this rank.
+        """
+        raise NotImplementedError
 
 
 @cache

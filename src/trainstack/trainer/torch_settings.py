@@ -1,4 +1,4 @@
-"""Torch settings of a run: compile, channels last, determinism, memory counters."""
+"""Torch settings of a run: compile, channels last, determinism, precision, memory counters."""
 
 from __future__ import annotations
 
@@ -57,6 +57,23 @@ def prepare_model(
     for model in chosen:
         _compile(model, options)
     return CompiledModels(len(chosen))
+
+
+def reuses_memory(module: nn.Module, compiled: bool | Mapping[str, Any]) -> bool:
+    """Whether a replayed CUDA graph may write to what an earlier step returned, without a new version of the tensor.
+
+    Args:
+        module: a part that the user or an earlier run has compiled counts, since its mode cannot be seen.
+        compiled: options of `torch.compile`, of which some ask for CUDA graphs.
+    """
+    options: Mapping[str, Any] = {} if isinstance(compiled, bool) else compiled
+    return (
+        options.get("mode") in ("reduce-overhead", "max-autotune")
+        or options.get("backend") == "cudagraphs"
+        or bool((options.get("options") or {}).get("triton.cudagraphs"))
+        or any(map(_is_compiled, module.modules()))
+        or (compiled is False and any(getattr(part, "_compiled_call_impl", None) for part in module.modules()))
+    )
 
 
 def _models(module: nn.Module) -> Iterator[nn.Module]:
@@ -179,6 +196,57 @@ def deterministic(wanted: bool | Literal["warn"]) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = benchmark
+
+
+MatmulPrecision = Literal["highest", "high", "medium"]
+
+
+@contextmanager
+def matmul_precision(wanted: MatmulPrecision | None) -> Iterator[None]:
+    """Let torch compute products of float32 matrices with `wanted` precision until the block ends; None is as it is.
+
+    See `torch.set_float32_matmul_precision`.
+
+    Raises:
+        ConfigurationError: the process has set precisions by names that torch does not let mix with that function.
+    """
+    if wanted is None:
+        yield
+        return
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"float32_matmul_precision={wanted!r}, and this process has set {_fp32_precisions()}, which torch does not "
+            "let mix. Leave the argument out, or torch.backends...fp32_precision as it is."
+        ) from error
+    # torch 2.13.0: the function sets these as well, and never to "none", with which they begin.
+    own = [place.fp32_precision for place in _PLACES.values()]
+    torch.set_float32_matmul_precision(wanted)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        for place, precision in zip(_PLACES.values(), own, strict=True):
+            place.fp32_precision = precision
+
+
+_PLACES: dict[str, Any] = {
+    "cuda": torch.backends.cuda.matmul,
+    "mkldnn": torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+}
+
+
+def _fp32_precisions() -> str:
+    return ", ".join(f"torch.backends.{name}.matmul.fp32_precision={p.fp32_precision!r}" for name, p in _PLACES.items())
+
+
+def precision_in_force(wanted: MatmulPrecision | None) -> str:
+    """The precision that a block of `matmul_precision(wanted)` has."""
+    try:
+        return wanted or torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return _fp32_precisions()
 
 
 def cpu_settings() -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from torch import nn
@@ -15,7 +16,16 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from trainstack.backends import TrainerBackend, World, build_trainer_backend
 from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointer, WarmStartReport, read_model
-from trainstack.errors import ConfigurationError, ModuleContractError, StopTraining
+from trainstack.errors import (
+    ConfigurationError,
+    LeaseError,
+    ModuleContractError,
+    PeerError,
+    Preempted,
+    StopTraining,
+    TrainstackError,
+)
+from trainstack.ranks import global_rank
 from trainstack.stage import Stage
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.arguments import TrainerArguments, limit_for_dev_run
@@ -24,6 +34,7 @@ from trainstack.trainer.core.intervals import whole_steps
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.state import RunState, UserState
+from trainstack.trainer.data.loading import explain_worker_deaths
 from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
 from trainstack.trainer.evaluation.loader_pass import named_loaders
 from trainstack.trainer.events import Callback, Event, Events, Filter
@@ -32,13 +43,24 @@ from trainstack.trainer.module_checks import check_parts
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.reporting.reporter import Reporter
 from trainstack.trainer.resume.restoring import restore_module, select_resume_state, start_from_weights
-from trainstack.trainer.resume.saving import Saver, save_after_exception
+from trainstack.trainer.resume.saving import Saver, check_storable, save_after_exception
+from trainstack.trainer.run.agreement import agree_on_setup
 from trainstack.trainer.run.lr_finder import LRFinderResult, try_rates
 from trainstack.trainer.run.memory_fitting import fit_micro_batch
-from trainstack.trainer.run.preflight import already_finished_message, check_can_train
+from trainstack.trainer.run.preflight import already_finished_message, check_can_train, import_for_optimizers
 from trainstack.trainer.run.run import Run
-from trainstack.trainer.run.stopping import Stopped, Stopper, raise_for_signal, stop_after, stop_on_signals
+from trainstack.trainer.run.stopping import (
+    Request,
+    Stopped,
+    Stopper,
+    end_when_idle,
+    raise_early,
+    raise_for_signal,
+    stop_after,
+    stop_on_signals,
+)
 from trainstack.trainer.run.view import RunView
+from trainstack.trainer.run_directory import RunDirectory
 from trainstack.trainer.tracking.history import RunHistory
 
 if TYPE_CHECKING:
@@ -72,6 +94,9 @@ class Trainer(AbstractTrainer):
         ConfigurationError: something given is of the wrong kind, or the backend string is wrong.
     """
 
+    warm_start_report: WarmStartReport | None = None
+    _run: Run | None = None
+
     def __init__(
         self,
         module: ModuleInterface,
@@ -100,16 +125,15 @@ class Trainer(AbstractTrainer):
             events=Events(self, module, _all_callbacks(args, callbacks), RunLogger(args.log_level)),
             state=RunState(seed=args.seed),
             user_state=UserState(),
+            directory=RunDirectory(args, module, checkpointer, private=trainer_backend.is_private),
             val_step=val_step,
         )
         self.module, self.trainer_backend, self.checkpointer = module, trainer_backend, checkpointer
         self.history, self.events = context.history, context.events
         self.state, self.user_state = context.state, context.user_state
-        self.warm_start_report: WarmStartReport | None = None
-        self._metrics = metrics
-        self._run: Run | None = None
-        self._saver, self._stopper = Saver(context, self._take_checkpoint), Stopper()
+        self._saver, self._stopper, self._metrics = Saver(context, self._take_checkpoint), Stopper(), metrics
         self._training = self._finished = self._making_ready = self._is_made = False
+        self._give_signals_back = end_when_idle(self, enabled=args.handle_signals)
         self.events.fire(Event.INIT)
         self._is_made = True
 
@@ -127,12 +151,13 @@ class Trainer(AbstractTrainer):
             max_steps: the same, counted in global steps.
 
         Raises:
-            Preempted: SIGTERM or SIGUSR1 came; what was trained is saved. Ends the process with exit code 75.
+            Preempted: SIGTERM, SIGHUP or SIGUSR1 came; what was trained is saved. Ends the process with exit code 75.
             KeyboardInterrupt: Ctrl-C was pressed, and what was trained is saved; or it was pressed twice.
             ModuleContractError: the module broke its contract; the message says how.
             NonFiniteError: a loss or gradient became inf or nan.
             PeerError: another process has failed, or did not come to a collective in time.
             CheckpointError: a checkpoint that was asked for cannot be read, or one cannot be written.
+            LeaseError: another process owns the directory of the run, or has taken it over.
             ConfigurationError: it was called from one of its own hooks or steps.
         """
         if self._training:
@@ -142,20 +167,64 @@ class Trainer(AbstractTrainer):
             )
         if epochs is not None or max_steps is not None:
             self._extend(epochs, max_steps)
-        run = self._ready()
-        if self._finished:
-            return
+        stopper, saver, late = self._stopper, self._saver, None
+        saver.owner.is_interrupted = lambda: stopper.has_signal
+        signals = stop_on_signals(
+            stopper,
+            enabled=self.args.handle_signals,
+            announce=global_rank() == 0,
+            can_agree=lambda: self._context.is_open,
+        )
+        with signals, closing(saver.owner):
+            try:
+                run = self._ready(to_train=True)
+            except BaseException as error:
+                self._heed_early_signal(error)
+                raise
+            if not self._finished:
+                late = self._train_until_stopped(run)
+                stopper.leave_together()
+        if not self._finished or late is not None:
+            log = self._context.log if self.is_main_process else None
+            raise_for_signal(stopper.agreed, late, saver.stop_message(), log)
+
+    def _heed_early_signal(self, error: BaseException) -> None:
+        """`error` ended `train()` before training began: record a signal as its cause.
+
+        A rank that is lost after a signal came here has most likely got the signal as well.
+
+        Raises:
+            Preempted: in place of the error of a lost rank.
+        """
+        pending = self._stopper.drop()
+        lost = isinstance(error, PeerError | LeaseError) or type(error) is TrainstackError
+        if lost and pending is not None:
+            self._record_interruption(str(error))
+            raise_early(pending, shown=global_rank() == 0)
+        if isinstance(error, Preempted | KeyboardInterrupt):
+            self._record_interruption(str(error))
+
+    def _record_interruption(self, reason: str) -> None:
+        if global_rank() == 0 and self.args.wants_report:
+            from trainstack.trainer.reporting.report.facts import record_interruption  # not in every run
+
+            directory = self._context.directory
+            if directory.may_note(self.args):
+                record_interruption(directory.log_dir, type(self.module).__name__, reason)
+
+    def _train_until_stopped(self, run: Run) -> Request | None:
+        """Train in a run that is ready; returns a signal that came too late to be heeded, if there is one."""
         context, saver, stopper = self._context, self._saver, self._stopper
         reporter = Reporter(context)
         self._training = True
-        signals = stop_on_signals(stopper, enabled=self.args.handle_signals, announce=self.is_main_process)
-        with signals, stop_after(stopper, self.args):
+        with stop_after(stopper, self.args):
             try:
                 with context.fail_together():
                     self._train(run, reporter)
             except BaseException as error:  # the other processes know by now
                 # writes under way end first; then the subscribers act, whose states the save after them keeps
                 saver.finish_after(error)
+                explain_worker_deaths(error)
                 self.events.fail(error)
                 if self.args.save_on_exception:
                     save_after_exception(error, context, self._take_checkpoint, within_s=saver.save_time_budget.seconds)
@@ -167,7 +236,9 @@ class Trainer(AbstractTrainer):
                 saver.pending_save = saver.pending_pin = False  # no step boundary follows; paths wait for the next one
                 reporter.close()
                 late = stopper.end()
-        raise_for_signal(stopper.agreed, late, saver.stop_message(), context.log if self.is_main_process else None)
+                if context.world.is_main:
+                    context.directory.end(finished=self._finished)
+        return late
 
     def _train(self, run: Run, reporter: Reporter) -> None:
         context, state, saver, stopper = self._context, self.state, self._saver, self._stopper
@@ -176,6 +247,7 @@ class Trainer(AbstractTrainer):
         run.validation.trainer = self
         resumed = state.global_step or None
         stopper.begin(run.loop, self.world)
+        check_storable(context, self.get_state)
         saver.begin_run(run.loop.wake, resumed=resumed is not None)
         run.begin_training()
         if self.args.fit_micro_batch:
@@ -187,11 +259,12 @@ class Trainer(AbstractTrainer):
         else:
             check_can_train(context, run.exhausted_reason, lambda: run.evaluator.loaders_of(Stage.VAL))
         if self.args.sanity_val_steps:
-            run.evaluator.sanity_check(self.args.sanity_val_steps)
+            run.sanity_check(self.args.sanity_val_steps)
         state.current_step = state.global_step  # a step that failed is no longer under way
         try:
             with suppress(Stopped):
                 self.events.begin_train()
+                run.fire_train_begin()
                 stopper.stop_if_requested()
                 while not run.is_over and run.exhausted_reason is None:
                     run.train_epoch(reporter, self.save_checkpoint, save_every)
@@ -232,10 +305,18 @@ class Trainer(AbstractTrainer):
         """Give back what was taken from the outside: the loader's workers, and the backend's process group."""
         if self._run is not None:
             self._run.data.close()
+        self._saver.owner.release()
         self.trainer_backend.close()
+        self._give_signals_back()
 
-    def _ready(self) -> Run:
-        """Open the backend, restore what is to be resumed, and prepare the module; once."""
+    def _ready(self, *, to_train: bool = False) -> Run:
+        """Open the backend, restore what is to be resumed, and prepare the module; once.
+
+        What is to be resumed `to_train` on is chosen by the owner of the directories alone.
+        """
+        if self._run is not None and to_train and not self._finished:
+            with self._context.fail_together():
+                self._saver.owner.take()
         if self._run is None:
             if self._making_ready:
                 raise ConfigurationError(
@@ -245,7 +326,7 @@ class Trainer(AbstractTrainer):
             self._making_ready = True
             try:
                 with self._context.fail_together():
-                    self._make_ready()
+                    self._make_ready(to_train)
             except BaseException:
                 self._run = None
                 self.state.update_state(RunState(seed=self.args.seed).get_state())
@@ -254,8 +335,14 @@ class Trainer(AbstractTrainer):
                 self._making_ready = False
         return cast(Run, self._run)
 
-    def _make_ready(self) -> None:
-        checkpoint = select_resume_state(self.load_checkpoints(), self.args, self.trainer_backend)
+    def _make_ready(self, to_train: bool) -> None:
+        if self.world.size > 1:
+            import_for_optimizers()
+        agree_on_setup(self._context)
+        self._saver.choose_directory()
+        if to_train:
+            self._saver.owner.take()
+        checkpoint = select_resume_state(self.load_checkpoints(), self._context)
         restore_module(self.module, checkpoint)
         self.warm_start_report = start_from_weights(
             self._context, self._saver.read_weights, resumed=not checkpoint.is_empty
@@ -449,6 +536,24 @@ class Trainer(AbstractTrainer):
         return self._context.world
 
     @property
+    def output_dir(self) -> Path:
+        """The folder of the run, absolute. With `output_dir=None` it is chosen when the run is made.
+
+        Raises:
+            ConfigurationError: it is not chosen yet, in `on_init`.
+        """
+        directory = self._context.directory
+        if not directory.is_settled and self._is_made and not self._making_ready:
+            self._ready()
+        return directory.path
+
+    @property
+    def log_dir(self) -> Path:
+        """Where writers and the report write: `output_dir`, unless `writer_args` name another folder."""
+        _ = self.output_dir
+        return self._context.directory.log_dir
+
+    @property
     def view(self) -> RunView:
         """Counters, sizes and loaders of the run, to be read."""
         return RunView(self._ready())
@@ -618,10 +723,8 @@ class Trainer(AbstractTrainer):
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """Stop training `parameters` from the next step on: no gradient, no weight decay, no momentum.
 
-        In one process they do not require gradients meanwhile. A layer that sums gradients over processes must know
-        from the start which parameters are trained; there gradients are computed, and dropped before clipping.
-        Parameters that are frozen already are left as they are. All processes call it alike. Checkpoints do not keep
-        it, so call it in `on_train_epoch_begin`.
+        They do not require gradients meanwhile. All ranks call it alike. Checkpoints do not keep it, so call it in
+        `on_train_epoch_begin`.
 
         Raises:
             ConfigurationError: the run is private, something is no parameter, a step is under way, or the optimizers do
@@ -630,11 +733,10 @@ class Trainer(AbstractTrainer):
         self._prepared("freeze").freeze(parameters)
 
     def unfreeze(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Train `parameters` again from the next step on. Those that are trained are left as they are.
+        """Train `parameters` from the next step on: they require gradients. An optimizer must hold them.
 
         Raises:
-            ConfigurationError: as for `freeze`; or a parameter does not require gradients, and `freeze` was not called
-                with it.
+            ConfigurationError: as for `freeze`.
         """
         self._prepared("unfreeze").unfreeze(parameters)
 
@@ -762,7 +864,7 @@ def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: 
             f"find_lr(start={start}, end={end}, steps={steps}): write 0 < start < end, and at least 3 steps."
         )
     run = trainer._ready()
-    return try_rates(run.context, run.data, run.loop.work, run.decide_modes().modes, start, end, steps)
+    return try_rates(run.context, run.data, run.loop.work, run.modes.decide().modes, start, end, steps)
 
 
 def _all_callbacks(args: TrainerArguments, given: Iterable[Any] | None) -> Iterable[Any] | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainstack.errors import ConfigurationError
 from trainstack.verifying.comparison import Divergence
+from trainstack.verifying.trial import Surroundings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +20,10 @@ class KillEvent:
         resumed_from: the global step that the next process went on from; 0 where there was no checkpoint yet.
         seconds: how long the killed process had trained.
         while_saving: whether it left a checkpoint half written.
+        within: where in its epoch the next process went on: "start" (after its first steps), "middle" or "end" (with
+            its last step, or its beginning); "" if the length of an epoch is not known.
+        counts: whether the next process restored something and had something left to train. Other kills prove nothing.
+        surroundings: of the process that went on.
     """
 
     training: int
@@ -25,6 +31,9 @@ class KillEvent:
     resumed_from: int
     seconds: float
     while_saving: bool
+    within: str = ""
+    counts: bool = True
+    surroundings: Surroundings | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +45,16 @@ class ResumeReport:
         nproc: processes of the training.
         steps: global steps of the whole training.
         seconds: what the unbroken training took.
-        kills: in their order.
-        trainings: how many were begun to be killed.
+        kills: in their order, also those that do not count.
+        asked: how many kills were to count.
         model_hash: xxh3-128 of the module's file in the last checkpoint of the unbroken training.
+        trainings: how many were begun to be killed.
         divergence: where the last training that was killed left the unbroken one; None if the last checkpoints agree in
             every bit.
         untracked: if they do not, attributes of the module that training changes and `get_state` does not return.
+        blind_to: the parameter that was left as `__init__` makes it in one more resume, to test this test, if that
+            training ended with the same bits; "" if it did not.
+        not_covered: what was not tried, in words.
         folder: where both trainings lie, if they differ.
     """
 
@@ -51,14 +64,29 @@ class ResumeReport:
     seconds: float
     kills: tuple[KillEvent, ...]
     model_hash: str
+    asked: int = 1
     trainings: int = 0
     divergence: Divergence | None = None
     untracked: tuple[str, ...] = ()
+    blind_to: str = ""
+    not_covered: tuple[str, ...] = ()
     folder: Path | None = None
 
     @property
+    def counting(self) -> int:
+        """How many kills count: the process after it restored a checkpoint and had steps left to train."""
+        return sum(kill.counts for kill in self.kills)
+
+    @property
     def same(self) -> bool:
-        """Whether each training that was killed and resumed ended with the bits of the unbroken one."""
+        """Whether each training that was killed and resumed ended with the bits of the unbroken one.
+
+        Raises:
+            ConfigurationError: nothing is proved, since no kill counts, or since the comparison does not see a
+                parameter that is not restored.
+        """
+        if self.divergence is None and (not self.counting or self.blind_to):
+            raise ConfigurationError(f"verify_resume: {self.verdict}")
         return self.divergence is None
 
     def __str__(self) -> str:
@@ -69,23 +97,35 @@ class ResumeReport:
         ]
         for number, kill in enumerate(self.kills, 1):
             begin = f"step {kill.resumed_from}" if kill.resumed_from else "the start"
-            saving = "  while saving" if kill.while_saving else ""
-            lines.append(
-                f"{number:>4}  {kill.training:>8}  {kill.at_step:>7}  {begin:>12}  {kill.seconds:>7.2f}{saving}"
-            )
+            notes = ["while saving"] * kill.while_saving + ["does not count"] * (not kill.counts)
+            row = f"{number:>4}  {kill.training:>8}  {kill.at_step:>7}  {begin:>12}  {kill.seconds:>7.2f}"
+            lines.append("  ".join([row, *notes]))
         return "\n".join([*lines, self.verdict])
 
     @property
     def verdict(self) -> str:
         """In a few sentences, whether the run survives, and if not, what to do."""
-        if self.divergence is None:
+        if self.divergence is not None:
             return (
-                f"the same bits: module (xxh3-128 {self.model_hash[:12]}), optimizers, schedulers, random states and "
-                f"history, after {len(self.kills)} kills"
+                f"NOT THE SAME: {self.divergence.difference}\n{self._advice(self.divergence)}\nBoth are kept in "
+                f"{self.folder}"
             )
+        if not self.counting:
+            return (
+                f"not proved: 0 of {self.asked} kills resumed within the training. Write more epochs, or let it save "
+                "more often: checkpointer_args=DefaultCheckpointerArguments(every_n_steps=...)."
+            )
+        if self.blind_to:
+            return (
+                f"not proved: a training whose {self.blind_to!r} was not restored ended with the same bits, so the "
+                "comparison would not see what is forgotten. Do steps change the weights at all?"
+            )
+        of = "" if self.counting >= self.asked else f" of {self.asked}"
+        count = f"{self.counting}{of} kill{'s' * (self.counting != 1 or bool(of))}"
+        missing = f"\nnot covered: {'; '.join(self.not_covered)}" if self.not_covered else ""
         return (
-            f"NOT THE SAME: {self.divergence.difference}\n{self._advice(self.divergence)}\nBoth are kept in "
-            f"{self.folder}"
+            f"the same bits: module (xxh3-128 {self.model_hash[:12]}), optimizers, schedulers, random states and "
+            f"history, after {count} that count{'s' * (self.counting == 1 and not of)}{missing}"
         )
 
     def _advice(self, divergence: Divergence) -> str:
@@ -96,8 +136,9 @@ class ResumeReport:
         if not went_on or divergence.diverged_at <= min(went_on):
             return (
                 f"{where} No checkpoint had been gone on from by then: the training is not repeatable even without a "
-                "kill. Look for random numbers that args.seed does not set, for the clock, and for operations that "
-                "are not deterministic (torch.use_deterministic_algorithms(True) names them)."
+                "kill. Look for random numbers that args.seed does not set, for the clock, for the order of sets of "
+                "strings (each process has another PYTHONHASHSEED), and for operations that are not deterministic "
+                "(torch.use_deterministic_algorithms(True) names them)."
             )
         if self.untracked:
             names = ", ".join(f"self.{name}" for name in self.untracked)

@@ -11,7 +11,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -22,11 +22,70 @@ import torch
 
 from trainstack.errors import LaunchError
 from trainstack.trainer import Trainer, seed_everything
-from trainstack.verifying.comparison import fingerprints, untracked_state
+from trainstack.trainer.core.untracked import fingerprints, untracked_state
+from trainstack.verifying.changes import break_restore, limit_workers
 
 POLL_INTERVAL_S = 0.002
-_UNTRACKED = "forgotten.json"
-_PROGRESS = struct.Struct("qq")
+_FACTS = "facts.json"
+_PROGRESS = struct.Struct("qqq")
+SAVE_POLL_S = 0.0005
+"""How often it is looked whether a save has begun: one of a small module takes some milliseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What may be another thing in each process of a run without changing its bits.
+
+    Attributes:
+        hash_seed: PYTHONHASHSEED, which decides the order of sets of strings.
+        threads: of torch; None leaves them as they are.
+        workers: the most worker processes that a training loader may have; None for as many as the module asks for.
+        async_save: whether checkpoints are written in the background.
+    """
+
+    hash_seed: int = 0
+    threads: int | None = None
+    workers: int | None = None
+    async_save: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a training is.
+
+    Attributes:
+        began_from: the global step that it began from.
+        step: the last global step that was finished.
+        steps_per_epoch: 0 if unknown.
+    """
+
+    began_from: int = 0
+    step: int = 0
+    steps_per_epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """When to kill: `lag` seconds after `step` is finished, or after the next save begins, if there is a checkpoint."""
+
+    step: int
+    lag: float
+    while_saving: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a training that has ended says of itself.
+
+    Attributes:
+        untracked: attributes that it changed in its module, and did not save.
+        workers: of its training loader, as the module asked for; 0 where their number cannot be changed.
+        broken: the parameter that was not restored, if one should not be.
+    """
+
+    untracked: tuple[str, ...] = ()
+    workers: int = 0
+    broken: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +93,12 @@ class Job:
     """One process's part of one attempt.
 
     Attributes:
-        call: pickled `(module_factory, (args,))`.
+        call: pickled `(module_factory, (args,))`; the factory returns a module, or a module and its callbacks.
         folder: of the attempt, for word of it.
         rank, nproc: the place of this process.
         port: where several processes meet; None where the process stands alone.
+        surroundings: of this process.
+        breaks: whether to leave one parameter as `__init__` made it, when the state is restored.
     """
 
     call: bytes
@@ -45,6 +106,8 @@ class Job:
     rank: int
     nproc: int
     port: int | None
+    surroundings: Surroundings = Surroundings()
+    breaks: bool = False
 
     @property
     def output(self) -> Path:
@@ -57,18 +120,22 @@ class Job:
         return self.folder / f"done-{self.rank}"
 
 
-def read_progress(folder: Path) -> tuple[int, int] | None:
-    """The step that the training began from and the last one finished; None before it begins."""
+def read_progress(folder: Path) -> Progress | None:
+    """How far the training is; None before it begins."""
     try:
         data = (folder / "progress").read_bytes()
     except FileNotFoundError:
         return None
-    return _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else None
+    if len(data) != _PROGRESS.size:
+        return None
+    first, step, length = _PROGRESS.unpack(data)
+    return Progress(began_from=first, step=step, steps_per_epoch=length)
 
 
-def read_untracked(folder: Path) -> tuple[str, ...]:
-    """What the training of this folder changed in its module, and did not save."""
-    return tuple(json.loads((folder / _UNTRACKED).read_text()))
+def read_facts(folder: Path) -> Facts:
+    """What the training of this folder said when it had ended."""
+    facts = json.loads((folder / _FACTS).read_text())
+    return Facts(untracked=tuple(facts["untracked"]), workers=facts["workers"], broken=facts["broken"])
 
 
 def work(job: Job) -> None:
@@ -89,16 +156,24 @@ def work(job: Job) -> None:
         )
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // job.nproc))
+    if job.surroundings.threads is not None:
+        torch.set_num_threads(job.surroundings.threads)
     factory, (args,) = pickle.loads(job.call)
+    os.environ["PYTHONHASHSEED"] = str(job.surroundings.hash_seed)  # that of processes that this one starts
     seed_everything(args.seed)
-    trainer = Trainer(factory(), args)
+    made = factory()
+    module, callbacks = made if isinstance(made, tuple) else (made, ())
+    asked = limit_workers(module, job.surroundings.workers)
+    broken = break_restore(module) if job.breaks else []
+    trainer = Trainer(module, args, callbacks=callbacks)
     _ = trainer.plan  # makes it ready: from here on it is training
     before = fingerprints(trainer.module)
     with _record_progress(trainer, job.folder) if job.rank == 0 else nullcontext():
         trainer.train()
     if job.rank == 0:
         names = untracked_state(trainer.module, before, trainer.module.get_state())
-        (job.folder / _UNTRACKED).write_text(json.dumps(names))
+        facts = {"untracked": names, "workers": max(asked, default=0), "broken": (broken or [""])[0]}
+        (job.folder / _FACTS).write_text(json.dumps(facts))
     trainer.close()
     job.done.touch()
 
@@ -107,11 +182,14 @@ def work(job: Job) -> None:
 def _record_progress(trainer: Trainer, folder: Path) -> Iterator[None]:
     """Write down how far `trainer` is, so that it can be read after a kill."""
     file = os.open(folder / "progress", os.O_WRONLY | os.O_CREAT)
-    first, over = trainer.global_steps_finished, threading.Event()
+    first, length, over = trainer.global_steps_finished, trainer.plan.steps_per_epoch or 0, threading.Event()
+
+    def write() -> None:
+        os.pwrite(file, _PROGRESS.pack(first, trainer.global_steps_finished, length), 0)
 
     def tell() -> None:
         while True:
-            os.pwrite(file, _PROGRESS.pack(first, trainer.global_steps_finished), 0)
+            write()
             if over.wait(POLL_INTERVAL_S):
                 return
 
@@ -122,7 +200,7 @@ def _record_progress(trainer: Trainer, folder: Path) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-        os.pwrite(file, _PROGRESS.pack(first, trainer.global_steps_finished), 0)
+        write()
 
 
 class Trial:
@@ -148,7 +226,7 @@ class Trial:
         while (progress := read_progress(self._jobs[0].folder)) is None:
             self.is_over(POLL_INTERVAL_S)
             self._check_deadline()
-        self.began_from = progress[0]
+        self.began_from = progress.began_from
 
     def is_over(self, within_s: float | None = None) -> bool:
         """Whether all processes have trained to the end, after waiting for that, by default as long as may be.
@@ -169,16 +247,26 @@ class Trial:
             self._check_deadline()
         return not running
 
-    def is_over_by(self, moment: float, step: int, lag: float) -> bool:
-        """Whether it ends within `moment` seconds, and within `lag` seconds after `step` is finished.
+    def ends_before(self, moment: Moment, has_saved: Callable[[], bool], saves: Callable[[], bool]) -> bool:
+        """Whether it ends before `moment` comes.
+
+        Args:
+            moment: when to kill it.
+            has_saved: whether there is a checkpoint to go on from.
+            saves: whether a checkpoint is half written.
 
         Raises:
             LaunchError: as for `is_over`.
         """
-        until, over = time.monotonic() + moment, False
-        while not over and time.monotonic() < until and self._step() < step:
-            over = self.is_over(POLL_INTERVAL_S)
-        return over or self.is_over(max(0.0, min(lag, until - time.monotonic())))
+        while self.progress.step < moment.step or not has_saved():
+            if self.is_over(POLL_INTERVAL_S):
+                return True
+            self._check_deadline()
+        while moment.while_saving and not saves():
+            if self.is_over(SAVE_POLL_S):
+                return True
+            self._check_deadline()
+        return self.is_over(moment.lag)
 
     def kill(self) -> int:
         """SIGKILL all that still runs; returns the last step that was finished."""
@@ -190,10 +278,12 @@ class Trial:
         for process in self._processes:
             if process.pid is not None:
                 process.join()
-        return self._step()
+        return self.progress.step
 
-    def _step(self) -> int:
-        return (read_progress(self._jobs[0].folder) or (0, 0))[1]
+    @property
+    def progress(self) -> Progress:
+        """How far it is."""
+        return read_progress(self._jobs[0].folder) or Progress()
 
     def _check_deadline(self) -> None:
         if time.monotonic() > self._deadline:
@@ -211,7 +301,16 @@ class Trial:
 
 
 @contextmanager
-def start_trial(call: bytes, folder: Path, nproc: int | None, context: Any, timeout_s: float) -> Iterator[Trial]:
+def start_trial(
+    call: bytes,
+    folder: Path,
+    nproc: int | None,
+    context: Any,
+    timeout_s: float,
+    surroundings: Surroundings = Surroundings(),
+    *,
+    breaks: bool = False,
+) -> Iterator[Trial]:
     """A training in `nproc` processes that find each other, or in one that stands alone; none is left at the end."""
     folder.mkdir(parents=True)
     port, size = None, nproc or 1
@@ -219,10 +318,27 @@ def start_trial(call: bytes, folder: Path, nproc: int | None, context: Any, time
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = int(listener.getsockname()[1])  # free, until a process takes it
-    jobs = [Job(call=call, folder=folder, rank=rank, nproc=size, port=port) for rank in range(size)]
+    common: dict[str, Any] = {"call": call, "folder": folder, "nproc": size, "port": port}
+    common |= {"surroundings": surroundings, "breaks": breaks}
+    jobs = [Job(rank=rank, **common) for rank in range(size)]
     made = Trial(jobs, context, time.monotonic() + timeout_s)
     try:
-        made.begin()
+        with _hash_seed(surroundings.hash_seed):
+            made.begin()
         yield made
     finally:
         made.kill()
+
+
+@contextmanager
+def _hash_seed(seed: int) -> Iterator[None]:
+    """A new Python that starts inside has this hash seed."""
+    before = os.environ.get("PYTHONHASHSEED")
+    os.environ["PYTHONHASHSEED"] = str(seed)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONHASHSEED"]
+        else:
+            os.environ["PYTHONHASHSEED"] = before

@@ -56,7 +56,7 @@ def test_neither_micro_batches_nor_workers_change_anything(limit: int, workers: 
 def test_schedulers_tick_once_a_step(tmp_path: Path) -> None:
     trainer = trained(TwoOptimizers(), tmp_path, epochs=1)
     state = trainer.get_state()
-    rates = [optimizer["param_groups"][0]["lr"] for optimizer in state["optimizers"]]
+    rates = [optimizer["groups"][0]["lr"] for optimizer in state["optimizers"]]
     assert rates == pytest.approx([0.2 * 0.9**6, 0.05 * 0.9**6])
 
 
@@ -77,11 +77,11 @@ def test_norms_are_those_of_float32_also_in_half_precision(backend: str, mode: s
 
 
 def test_empty_samples_are_steps_like_others(tmp_path: Path) -> None:
-    class Listens(Recorded):
-        heard = 0
+    handed_over = list[int]()
 
+    class Listens(Recorded):
         def on_end_train_step(self, global_step: int, losses: Any) -> None:
-            self.heard += 1
+            handed_over.append(len(losses))
 
     module = Listens(numbers(60))
     trainer = trained(module, tmp_path, promise(noise_multiplier=1.0, debug_seed=3), train_batch_size=1)
@@ -91,7 +91,7 @@ def test_empty_samples_are_steps_like_others(tmp_path: Path) -> None:
     assert len(module.released) == trainer.global_steps_finished == trainer.privacy_statement().steps == 60
     assert all(float(gradient.norm()) > 0 for gradient in module.released)  # noise, also where nothing was drawn
     assert trainer.state.skipped_steps == 0
-    assert module.heard == 60 - drawn.count(0)  # there is nothing to hand over
+    assert [count > 0 for count in handed_over] == [count > 0 for count in drawn]  # 0 rows of a borrowed record
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_one_record_more_moves_what_is_released_by_no_more_than_the_limit(
         module = Shaped(make(shape, per_record=mode == "ghost")[0], data, range(records))
         args = promise(grad_mode=mode, dataset_size=9, delta=1e-2)
         try:
-            trained(module, tmp_path, args, train_batch_size=9, gpu_batch_size_limit=5)
+            trained(module, tmp_path / str(records), args, train_batch_size=9, gpu_batch_size_limit=5)
         except ts.PrivacyError as error:
             refusal = str(error)
             break
@@ -132,7 +132,7 @@ def test_every_clipping_keeps_its_sensitivity(clipping: str, tmp_path: Path) -> 
     for records in (9, 8):
         module = Recorded(torch.utils.data.Subset(numbers(9), range(records)))
         args = promise(clipping=clipping, dataset_size=9, delta=1e-2, per_sample_max_grad_norm=0.05)
-        trained(module, tmp_path, args, train_batch_size=9)
+        trained(module, tmp_path / str(records), args, train_batch_size=9)
         released.append(module.released[0])
     moved = float((released[0] - released[1]).norm()) * 9
     assert 0.01 < moved <= 0.05 * (1 + 1e-3)

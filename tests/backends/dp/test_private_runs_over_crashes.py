@@ -184,19 +184,21 @@ def test_starting_again_without_a_checkpoint_does_not_forget_what_was_spent(
         broken_off(tmp_path, promise(**NOISY), after=5, resume="auto")
     assert "has 10 steps of earlier starts" in caplog.text
     assert "resume=False" in caplog.text
-    trainer = trained(Classifier(numbers(149)), tmp_path, promise(**NOISY), train_batch_size=20, resume="auto")
+    module = BreaksOff(10**9, numbers(149))
+    trainer = trained(module, tmp_path, promise(**NOISY), train_batch_size=20, resume="auto")
 
     statement = trainer.privacy_statement()
     assert statement.steps == 5 + 5 + 5 + 8
     assert statement.epsilon == epsilon_of([(1.0, 20 / 149, 23)], 1e-4, "rdp")
-    again = trained(Classifier(numbers(149)), tmp_path, promise(**NOISY), train_batch_size=20, resume="auto", epochs=2)
+    module = BreaksOff(10**9, numbers(149))
+    again = trained(module, tmp_path, promise(**NOISY), train_batch_size=20, resume="auto", epochs=2)
     assert again.privacy_statement().steps == 23 + 8
 
 
 def test_starting_again_does_not_get_around_the_budget(tmp_path: Path) -> None:
     args = promise(target_epsilon=2.0)
     broken_off(tmp_path, args, after=5, resume="auto")
-    trainer = trained(Classifier(numbers(149)), tmp_path, args, train_batch_size=20, resume="auto")
+    trainer = trained(BreaksOff(10**9, numbers(149)), tmp_path, args, train_batch_size=20, resume="auto")
     assert (trainer.plan.total_steps, trainer.global_steps_finished) == (8, 3)
     assert trainer.privacy_statement().steps == 8
     assert trainer.privacy_statement().stopped_by_budget
@@ -205,10 +207,10 @@ def test_starting_again_does_not_get_around_the_budget(tmp_path: Path) -> None:
 def test_a_new_run_says_whose_steps_it_does_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for start, resume in enumerate((False, "auto", False)):
         caplog.clear()
-        broken_off(tmp_path, promise(**NOISY), after=5, resume=resume)
+        broken_off(tmp_path, promise(**NOISY), after=5, resume=resume, overwrite=start == 2)
         assert ("steps of other runs" in caplog.text) == (start == 2)
     assert "has 10 steps of other runs, which the privacy statement of this one does not include" in caplog.text
-    trainer = trained(Classifier(numbers(149)), tmp_path, promise(**NOISY), train_batch_size=20)
+    trainer = trained(Classifier(numbers(149)), tmp_path, promise(**NOISY), train_batch_size=20, overwrite=True)
     assert trainer.privacy_statement().steps == 8
 
 
@@ -216,7 +218,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_keeps_its_own_account(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken_off(tmp_path, promise(**NOISY), after=5)
-    trained(Classifier(), tmp_path, promise(**NOISY))
+    trained(Classifier(), tmp_path, promise(**NOISY), overwrite=True)
     caplog.clear()
     again = trained(Classifier(), tmp_path, promise(**NOISY), epochs=2, resume="auto")
     assert again.privacy_statement().steps == 12

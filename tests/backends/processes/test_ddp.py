@@ -115,13 +115,12 @@ def test_a_process_whose_samples_count_nothing_takes_part_and_leaves_unused_weig
         assert close(rank, expected)
 
 
-def test_a_static_graph_is_refused_where_it_would_hang_or_end_in_an_assertion_of_torch_s() -> None:
+def test_a_static_graph_is_refused_where_it_would_hang_and_may_have_samples_that_count_nothing() -> None:
     several = run_world(2, training.picky, limit=1, static_graph=True)
-    nothing = run_world(2, training.picky, static_graph=True)
 
     assert all("steps of several micro-batches" in said for said in several)
-    assert any(said.startswith("backend_options") and "batch_weight returned 0" in said for said in nothing)
-    assert all("batch_weight returned 0" in said for said in nothing), "the other one says why it ends, too"
+    for rank in run_world(2, training.picky, static_graph=True):
+        assert close(rank, picky(backend="sp"))
 
 
 def test_static_graphs_and_views_of_buckets_end_with_the_same_bits() -> None:
@@ -167,7 +166,7 @@ def test_gradients_travel_once_a_step_and_nothing_else_does(accumulation: int) -
         assert spent["buckets"] == 40
         assert spent.get("all_reduce", 0) == 40, "those of the hook that counts"
         others = sum(spent.get(name, 0) for name in ("all_gather_object", "all_gather", "broadcast", "barrier"))
-        assert others <= 12, f"setting up, one epoch's end and saving, not steps: {spent}"
+        assert others <= 20, f"comparing, setting up, one epoch's end and saving, not steps: {spent}"
 
 
 @pytest.mark.spec("FN-46", "HZ-28")
@@ -291,3 +290,8 @@ def test_without_a_launcher_ddp_says_how_to_start_one(monkeypatch: pytest.Monkey
 
     with pytest.raises(ts.ConfigurationError, match="torchrun"):
         ts.Trainer(Uneven(), arguments(tmp_path, backend="ddp")).train()
+
+
+def test_gradients_are_views_of_buckets_unless_an_optimizer_has_its_own_zero_grad() -> None:
+    """G-5, P-M8: else each gradient is kept twice."""
+    assert run_world(2, training.bucket_views) == [[True, False, False]] * 2

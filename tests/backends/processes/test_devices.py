@@ -13,6 +13,8 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, train
+from tests.helpers.processes import run_world
+from tests.helpers.workers import collectives
 from trainstack.backends.processes.world import pick_device
 
 
@@ -123,3 +125,9 @@ class TestChoosingTheBackend:
         assert trainer.trainer_backend.spec == "sp-amp"
         with pytest.raises(ts.BackendSpecError, match="'bf16-auto'"):
             ts.TrainerArguments(backend="bf16-auto")
+
+
+@pytest.mark.distributed
+def test_each_rank_of_ddp_selects_its_device() -> None:
+    ranks = run_world(2, collectives.selected)
+    assert ranks == [{"device": f"cuda:{rank}", "open": rank, "joined": [rank], "closed": 0} for rank in range(2)]

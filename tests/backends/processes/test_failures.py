@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from trainstack.backends.processes.rendezvous import rendezvous_store
 
 pytestmark = pytest.mark.distributed
 
-LATE_S = 15.0  # timeout_s is 3, and the others get a few seconds to answer
 SECONDS = patience(10)  # a rank that nobody tells waits for half an hour
 
 
@@ -58,7 +58,8 @@ def test_a_rank_that_is_killed_is_missed_by_name() -> None:
 
     assert killed["exit"] == -9
     assert survivor["error"].startswith("PeerError: rank 0 has lost touch with another process")
-    assert "rank 1: does not answer. Last known: epoch 0, global step 3; train > train_epoch" in survivor["error"]
+    last = r"rank 1: does not answer. Last known \d+ s ago: epoch 0, global step 3; train > train_epoch"
+    assert re.search(last, survivor["error"])
     assert "memory runs out" in survivor["error"]
     assert survivor["seconds"] < SECONDS
 
@@ -71,7 +72,7 @@ def test_a_rank_that_is_killed_is_missed_by_name() -> None:
     ],
 )
 def test_a_time_out_says_which_rank_is_where(how: str, step: int, place: str) -> None:
-    waiting, late = run_world(2, failures.late, fresh=True, how=how, seconds=LATE_S)
+    waiting, late = run_world(2, failures.late, fresh=True, how=how)
 
     said = waiting["error"].splitlines()
     assert said[0].startswith("PeerError: rank 0 has lost touch with another process (Timed out waiting 3000ms")
@@ -80,7 +81,7 @@ def test_a_time_out_says_which_rank_is_where(how: str, step: int, place: str) ->
     assert place.format(file=failures.__file__) in said[2]
     assert said[2].endswith(": time.sleep(seconds)")
     assert "timeout_s" in said[3]
-    assert waiting["seconds"] < LATE_S, "while the other one still sleeps"
+    assert late["woken"], "by rank 0, which had its error while the other one still slept"
     assert late["error"].startswith("PeerError")
 
 
@@ -96,7 +97,8 @@ def test_a_rank_that_is_alone_at_the_meeting_says_so() -> None:
     main, other = run_world(2, failures.late, fresh=True, how="main alone")
 
     assert other["error"] is None
-    assert main["error"].startswith("TrainstackError: rank 0 of 2 has not met the others at 127.0.0.1:")
+    assert main["error"].startswith("TrainstackError: rank 0 of 2, on ")
+    assert re.search(r"has not met the others at 127.0.0.1:\d+ within 3 s \(rank 1 did not come\)", main["error"])
     assert "if rank == 0:" in main["error"]
 
 

@@ -40,7 +40,7 @@ def run(
 ) -> tuple[list[dict[str, Any]], str]:
     """What each process of torchrun left, by rank, and the launcher's stderr."""
     folder.mkdir(exist_ok=True)
-    for left in folder.glob("*.json"):
+    for left in folder.glob("[0-9].json"):
         left.unlink()
     launcher = torchrun(folder, *extra, **options)
     try:
@@ -49,7 +49,7 @@ def run(
         error = launcher.communicate(timeout=patience(30))[1]
     finally:
         launcher.kill()
-    left = sorted(folder.glob("*.json"))
+    left = sorted(folder.glob("[0-9].json"))
     assert len(left) == 2, error
     return [json.loads(path.read_text()) for path in left], error
 

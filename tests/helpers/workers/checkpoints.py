@@ -94,3 +94,12 @@ def saves_on_nodes(directory: str) -> dict[str, Any]:
     saved = ts.read_checkpoint(node).module_interface_state or {}
     same = all(torch.equal(saved[name], value) for name, value in trainer.module.get_state().items())
     return {"world": world.exists(), "node": node.exists(), "same": same}
+
+
+def begun(directory: str, place: str, stops: list[int]) -> dict[str, Any]:
+    """What begins epochs advances state; all ranks have the same state, and other parts of each batch."""
+    from tests.helpers.beginnings import begun as train_over
+
+    module = train_over(directory, place, "advance", set(stops), backend="ddp")
+    kept = {name: repr(value) for name, value in module.keeps.state().items()}
+    return {"samples": module.samples, "weights": weights(module).tolist(), "kept": kept}

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
+from tests.helpers.pretended_gpu import pretended_gpu
 from tests.helpers.workers import RANK
+from trainstack.backends.processes.packing import broadcast_coalesced
 
 
 class Pair(NamedTuple):
@@ -68,17 +70,14 @@ def all_reduces(accumulation: int) -> dict[str, int]:
 
     reduced = 0
 
-    class Counted(Classifier):
-        def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
-            def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations and wants its own
-                nonlocal reduced
-                reduced += 1
-                return default_hooks.allreduce_hook(state, bucket)
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations and wants its own
+        nonlocal reduced
+        reduced += 1
+        return default_hooks.allreduce_hook(state, bucket)
 
-            trainer._ready().loop.work.model.register_comm_hook(None, hook)
-
-    module = Counted(numbers(8 * 40))
+    module = Classifier(numbers(8 * 40))
     made: dict[str, Any] = {"log_every": 100, "gpu_batch_size_limit": 4 // accumulation}
+    made["backend_options"] = {"ddp": {"comm_hook": hook}}
     trainer = ts.Trainer(module, arguments("unused", backend="ddp", **made))
     names = ("all_reduce", "all_gather_object", "all_gather", "broadcast", "barrier", "broadcast_object_list")
     with contextlib.ExitStack() as patches:
@@ -89,3 +88,88 @@ def all_reduces(accumulation: int) -> dict[str, int]:
         trainer.train()
     spent = {name: counted.call_count for name, counted in counts.items()}
     return {"buckets": reduced, "steps": trainer.global_steps_finished, **spent}
+
+
+_BUFFER_DTYPES = (
+    torch.float32,
+    torch.int64,
+    torch.int16,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.bfloat16,
+    torch.uint32,
+)
+
+
+def _buffers(rank: int) -> list[torch.Tensor]:
+    """50 buffers of many kinds, with other values on each rank."""
+    dense = [torch.full((i % 5, 3), rank + i % 2 + 1.0).to(_BUFFER_DTYPES[i % 7]) for i in range(42)]
+    odd = [
+        torch.tensor(float(rank)),
+        torch.full((4, 6), float(rank)).t(),
+        torch.full((4, 6), float(rank))[:, ::2],
+        torch.full((3,), complex(rank, 1)).conj(),
+        torch.full((3,), float(rank), dtype=torch.complex128),
+        torch.full((2, 2), float(rank))[:, None].transpose(0, 2),
+    ]
+    return [*dense, *odd, torch.eye(3 + rank)[:3, :3].to_sparse() * (rank + 1), torch.ones(1 << 18) * rank]
+
+
+def coalesced() -> dict[str, Any]:
+    """50 buffers in one broadcast of dense bytes, with what does not fit into a bucket and what is sparse besides."""
+    stack = ts.build_trainer_backend("ddp")
+    world = stack.open("cpu")
+    mine, first = _buffers(world.rank), _buffers(0)
+    strides = [one.stride() for one in mine if one.layout is torch.strided]
+    with (
+        mock.patch("trainstack.backends.processes.packing._BUCKET_BYTES", 1 << 19),
+        mock.patch.object(
+            type(world.comm), "broadcast_", autospec=True, side_effect=type(world.comm).broadcast_
+        ) as sent,
+    ):
+        broadcast_coalesced(world, mine)
+    stack.close()
+    return {
+        "sent": [str(call.args[1].dtype) for call in sent.call_args_list],
+        "equal": [torch.equal(one.to_dense(), other.to_dense()) for one, other in zip(mine, first, strict=True)],
+        "strides": strides == [one.stride() for one in mine if one.layout is torch.strided],
+    }
+
+
+class _ManyBuffers(Classifier):
+    def __init__(self) -> None:
+        super().__init__(numbers(8), validate=True)
+        for i in range(50):
+            self.register_buffer(f"b{i}", torch.full((2,), float(i)))
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        for name, buffer in self.named_buffers():
+            buffer += RANK + 1 + len(name)
+        return super().train_step(global_step, batch, device)
+
+
+def evaluation_broadcasts() -> dict[str, Any]:
+    """The broadcasts of tensors as an evaluation begins, and the buffers in it."""
+    trainer = ts.Trainer(module := _ManyBuffers(), arguments("unused", backend="ddp"))
+    trainer.train()
+    stack, work = trainer.trainer_backend, trainer._ready().loop.work
+    for buffer in module.buffers():
+        buffer += RANK
+    broadcast = dist.broadcast
+    with mock.patch.object(dist, "broadcast", side_effect=broadcast) as sent:
+        stack.begin_evaluation(work)
+    total = sum(float(buffer.sum()) for buffer in module.buffers())
+    stack.end_evaluation(work)
+    trainer.close()
+    return {"sent": sent.call_count, "total": total}
+
+
+def selected() -> dict[str, Any]:
+    """The current device of a rank of `ddp` on devices that it pretends to have, while it is open and afterwards."""
+    stack = ts.build_trainer_backend("ddp")
+    with pretended_gpu() as gpu, mock.patch.object(dist, "get_default_backend_for_device", return_value="gloo"):
+        world = stack.open("cuda")
+        joined = [index for name, index in gpu.calls if name == "set in thread"]
+        found = {"device": str(world.device), "open": gpu.index, "joined": joined}
+        stack.close()
+        return found | {"closed": gpu.index}

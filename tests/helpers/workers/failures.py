@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -88,7 +90,11 @@ def background_failure(directory: str) -> Any:
 
     in_step_4 = threading.Event()
 
+    sync_file = filesystem.sync_file
+
     def fail(handle: Any) -> None:
+        if "checkpoint-0" not in handle.name:
+            return sync_file(handle)
         in_step_4.wait(patience(10))
         raise OSError("the disk is gone")
 
@@ -148,12 +154,25 @@ def adopted_failure(how: str) -> Any:
 
 
 def late(how: str, seconds: float = 60.0) -> Any:
-    """Rank 1 does not come to a collective in time, one way or another."""
+    """Rank 1 does not come to a collective in time, one way or another. If it sleeps, rank 0 wakes it at the end."""
+    woken = []
+
+    @contextmanager
+    def until_woken() -> Iterator[None]:
+        def wake(number: int, frame: Any) -> None:
+            woken.append(number)
+            raise InterruptedError
+
+        signal.signal(signal.SIGUSR2, wake)
+        trainer.world.comm.put("sleeper", str(os.getpid()))
+        with suppress(InterruptedError):
+            yield
 
     class Late(Classifier):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             if RANK == 1 and global_step == 3 and how == "train_step":
-                time.sleep(seconds)
+                with until_woken():
+                    time.sleep(seconds)
             if RANK == 1 and global_step == 3 and how == "killed":
                 time.sleep(1.5)  # within which it is looked after once
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -165,7 +184,8 @@ def late(how: str, seconds: float = 60.0) -> Any:
 
         def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
             if RANK == 1 and how == "on_end_val_epoch":
-                time.sleep(seconds)
+                with until_woken():
+                    time.sleep(seconds)
 
     options = {"ddp": {"timeout_s": 3.0}}
     trainer = ts.Trainer(Late(validate=True), arguments("unused", backend="ddp", backend_options=options))
@@ -174,7 +194,11 @@ def late(how: str, seconds: float = 60.0) -> Any:
         if how != "main alone" or RANK == 0:
             trainer.train()
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - start}
+        said, lasted = f"{type(error).__name__}: {error}", time.monotonic() - start
+        if how in ("train_step", "on_end_val_epoch") and RANK == 0:
+            (sleeper,) = trainer.world.comm.get_if_all(["sleeper"]) or []
+            os.kill(int(sleeper), signal.SIGUSR2)
+        return {"error": said, "seconds": lasted, "woken": bool(woken)}
     return {"error": None}
 
 

@@ -25,7 +25,8 @@ class Uneven(Classifier):
             raise KeyboardInterrupt
         while len(self.seen) < global_step:
             self.seen.append([])
-        self.seen[global_step - 1] += batch[0][:, 0].tolist()
+        if self.micro_batch.samples != ():  # else the micro-batch is borrowed
+            self.seen[global_step - 1] += batch[0][:, 0].tolist()
         return super().train_step(global_step, batch, device)
 
     def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
@@ -191,7 +192,23 @@ def plateau(directory: str) -> dict[str, Any]:
     trainer.train()
     state = trainer.get_state()
     return {
-        "rate": state["optimizers"][0]["param_groups"][0]["lr"],
-        "best": state["schedulers"][0]["best"],
+        "rate": state["optimizers"][0]["groups"][0]["lr"],
+        "best": state["schedulers"][0]["state"]["best"],
         "batch": [trainer.plan.global_batch, trainer.pergpu_global_batch_size, trainer.train_step_batch_size],
     }
+
+
+def bucket_views() -> list[bool]:
+    """Whether gradients are views of buckets: by default, with an own `zero_grad` of an optimizer, and as asked for."""
+
+    class Zeroes(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            super().zero_grad(set_to_none)
+
+    asked: dict[str, Any] = {"backend_options": {"ddp": {"gradient_as_bucket_view": False}}}
+    found = []
+    for optimizer, options in ((torch.optim.SGD, {}), (Zeroes, {}), (torch.optim.SGD, asked)):
+        trainer = ts.Trainer(Classifier(optimizer=optimizer), arguments("unused", backend="ddp", **options))
+        trainer.train()
+        found.append(bool(trainer._ready().loop.work.model._wrapper[0].gradient_as_bucket_view))
+    return found

@@ -15,6 +15,9 @@ from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRando
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, weights
+from trainstack.backends import World
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.data.loader_state import LoaderState
 
 # torchdata 0.11 calls what torch 2.13 deprecates, each time a StatefulDataLoader is made
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -203,3 +206,13 @@ def test_what_its_state_lacks_is_said(tmp_path: Path, caplog: pytest.LogCaptureF
     run(Reads(shuffled(2)), tmp_path / "b", epochs=1)
     assert "Random numbers that its workers draw are not part of it." in caplog.text
     assert "RandomSampler" not in caplog.text
+
+
+def test_states_of_loaders_that_gave_parts_are_not_taken_by_another_number_of_processes() -> None:
+    states: list[Any] = [{"loader": {}}, {"loader": {}}]
+    split, same = (LoaderState(RunLogger(), split_by_rank=whether) for whether in (True, False))
+    same.restore(states, World())
+
+    assert same.is_pending
+    with pytest.raises(ts.CheckpointMismatchError, match="the states of 2 loaders, each of which gave its process"):
+        split.restore(states, World())

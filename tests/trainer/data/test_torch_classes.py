@@ -16,6 +16,7 @@ import trainstack as ts
 from tests.helpers.modules import arguments
 from trainstack.trainer.data.loading import Fetcher
 from trainstack.trainer.data.step_batches import unsupported_order_reason
+from trainstack.trainer.data.torch_classes import draws_first_batch_alone
 
 DATA = TensorDataset(torch.arange(6.0)[:, None], torch.zeros(6, 1))
 METHODS = [
@@ -165,3 +166,23 @@ def test_a_collate_function_that_is_registered_with_torch_is_used(
     assert fetched(loader) == [[[0.0], [1.0]], [[2.0], [3.0]]]
     monkeypatch.setitem(default_collate_fn_map, registered, doubled)  # type: ignore[arg-type]
     assert fetched(loader) == [[[0.0], [2.0]], [[4.0], [6.0]]]
+
+
+def test_loaders_that_may_draw_with_each_batch_are_known() -> None:
+    class Drawing(BatchSampler):
+        pass
+
+    batches: Any = [(torch.zeros(2, 1), torch.zeros(2, 1))] * 3
+    own, samples = RandomSampler(DATA, generator=torch.default_generator), list(DATA)
+    drawing = DataLoader(DATA, batch_sampler=Drawing(range(6), 2, False))
+
+    assert draws_first_batch_alone(batches)
+    assert draws_first_batch_alone(DataLoader(batches, batch_size=None, shuffle=True))
+    assert draws_first_batch_alone(DataLoader(DATA, batch_size=2, shuffle=True))
+    assert draws_first_batch_alone(DataLoader(Subset(DATA, range(4)), batch_size=2, num_workers=1))
+    assert not draws_first_batch_alone(iter(batches))
+    assert not draws_first_batch_alone(DataLoader(Subset(DATA, range(4)), batch_size=2))  # of a user's dataset
+    assert not draws_first_batch_alone(DataLoader(samples, batch_size=2))  # type: ignore[arg-type]
+    assert not draws_first_batch_alone(DataLoader(DATA, batch_size=2, collate_fn=lambda rows: rows))
+    assert not draws_first_batch_alone(DataLoader(DATA, batch_size=2, sampler=own))
+    assert not draws_first_batch_alone(drawing)

@@ -13,7 +13,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, train, weights
 from trainstack.trainer.run.run import Run
 
-EVERY_STEP = ts.DefaultCheckpointerArguments(every_n_steps=1)
+EVERY_STEP = ts.DefaultCheckpointerArguments(every_n_steps=1, keep_last=None)
 
 
 def steps(trainer: ts.Trainer, name: str = "val/loss") -> list[int]:
@@ -122,7 +122,7 @@ def test_a_signal_breaks_a_validation_off_within_an_epoch_and_the_rest_follows_o
 ) -> None:
     """Six batches a loader, so twelve a validation, after the steps 4, 8 and 12 of twelve."""
     made: dict[str, Any] = {"epochs": 2, "validate_every": 4, "val_batch_size": 8, "handle_signals": False}
-    made["checkpointer_args"] = ts.DefaultCheckpointerArguments()
+    made["checkpointer_args"] = ts.DefaultCheckpointerArguments(keep_last=None)
     torch.manual_seed(1)
     unbroken = train(Signalled(), tmp_path / "unbroken", **made)
     torch.manual_seed(1)
@@ -140,7 +140,7 @@ def test_a_signal_breaks_a_validation_off_within_an_epoch_and_the_rest_follows_o
 
 
 def test_a_checkpoint_of_the_same_step_knows_the_result(tmp_path: Path) -> None:
-    saving = ts.DefaultCheckpointerArguments(every_n_steps=4)
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=4, keep_last=None)
     trainer = train(module(), tmp_path, epochs=2, validate_every=4, checkpointer_args=saving)
     found = {i.global_step: i.metrics for i in ts.list_checkpoints(tmp_path / "checkpoints") if i.kind == "checkpoint"}
 
@@ -165,7 +165,7 @@ class Plateau(Classifier):
 
 def test_a_schedule_on_a_monitored_value_waits_for_the_first_validation(tmp_path: Path) -> None:
     trainer = train(Plateau(), tmp_path, epochs=4, validate_every=-2)
-    assert trainer.get_state()["schedulers"][0]["last_epoch"] == 2
+    assert trainer.get_state()["schedulers"][0]["state"]["last_epoch"] == 2
 
     with pytest.raises(ts.ConfigurationError, match="a scheduler monitors 'val/loss'"):
         train(Plateau(), tmp_path / "never", validate_every=0)

@@ -59,9 +59,8 @@ def test_collected_outputs_hold_what_was_returned_and_no_more() -> None:
 
 
 def test_nothing_is_collected_for_a_checkpoint_that_is_not_due(tmp_path: Path) -> None:
-    module = Classifier()
-    module.get_state = lambda: pytest.fail("asked for its state in vain")  # type: ignore[method-assign]
-    trainer = ts.Trainer(module, arguments(tmp_path, epochs=2))
+    trainer = ts.Trainer(Classifier(), arguments(tmp_path, epochs=2))
+    trainer.get_state = lambda: pytest.fail("asked for its state in vain")  # type: ignore[method-assign]
     trainer.save_model_checkpoint = lambda: None  # type: ignore[method-assign]
     trainer.train()
 

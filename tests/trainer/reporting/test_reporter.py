@@ -61,7 +61,7 @@ def test_a_resumed_run_continues_the_files_and_they_end_as_those_of_an_unbroken_
     saved = reader.load_checkpoints()
     assert saved.global_step == (9 if breaks_in == "a step" else 12)
     if log_every == 1 or breaks_in != "a step":
-        assert len(rows(tmp_path / "cut")) > len(saved.history_state["values"])  # type: ignore[index]
+        assert len(rows(tmp_path / "cut")) > len(saved.history_state["records"]["values"])  # type: ignore[index]
     train(Logs(validate=True), tmp_path / "cut", resume=True, writers=files, **made)
 
     for name in ("metrics.csv", "metrics.jsonl"):

@@ -91,13 +91,17 @@ class TestOneRun:
         self, changes: dict[str, Any], written: bool, tmp_path: Path
     ) -> None:
         train(Classifier(), tmp_path, **changes)
-        assert sorted(path.name for path in tmp_path.rglob("r*.*")) == (["report.html", "run.json"] if written else [])
+        assert sorted(path.name for path in tmp_path.rglob("r*.*") if path.name != "run-record.json") == (
+            ["report.html", "run.json"] if written else []
+        )
 
     def test_a_fresh_run_leaves_the_report_of_an_earlier_one_alone(self, tmp_path: Path) -> None:
         report(tmp_path, epochs=1)
         first = (tmp_path / "report.html").read_bytes()
-        report(tmp_path, epochs=2)
-        assert (tmp_path / "report.1.html").read_bytes() == first
+        with pytest.raises(ts.ConfigurationError, match="holds a run already"):
+            report(tmp_path, epochs=2)
+        assert (tmp_path / "report.html").read_bytes() == first
+        report(tmp_path, epochs=2, overwrite=True)
         assert len(RunFacts.read(tmp_path).sessions) == 1
 
     def test_a_report_that_cannot_be_written_does_not_end_the_run(

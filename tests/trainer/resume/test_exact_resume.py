@@ -34,7 +34,7 @@ def test_a_mask_of_minus_infinity_may_be_saved_and_poisoned_statistics_may_not(t
             self.count += float("nan") if self.poison else 1.0
             return super().train_step(global_step, batch, device)
 
-    saving = ts.DefaultCheckpointerArguments()
+    saving = ts.DefaultCheckpointerArguments(keep_last=None)
     train(Masked(False), tmp_path / "fine", checkpointer_args=saving)
     with pytest.raises(ts.NonFiniteError, match="'count' holds inf or nan after global step 2"):
         train(Masked(True), tmp_path / "poisoned", checkpointer_args=saving)
@@ -61,7 +61,10 @@ def test_a_checkpoint_asked_for_in_any_hook_goes_on_exactly(hook: str, tmp_path:
             if self.trainer is not None and self.calls == 2:
                 self.trainer.save_checkpoint(force=True)
 
-    made: dict[str, Any] = {"epochs": 3, "checkpointer_args": ts.DefaultCheckpointerArguments(period=100)}
+    made: dict[str, Any] = {
+        "epochs": 3,
+        "checkpointer_args": ts.DefaultCheckpointerArguments(period=100, keep_last=None),
+    }
 
     def run(directory: Path, *, saves: bool, **changes: Any) -> Any:
         module = type("M", (Saving,), {hook: Saving.save})(Noisy(24), dropout=0.3, validate=True)
@@ -103,7 +106,7 @@ def test_what_an_epoch_draws_at_its_start_is_drawn_again_on_resume(kind: str, tm
                 raise KeyboardInterrupt
             return super().train_step(global_step, (batch[0] + self.shift, batch[1]), device)
 
-    saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=1, keep_last=None)
     torch.manual_seed(1)
     unbroken = train(Draws(numbers(24), dropout=0.2), tmp_path / "unbroken", epochs=2)
     cut = Draws(numbers(24), dropout=0.2)
@@ -129,7 +132,7 @@ def test_killed_during_validation_a_run_can_be_resumed(tmp_path: Path, caplog: p
                 raise KeyboardInterrupt
             return super().val_step(global_step, batch, device)
 
-    saving = ts.DefaultCheckpointerArguments(every_n_steps=5)
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=5, keep_last=None)
     with pytest.raises(KeyboardInterrupt):
         train(NeedsLosses(numbers(40), validate=True), tmp_path, checkpointer_args=saving)
     module = NeedsLosses(numbers(40), validate=True)
@@ -140,7 +143,7 @@ def test_killed_during_validation_a_run_can_be_resumed(tmp_path: Path, caplog: p
 
 
 def test_a_resume_that_is_refused_stays_refused(tmp_path: Path) -> None:
-    saving = ts.DefaultCheckpointerArguments()
+    saving = ts.DefaultCheckpointerArguments(keep_last=None)
     train(Classifier(), tmp_path, checkpointer_args=saving)
     trainer = ts.Trainer(
         Classifier(optimizer=torch.optim.AdamW), arguments(tmp_path, checkpointer_args=saving, resume=True, epochs=2)
@@ -151,7 +154,7 @@ def test_a_resume_that_is_refused_stays_refused(tmp_path: Path) -> None:
 
 
 def test_a_forced_save_is_written_even_at_the_same_step(tmp_path: Path) -> None:
-    saving = ts.DefaultCheckpointerArguments()
+    saving = ts.DefaultCheckpointerArguments(keep_last=None)
     trainer = train(Classifier(), tmp_path, checkpointer_args=saving)
     with torch.no_grad():
         trainer.module.net[0].weight.zero_()
@@ -168,7 +171,7 @@ def test_settings_that_are_tensors_survive_a_resume(tmp_path: Path) -> None:
             made.param_groups[0]["mine"] = torch.arange(3)
             return made
 
-    saving = ts.DefaultCheckpointerArguments()
+    saving = ts.DefaultCheckpointerArguments(keep_last=None)
     train(Tensors(), tmp_path, checkpointer_args=saving)
     resumed = train(Tensors(), tmp_path, checkpointer_args=saving, resume=True, epochs=2)
 

@@ -56,7 +56,7 @@ def test_resume_at_every_step_boundary_in_a_fresh_process(backend: str, workers:
 
 
 def test_saving_changes_nothing(tmp_path: Path) -> None:
-    saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=1, keep_last=None)
     one, other = Classifier(dropout=0.2), Classifier(dropout=0.2)
     torch.manual_seed(1)
     train(one, tmp_path / "one", epochs=2)
@@ -70,7 +70,7 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
 def test_two_interruptions_within_one_epoch(tmp_path: Path) -> None:
     torch.manual_seed(1)
     unbroken = train(Classifier(dropout=0.2), tmp_path / "unbroken")
-    saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=1, keep_last=None)
     torch.manual_seed(1)
     for stop_at in (2, 4):
         with pytest.raises(KeyboardInterrupt):
@@ -83,13 +83,8 @@ def test_two_interruptions_within_one_epoch(tmp_path: Path) -> None:
 
 
 def test_a_run_never_goes_on_from_another_run_in_the_same_folder(tmp_path: Path) -> None:
-    saving = ts.DefaultCheckpointerArguments()
+    saving = ts.DefaultCheckpointerArguments(keep_last=None)
     earlier = train(Classifier(seed=1), tmp_path, checkpointer_args=saving)
-    with pytest.raises(KeyboardInterrupt):
-        train(Interrupted(3, seed=2), tmp_path, checkpointer_args=saving)
-
-    with pytest.raises(ts.CheckpointNotFoundError, match=r"was interrupted before its first.*resume='"):
-        train(Classifier(seed=2), tmp_path, checkpointer_args=saving, resume=True)
     named = train(
         Classifier(seed=2),
         tmp_path / "other",
@@ -97,14 +92,25 @@ def test_a_run_never_goes_on_from_another_run_in_the_same_folder(tmp_path: Path)
         resume=str(tmp_path / "checkpoints" / "checkpoint-000000006"),
     )
     assert torch.equal(weights(named.module), weights(earlier.module))
-    fresh = train(Classifier(seed=2), tmp_path, checkpointer_args=saving, resume="auto")
+    with pytest.raises(ts.ConfigurationError, match="holds a run already"):
+        train(Interrupted(3, seed=2), tmp_path, checkpointer_args=saving)
+    with pytest.raises(KeyboardInterrupt):
+        train(Interrupted(3, seed=2), tmp_path, checkpointer_args=saving, overwrite=True)
+
+    with pytest.raises(ts.CheckpointNotFoundError, match="no checkpoint in"):
+        train(Classifier(seed=2), tmp_path, checkpointer_args=saving, resume=True)
+    with pytest.raises(ts.ConfigurationError, match="holds a run already"):  # another class
+        train(Classifier(seed=2), tmp_path, checkpointer_args=saving, resume="auto")
+    with pytest.raises(KeyboardInterrupt):
+        train(Interrupted(3, seed=2), tmp_path, checkpointer_args=saving, resume="auto")
+    fresh = train(Classifier(seed=2), tmp_path, checkpointer_args=saving, overwrite=True)
     assert not torch.equal(weights(fresh.module), weights(earlier.module))
     again = train(Classifier(), tmp_path, checkpointer_args=saving, resume=True)
     assert torch.equal(weights(again.module), weights(fresh.module))
 
 
 def test_looking_at_a_run_does_not_begin_a_new_one(tmp_path: Path) -> None:
-    saving = ts.DefaultCheckpointerArguments()
+    saving = ts.DefaultCheckpointerArguments(keep_last=None)
     trained = train(Classifier(), tmp_path, checkpointer_args=saving)
     ts.Trainer(Classifier(validate=True), arguments(tmp_path, checkpointer_args=saving)).validate()
     resumed = train(Classifier(seed=5), tmp_path, checkpointer_args=saving, resume=True)
@@ -114,7 +120,7 @@ def test_looking_at_a_run_does_not_begin_a_new_one(tmp_path: Path) -> None:
 
 @pytest.mark.spec("T7", "PMT-10", "FN-34")
 def test_a_finished_run_goes_on_to_more_epochs(tmp_path: Path) -> None:
-    saving = ts.DefaultCheckpointerArguments()
+    saving = ts.DefaultCheckpointerArguments(keep_last=None)
     first = train(Classifier(), tmp_path, epochs=3, checkpointer_args=saving)
     checkpoints = tmp_path / "checkpoints"
     assert len(ts.list_checkpoints(checkpoints)) == 3 + 1
@@ -129,7 +135,7 @@ def test_a_finished_run_goes_on_to_more_epochs(tmp_path: Path) -> None:
 
 @pytest.mark.spec("F104", "HZ-09")
 def test_a_resumed_run_keeps_the_seed_it_began_with(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saving = ts.DefaultCheckpointerArguments(every_n_steps=3)
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=3, keep_last=None)
     unbroken = train(Classifier(), tmp_path / "unbroken", seed=4)
     with pytest.raises(KeyboardInterrupt):
         train(Interrupted(3, dropout=0.0), tmp_path / "cut", seed=4, checkpointer_args=saving)
@@ -141,7 +147,7 @@ def test_a_resumed_run_keeps_the_seed_it_began_with(tmp_path: Path, caplog: pyte
 
 @pytest.mark.spec("PMT-16")
 def test_optimizers_and_schedulers_can_start_anew(tmp_path: Path) -> None:
-    saving = ts.DefaultCheckpointerArguments()
+    saving = ts.DefaultCheckpointerArguments(keep_last=None)
     train(Classifier(scheduler=True), tmp_path, checkpointer_args=saving)
     module = Classifier(scheduler=True, optimizer=torch.optim.AdamW)
     trainer = ts.Trainer(
@@ -151,7 +157,7 @@ def test_optimizers_and_schedulers_can_start_anew(tmp_path: Path) -> None:
     state = trainer.plan and trainer.get_state()
 
     assert state["optimizers"][0]["state"] == {}
-    assert state["schedulers"][0]["last_epoch"] == 0
+    assert state["schedulers"][0]["state"]["last_epoch"] == 0
     assert trainer.global_steps_finished == 6
 
 
@@ -186,7 +192,7 @@ class InOrder(Interrupted):
 class TestWhatDoesNotFit:
     """Another model, backend, optimizer or data set than the checkpoint's: each its sentence."""
 
-    saving = ts.DefaultCheckpointerArguments(every_n_steps=2)
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=2, keep_last=None)
 
     def resume(self, module: Classifier, directory: Path, **changes: Any) -> None:
         with pytest.raises(KeyboardInterrupt):
@@ -268,7 +274,7 @@ class TestWhatDoesNotFit:
         assert checkpoint.rng_state is not None
         checkpoint.rng_state["ranks"] *= 2
         ts.write_checkpoint(checkpoint, tmp_path / "of two", "checkpoint-000000002")
-        train(Classifier(), tmp_path, checkpointer_args=self.saving, resume=str(tmp_path / "of two"))
+        train(Classifier(), tmp_path / "resumed", checkpointer_args=self.saving, resume=str(tmp_path / "of two"))
 
         assert "was written by 2 processes; the run goes on in 1. Each step has the same samples" in caplog.text
         assert "For the same bits, resume on 2." in caplog.text

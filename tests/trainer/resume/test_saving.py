@@ -30,7 +30,7 @@ class Scored(Classifier):
 
 
 def saving(**fields: Any) -> ts.DefaultCheckpointerArguments:
-    return ts.DefaultCheckpointerArguments(**fields)
+    return ts.DefaultCheckpointerArguments(**{"keep_last": None, **fields})
 
 
 def steps(directory: Path) -> list[int | None]:

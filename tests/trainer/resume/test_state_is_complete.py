@@ -51,6 +51,10 @@ def state_of(value: Any) -> Any:
     """What `value` says that it holds; None if it has no state."""
     if isinstance(value, LoaderState):
         return value.get_state(within=True)
+    if isinstance(value, torch.optim.Optimizer):  # whose parameters a checkpoint names, and `state_dict` numbers
+        state = value.state_dict()
+        options = [{name: one for name, one in group.items() if name != "params"} for group in state["param_groups"]]
+        return {"state": state["state"], "options": dict(enumerate(options))}
     for name in ("get_state", "state_dict"):
         method = getattr(value, name, None)
         if isinstance(method, types.MethodType | types.BuiltinMethodType) and not isinstance(value, torch.Tensor):

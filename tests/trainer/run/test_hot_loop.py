@@ -93,6 +93,29 @@ def test_nothing_is_read_back_between_log_points(
     assert [step for step, (a, b) in enumerate(pairwise(module.reads), start=1) if b > a] == [10, 20, 30]
 
 
+class TwoOptimizers(ReadsPerStep):
+    def get_optimizers_schedulers(self, *sizes: Any) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[3])], []
+
+    def on_end_train_step(self, global_step: int) -> None:
+        self.reads.append(self.counter.count)
+
+
+@pytest.mark.parametrize("clip_grads", [True, False])
+def test_amp_reads_one_number_a_step_however_many_optimizers(
+    clip_grads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fast_paths, "MOST_ON_HOST", 0.0)
+    monkeypatch.setattr(fast_paths, "READS_ON_HOST", False)
+    module = TwoOptimizers(numbers(8 * 6))
+    trainer = ts.Trainer(module, arguments(tmp_path, backend="sp-amp", clip_grads=clip_grads, log_every=100))
+    with reads_counted(monkeypatch) as counter:
+        module.counter = counter
+        trainer.train()
+
+    assert [b - a for a, b in pairwise(module.reads)] == [1] * 5
+
+
 def test_the_counter_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     with reads_counted(monkeypatch) as counter:
         value = torch.ones(2).sum()

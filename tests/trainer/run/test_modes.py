@@ -182,4 +182,4 @@ def test_a_private_run_trains_all_parts_in_training_mode(tmp_path: Path) -> None
     assert module.net[4].num_batches_tracked == 0
     kept = type("Kept", (Classifier,), {"keep_modes": True})(numbers(16))
     with pytest.raises(ts.ConfigurationError, match="keep_modes is True and the run is private"):
-        train(kept, tmp_path, backend="sp-dp")
+        train(kept, tmp_path / "kept", backend="sp-dp")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
 
-EVERY_STEP = ts.DefaultCheckpointerArguments(every_n_steps=1)
+EVERY_STEP = ts.DefaultCheckpointerArguments(every_n_steps=1, keep_last=None)
 
 
 class Lion(torch.optim.Optimizer):
@@ -125,7 +125,7 @@ def test_states_are_read_with_the_weights_in_one_read(tmp_path: Path) -> None:
             return super().read(tensors)
 
     module = Classifier(numbers(8), optimizer=torch.optim.Adam, lr=0.01)
-    args = arguments(tmp_path, checkpointer_args=ts.DefaultCheckpointerArguments(), log_every=100)
+    args = arguments(tmp_path, checkpointer_args=ts.DefaultCheckpointerArguments(keep_last=None), log_every=100)
     ts.Trainer(module, args, trainer_backend=Counts(ts.build_trainer_backend("sp"))).train()
     assert reads.count(4 + 4 * 3) == 1  # of each weight: itself, and step, exp_avg and exp_avg_sq
 
@@ -146,6 +146,6 @@ def test_a_weight_that_is_added_in_training_is_watched(tmp_path: Path) -> None:
             if hasattr(self, "added"):
                 self.added.data.fill_(float("nan"))
 
-    args = arguments(tmp_path, epochs=2, checkpointer_args=ts.DefaultCheckpointerArguments())
+    args = arguments(tmp_path, epochs=2, checkpointer_args=ts.DefaultCheckpointerArguments(keep_last=None))
     with pytest.raises(ts.NonFiniteError, match="'added' holds inf or nan"):
         ts.Trainer(Grows(numbers(16)), args).train()

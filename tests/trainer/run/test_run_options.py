@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import trainstack as ts
 from tests.helpers.modules import CLASSES, FEATURES, Classifier, Noisy, arguments, numbers, train, weights
+from trainstack.checkpointing.directory import read_manifest
 
 SAVING = ts.DefaultCheckpointerArguments()
 
@@ -219,6 +220,64 @@ class TestDeterminism:
 
         with pytest.raises(RuntimeError, match="deterministic"):
             train(Random(), tmp_path, deterministic=True)
+
+
+MATMUL: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+
+
+def precisions() -> list[str]:
+    return [torch.get_float32_matmul_precision(), *(place.fp32_precision for place in MATMUL)]
+
+
+class TestMatmulPrecision:
+    @pytest.fixture(autouse=True)
+    def same_afterwards(self) -> Iterator[None]:
+        before = precisions()
+        yield
+        assert precisions() == before
+
+    @pytest.mark.parametrize("wanted", ["highest", "high", "medium", None])
+    def test_it_holds_while_the_trainer_works_and_no_longer(self, wanted: Any, tmp_path: Path) -> None:
+        seen, before = [], torch.get_float32_matmul_precision()
+
+        class Looks(Counting):
+            def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+                seen.append(torch.get_float32_matmul_precision())
+                return super().train_step(global_step, batch, device)
+
+        trainer = train(Looks(), tmp_path, float32_matmul_precision=wanted, max_steps=1)
+        assert seen == [wanted or before]
+        trainer.close()
+
+    def test_it_ends_with_an_exception_too(self, tmp_path: Path) -> None:
+        class Fails(Counting):
+            def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+                raise ValueError(torch.get_float32_matmul_precision())
+
+        with pytest.raises(ValueError, match="medium"):
+            train(Fails(), tmp_path, float32_matmul_precision="medium")
+
+    def test_precisions_that_torch_does_not_mix_with_it_are_kept(self, tmp_path: Path) -> None:
+        kept, MATMUL[0].fp32_precision = MATMUL[0].fp32_precision, "tf32"
+        try:
+            with pytest.raises(
+                ts.ConfigurationError, match=r"cuda.matmul.fp32_precision='tf32'.*Leave the argument out"
+            ):
+                train(Counting(), tmp_path, float32_matmul_precision="medium")
+            train(Counting(), tmp_path, checkpointer_args=ts.DefaultCheckpointerArguments())
+            assert MATMUL[0].fp32_precision == "tf32"
+        finally:
+            MATMUL[0].fp32_precision = kept
+
+    def test_a_resume_with_another_precision_is_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        saving: dict[str, Any] = {"checkpointer_args": ts.DefaultCheckpointerArguments()}
+        train(Counting(), tmp_path, float32_matmul_precision="high", **saving)
+        info = ts.list_checkpoints(tmp_path / "checkpoints")[0]
+        assert read_manifest(info.path).metadata["float32_matmul_precision"] == "high"
+        train(Counting(), tmp_path, float32_matmul_precision="high", resume=True, epochs=2, **saving)
+        assert "float32_matmul_precision" not in caplog.text
+        train(Counting(), tmp_path, resume=True, epochs=3, **saving)
+        assert "was written with float32_matmul_precision='high'; the run goes on with 'highest', and" in caplog.text
 
 
 def counting(graphs: list[Any]) -> Any:

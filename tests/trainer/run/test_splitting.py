@@ -85,6 +85,31 @@ def test_losses_that_are_sums_are_added_up(kind: type[Line], limit: int | None, 
     assert trainer.history.get_latest_metric("val/loss") == pytest.approx(summed(outputs, ROWS.sum(1, True)).item())
 
 
+class Growing(Line):
+    """Its own batches grow within a step, so that the estimate of a step's items is corrected."""
+
+    def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+        return [
+            (ROWS[begin:end], ROWS[begin:end].sum(1, keepdim=True)) for begin, end in ((0, 1), (1, 4), (4, 6), (6, 13))
+        ]
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_sums_of_batches_that_grow_within_a_step_are_added_up(counts: bool, tmp_path: Path) -> None:
+    plain, module = Line(summed), Growing(summed)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for begin, end in ((0, 4), (4, 13)):
+        optimizer.zero_grad()
+        plain.loss(plain.net(ROWS[begin:end]), ROWS[begin:end].sum(1, keepdim=True)).backward()
+        optimizer.step()
+    module.loss_reduction = "sum"
+    if counts:
+        module.batch_weight = lambda batch: float(len(batch[0]))  # type: ignore[method-assign]
+    train(module, tmp_path, train_batch_size=8, gpu_batch_size_limit=4, clip_grads=False)
+
+    assert (weights(module) - weights(plain)).abs().max() < 1e-12
+
+
 def vae_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     divergence = -0.5 * torch.sum(1 + outputs - outputs.pow(2))
     return F.binary_cross_entropy(outputs.sigmoid(), targets.sigmoid(), reduction="sum") + divergence

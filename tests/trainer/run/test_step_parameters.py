@@ -372,3 +372,19 @@ def test_a_step_without_gradients_is_no_overflow(tmp_path: Path) -> None:
     trainer.train()
 
     assert trainer.state.skipped_steps == 0
+
+
+class Computing(Changing):
+    """Computes gradients between epochs, and in the first hook of the run, that no step is to use."""
+
+    def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
+        self.loss(self.data[:3][0], 0).backward()
+
+
+@pytest.mark.parametrize("fast_paths", [True, False])
+def test_gradients_of_user_code_between_epochs_belong_to_no_step(fast_paths: bool, tmp_path: Path) -> None:
+    plain, module = (kind(lambda module: None, "nowhere") for kind in (Changing, Computing))
+    for one in (plain, module):
+        ts.Trainer(one, arguments(tmp_path / type(one).__name__, epochs=3, fast_paths=fast_paths)).train()
+
+    assert torch.equal(plain.net.weight, module.net.weight)

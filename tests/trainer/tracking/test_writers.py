@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
+import math
 import os
 import struct
 import subprocess
@@ -37,8 +38,15 @@ def loss(step: int, value: float = 0.5) -> Record:
     return Record("loss", value, step, 1)
 
 
-def write(writer: Writer, records: Sequence[Record], *, resume_step: int | None = None) -> None:
-    writer.open(RunInfo(resume_step=resume_step))
+def write(
+    writer: Writer,
+    records: Sequence[Record],
+    *,
+    resume_step: int | None = None,
+    before: Sequence[Record] = (),
+    folder: Path = Path("elsewhere"),
+) -> None:
+    writer.open(RunInfo(resume_step=resume_step, records=lambda: before, log_dir=folder))
     writer.write(records)
     writer.close()
 
@@ -92,7 +100,8 @@ def test_csv_survives_a_process_that_is_killed_and_continues_as_if_it_had_not_be
     with path.open("a") as file:
         file.write("8,0,loss,0.1")  # the row that the crash tore
     resumed = CsvWriter(path)
-    write(resumed, [Record("loss", 1 / step, step, 0) for step in range(6, 11)], resume_step=5)
+    before = [Record("loss", 1 / step, step, 0) for step in range(1, 6)]
+    write(resumed, [Record("loss", 1 / step, step, 0) for step in range(6, 11)], resume_step=5, before=before)
     unbroken = tmp_path / "unbroken.csv"
     write(CsvWriter(unbroken), [Record("loss", 1 / step, step, 0) for step in range(1, 11)])
     assert path.read_bytes() == unbroken.read_bytes()
@@ -105,7 +114,8 @@ def test_csv_resume_keeps_what_was_written_up_to_the_step_byte_for_byte(tmp_path
     text = HEADER + "1,0,a,0.5\n2,0,a,1e-07\n2,0,b,nan\n"
     path.write_text(text + "3,0,a,1.0\n4,0,a,2.0\n")
     inode = path.stat().st_ino
-    write(CsvWriter(path), [], resume_step=2)
+    before = [Record("a", 0.5, 1, 0), Record("a", 1e-07, 2, 0), Record("b", math.nan, 2, 0)]
+    write(CsvWriter(path), [], resume_step=2, before=before)
     assert path.read_text() == text
     assert path.stat().st_ino == inode  # in place
 
@@ -114,15 +124,20 @@ def test_csv_resume_keeps_what_was_written_up_to_the_step_byte_for_byte(tmp_path
 def test_csv_resume_cuts_off_a_torn_last_row(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "metrics.csv"
     path.write_text(HEADER + "1,0,a,0.5\n" + torn)
-    write(CsvWriter(path), [Record("a", 2.0, 4, 0)], resume_step=3)
+    write(CsvWriter(path), [Record("a", 2.0, 4, 0)], resume_step=3, before=[Record("a", 0.5, 1, 0)])
     assert path.read_text() == HEADER + "1,0,a,0.5\n4,0,a,2.0\n"
 
 
-def test_csv_resume_with_steps_out_of_order_cuts_off_later_steps_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inside", [True, False])
+def test_csv_resume_replaces_only_what_lies_in_the_folder_of_the_run(tmp_path: Path, inside: bool) -> None:
     path = tmp_path / "metrics.csv"
-    path.write_text(HEADER + "1,0,a,0.5\n900,0,x,1.0\n2,0,a,0.5\n3,0,a,0.5\nan edited line\n")
-    write(CsvWriter(path), [], resume_step=2)
-    assert path.read_text() == HEADER + "1,0,a,0.5\n2,0,a,0.5\nan edited line\n"
+    text = HEADER + "1,0,a,0.5\n900,0,x,1.0\nan edited line\n"
+    path.write_text(text)
+    before = [Record("a", 0.5, 1, 0), Record("a", 0.5, 2, 0)]
+    write(CsvWriter(path), [], resume_step=2, before=before, folder=tmp_path if inside else tmp_path / "run")
+    assert path.read_text() == HEADER + "1,0,a,0.5\n2,0,a,0.5\n"
+    aside = tmp_path / "metrics.1.csv"
+    assert not aside.exists() if inside else aside.read_text() == text
 
 
 @pytest.mark.parametrize("content", [None, "", "step,ep"])
@@ -181,13 +196,13 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 @needs_tensorboard
 @pytest.mark.spec("F117")
-def test_tensorboard_deletes_nothing_in_its_directory(tmp_path: Path) -> None:
+def test_tensorboard_deletes_nothing_that_may_be_of_another_run(tmp_path: Path) -> None:
     precious = tmp_path / "precious" / "results.csv"
     precious.parent.mkdir()
     precious.write_text("mine")
     before: dict[Path, bytes] = {}
     for resume_step in (None, 1, None, 3):
-        write(TensorBoardWriter(tmp_path), [loss(2)], resume_step=resume_step)
+        write(TensorBoardWriter(tmp_path), [loss(2)], resume_step=resume_step, before=[loss(9)] if resume_step else [])
         now = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         assert {path: now.get(path) for path in before} == before
         before = now
@@ -196,10 +211,11 @@ def test_tensorboard_deletes_nothing_in_its_directory(tmp_path: Path) -> None:
 
 @needs_tensorboard
 @pytest.mark.spec("F117")
-def test_tensorboard_resume_hides_the_steps_that_are_run_again(tmp_path: Path) -> None:
-    write(TensorBoardWriter(tmp_path), [loss(step, float(step)) for step in range(1, 8)])
+def test_tensorboard_resume_cuts_off_the_steps_that_are_run_again(tmp_path: Path) -> None:
+    first = [loss(step, float(step)) for step in range(1, 8)]
+    write(TensorBoardWriter(tmp_path), first)
     again = [loss(step, 10.0 * step) for step in range(6, 10)]
-    write(TensorBoardWriter(tmp_path), again, resume_step=5)
+    write(TensorBoardWriter(tmp_path), again, resume_step=5, before=first[:5])
     expected = [(step, float(step)) for step in range(1, 6)] + [(step, 10.0 * step) for step in range(6, 10)]
     assert scalars(tmp_path) == {"loss": expected}
 
@@ -208,7 +224,7 @@ def test_tensorboard_resume_hides_the_steps_that_are_run_again(tmp_path: Path) -
 def test_tensorboard_keeps_two_fresh_runs_apart_and_resumes_the_newest(tmp_path: Path) -> None:
     write(TensorBoardWriter(tmp_path), [loss(1, 1.0)])
     write(TensorBoardWriter(tmp_path), [loss(1, 2.0)])
-    write(TensorBoardWriter(tmp_path), [loss(2, 3.0)], resume_step=1)
+    write(TensorBoardWriter(tmp_path), [loss(2, 3.0)], resume_step=1, before=[loss(1, 2.0)])
     assert scalars(tmp_path) == {"loss": [(1, 1.0)]}
     assert scalars(tmp_path / "run-1") == {"loss": [(1, 2.0), (2, 3.0)]}
 

@@ -1,6 +1,7 @@
 """trainstack with its defaults, but for the clipping of gradients, which is off since plain PyTorch is the measure.
 
-Documented in docs/quickstart.md, checkpoints.md and resume.md.
+Documented in docs/quickstart.md, order.md, checkpoints.md and resume.md. The streams of the tasks are split by rank,
+which `data_sharding` says.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import trainstack as ts
 from tools.conformance.adapter import Adapter
@@ -64,13 +65,16 @@ class Peer(Adapter):
         return [info.path for info in ts.list_checkpoints(folder / "checkpoints") if info.kind == "checkpoint"]
 
     def _trainer(self, task: Task) -> ts.Trainer:
-        saving = ts.DefaultCheckpointerArguments(checkpoint=task.save, every_n_steps=1 if task.save else None)
+        saving = ts.DefaultCheckpointerArguments(
+            checkpoint=task.save, every_n_steps=1 if task.save else None, keep_last=None
+        )
         process = "ddp" if task.processes > 1 else "sp"
         args = ts.TrainerArguments(
             epochs=task.epochs,
             train_batch_size=task.batch * task.accumulate * task.processes,
             gpu_batch_size_limit=task.batch,
             val_batch_size=task.batch,
+            data_sharding={"val": "loader" if isinstance(task.validation, IterableDataset) else "auto"},
             clip_grads=False,
             backend=f"{process}-amp" if task.fp16 else process,
             device="cpu",

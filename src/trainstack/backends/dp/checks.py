@@ -182,7 +182,7 @@ def _of_leaf(leaf: Any) -> Iterator[float]:
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
         leaf = torch.from_numpy(leaf)
     if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_complex():
-        values = leaf.detach().double()
+        values = leaf.detach().cpu().double()  # MPS has no float64
         yield from (leaf.numel(), int(values.count_nonzero()), float(values.mean()) if leaf.numel() else 0.0)
     elif isinstance(leaf, int | float):
         yield from (1, leaf != 0, float(leaf))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot
-from trainstack.backends.ddp import EMPTY
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
+from trainstack.backends.processes.borrowed import Borrowed
 from trainstack.backends.spec import register_layer
 from trainstack.backends.workload import Sampling, Workload
 from trainstack.errors import ConfigurationError
@@ -80,8 +80,9 @@ class DP(AbstractTrainerBackendDecorator):
         """In training, forwards and backwards: what comes back is finished, but for a loss that may be logged."""
         if stage is not Stage.TRAIN:
             return self.inner.forward(work, stage, batch, step)
-        if batch is EMPTY:
-            return torch.zeros((), device=work.world.device, requires_grad=True)
+        if isinstance(batch, Borrowed):  # of a record that is not in this sample
+            with torch.no_grad():
+                return self.inner.forward(work, stage, batch, step)
         self._ready.check_parameters(work)
         return self._ready.add(lambda model, part: self._run(work, model, part, step), batch)
 

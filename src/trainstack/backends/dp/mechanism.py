@@ -171,8 +171,7 @@ class Mechanism:
                 look()
             except Exception as error:
                 failure = error
-        comm.raise_if_any(failure, "reading the privacy account")
-        spent = comm.broadcast_object(self.accountant.get_state())
+        spent = comm.broadcast_outcome(failure, self.accountant.get_state(), "reading the privacy account")
         if not self._world.is_main:
             self.accountant.update_state(spent)
 

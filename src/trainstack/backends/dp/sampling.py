@@ -97,7 +97,7 @@ class PoissonSampling(Sampling):
         check_records(batch, records)
 
     def steps_allowed(self, steps: int) -> int:
-        return int(self._comm.broadcast_object(self._steps_allowed(steps)))
+        return int(self._comm.broadcast_object(self._steps_allowed(steps), "reserving private steps"))
 
     def exhausted_reason(self) -> str:
         return self._exhausted_reason()

@@ -6,7 +6,6 @@ import hashlib
 import secrets
 from os import PathLike
 
-from trainstack.backends.ddp import broadcast_in_place
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan, plan_privacy
 from trainstack.backends.dp.budget import Accountant
 from trainstack.backends.dp.checks import choose_probe_records, neighbour_problems, setup_problems, static_problems
@@ -19,6 +18,7 @@ from trainstack.backends.dp.randomness import DebugRandomness, Randomness, Seede
 from trainstack.backends.dp.sampling import PoissonSampling, check_records
 from trainstack.backends.dp.statement import SEEDED
 from trainstack.backends.processes.communicator import Communicator
+from trainstack.backends.processes.packing import broadcast_coalesced
 from trainstack.backends.single_process import move_to_device
 from trainstack.backends.workload import TrainingSet, Workload
 from trainstack.errors import ConfigurationError, PrivacyError
@@ -45,8 +45,7 @@ def make_mechanism(
     comm = work.world.comm
     plan = _plan(work.data, args)
     _agree_on(comm, work, plan, args)
-    for tensor in (*work.module.parameters(), *work.module.buffers()) if comm.size > 1 else ():
-        broadcast_in_place(work.world, tensor)
+    broadcast_coalesced(work.world, [*work.module.parameters(), *work.module.buffers()])
     mode, found = _mode(work, work.data, args, run)
     if found and args.on_unsafe == "error":
         mode.close()
@@ -99,7 +98,8 @@ def _mode(
     work.module.train()
     try:
         clipper = _clipper(args, [names[id(p)] for p in trained])
-        index = work.world.comm.broadcast_object(choose_probe_records(data) if work.world.is_main else None)
+        chosen = choose_probe_records(data) if work.world.is_main else None
+        index = work.world.comm.broadcast_object(chosen, "choosing records to probe")
         batch = move_to_device(data.fetch(index), work.world.device)
         check_records(batch, len(index))
         mode = choose_mode(args.grad_mode, work.module, trained, clipper, run, batch, len(index))
@@ -125,14 +125,15 @@ def _randomness(args: DifferentialPrivacyArguments, comm: Communicator) -> Rando
         return DebugRandomness(args.debug_seed)
     if args.secure:
         return SystemRandomness()
-    return SeededRandomness(comm.broadcast_object(secrets.randbits(128)))
+    return SeededRandomness(comm.broadcast_object(secrets.randbits(128), "seeding private noise"))
 
 
 def _agree_on(comm: Communicator, work: Workload, plan: PrivacyPlan, args: DifferentialPrivacyArguments) -> None:
     """One mechanism on all processes, or none."""
     shapes = [(name, tuple(p.shape), p.requires_grad) for name, p in work.module.named_parameters()]
     facts = {"model": shapes, "plan": plan, "data set": work.data and work.data.length, "arguments": args}
-    marks = comm.gather({what: hashlib.sha256(repr(fact).encode()).hexdigest() for what, fact in facts.items()})
+    digests = {what: hashlib.sha256(repr(fact).encode()).hexdigest() for what, fact in facts.items()}
+    marks = comm.gather(digests, "preparing private training")
     for what in facts:
         if len({mark[what] for mark in marks}) > 1:
             raise PrivacyError(

@@ -61,7 +61,13 @@ class DistributedTrainingArguments:
         master_port: a free port there; None takes MASTER_PORT, or torchrun's default in a world of one.
         backend: `"gloo"`, `"nccl"` or another of torch's; None follows the device.
         timeout_s: seconds after which a collective gives up on a process that does not come.
+        rendezvous_timeout_s: seconds in which all processes have to come to the first use of their trainer; None takes
+            600, or `timeout_s` where that is shorter.
+        run_id: a name that all processes of a run share. One with another name is refused at the rendezvous.
         local_world_size: processes on this machine; None takes LOCAL_WORLD_SIZE.
+        allow_pickle: whether outputs and inputs of metrics may hold objects of any class, which processes send each
+            other as pickles. Reading a pickle can run any code, so every process that can reach the ports of the run
+            is trusted. Under a launcher write `backend_options={"ddp": {"allow_pickle": True}}` instead.
     """
 
     local_rank: int
@@ -72,7 +78,10 @@ class DistributedTrainingArguments:
     master_port: int | None = None
     backend: str | None = None
     timeout_s: float = 1800.0
+    rendezvous_timeout_s: float | None = None
+    run_id: str | None = None
     local_world_size: int | None = None
+    allow_pickle: bool = False
 
     def __post_init__(self) -> None:
         _check(self.world_size >= 1, f"world_size={self.world_size}: there is at least one process.")
@@ -92,7 +101,9 @@ class DistributedTrainingArguments:
             f"master_port={self.master_port}: a port is a number from 1 to 65535.",
         )
         _check(self.master_addr != "", "master_addr='': write the host of rank 0, or None to take MASTER_ADDR.")
-        _check(self.timeout_s > 0, f"timeout_s={self.timeout_s}: write a number of seconds above 0.")
+        for name in ("timeout_s", "rendezvous_timeout_s"):
+            seconds = getattr(self, name)
+            _check(seconds is None or seconds > 0, f"{name}={seconds}: write a number of seconds above 0.")
 
 
 def detect_process_info(
@@ -129,6 +140,16 @@ def detect_process_info(
     return None
 
 
+def is_on_one_host(place: ProcessInfo, environ: Mapping[str, str]) -> bool:
+    """Whether the launcher says that all processes are on this host.
+
+    Variables that were exported by hand do not say it without LOCAL_WORLD_SIZE. In some clusters MASTER_ADDR is
+    localhost for rank 0 alone.
+    """
+    said = place.launcher != "torchrun" or bool(environ.get("LOCAL_WORLD_SIZE"))
+    return place.size == 1 or (said and place.local_size == place.size)
+
+
 def launcher_world_size(environ: Mapping[str, str]) -> int:
     """How many processes the launcher of this one has started; 1 where none has. `detect_process_info` wants to know
     more.
@@ -144,15 +165,18 @@ def launcher_world_size(environ: Mapping[str, str]) -> int:
     return Variables(environ, "torchrun").number("WORLD_SIZE", default=1)
 
 
-def process_info_of_group() -> ProcessInfo:
+def process_info_of_group(timeout_s: float = 600.0) -> ProcessInfo:
     """The place in a process group that already exists, whoever made it.
 
     Every process of the group has to call this: they tell each other through the group's store where they run.
     LOCAL_RANK is believed where every process of this machine has one of its own.
+
+    Raises:
+        TrainstackError: a process has not called this within `timeout_s`.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = f"{host_identity()}|{os.environ.get('LOCAL_RANK', '')}"
-    places = [text.rpartition("|") for text in exchange("place", mine)]
+    places = [text.rpartition("|") for text in exchange("place", mine, timeout_s=timeout_s)]
     machines = [machine for machine, _, _ in places]
     mates = [other for other in range(size) if machines[other] == machines[rank]]
     numbers = [places[mate][2] for mate in mates]

@@ -9,52 +9,66 @@ import torch
 from torch import Tensor
 
 from trainstack.backends.processes.communicator import Communicator
+from trainstack.backends.processes.wire import At
 from trainstack.errors import ModuleContractError
 
 
-def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None) -> Any:
+def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None, what: str = "trainer.gather") -> Any:
     """Join `outputs` of all processes along dimension 0, on every process.
 
     Tensors are joined by rows (0-dim tensors become one row) and come back on the device they were on; lists of other
     things are put one after the other; dicts, tuples and lists of these are joined item by item. A process that has
-    nothing (`[]`) has no structure either and gets that of the others.
+    nothing (`[]`) has no structure either: it gets that of the others, with a plain tuple for a named one, and a
+    `SimpleNamespace` for a dataclass among other things.
 
     Args:
         comm: how to talk.
         outputs: this process's.
         chunk: send at most so many rows at once.
+        what: names this call in the errors of processes that are elsewhere.
 
     Raises:
-        ModuleContractError: the processes' outputs do not fit together; on all of them.
+        ModuleContractError: the processes' outputs do not fit together, or hold what processes do not send each other
+            (see `Communicator.gather`); on all of them.
+        PeerError: the other processes have not called it; on all of them.
     """
     if comm.size == 1:
         return outputs
-    leaves: list[Any] = []
-    plan = _flatten(outputs, leaves)
-    gathered = comm.gather((plan, [_describe(leaf) for leaf in leaves]))
-    filled = [(theirs, facts) for theirs, facts in gathered if facts]
+    leaves: list[tuple[str, Any]] = []
+    plan = _flatten(outputs, "outputs", leaves)
+    gathered = comm.gather((_plain(plan), repr(plan), [_describe(*item) for item in leaves]), what)
+    filled = [(theirs, facts) for theirs, _, facts in gathered if facts]
     if not filled:
         return outputs
-    plan, facts = filled[0]
+    theirs, facts = filled[0]
     _check_alike(gathered)
-    columns = zip(*(theirs or [None] * len(facts) for _, theirs in gathered), strict=True)
+    columns = zip(*(theirs or [None] * len(facts) for *_, theirs in gathered), strict=True)
     joined = [
         _join(comm, leaf, column, like, chunk)
-        for leaf, column, like in zip(leaves or [None] * len(facts), columns, facts, strict=True)
+        for leaf, column, like in zip([leaf for _, leaf in leaves] or [None] * len(facts), columns, facts, strict=True)
     ]
-    return _rebuild(plan, iter(joined))
+    return _rebuild(plan if leaves else theirs, iter(joined))
 
 
-def _flatten(value: Any, leaves: list[Any]) -> Any:
-    """The structure of `value`, its leaves appended to `leaves`."""
+def _flatten(value: Any, place: str, leaves: list[tuple[str, Any]]) -> Any:
+    """The structure of `value`, its leaves appended to `leaves` with their places."""
     if isinstance(value, dict):
-        return {key: _flatten(item, leaves) for key, item in value.items()}
+        return {key: _flatten(item, f"{place}[{key!r}]", leaves) for key, item in value.items()}
     if _is_structure(value):
-        return _like(value, [_flatten(item, leaves) for item in value])
+        return _like(value, [_flatten(item, f"{place}[{i}]", leaves) for i, item in enumerate(value)])
     if isinstance(value, list) and not value and not isinstance(value, StepList):
         return value
-    leaves.append(value)
+    leaves.append((place, value))
     return _Leaf()
+
+
+def _plain(plan: Any) -> Any:
+    """`plan` in the containers that every process knows."""
+    if isinstance(plan, dict):
+        return {key: _plain(item) for key, item in plan.items()}
+    if isinstance(plan, list | tuple):
+        return (list if isinstance(plan, list) else tuple)(_plain(item) for item in plan)
+    return None
 
 
 def _is_structure(value: Any) -> bool:
@@ -69,7 +83,7 @@ class StepList(list[Any]):
 
 
 class _Leaf:
-    """Marks the place of a leaf in a structure."""
+    """Marks the place of a leaf in a structure; None does in one that was sent."""
 
     def __repr__(self) -> str:
         return "..."
@@ -77,10 +91,10 @@ class _Leaf:
 
 def _check_alike(gathered: list[Any]) -> None:
     by_look: dict[str, list[int]] = {}
-    for rank, (plan, facts) in enumerate(gathered):
+    for rank, (_, look, facts) in enumerate(gathered):
         if facts:
             kinds = [f"rows of shape {fact[2]}, {fact[3]}" if fact[0] == "tensor" else "objects" for fact in facts]
-            by_look.setdefault(f"{plan!r} with {'; '.join(kinds)}", []).append(rank)
+            by_look.setdefault(f"{look} with {'; '.join(kinds)}", []).append(rank)
     if len(by_look) > 1:
         looks = ", ".join(f"{look} on ranks {ranks}" for look, ranks in by_look.items())
         raise ModuleContractError(
@@ -89,12 +103,12 @@ def _check_alike(gathered: list[Any]) -> None:
         )
 
 
-def _describe(leaf: Any) -> Any:
+def _describe(place: str, leaf: Any) -> Any:
     """For a tensor its rows, the shape of a row and the dtype; anything else travels as it is."""
     if isinstance(leaf, Tensor):
         leaf = leaf.reshape(1) if leaf.dim() == 0 else leaf
         return ("tensor", leaf.shape[0], tuple(leaf.shape[1:]), leaf.dtype, str(leaf.device))
-    return ("objects", leaf if isinstance(leaf, list) else [leaf])
+    return ("objects", At(place, list(leaf)) if isinstance(leaf, list) else [At(place, leaf)])
 
 
 def _join(comm: Communicator, leaf: Any, facts: Sequence[Any], like: Any, chunk: int | None) -> Any:
@@ -111,7 +125,7 @@ def _join(comm: Communicator, leaf: Any, facts: Sequence[Any], like: Any, chunk:
 
 
 def _rebuild(plan: Any, leaves: Any) -> Any:
-    if isinstance(plan, _Leaf):
+    if plan is None or isinstance(plan, _Leaf):
         return next(leaves)
     if isinstance(plan, dict):
         return {key: _rebuild(item, leaves) for key, item in plan.items()}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import linecache
 import os
 import re
+import socket
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -19,14 +21,16 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
 
+from trainstack._store import StoreSilentError, TimedStore
+from trainstack.backends.processes.peer_report import Place, decode_place, encode_place, missing_peers, short_message
 from trainstack.errors import PeerError
 
 _OURS = str(Path(__file__).parents[2]) + os.sep  # the folder of the package
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PYTHON = str(Path(os.__file__).parent) + os.sep
-_WRAPPERS = ("fail_together", "hook", "announced")  # around a public method of a trainer, every hook and every verb
+_WRAPPERS = ("fail_together", "hook", "announced", "_train_until_stopped")
+"""Functions around a public method of a trainer, every hook, every verb and the training: no place names them."""
 
 _THREAD = re.compile(r"hread 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -104,17 +108,6 @@ _POLL_S = 0.02
 _LOST = ("/gloo/", "Application timeout caused pair closure")
 """What the text of a plain RuntimeError of gloo's has in it."""
 
-_WHERE_TORCH_SAW_IT = re.compile(r"\[\S+\.cc:\d+\] ")
-_SILENT = (
-    "A process that does not answer has ended, is stopped, or runs code that holds Python's lock. One that left no "
-    "traceback in its output was killed: the system does that when memory runs out."
-)
-_ADVICE = (
-    "All processes have to come to the same collectives, and equally often: train, validate, gather and "
-    "save_checkpoint are called by all or by none, not below `if rank == 0:`. If one is only slow, give it more time: "
-    "backend_options={'ddp': {'timeout_s': ...}}."
-)
-
 
 class PeerWatchdog(threading.Thread):
     """A thread that looks at the store once a second while the processes work together; a step costs nothing more.
@@ -123,7 +116,7 @@ class PeerWatchdog(threading.Thread):
     cuts the connections that this one may be waiting on: a process that failed need not have ended.
 
     Args:
-        store: the group's, with keys of this run only.
+        store: the group's, with keys of this run only. This thread may wait for it without an end.
         rank: of this process.
         size: how many there are.
         number: counts the watchdogs of a run, alike in all its processes.
@@ -138,7 +131,7 @@ class PeerWatchdog(threading.Thread):
 
     def __init__(
         self,
-        store: Store,
+        store: TimedStore,
         rank: int,
         size: int,
         number: int,
@@ -159,17 +152,23 @@ class PeerWatchdog(threading.Thread):
     def run(self) -> None:
         """Look until told to stop, or until the store is gone and with it everybody to talk to."""
         with suppress(RuntimeError):
-            while not self._poll() and not self._stopping.wait(self._pause):
-                pass
+            while not self._stopping.is_set():
+                with suppress(StoreSilentError):  # the network may come back
+                    if self._poll():
+                        return
+                self._stopping.wait(self._pause)
 
     def stop(self) -> None:
         """Look no more, and tell those who may still ask."""
         self._stopping.set()
+        if self._is_cut_off:  # the thread waits for the store, and nobody can be told
+            return
         self.join(self._pause + GRACE_S)
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, StoreSilentError):
+            store = self._store.within(ANSWER_S)
             if self._failed_at is not None:
-                self._store.set(f"heard/{self._number}/{self._rank}", "")
-            self._store.set(f"place/{self._rank}", f"{self._where()}; its trainer is at work no more")
+                store.set(f"heard/{self._number}/{self._rank}", "")
+            store.set(f"place/{self._rank}", encode_place(f"{self._where()}; its trainer is at work no more"))
 
     def resolve_error(self, error: BaseException) -> BaseException:
         """What is to be raised for `error`: itself, left for the others to read, or what another process has left.
@@ -177,36 +176,55 @@ class PeerWatchdog(threading.Thread):
         Where processes are missed and none has left word, all are asked where they are.
         """
         self._failed_at = f"{self._where()}; {summarize_traceback(error.__traceback__)}"
+        if isinstance(error, StoreSilentError):
+            return PeerError(f"rank {self._rank} has lost touch: {error} It was at {self._failed_at}")
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         if type(error) is RuntimeError or isinstance(error, dist.DistError):
-            with suppress(RuntimeError):
-                self._peer_error = self._peer_error or self._failure()
+            with suppress(RuntimeError, StoreSilentError):
+                self._peer_error = self._peer_error or (None if self._is_cut_off else self._failure())
             if self._peer_error is not None:
                 return self._peer_error
             if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST):
                 error = PeerError(self._report(error))
                 text = str(error)
-        with suppress(RuntimeError):  # where the store is gone, there is nobody left to tell
-            self._publish_failure(text)
+        with suppress(RuntimeError, StoreSilentError):  # where the store is gone, there is nobody left to tell
+            self._publish_failure(f"{type(error).__name__}: {error}", text)
         return error
 
-    def _publish_failure(self, text: str) -> None:
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether the store has not answered for so long that it is of no use to ask it."""
+        return self._store.silent_s > self._pause + ANSWER_S
+
+    def _publish_failure(self, line: str, text: str) -> None:
         """Leave word of a failure, unless another process has done so in this watchdog; rank 0 waits for answers."""
-        before = self._store.get("failure").decode() if self._store.check(["failure"]) else ""
-        if not before or int(before.partition("\n")[0]) < self._number:
-            self._store.compare_set("failure", before, f"{self._number}\n{self._rank}\n{text}")
+        if self._is_cut_off:
+            return
+        store = self._store.within(self._pause + 2 * ANSWER_S)
+        before = store.find("failure") or ""
+        if not before or json.loads(before)["number"] < self._number:
+            said = {"number": self._number, "rank": self._rank, "host": socket.gethostname()}
+            store.compare_set("failure", before, json.dumps({**said, "line": line.partition("\n")[0], "text": text}))
         # The store may be in the process of rank 0, and that process may be about to end.
-        deadline, deaf = time.monotonic() + self._pause + ANSWER_S, set(range(1, self._size))
-        while self._rank == 0 and deaf and time.monotonic() < deadline:
-            deaf -= {rank for rank in deaf if self._store.check([f"heard/{self._number}/{rank}"])}
+        if self._rank == 0:
+            self._wait_for_answers([f"heard/{self._number}/{rank}" for rank in range(1, self._size)])
+
+    def _wait_for_answers(self, keys: Sequence[str]) -> list[int]:
+        """Give the others time to answer; the places in `keys` of those that do not."""
+        store, deadline = self._store.within(self._pause + 2 * ANSWER_S), time.monotonic() + self._pause + ANSWER_S
+        missing = store.missing(keys)
+        while missing and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+            missing = [number for number in missing if store.find(keys[number]) is None]
+        return missing
 
     def _poll(self) -> bool:
         """Whether there is nothing more to look for."""
-        here = self._failed_at or f"{self._where()}; {summarize_thread(self._watched)}"
+        here = encode_place(self._failed_at or f"{self._where()}; {summarize_thread(self._watched)}")
         self._store.set(f"place/{self._rank}", here)
-        if self._store.check(["asked"]):
-            self._store.compare_set(f"{self._store.get('asked').decode()}/{self._rank}", "", here)
+        asked = self._store.find("asked")
+        if asked is not None:
+            self._store.compare_set(f"{asked}/{self._rank}", "", here)
         self._peer_error = self._failure()
         if self._peer_error is None:
             return False
@@ -216,43 +234,44 @@ class PeerWatchdog(threading.Thread):
 
     def _failure(self) -> PeerError | None:
         """What another process has left since this one last failed."""
-        if not self._store.check(["failure"]):
+        store = self._store.within(ANSWER_S)
+        said = store.find("failure")
+        failure = json.loads(said) if said is not None else None
+        if failure is None or failure["number"] <= self._acknowledged or failure["rank"] == self._rank:
             return None
-        number, rank, text = self._store.get("failure").decode().split("\n", 2)
-        if int(number) <= self._acknowledged or int(rank) == self._rank:
-            return None
-        self.failed = max(self.failed, int(number))
-        self._store.set(f"heard/{number}/{self._rank}", "")
-        return PeerError(f"rank {rank} failed, so rank {self._rank} stops as well. There:\n{text}")
+        self.failed = max(self.failed, failure["number"])
+        store.set(f"heard/{failure['number']}/{self._rank}", "")
+        where = f" There, on {failure['host']}: {failure['line']} (its output has the traceback)"
+        if self._rank == 0:
+            where = f" There, on {failure['host']}:\n{failure['text']}"
+        return PeerError(f"rank {failure['rank']} failed, so rank {self._rank} stops as well.{where}")
 
     def _report(self, error: BaseException) -> str:
-        message = _WHERE_TORCH_SAW_IT.sub("", str(error)).partition(". This is typically")[0].strip()
-        missed = f"rank {self._rank} has lost touch with another process ({message}).\n"
+        message = short_message(error)
         try:
-            places, silent = self._locate_ranks()
+            if not self._is_cut_off:
+                return missing_peers(self._rank, message, self._locate_ranks())
+        except StoreSilentError:
+            pass
         except RuntimeError:
-            return missed + f"The group's store is gone as well, so nobody can be asked. It was at {self._failed_at}"
-        lines = [
-            f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {place}"
-            for place, ranks in places.items()
-        ]
-        return missed + "\n".join([*lines, *([_SILENT] if silent else []), _ADVICE])
+            return (
+                f"rank {self._rank} has lost touch with another process ({message}).\nThe group's store is gone as "
+                "well, so nobody can be asked: the process that hosts it (rank 0, or the agent of torchrun) has ended. "
+                f"It was at {self._failed_at}"
+            )
+        return (
+            f"rank {self._rank} has lost touch with another process ({message}).\n{self._store.silence(0)}\n"
+            f"It was at {self._failed_at}"
+        )
 
-    def _locate_ranks(self) -> tuple[dict[str, list[int]], set[int]]:
-        """Ask everybody; the ranks at each place, and those that do not answer."""
+    def _locate_ranks(self) -> dict[int, Place]:
+        """Ask everybody; where each rank is."""
         assert self._failed_at is not None
-        answer = f"answer/{self._number}"
-        self._store.set("asked", answer)
-        self._store.set(f"{answer}/{self._rank}", self._failed_at)
-        deadline, silent = time.monotonic() + self._pause + ANSWER_S, set(range(self._size))
-        while silent and time.monotonic() < deadline:
-            silent -= {rank for rank in silent if self._store.check([f"{answer}/{rank}"])}
-            time.sleep(_POLL_S)
-        places: dict[str, list[int]] = {}
-        for rank in range(self._size):
-            key = f"place/{rank}" if rank in silent else f"{answer}/{rank}"
-            place = self._store.get(key).decode() if self._store.check([key]) else "nothing"
-            if rank in silent:
-                place = f"does not answer. Last known: {place}"
-            places.setdefault(place, []).append(rank)
-        return places, silent
+        answer, store = f"answer/{self._number}", self._store.within(self._pause + 3 * ANSWER_S)
+        store.set("asked", answer)
+        store.set(f"{answer}/{self._rank}", encode_place(self._failed_at))
+        silent = self._wait_for_answers([f"{answer}/{rank}" for rank in range(self._size)])
+        return {
+            rank: decode_place(store.find(f"{'place' if rank in silent else answer}/{rank}"), rank in silent)
+            for rank in range(self._size)
+        }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -80,6 +81,22 @@ def pick_device(wanted: DeviceChoice = "auto", local_rank: int = 0, local_size: 
     if device.index is None:
         return torch.device(kind, _own_index(wanted, local_rank, local_size, count))
     return torch.device(kind, _check_index(wanted, device.index, count))
+
+
+def select_device(wanted: DeviceChoice, until: ExitStack) -> torch.device:
+    """What `pick_device` gives, as the current device of the process until `until` is closed."""
+    device = pick_device(wanted)
+    until.enter_context(current_device(device))
+    return device
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """A block in which `device` is current.
+
+    `torch.empty(device="cuda")` and kernels of other libraries use the current device, and make a context of several
+    hundred MB on it. The previous device becomes current again without a context if it has none.
+    """
+    return torch.accelerator.device_index(None if device.type in ("cpu", "meta") else device.index or 0)
 
 
 def _check_index(wanted: Device, index: int, count: int) -> int:

@@ -15,9 +15,8 @@ from trainstack.trainer.module_checks import check_initialized
 class Freezer(Callback):
     """Leaves parameters as they are, for good or until an epoch begins. Give several for several groups.
 
-    In one process they need no gradients meanwhile, which saves time and memory. Where a layer of the backend sums
-    gradients over processes, it has to know from the start what will ever be trained; there their gradients are
-    computed, and dropped before clipping. In both cases optimizers pass over them: no weight decay, no momentum.
+    They need no gradients meanwhile, which saves time and memory, and optimizers pass over them: no weight decay, no
+    momentum.
 
     Args:
         names: of parameters or submodules, as `named_parameters()` tells them ("net.0", "encoder.layer.1.weight"), or

@@ -56,7 +56,7 @@ class BestValue:
         """
         step, monitor = trainer.state.global_step, self.of(trainer)
         value = results.get(monitor.name) if self._function is None else self._function(results)
-        value = trainer.world.comm.broadcast_object(value)
+        value = trainer.world.comm.broadcast_object(value, f"the value of {monitor.name!r}")
         if value is None or step == self.updated_at:
             return None
         self.updated_at, self.last = step, float(value)
@@ -146,7 +146,7 @@ class BestCheckpoint(MonitorCallback):
         monitor: a metric by its exact name, or a function of all that was measured; None for the monitor of the run:
             `args.monitor`, or that of `args.checkpointer_args` ("val/loss" by default).
         mode: "min", "max", or "auto" for what the metric's name tells.
-        path: of the folder; `best` in `args.output_dir` if None.
+        path: of the folder; `best` in `trainer.output_dir` if None.
         load_best_at_end: after the last checkpoint is saved and before the model is exported. If `train()` goes on
             later, it does so from the weights trained last.
         min_delta: by how much a value must be better to count.
@@ -154,6 +154,8 @@ class BestCheckpoint(MonitorCallback):
     Raises:
         ConfigurationError: the mode cannot be told.
     """
+
+    writes_files = True
 
     def __init__(
         self,
@@ -169,7 +171,7 @@ class BestCheckpoint(MonitorCallback):
 
     def path_of(self, trainer: AbstractTrainer) -> Path:
         """The folder with the best weights of `trainer`."""
-        return Path(trainer.args.output_dir) / "best" if self._path is None else Path(self._path)
+        return trainer.output_dir / "best" if self._path is None else Path(self._path)
 
     def on_new_value(self, trainer: AbstractTrainer, improved: bool) -> None:
         """Export what is better than all before."""

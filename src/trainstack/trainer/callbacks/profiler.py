@@ -22,7 +22,7 @@ class Profiler(Callback):
     Args:
         first_step: the first step of the trace; 3 or more.
         steps: how many.
-        path: of the folder; `profile` in `args.log_dir` if None.
+        path: of the folder; `profile` in `trainer.log_dir` if None.
         all_processes: trace each process; otherwise the main one.
         with_stack: keep the Python stack of each operation.
         with_memory: follow the memory that operations take.
@@ -30,6 +30,8 @@ class Profiler(Callback):
     Raises:
         ConfigurationError: a number cannot be.
     """
+
+    writes_files = True
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class Profiler(Callback):
     def _start(self, trainer: AbstractTrainer) -> None:
         if not (self._all or trainer.is_main_process):
             return
-        folder = trainer.args.log_dir / "profile" if self._path is None else Path(self._path)
+        folder = trainer.log_dir / "profile" if self._path is None else Path(self._path)
 
         def write(done: profile) -> None:
             folder.mkdir(parents=True, exist_ok=True)

@@ -148,7 +148,8 @@ class ThroughputMonitor(Callback):
         rate = (trainer.state.samples_in_epoch - self._samples) / seconds
         record(trainer, "throughput/samples_per_s", rate)
         if self._count_tokens is not None:
-            record(trainer, "throughput/tokens_per_s", sum(trainer.world.comm.gather(self._tokens)) / seconds)
+            tokens = trainer.world.comm.sum([float(self._tokens)], "ThroughputMonitor")[0]
+            record(trainer, "throughput/tokens_per_s", tokens / seconds)
         if self._flops is not None and self._peak is not None:
             record(trainer, "throughput/mfu", rate * self._flops / (self._peak * trainer.world.size))
         self.on_train_epoch_begin(trainer)

@@ -166,5 +166,4 @@ class ValidationSchedule:
             except Exception as error:
                 annotate(error, "raised in the function given as validate_every")
                 failure = error
-        comm.raise_if_any(failure, "asking validate_every")
-        return bool(comm.broadcast_object(answer))
+        return bool(comm.broadcast_outcome(failure, answer, "asking validate_every"))

@@ -37,10 +37,19 @@ class RankSlice:
     Attributes:
         micro_batches: data set indices, one int64 tensor a micro-batch; empty for a process without samples.
         samples: how many samples the global batch holds on all processes together.
+        borrowed: indices of micro-batches that this process runs with weight 0, before its own: all run as many.
+        uneven: whether any process has such micro-batches.
     """
 
     micro_batches: tuple[Tensor, ...]
     samples: int
+    borrowed: tuple[Tensor, ...] = ()
+    uneven: bool = False
+
+    @property
+    def all_micro_batches(self) -> tuple[Tensor, ...]:
+        """Those that are borrowed, and its own."""
+        return self.borrowed + self.micro_batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +97,17 @@ class DataOrder:
             low, extra = divmod(end - begin, self.world_size)
             first = begin + self.rank * low + min(self.rank, extra)
             mine = order[first : first + low + (self.rank < extra)]
-            yield RankSlice(micro_batches=torch.split(mine, self.micro_batch) if len(mine) else (), samples=end - begin)
+            own = torch.split(mine, self.micro_batch) if len(mine) else ()
+            # Rank 0 has the most samples. Its first micro-batch is lent: it is as large as a real one, on which layers
+            # such as batch norm depend.
+            passes, fewest = -(-(low + (extra > 0)) // self.micro_batch), -(-low // self.micro_batch)
+            lent = order[begin : begin + min(low + (extra > 0), self.micro_batch)]
+            yield RankSlice(
+                micro_batches=own,
+                samples=end - begin,
+                borrowed=(lent,) * (passes - len(own)),
+                uneven=fewest < passes,
+            )
 
 
 class OrderCursor:

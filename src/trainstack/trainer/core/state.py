@@ -50,6 +50,7 @@ class RunState:
         interrupted: whether an exception came before all that is due after the last global step was done.
         current_step: the step under way, or the last finished; where logged values belong.
         micro_batch: the micro-batch under way in its step, counted from 0; 0 between steps.
+        borrowed: whether that micro-batch is borrowed, see `Borrowed`.
         order: how the samples of `epoch` come, in words; empty before its first, or where that is not known.
     """
 
@@ -70,6 +71,7 @@ class RunState:
     interrupted: bool = False
     current_step: int = 0
     micro_batch: int = 0
+    borrowed: bool = False
     order: str = ""
 
     def finish_epoch(self) -> None:
@@ -134,7 +136,7 @@ class UserState(dict[str, Any]):
     It is saved with checkpoints and comes back on resume. An item with `state_dict` and `load_state_dict` is saved by
     what the one returns, and given that back by the other; it has to be there, made anew, before `train` resumes. Other
     items are values, of what a checkpoint can hold: numbers, strings, tensors, arrays, and lists, tuples, sets and
-    dicts of those. With several processes the main one's state is kept, and all get it back.
+    dicts of those. Where the ranks' values differ, each rank gets its own back.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -9,34 +9,78 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstack.backends import Communicator, TrainerBackend, Workload
+from trainstack.backends import TrainerBackend, Workload
+from trainstack.backends.fast_paths import fast_largest
 from trainstack.checkpointing.encoding import is_storable
 from trainstack.checkpointing.format import SPARSE_LAYOUTS
 from trainstack.errors import ConfigurationError, NonFiniteError, PeerError
+from trainstack.trainer.core.agreement import Difference, find_difference, format_ranks
+from trainstack.trainer.core.fingerprints import checksums
+
+_MOST_AT_ONCE = 1 << 20
+"""Elements of a dtype without a norm that are converted at once: 4 MiB of float32."""
 
 
-def is_finite(tensor: Tensor) -> Tensor:
-    """Whether all values that `tensor` stores are finite: 0-dim, on its device, not read."""
-    tensor = tensor.detach()
+def are_finite(stack: TrainerBackend, tensors: Sequence[Tensor], *, fast_paths: bool = True) -> list[bool]:
+    """Whether all values that each of `tensors` stores are finite.
+
+    One read for each device answers for all of them. Nothing of a tensor's size is made next to it: a checkpoint is
+    taken on devices that are nearly full.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    for index, tensor in enumerate(tensors):
+        for part in _float_parts(tensor.detach()):
+            groups.setdefault((part.device, part.dtype), []).append((index, part))
+    owners, flags = list[int](), list[Tensor]()
+    for group in groups.values():
+        largest = fast_largest([part for _, part in group], enabled=fast_paths)
+        flags += torch.isfinite(torch.stack(list(largest))).unbind()
+        owners += [index for index, _ in group]
+    finite = [True] * len(tensors)
+    for index, good in zip(owners, stack.read(flags), strict=True):
+        finite[index] &= bool(good)
+    return finite
+
+
+def _float_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Dense tensors of real floats that hold what `tensor` stores; nothing for integers, which are always finite."""
     if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce().values()  # values at one place add up
+        yield from _float_parts(tensor.coalesce().values())  # values at one place add up
     elif tensor.layout in SPARSE_LAYOUTS:
-        tensor = tensor.values()
-    elif tensor.is_quantized:
-        tensor = tensor.int_repr()
+        yield from _float_parts(tensor.values())
     elif tensor.is_nested and tensor.layout is torch.strided:
-        tensor = tensor.to_padded_tensor(0.0)
-    elif tensor.layout not in (torch.strided, torch.jagged):
-        tensor = tensor.to_dense()
-    if tensor.is_floating_point() and tensor.element_size() == 1:
-        tensor = tensor.float()  # torch 2.13.0: float8 has no `isfinite`
-    return torch.isfinite(tensor).all()
+        for part in tensor.unbind():
+            yield from _float_parts(part)
+    elif tensor.is_nested:
+        # Between its rows there may be memory that means nothing. inf, 1 / 0, stands for all that is not finite.
+        yield torch.isfinite(tensor).all().float().reciprocal()
+    elif tensor.layout is not torch.strided:
+        yield from _float_parts(tensor.to_dense())
+    elif tensor.is_complex():
+        yield from _float_parts(torch.view_as_real(tensor.resolve_conj()))  # an absolute value may overflow
+    elif not tensor.is_floating_point() or not tensor.numel():
+        return
+    elif tensor.element_size() > 1:
+        yield tensor
+    else:  # torch 2.13.0: float8 has no norm
+        for part in _pieces(tensor):
+            yield torch.linalg.vector_norm(part.float(), float("inf"))
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Views of `tensor`, of at most `_MOST_AT_ONCE` elements each."""
+    if tensor.numel() <= _MOST_AT_ONCE:
+        yield tensor
+        return
+    longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
+    for half in tensor.chunk(2, longest):
+        yield from _pieces(half)
 
 
 def nonfinite_buffers(stack: TrainerBackend, module: nn.Module) -> frozenset[str]:
     """The names of buffers that hold inf or nan now, so that it means nothing there."""
     buffers = dict(module.named_buffers())
-    finite = stack.read([is_finite(buffer) for buffer in buffers.values()])
+    finite = are_finite(stack, list(buffers.values()))
     return frozenset(name for name, good in zip(buffers, finite, strict=True) if not good)
 
 
@@ -50,14 +94,14 @@ def check_finite_weights(
 ) -> None:
     """Refuse to keep parameters that are trained, buffers or states of optimizers that became inf or nan.
 
-    One read of the device answers for all of them. Buffers named in `exempt` may hold anything, and so may the entries
+    Buffers named in `exempt` may hold anything, and so may the entries
     that an optimizer names in its attribute `nonfinite_state`.
 
     Args:
         stack: reads the device.
         work: has the module and the optimizers.
         exempt: see above.
-        optimizer_states: what the `state_dict` of each optimizer returned.
+        optimizer_states: of each optimizer, by the names of parameters.
         step: global steps that were made.
         outcome: what the message says of the consequence.
 
@@ -65,7 +109,7 @@ def check_finite_weights(
         NonFiniteError: naming the first of them.
     """
     held = [*_weights(work, exempt), *_optimizer_values(work, optimizer_states)]
-    finite = stack.read([is_finite(tensor) for _, tensor in held])
+    finite = are_finite(stack, [tensor for _, tensor in held], fast_paths=work.fast_paths)
     place = next((place for (place, _), good in zip(held, finite, strict=True) if not good), None)
     if place is not None:
         what, more = (repr(place[0]), "") if len(place) == 1 else _describe_entry(work, *place)
@@ -77,7 +121,8 @@ def check_finite_weights(
 
 
 Place = tuple[Any, ...]
-"""The name of a parameter or buffer; or the number of an optimizer, and the keys that lead to an entry of its state."""
+"""The name of a parameter or buffer; or the number of an optimizer, and the keys that lead to an entry of its state.
+The first key is the name of a parameter, unless the optimizer has a form of its own."""
 
 
 def _weights(work: Workload, exempt: frozenset[str]) -> Iterator[tuple[Place, Tensor]]:
@@ -93,9 +138,15 @@ def _weights(work: Workload, exempt: frozenset[str]) -> Iterator[tuple[Place, Te
 def _optimizer_values(work: Workload, states: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Place, Tensor]]:
     for position, (optimizer, state) in enumerate(zip(work.optimizers, states, strict=False)):
         allowed = set(getattr(optimizer, "nonfinite_state", ()))
-        for place, tensor in _float_tensors(state.get("state") or {}, (position,)):
+        own = state.get("state_dict")
+        entries = own.get("state") if isinstance(own, Mapping) else {**(state.get("state") or {}), **_shared(state)}
+        for place, tensor in _float_tensors(entries or {}, (position,)):
             if not allowed.intersection(place[1:]):
                 yield place, tensor
+
+
+def _shared(state: Mapping[str, Any]) -> Mapping[Any, Any]:
+    return state.get("shared") or {}
 
 
 def _float_tensors(value: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:
@@ -117,7 +168,7 @@ def _describe_entry(work: Workload, position: int, index: Any, *keys: Any) -> tu
     optimizer = work.optimizers[position]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = {id(parameter): name for name, parameter in work.module.named_parameters()}
-    known = isinstance(index, int) and index < len(parameters)
+    known = isinstance(index, int) and index < len(parameters)  # in a form of the optimizer's own
     owner = names.get(id(parameters[index]), f"parameter {index}") if known else str(index)
     entry, kind = keys[0] if keys else index, type(optimizer).__name__
     more = f" If {kind} keeps inf or nan there on purpose, write optimizer.nonfinite_state = {{{entry!r}}}."
@@ -140,21 +191,61 @@ def check_storable_buffers(module: nn.Module) -> None:
             )
 
 
-def refuse_diverged(stack: TrainerBackend, module: nn.Module, comm: Communicator, step: int) -> None:
-    """Refuse to keep the main process's weights for everybody's where they are not everybody's.
+def refuse_diverged(work: Workload, step: int, outcome: str = "No checkpoint was written.") -> None:
+    """Refuse to keep rank 0's weights for everybody's where they are not everybody's, bit for bit.
+
+    Args:
+        work: has the module, its optimizers and the ranks.
+        step: global steps that were made.
+        outcome: what the message says of the consequence.
 
     Raises:
-        PeerError: the weights differ between processes, on all of them.
+        PeerError: a parameter differs between ranks; on all of them, with its name, the ranks and the probable cause.
     """
+    comm = work.world.comm
     if comm.size == 1:
         return
-    sums = [p.detach().double().sum() for p in module.parameters()]
-    by_rank = comm.gather(stack.read([torch.stack(sums).sum()])[0] if sums else 0.0)
-    # 1e-6 leaves room for another order of addition. A sum of sums may agree for weights that differ: a cheap check.
-    if max(by_rank) - min(by_rank) > 1e-6 * (max(map(abs, by_rank)) or 1.0):
-        raise PeerError(
-            f"after global step {step} the weights are not the same on all processes: their sums by rank are "
-            f"{by_rank}. No checkpoint was written. A step may leave parameters out of the loss on some processes "
-            "(write backend_options={'ddp': {'find_unused_parameters': True}}), or a hook changes weights on one "
-            "process only."
+    named = dict(work.module.named_parameters())
+    sums = checksums(named.values())
+    found = find_difference(comm, {name: f"{one:x}" for name, one in zip(named, sums, strict=True)})
+    if found is None:
+        return
+    more = f" (and {_quoted(found.others)})" if found.others else ""
+    held = {id(parameter) for parameter in work.optimized_params}
+    held_by_none = [name for name in (found.name, *found.others) if name in named and id(named[name]) not in held]
+    raise PeerError(
+        f"after global step {step} the weights are not the same on all processes: {found.name!r}{more} differs on "
+        f"{format_ranks(found.ranks)} from rank 0. {outcome} {_cause_of_difference(work, named, found, held_by_none)}"
+    )
+
+
+def _cause_of_difference(
+    work: Workload, named: Mapping[str, nn.Parameter], found: Difference, held_by_none: Sequence[str]
+) -> str:
+    parameter = named.get(found.name)
+    if parameter is None:
+        return "Rank 0 has no parameter of that name: add parameters on all ranks."
+    if found.name in held_by_none and parameter.requires_grad:
+        return (
+            f"{_quoted(held_by_none)} {'are' if len(held_by_none) > 1 else 'is'} in no optimizer of the trainer. "
+            f"Under {work.world.size} processes their gradients are not summed where the module steps them itself. "
+            "Return their optimizer from get_optimizers_schedulers, or sum the gradients with torch.distributed."
         )
+    if not parameter.requires_grad:
+        return (
+            "It does not require gradients, so no step of the trainer changed it: a hook or train_step did, with "
+            "values that depend on the rank. Write the same values on all ranks."
+        )
+    if work.gradients_reduced_by is None:
+        return "No layer of the backend sums gradients over the processes: write backend='ddp'."
+    return (
+        "Its gradients are summed, so something on some ranks only changed the weights or the summed gradients: a hook "
+        "under `if rank == 0`, random numbers or data of the rank in a hook, or a setting of the optimizer that "
+        "was changed on one rank. If a step leaves parameters out of the loss on some ranks, write "
+        "backend_options={'ddp': {'find_unused_parameters': True}}."
+    )
+
+
+def _quoted(names: Sequence[str], most: int = 3) -> str:
+    """The first of `names` in quotes, for a message."""
+    return ", ".join(map(repr, names[:most])) + (", ..." if len(names) > most else "")

@@ -11,10 +11,11 @@ from trainstack.backends import World
 from trainstack.backends.fast_paths import fast_batches
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.core.logs import RunLogger
-from trainstack.trainer.core.random_state import preserve_host_rng
+from trainstack.trainer.core.random_state import IsolatedIterator, LoaderGenerators, preserve_host_rng
 from trainstack.trainer.core.state import is_stateful
 from trainstack.trainer.data.loading import end_workers_with_pass
 from trainstack.trainer.data.sample_counts import SampleCounter
+from trainstack.trainer.data.torch_classes import draws_first_batch_alone
 
 
 class LoaderState:
@@ -26,10 +27,13 @@ class LoaderState:
     Args:
         log: for warnings about what cannot be exact.
         fast_paths: whether torch's loaders may be read by `fast_batches`.
+        split_by_rank: whether each rank's loader gives other samples, so that no rank can use the state of another.
     """
 
-    def __init__(self, log: RunLogger, *, fast_paths: bool = True) -> None:
-        self._log, self._fast_paths = log, fast_paths
+    _generators: LoaderGenerators | None = None
+
+    def __init__(self, log: RunLogger, *, fast_paths: bool = True, split_by_rank: bool = False) -> None:
+        self._log, self._fast_paths, self._split_by_rank = log, fast_paths, split_by_rank
         self._loader: Any = None
         self._iterated = self._lasting = self._exhausted = False
         self._pending: dict[str, Any] | None = None
@@ -44,10 +48,13 @@ class LoaderState:
         self._lasting = loader is self._loader
         self._loader, self._iterated = loader, False
 
-    def begin(self, loader: Any, *, within: bool, counter: SampleCounter | None = None) -> tuple[Iterator[Any], bool]:
+    def begin(
+        self, loader: Any, generators: LoaderGenerators, *, within: bool, counter: SampleCounter | None = None
+    ) -> tuple[Iterator[Any], bool]:
         """The batches of an epoch, and whether they go on from where a checkpoint stood.
 
-        `counter`, if given, reads a loader without a state, and so learns how many samples its batches have.
+        The iterator of `loader` is made and used under `generators`. `counter`, if given, reads a loader without a
+        state, and so learns how many samples its batches have.
 
         Raises:
             CheckpointMismatchError: the loader does not take the checkpoint's state.
@@ -55,16 +62,17 @@ class LoaderState:
         self.attach(loader)
         pending, self._pending = self._pending, None
         self._iterated, self._exhausted = True, False
+        self._generators = generators
         if not is_stateful(loader):
-            if counter is not None:
-                return self._end_workers(counter.read(loader, fast_paths=self._fast_paths)), False
-            return self._end_workers(fast_batches(loader, enabled=self._fast_paths)), False
+            make, first_alone = lambda: self._end_workers(self._read(loader, counter)), draws_first_batch_alone(loader)
+            return IsolatedIterator(generators, make, first_alone=first_alone), False
         if pending is None:
-            return self._track_batches(iter(loader)), False
+            return IsolatedIterator(generators, lambda: self._track_batches(iter(loader))), False
         try:
-            state = pending["loader"] if within else _state_for_next_epoch(loader, pending)
-            loader.load_state_dict(state)
-            return self._track_batches(iter(loader)), within
+            batches = IsolatedIterator(generators, lambda: self._continue(loader, pending, within))
+            if within:
+                generators.update_state(pending["random"])  # of what was read before the checkpoint
+            return batches, within
         except Exception as error:  # torchdata asserts; others raise what they like
             workers = getattr(loader, "num_workers", None)
             asked = "" if workers is None else f" (num_workers={workers} now)"
@@ -85,19 +93,41 @@ class LoaderState:
         if not self._iterated or not is_stateful(self._loader) or not (within or self._lasting):
             return None
         state = self._loader.state_dict()
-        return None if state is None else {"loader": state, "exhausted": self._exhausted}
+        if state is None:
+            return None
+        random = None if self._generators is None else self._generators.get_state()
+        return {"loader": state, "exhausted": self._exhausted, "random": random}
 
     def restore(self, states: Sequence[dict[str, Any] | None] | None, world: World) -> None:
-        """Take the states of all processes' loaders; each takes its own, or the first if there are other processes."""
+        """Take the states of all processes' loaders; each takes its own, or the first if there are other processes.
+
+        Raises:
+            CheckpointMismatchError: there are other processes, and each loader gave other samples.
+        """
         if not states:
             return
         same = len(states) == world.size
+        if self._split_by_rank and not same:
+            raise CheckpointMismatchError(
+                f"the checkpoint has the states of {len(states)} loaders, each of which gave its process its own part "
+                f"of the data (data_sharding='loader'), and {world.size} processes cannot share them. Resume with "
+                f"{len(states)} processes, or make the loader anew in each epoch and resume from an epoch's end."
+            )
         self._pending = states[world.rank] if same else states[0]
         if not same and self._pending is not None:
             self._log.warning(
                 f"the checkpoint has the loaders' states of {len(states)} processes; each of the {world.size} goes on "
                 "with that of the first."
             )
+
+    def _read(self, loader: Any, counter: SampleCounter | None) -> Iterator[Any]:
+        if counter is not None:
+            return counter.read(loader, fast_paths=self._fast_paths)
+        return fast_batches(loader, enabled=self._fast_paths)
+
+    def _continue(self, loader: Any, pending: dict[str, Any], within: bool) -> Iterator[Any]:
+        loader.load_state_dict(pending["loader"] if within else _state_for_next_epoch(loader, pending))
+        return self._track_batches(iter(loader))
 
     def _track_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         yield from self._end_workers(batches)

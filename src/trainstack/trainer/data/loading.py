@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,19 +12,28 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
+from trainstack.backends.single_process import after_copies
 from trainstack.errors import annotate
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import preserve_host_rng, seed_sample
+from trainstack.trainer.data.epochs import call_set_epoch, datasets_in
+from trainstack.trainer.data.own_generators import OwnGenerators
 from trainstack.trainer.data.torch_classes import is_usual, stacks_tensors
+from trainstack.trainer.data.worker_signals import (
+    end_with_parent,
+    end_workers,
+    explain_death,
+    ignore_signals,
+    signals_wait,
+)
 
 
 class WorkerStart:
     """A `worker_init_fn` for the library's loaders.
 
-    A worker lives until the training process has stopped. Terminals, torchrun and schedulers send signals to whole
-    groups of processes. A worker that died of one would make its loader raise in the middle of the step after which the
-    run was to stop. So the first SIGTERM is let pass; the second, with which a loader ends a worker that does not hear,
-    is obeyed.
+    A worker lives until its loader ends it or the training process has ended. Terminals, torchrun and schedulers send
+    signals to whole groups of processes. A worker that died of one would make its loader raise in the middle of the
+    step after which the run was to stop. So a worker ignores them, however often they come.
 
     `get_worker_info().dataset` becomes the user's dataset. torch fetches from the `SeededDataset` around it, which no
     user code ever meets.
@@ -38,10 +46,8 @@ class WorkerStart:
         self._then = then
 
     def __call__(self, worker: int) -> None:
-        for name in ("SIGINT", "SIGUSR1"):
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
+        ignore_signals()
+        end_with_parent()
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, SeededDataset):
             object.__setattr__(info, "dataset", info.dataset.users_dataset)  # torch 2.13.0: a frozen dataclass
@@ -56,8 +62,8 @@ def shutdown_workers_with(owner: object, iterator: Any) -> weakref.finalize[Any,
     """Let the workers behind a loader's iterator end with `owner`, and at the latest with Python.
 
     torch ends them when it deletes the iterator. Where it deletes it as part of a reference cycle, though, the queue
-    for that message is closed before, and torch waits 10 s in vain for each. When Python ends, they get a single
-    SIGTERM, which they ignore (see `WorkerStart`), and torch waits for ever.
+    for that message is closed before, and torch waits 10 s in vain for each. When Python ends, they get a SIGTERM,
+    which they ignore (see `WorkerStart`), and torch waits for ever.
 
     Returns:
         ends them when called; once, however often it is called.
@@ -65,7 +71,7 @@ def shutdown_workers_with(owner: object, iterator: Any) -> weakref.finalize[Any,
     if iterator not in _live_iterators:
         # torch 2.13.0. In a torch without this method the workers end when torch ends them, with the delays above.
         shut_down = getattr(iterator, "_shutdown_workers", None)
-        ending = weakref.finalize(owner, shut_down or (lambda: None))
+        ending = weakref.finalize(owner, end_workers, iterator, shut_down or (lambda: None))
         ending.atexit = False  # would come too late: what is registered here comes before torch's own
         _live_iterators[iterator] = ending
     return _live_iterators[iterator]
@@ -73,16 +79,28 @@ def shutdown_workers_with(owner: object, iterator: Any) -> weakref.finalize[Any,
 
 def end_workers_with_pass(owner: object, iterator: Iterator[Any], *, persistent: bool) -> Iterator[Any]:
     """The batches of a loader's iterator. Its workers end with the pass, however that ends, or with `owner`."""
-    if persistent or not hasattr(iterator, "_shutdown_workers"):  # the class with workers has it, torch 2.13.0
+    if not hasattr(iterator, "_shutdown_workers"):  # the class with workers has it, torch 2.13.0
         return iterator
-    return _end_after(iterator, shutdown_workers_with(owner, iterator))
+    return _end_after(iterator, (lambda: None) if persistent else shutdown_workers_with(owner, iterator))
 
 
 def _end_after(iterator: Iterator[Any], ending: Callable[[], Any]) -> Iterator[Any]:
     try:
         yield from iterator
+    except Exception as error:
+        explain_death(error, iterator)
+        raise
     finally:
         ending()
+
+
+def explain_worker_deaths(error: BaseException) -> None:
+    """Attach to `error`, wherever it was raised, how a worker has died, if one has.
+
+    torch raises it in a handler of SIGCHLD, so in whatever the main thread does.
+    """
+    for iterator in list(_live_iterators):
+        explain_death(error, iterator)
 
 
 @atexit.register
@@ -96,16 +114,39 @@ class PartOfDataset(Subset[Any]):
 
 
 class SeededDataset(Dataset[Any]):
-    """A dataset whose samples draw from generators seeded by (seed, epoch, index) and by nothing else."""
+    """A dataset whose samples draw from generators seeded by (seed, epoch, index) and by nothing else.
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    Args:
+        dataset: of the user.
+        seed: of the run.
+        collate_fn: makes batches of the samples, and may draw as well.
+    """
+
+    def __init__(self, dataset: Any, seed: int, collate_fn: Any = None) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.generators = OwnGenerators(train_dataset=dataset, collate_fn=collate_fn)
+        self._epoch_of_copy: int | None = None
 
     @property
     def users_dataset(self) -> Any:
         """The dataset of the user's loader."""
         return self.dataset.dataset if type(self.dataset) is PartOfDataset else self.dataset
+
+    def _set_epoch_of_copy(self, epoch: int) -> None:
+        """Tell a worker's copy of the dataset that another epoch is read than the one for which it was made.
+
+        The trainer tells the dataset in its own process, and persistent workers keep their copies.
+        """
+        if self._epoch_of_copy == epoch or get_worker_info() is None:
+            return
+        if self._epoch_of_copy is not None:
+            call_set_epoch(datasets_in(self.dataset), epoch)
+        self._epoch_of_copy = epoch
+
+    def _seed_sample(self, epoch: int, index: int) -> None:
+        seed_sample(self.seed, epoch, index)
+        self.generators.seed(self.seed, epoch, index)
 
     def _fetches_batches(self) -> bool:
         """Whether the dataset loads many samples at once; a `worker_init_fn` may have changed that."""
@@ -116,12 +157,13 @@ class SeededDataset(Dataset[Any]):
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
         """The samples of one micro-batch; a key is (epoch, index)."""
+        self._set_epoch_of_copy(keys[0][0])
         if self._fetches_batches():
-            seed_sample(self.seed, *keys[0])
+            self._seed_sample(*keys[0])
             return self.dataset.__getitems__([index for _, index in keys])
         samples = []
         for epoch, index in keys:
-            seed_sample(self.seed, epoch, index)
+            self._seed_sample(epoch, index)
             try:
                 samples.append(self.dataset[index])
             except Exception as error:
@@ -152,7 +194,7 @@ class Fetcher:
         self.loader = loader
         self.seed = seed
         self._fast_paths = fast_paths
-        self._seeded = SeededDataset(loader.dataset, seed)
+        self._seeded = SeededDataset(loader.dataset, seed, loader.collate_fn)
         self._keys = _KeyBatches()
         self._workers: DataLoader[Any] | None = None
 
@@ -174,13 +216,17 @@ class Fetcher:
                 return ([tensor.index_select(0, row) for tensor in tensors] for row in indices)
             rows = (chosen[index] for index in indices)
             return ([tensor[row] for tensor in tensors] for row in rows)  # a `Subset` may have negative indices
-        if self.loader.num_workers > 0 or (self.loader.pin_memory and torch.accelerator.is_available()):
-            return self._from_workers(epoch, indices)
-        return (self.load(epoch, index) for index in indices)
+        loader = self.loader
+        if loader.num_workers > 0 or (loader.pin_memory and torch.accelerator.is_available()):
+            batches = self._from_workers(epoch, indices)
+        else:
+            batches = (self.load(epoch, index) for index in indices)
+        # torch's `collate_fn` and other processes give fresh memory. Pinning does not copy what is pinned already.
+        return batches if loader.num_workers > 0 or stacks_tensors(loader.collate_fn) else after_copies(batches)
 
     def load(self, epoch: int, index: Tensor) -> Any:
         """One collated batch, loaded in this process."""
-        with preserve_host_rng():
+        with preserve_host_rng(), self._seeded.generators.preserved():
             samples = self._seeded.__getitems__([(epoch, i) for i in index.tolist()])
             return self.loader.collate_fn(samples)
 
@@ -196,13 +242,14 @@ class Fetcher:
                 persistent_workers=self.loader.persistent_workers,
                 **loading_options(self.loader),
             )
-        iterator = iter(self._workers)
+        with signals_wait(self.loader.multiprocessing_context):
+            iterator = iter(self._workers)
         if self.loader.num_workers > 0:
             shutdown_workers_with(self, iterator)
             yield from end_workers_with_pass(self, iterator, persistent=self.loader.persistent_workers)
             return
         while True:
-            with preserve_host_rng():
+            with preserve_host_rng(), self._seeded.generators.preserved():
                 batch = next(iterator, None)
             if batch is None:
                 return

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from trainstack.backends import EMPTY, Communicator
+from trainstack.backends import Borrowed, Communicator
+from trainstack.backends.single_process import after_copies
 from trainstack.backends.workload import Draw, Sampling, TrainingSet
-from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.errors import ConfigurationError
 from trainstack.trainer.core.order import DataOrder
 from trainstack.trainer.core.samples import checked_weight
 from trainstack.trainer.data.loading import Fetcher
@@ -37,6 +38,7 @@ class StepBatches:
         items: what the step's loss is a mean over, on all processes together: samples, tokens, ...
         samples: samples on all processes together; 0 where unknown.
         counted: how many micro-batches counters count, where that is not how many there are.
+        uneven: whether a rank may run a micro-batch of weight 0; the same on all ranks.
         scale: the factor that turns the accumulated gradients into those of the mean loss.
         rescale: a factor for the gradients accumulated so far, before the next micro-batch: the estimate has grown, so
             that no weight exceeds 1. Larger ones could overflow in half precision.
@@ -47,6 +49,7 @@ class StepBatches:
     items: float = 0.0
     samples: int = 0
     counted: int | None = None
+    uneven: bool = False
     scale: float = 1.0
     rescale: float = 1.0
 
@@ -83,23 +86,6 @@ def unsupported_order_reason(loader: Any) -> str | None:
     return None
 
 
-def check_not_presharded(loader: Any, world_size: int) -> None:
-    """Refuse a sampler that shards the data: the library would shard it a second time.
-
-    Raises:
-        ModuleContractError: the sampler or batch sampler of `loader` is for several processes, and there are several.
-    """
-    batches = getattr(loader, "batch_sampler", None)
-    for sampler in (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
-        parts = getattr(sampler, "num_replicas", None)
-        if world_size > 1 and isinstance(parts, int) and parts > 1:
-            raise ModuleContractError(
-                f"a {type(sampler).__name__} shares the data out among {parts} processes, and so does the library. "
-                "Give it all of the data: DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset)), with "
-                "the sampler that the method is handed."
-            )
-
-
 def describe_order(loader: Any) -> str:
     """How the samples behind `loader` come in training."""
     if unsupported_order_reason(loader) is not None:
@@ -126,20 +112,20 @@ class OrderedSource:
     def iter_steps(self, epoch: int, samples_done: int, batches_done: int) -> Iterator[StepBatches]:
         """The steps of `epoch` that follow the first `samples_done` samples."""
         shares, ahead = tee(self.order.local_batches(epoch, samples_done))
-        batches = self.fetcher.batches(epoch, (index for share in ahead for index in share.micro_batches))
-        largest_share = -(-self.order.global_batch // self.order.world_size)
-        accumulation = -(-largest_share // self.order.micro_batch)
+        batches = self.fetcher.batches(epoch, (index for share in ahead for index in share.all_micro_batches))
         weights: dict[tuple[int, int, int], list[float]] = {}
         for share in shares:
-            own = islice(batches, len(share.micro_batches))
-            number = len(share.micro_batches)
+            number, borrowed = len(share.micro_batches), len(share.borrowed)
+            own = _lend(islice(batches, borrowed + number), borrowed)
             if self.weight_fn is not None:
-                yield _weigh_step(own, number or 1, self.weight_fn, accumulation, share.samples, self.comm)
+                yield _weigh_step(own, borrowed + number, self.weight_fn, share.samples, self.comm)
                 continue
             layout = number, len(share.micro_batches[-1]) if number else 0, share.samples  # the others are full
             if layout not in weights:  # it is that of most steps
                 weights[layout] = [len(index) / share.samples for index in share.micro_batches]
-            yield _known_step(own, weights[layout], share.samples)
+            step = _known_step(own, weights[layout], share.samples, borrowed)
+            step.uneven = share.uneven
+            yield step
 
 
 @dataclass(slots=True)
@@ -157,7 +143,7 @@ class CustomOrderSource:
 
     def iter_steps(self, epoch: int, samples_done: int, batches_done: int) -> Iterator[StepBatches]:
         """The steps that follow the first `batches_done` batches; those are read, now, and put aside."""
-        stream = iter(self.batches)
+        stream = after_copies(iter(self.batches))
         for _ in islice(stream, batches_done * self.world_size):
             pass
         return self._steps(stream)
@@ -170,7 +156,7 @@ class CustomOrderSource:
                 weight = float(count > 0)
                 yield StepBatches(iter([(first, weight, True)]), (weight,), count)
             else:
-                step = StepBatches(iter(()))
+                step = StepBatches(iter(()), uneven=self.world_size > 1)
                 step.micro_batches = self._micro_batches(step, first, stream)
                 yield step
             del first  # the next batch may need its memory
@@ -191,73 +177,54 @@ class CustomOrderSource:
                 weight = counts[-1] / estimate if counts[-1] else 0.0
                 yield batch, weight, position // self.world_size == self.accumulation - 1
         own = counts[self.rank :: self.world_size]
-        if len(own) < self.accumulation and self.world_size > 1:
-            yield EMPTY, 0.0, True
+        if self.world_size > 1:  # where the stream has ended, no rank knew that a pass was its last
+            rounds = -(-len(counts) // self.world_size)
+            step.counted = rounds
+            passes = rounds if rounds == self.accumulation else rounds + 1
+            yield from ((Borrowed(batch), 0.0, at == passes - 1) for at in range(len(own), passes))
         step.settle(own, estimate or 1.0, math.fsum(counts))
-
-
-@dataclass(slots=True)
-class PreshardedSource:
-    """Ready-made batches of each process's own, taken in the order in which they come.
-
-    A step is over the next batches of all processes together. One whose batches have ended joins in without any until
-    those of all have.
-    """
-
-    batches: Iterable[Any]
-    accumulation: int
-    weight_fn: WeightFn
-    comm: Communicator
-
-    def iter_steps(self) -> Iterator[StepBatches]:
-        """The steps of one pass, as many on every process."""
-        stream = iter(self.batches)
-        while True:
-            first = list(islice(stream, 1))
-            if not self.comm.sum([float(len(first))])[0]:
-                return
-            own = chain(first, islice(stream, self.accumulation - 1))
-            yield _weigh_step(own, self.accumulation, self.weight_fn, self.accumulation, 0, self.comm)
 
 
 _LAST = (True,)
 
 
-def _known_step(batches: Iterator[Any], weights: Sequence[float], samples: int) -> StepBatches:
-    """A step whose batches count as their samples; it has `samples` on all processes."""
-    if len(weights) == 1:
+def _lend(batches: Iterator[Any], number: int) -> Iterator[Any]:
+    """`batches`, of which the first `number` are borrowed."""
+    return chain(map(Borrowed, islice(batches, number)), batches) if number else batches
+
+
+def _known_step(batches: Iterator[Any], weights: Sequence[float], samples: int, borrowed: int = 0) -> StepBatches:
+    """A step whose batches count as their samples; it has `samples` on all ranks. The first are `borrowed`."""
+    if len(weights) == 1 and not borrowed:
         return StepBatches(zip(batches, weights, _LAST, strict=True), weights, samples, samples)
-    if not weights:
-        return StepBatches(iter([(EMPTY, 0.0, True)]), (), samples, samples)
-    lasts = chain(repeat(False, len(weights) - 1), _LAST)
-    return StepBatches(zip(batches, weights, lasts, strict=True), weights, samples, samples)
+    passes = borrowed + len(weights)
+    lasts = chain(repeat(False, passes - 1), _LAST)
+    shares = chain(repeat(0.0, borrowed), weights)
+    return StepBatches(zip(batches, shares, lasts, strict=True), weights, samples, samples, passes)
 
 
 def _weigh_step(
-    batches: Iterator[Any], number: int, weight_fn: WeightFn, accumulation: int, samples: int, comm: Communicator
+    batches: Iterator[Any], passes: int, weight_fn: WeightFn, samples: int, comm: Communicator
 ) -> StepBatches:
-    """A step of at most `number` batches here and `accumulation` on any process, whose items `weight_fn` counts."""
-    step = StepBatches(iter(()), samples=samples)
+    """A step of `passes` batches on each rank, whose items `weight_fn` counts. Borrowed ones have none."""
+    step = StepBatches(iter(()), samples=samples, counted=passes, uneven=comm.size > 1)
 
     def micro_batches() -> Iterator[MicroBatch]:
-        # The estimate has to be the same on all processes, since their gradients are summed. With one micro-batch a
-        # process it is the total.
-        counts, first_total, estimate = list[float](), None, 0.0
+        # The estimate has to be the same on all ranks, since their gradients are summed. With one pass it is the total.
+        counts, estimate, total = list[float](), 0.0, 0.0
         for position, batch in enumerate(batches):
-            counts.append(checked_weight(weight_fn(batch)))
-            if first_total is None:
-                first_total = comm.sum(counts)[0]
-                estimate = first_total * accumulation or (float(samples) if comm.size > 1 else 0.0)
-            if comm.size == 1 and counts[-1] > estimate:
-                step.rescale = estimate / (counts[-1] * accumulation) if estimate else 1.0
-                estimate = counts[-1] * accumulation
-            yield batch, counts[-1] / (estimate or 1.0), position == number - 1
-        if first_total is None:
-            first_total = comm.sum([0.0])[0]
-            estimate = first_total * accumulation or float(samples)
-        if len(counts) < number and comm.size > 1:
-            yield EMPTY, 0.0, True  # before the sum below: the others wait for this pass in theirs
-        total = first_total if accumulation == 1 else comm.sum([math.fsum(counts)])[0]
+            count = 0.0 if type(batch) is Borrowed else checked_weight(weight_fn(batch))
+            if not position:
+                total = comm.sum([count], "the first batch_weight of a step")[0]
+                estimate = total * passes or (float(samples) if comm.size > 1 else 0.0)
+            if comm.size == 1 and count > estimate:
+                step.rescale = estimate / (count * passes) if estimate else 1.0
+                estimate = count * passes
+            if type(batch) is not Borrowed:
+                counts.append(count)
+            yield batch, count / (estimate or 1.0), position == passes - 1
+        if passes > 1:
+            total = comm.sum([math.fsum(counts)], "the batch_weight of a step")[0]
         step.settle(counts, estimate or 1.0, total)
 
     step.micro_batches = micro_batches()
@@ -298,6 +265,7 @@ def sum_steps(steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
 
 def _summed(step: StepBatches, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
     for batch, weight, last in micro_batches:
+        step.rescale = 1.0  # of shares of an estimate, which sums are not
         yield batch, float(weight > 0), last
     step.weights, step.scale = [float(weight > 0) for weight in step.weights], 1.0
 
@@ -313,12 +281,14 @@ class PoissonSource:
         sampling: draws them.
         data: its plan.
         accumulation: micro-batches a global step in the plan.
+        comm: tells how many micro-batches the other ranks have. A rank with fewer borrows the first record.
     """
 
     fetcher: Fetcher
     sampling: Sampling
     data: TrainingSet
     accumulation: int
+    comm: Communicator
 
     def iter_steps(self, epoch: int, first_step: int, steps: int) -> Iterator[StepBatches]:
         """At most `steps` steps, the first of them for global step `first_step`; fewer if sampling is over."""
@@ -330,17 +300,18 @@ class PoissonSource:
         for draw in draws:
             counts = [len(part) for part in self._cut(draw)]
             weights = [count / draw.total for count in counts]
-            own = self._micro_batches(islice(batches, len(counts)), counts, weights)
+            own = self._micro_batches(islice(batches, len(counts)), epoch, counts, weights)
             yield StepBatches(own, weights, float(planned), planned, self.accumulation)
 
     def _micro_batches(
-        self, batches: Iterator[Any], counts: Sequence[int], weights: Sequence[float]
+        self, batches: Iterator[Any], epoch: int, counts: Sequence[int], weights: Sequence[float]
     ) -> Iterator[MicroBatch]:
+        passes = max(1, *self.comm.gather(len(counts), "the micro-batches of a step"))
+        for _ in range(passes - len(counts)):
+            yield Borrowed(self.fetcher.load(epoch, torch.zeros(1, dtype=torch.long))), 0.0, False
         for position, (batch, count) in enumerate(zip(batches, counts, strict=True)):
             self.sampling.check(batch, count)
             yield batch, weights[position], position == len(counts) - 1
-        if not counts:
-            yield EMPTY, 0.0, True
 
     def _cut(self, draw: Draw) -> tuple[Tensor, ...]:
         """Parts of nearly equal size, none larger than fits."""

@@ -12,7 +12,15 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils import data
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 from torch.utils.data import default_collate as _default_collate
 from torch.utils.data import default_convert as _default_convert
 
@@ -59,3 +67,30 @@ def stacks_tensors(collate_fn: Any) -> bool:
 def makes_lists_of_fields(loader: Any) -> bool:
     """Whether a list among the batches of `loader` has an item for each field of a sample, not one for each sample."""
     return getattr(loader, "collate_fn", None) in (_default_collate, _default_convert)
+
+
+def draws_first_batch_alone(loader: Any) -> bool:
+    """Whether only the first batch of a pass over `loader` may draw from the generators of this process.
+
+    It holds for what torch or Python fetches itself, and for fetching in workers. A sampler without a generator draws
+    the seed of one when the first batch is asked for.
+    """
+    if type(loader) in (list, tuple):
+        return True
+    if not is_usual(loader, DataLoader):
+        return False
+    dataset: Any = loader.dataset
+    if not isinstance(dataset, IterableDataset):  # for which torch refuses samplers
+        batches = loader.batch_sampler
+        if not (batches is None or is_usual(batches, BatchSampler)):
+            return False
+        sampler: Any = loader.sampler if batches is None else batches.sampler
+        if not is_usual(sampler, SequentialSampler) and not (
+            is_usual(sampler, RandomSampler) and sampler.generator is None
+        ):
+            return False
+    if loader.num_workers:
+        return True
+    if loader.collate_fn is _default_convert:
+        return type(dataset) in (list, tuple) or is_usual(dataset, TensorDataset)
+    return is_usual(dataset, TensorDataset) and stacks_tensors(loader.collate_fn)

@@ -12,21 +12,27 @@ from trainstack.backends import World
 from trainstack.backends.fast_paths import fast_paths_enabled
 from trainstack.backends.workload import Sampling, TrainingSet
 from trainstack.errors import CheckpointMismatchError, ConfigurationError, ModuleContractError, annotate
+from trainstack.stage import Stage
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
-from trainstack.trainer.core.order import DataOrder, OrderCursor
+from trainstack.trainer.core.order import DataOrder, OrderCursor, RankSlice
 from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.core.random_state import LoaderGenerators
 from trainstack.trainer.core.state import RunState, is_stateful
+from trainstack.trainer.data.epochs import set_epoch
+from trainstack.trainer.data.fixed_samples import Samples, sample_hashes
 from trainstack.trainer.data.loader_state import LoaderState, missing_state_description
 from trainstack.trainer.data.loading import Fetcher, PartOfDataset, loading_options
+from trainstack.trainer.data.own_generators import WHOLE_EPOCH, own_generators
+from trainstack.trainer.data.presharded import PreshardedSource
 from trainstack.trainer.data.sample_counts import SampleCounter
+from trainstack.trainer.data.sharding import StreamCheck, check_not_presharded
 from trainstack.trainer.data.step_batches import (
     CustomOrderSource,
     OrderedSource,
     PoissonSource,
     StepBatches,
     WeightFn,
-    check_not_presharded,
     custom_batch_weight,
     describe_order,
     sum_steps,
@@ -100,6 +106,7 @@ class TrainingData:
     Attributes:
         plan: the run's step arithmetic.
         loader: what the module returned last.
+        sample_hashes: of three fixed samples by index, once `hash_samples` was called.
         loader_state: the state of a loader that keeps one.
         training_set: what the layers of the stack may know of the data.
     """
@@ -120,8 +127,12 @@ class TrainingData:
         self._cursor: OrderCursor | None = None
         self._custom_order_logged = self._lengths_differ_logged = self._choice_logged = False
         self.loader: Any = None
+        self.sample_hashes: Samples = {}
         self._overfit = OverfitSubset(args.overfit_batches, args.global_batch_size(world.size), seed)
-        self.loader_state = LoaderState(log, fast_paths=self._fast_paths)
+        self._sharding = args.data_sharding_of(Stage.TRAIN)
+        presharded = self._sharding == "loader"
+        self.loader_state = LoaderState(log, fast_paths=self._fast_paths, split_by_rank=presharded)
+        self._stream_check: StreamCheck | None = None
         self.plan = self._make_plan(None)
         loader = self._ask()
         self.loader_state.attach(loader)
@@ -129,11 +140,39 @@ class TrainingData:
         self.training_set = self._training_set(loader)
         self._check_plan(self.plan)
         self._warn_of_small_parts(loader)
+        if loader is not None:
+            self._warn_of_sharding(loader)
+            self._warn_of_unseedable(loader)
         if loader is not None and self.plan.steps_per_epoch is None:
             log.warning(
                 "the training loader has no length, so the steps of an epoch are unknown: get_optimizers_schedulers "
                 f"gets {self.plan.estimated_global_steps_per_epoch}. Set max_steps or max_train_steps_per_epoch to "
                 "plan with a number."
+            )
+
+    def _warn_of_unseedable(self, loader: Any) -> None:
+        generators = own_generators(loader)
+        paths, unsearched = generators.unseedable(), generators.unsearched()
+        if unsearched:
+            more = f" and {len(unsearched) - 3} more" if len(unsearched) > 3 else ""
+            self._log.warning(
+                f"{', '.join(unsearched[:3])}{more}: too large or too deep to be searched whole for random generators. "
+                "Those that were not found are not seeded, so a resume may draw other samples. Keep the generators in "
+                "attributes of the data set."
+            )
+        if paths:
+            self._log.warning(
+                f"{', '.join(paths)} cannot be seeded: the samples depend on what it drew before, and neither a resume "
+                "nor another number of workers gives the same ones. Use numpy.random.default_rng(), random.Random() or "
+                "torch.Generator(), which the library seeds for each sample."
+            )
+
+    def _warn_of_sharding(self, loader: Any) -> None:
+        if self._sharding == "loader" and self._world.size > 1 and not self._is_presharded(loader):
+            self._log.warning(
+                "data_sharding='loader' is not used in training: the loader is over a data set with indices, which the "
+                "library orders and splits among the processes itself. Give it all of the data, or, if each process "
+                "has its own, a sampler or batch sampler of your own."
             )
 
     def iter_steps(self, state: RunState, sampling: Sampling | None = None) -> Iterator[StepBatches]:
@@ -143,24 +182,24 @@ class TrainingData:
             CheckpointMismatchError: the epoch has begun with its data in another order.
             ModuleContractError: the module has no usable training data.
         """
-        loader = self._ask()
+        generators = LoaderGenerators(self._seed, state.epoch)
+        with generators:  # what the method draws has to be the same on all ranks
+            loader = self._ask()
         if loader is None:
             raise ModuleContractError(
                 f"{type(self._module).__name__}.get_train_dataloader returned None. Return a DataLoader: "
                 "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))."
             )
         reason, self._cursor = unsupported_order_reason(loader), None
+        set_epoch(loader, state.epoch, in_own_order=reason is not None)
         if sampling is not None:
             return self._sampled(loader, sampling, state)
         _keep_order(state, describe_order(loader))
         if reason is None:
-            source: OrderedSource | CustomOrderSource = self._ordered(loader)
-            steps = source.iter_steps(state.epoch, state.samples_in_epoch, state.batches_in_epoch)
+            steps = self._ordered(loader).iter_steps(state.epoch, state.samples_in_epoch, state.batches_in_epoch)
         else:
             self._log_custom_order(reason, loader, state)
-            source, positioned = self._unordered(loader, within=state.batches_in_epoch > 0)
-            done = 0 if positioned else state.batches_in_epoch
-            steps = source.iter_steps(state.epoch, state.samples_in_epoch, done)
+            steps = self._unordered(loader, generators, state)
         return sum_steps(steps) if sums_losses(self._module) else steps
 
     def close(self) -> None:
@@ -178,12 +217,28 @@ class TrainingData:
 
     def indices_under_way(self, state: RunState, position: int) -> list[int] | None:
         """The samples of a micro-batch of the step after those that `state` counts; None where that is not known."""
-        if self._cursor is None or self._args.overfit_batches:
-            return None
-        share = self._cursor.share(state.epoch, state.samples_in_epoch)
+        share = self._share(state.epoch, state.samples_in_epoch)
+        borrowed = 0 if share is None else len(share.borrowed)
+        if share is not None and position < borrowed:
+            return []
+        return self.indices_of(state.epoch, state.samples_in_epoch, position - borrowed)
+
+    def indices_of(self, epoch: int, first: int, position: int) -> list[int] | None:
+        """The samples of a micro-batch of the step whose first sample is at `first` in the order of `epoch`; None where
+        that is not known. Borrowed micro-batches are not counted."""
+        share = self._share(epoch, first)
         if share is None or position >= len(share.micro_batches):
             return None
         return share.micro_batches[position].tolist()
+
+    def _share(self, epoch: int, first: int) -> RankSlice | None:
+        if self._cursor is None or self._args.overfit_batches:
+            return None
+        return self._cursor.share(epoch, first)
+
+    def hash_samples(self) -> None:
+        """Fill `sample_hashes`. A resumed run does it at the same moment as the run before, when the run is made."""
+        self.sample_hashes = sample_hashes(self.loader, self._seed)
 
     def micro_batch(self, state: RunState) -> MicroBatchInfo:
         """The micro-batch that `train_step` is called for."""
@@ -191,8 +246,8 @@ class TrainingData:
             return MicroBatchInfo()
         position = state.micro_batch
         share = None if self._cursor is None else self._cursor.share(state.epoch, state.samples_in_epoch)
-        count = self.plan.accumulation if share is None else max(1, len(share.micro_batches))
-        samples = self.indices_under_way(state, position)
+        count = self.plan.accumulation if share is None else len(share.all_micro_batches)
+        samples = [] if state.borrowed else self.indices_under_way(state, position)
         return MicroBatchInfo(number=position, count=count, samples=None if samples is None else tuple(samples))
 
     def _check_plan(self, plan: TrainingPlan) -> None:
@@ -231,15 +286,41 @@ class TrainingData:
                 "Write a gpu_batch_size_limit that divides the batch."
             )
 
-    def _unordered(self, loader: Any, *, within: bool) -> tuple[CustomOrderSource, bool]:
-        """The source of a loader with an order of its own, and whether it continues from a checkpoint's state."""
+    def compare_streams(self) -> None:
+        """Compare what the ranks have read of a stream that is to be the same on all; all ranks call it together.
+
+        Raises:
+            ModuleContractError: they have read different batches.
+        """
+        if self._stream_check is not None:
+            self._stream_check.compare()
+
+    def _unordered(self, loader: Any, generators: LoaderGenerators, state: RunState) -> Iterator[StepBatches]:
+        """The steps of a loader with an order of its own, from a checkpoint's state if it has one."""
+        world, accumulation = self._world, self.plan.accumulation
         counter, weigh = None, self._batch_weight()
         if weigh is None:
-            pending = self.plan.accumulation * self._world.size
-            weigh = counter = SampleCounter(loader, self._warn_once, pending)
-        batches, positioned = self.loader_state.begin(loader, within=within, counter=counter)
-        source = CustomOrderSource(batches, self.plan.accumulation, weigh, self._world.rank, self._world.size)
-        return source, positioned
+            weigh = counter = SampleCounter(loader, self._warn_once, accumulation * world.size)
+        if not is_stateful(loader):  # the state of such a loader goes with those of its generators
+            own_generators(loader, besides=self._module).seed(self._seed, state.epoch, WHOLE_EPOCH)
+        within = state.batches_in_epoch > 0
+        batches, positioned = self.loader_state.begin(loader, generators, within=within, counter=counter)
+        if self._is_presharded(loader):
+            # Ranks may have read different numbers of batches, and the checkpoint has that of rank 0.
+            done = 0 if positioned else state.steps_in_epoch * accumulation
+            return PreshardedSource(batches, accumulation, weigh, world.comm).iter_steps(done)
+        done = 0 if positioned else state.batches_in_epoch
+        check = self._stream_check = None if world.size == 1 else StreamCheck(world.comm, accumulation * world.size)
+        if check is not None:
+            batches = check.read(loader, batches)
+        source = CustomOrderSource(batches, accumulation, weigh, world.rank, world.size)
+        steps = source.iter_steps(state.epoch, state.samples_in_epoch, done)
+        return steps if check is None else check.begin(steps)
+
+    def _is_presharded(self, loader: Any) -> bool:
+        """Whether each rank reads its loader whole."""
+        several = self._world.size > 1 and self._sharding == "loader"
+        return several and loader is not None and unsupported_order_reason(loader) is not None
 
     def _batch_weight(self) -> WeightFn | None:
         """As `custom_batch_weight`; what a `SupervisedModule` has chosen is logged at its first batch."""
@@ -289,7 +370,9 @@ class TrainingData:
                 f"was planned for a sample of {self.training_set.length} with indices. Return the same data in every "
                 "epoch."
             )
-        source = PoissonSource(self._fetcher_of(loader), sampling, self.training_set, plan.accumulation)
+        source = PoissonSource(
+            self._fetcher_of(loader), sampling, self.training_set, plan.accumulation, self._world.comm
+        )
         return source.iter_steps(state.epoch, state.global_step + 1, plan.steps_per_epoch - state.steps_in_epoch)
 
     def _fetcher_of(self, loader: Any) -> Fetcher:
@@ -315,7 +398,7 @@ class TrainingData:
                 f"get_train_dataloader returned a {type(loader).__name__}, which cannot be iterated over. "
                 "Return a DataLoader."
             )
-        check_not_presharded(loader, self._world.size)
+        check_not_presharded(loader, self._world.size, self._sharding)
         asked, has = self.plan.micro_batch, getattr(loader, "batch_size", None)
         if loader is not None and unsupported_order_reason(loader) is None and has != asked:
             raise ModuleContractError(
@@ -339,8 +422,13 @@ class TrainingData:
             if not len(loader.dataset):
                 raise ModuleContractError(_EMPTY)
         elif loader is not None:
+            length = None
             with suppress(TypeError):  # it has no length
-                lengths = {"loader_length": len(loader)}
+                length = len(loader)
+            if self._is_presharded(loader):  # the ranks with fewer batches take part until the end
+                by_rank = self._world.comm.gather(length, "the length of the training loader")
+                length = None if None in by_rank else max(by_rank) * self._world.size
+            lengths = {} if length is None else {"loader_length": length}
         return TrainingPlan.make(
             train_batch_size=args.global_batch_size(self._world.size),
             gpu_batch_size_limit=args.gpu_batch_size_limit,
@@ -394,7 +482,18 @@ class TrainingData:
         self._log.warning(
             f"the training data comes in the loader's own order, since {reason}. Its batches are used as they come: a "
             f"global step takes {self.plan.accumulation} of them, and the library cannot promise that each sample is "
-            f"seen once. {resume}"
+            f"seen once. {self._describe_sharding(loader)}{resume}"
+        )
+
+    def _describe_sharding(self, loader: Any) -> str:
+        size, taken = self._world.size, self.plan.accumulation
+        if size == 1:
+            return ""
+        if self._is_presharded(loader):
+            return "Each process trains on all batches of its loader (data_sharding='loader'). "
+        return (
+            f"Each process reads all batches and trains on every {size}th: {taken} of {taken * size} in a step. If "
+            "the batches of each process are its own, write data_sharding='loader'. "
         )
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainstack.backends.processes.gathering import StepList
+from trainstack.backends.processes.packing import pack, unpack
 from trainstack.errors import ModuleContractError
 
 
@@ -19,15 +20,17 @@ class OutputCollector:
 
     Tensors of shape `(batch, ...)` become one of shape `(total, ...)`; 0-dim tensors become shape `(steps,)`;
     tuples, lists and dicts are collected item by item; anything else becomes a list. Dtypes are kept. Tensors are
-    detached and, unless `device` says otherwise, moved to the CPU; those in a dataclass, or in a list of other things,
-    are copied.
+    detached and, unless `device` says otherwise, moved to the CPU, a few MiB at once; those in a dataclass, or in a
+    list of other things, are copied.
 
     Args:
         device: where to keep collected tensors; None keeps each where it is.
+        reused_memory: whether steps may return tensors in memory that later steps write to without a new version, as
+            replayed CUDA graphs do. Then each tensor is copied.
     """
 
-    def __init__(self, device: str | torch.device | None = "cpu") -> None:
-        self._device = None if device is None else torch.device(device)
+    def __init__(self, device: str | torch.device | None = "cpu", *, reused_memory: bool = False) -> None:
+        self._target = _Target(None if device is None else torch.device(device), reused_memory)
         self._root: _Node | None = None
         self._joined: Any = None
         self._count = self._marked = 0
@@ -36,6 +39,7 @@ class OutputCollector:
         """Forget everything collected."""
         self._root = self._joined = None
         self._count = self._marked = 0
+        self._target.forget()
 
     def mark(self) -> None:
         """What has been collected so far belongs to global steps that are finished."""
@@ -46,13 +50,15 @@ class OutputCollector:
         if not self._marked:
             self.reset()
         elif self._root is not None and self._count > self._marked:
+            self._target.fetch()
             self._root.cut(self._marked)
             self._count, self._joined = self._marked, None
 
     def collect(self, outputs: Any) -> None:
         """Keep the outputs of one step.
 
-        Tensors on the target device are not copied: what a step returned must not be changed in place afterwards.
+        Tensors on the target device are not copied: what a step returned must not be changed in place afterwards,
+        unless `reused_memory` was given.
 
         Raises:
             ModuleContractError: the structure differs from that of the steps before.
@@ -61,8 +67,15 @@ class OutputCollector:
             by_position = isinstance(outputs, list)
             self._root = _Items("outputs", outputs) if by_position else _make_node(outputs, "outputs")
         self._count += 1
-        self._root.add(outputs, self._device)
+        self._root.add(outputs, self._target)
         self._joined = None
+
+    def collect_structure(self, outputs: Any) -> None:
+        """Keep the structure of `outputs` without a row: of a micro-batch that counts for nothing."""
+        self.collect(outputs)
+        self._target.fetch()
+        if self._root is not None:
+            self._root.empty_last()
 
     @property
     def is_empty(self) -> bool:
@@ -79,6 +92,7 @@ class OutputCollector:
         if self._root is None:
             return []
         if self._joined is None:
+            self._target.fetch()
             joined = self._root.join()
             self._joined = joined if isinstance(self._root, _Items) else [joined]
         return self._joined
@@ -94,6 +108,66 @@ def as_arguments(outputs: Any) -> tuple[Any, ...]:
     return (outputs,) if isinstance(outputs, dict) else tuple(outputs)
 
 
+_NOTHING = object()
+"""In the place of an object of a micro-batch that counts for nothing."""
+
+
+_BYTES_WAITING = 8 << 20
+"""What may wait on a device to be copied, at most."""
+
+
+class _Target:
+    """Where tensors are kept.
+
+    Those of another device are copied there, on that device, and fetched a few MiB at once. Each copy to the host waits
+    for the device, so one a step would keep it from running ahead.
+
+    Attributes:
+        device: None for the one that a tensor is on.
+        copies: whether a tensor that is there already is copied.
+    """
+
+    def __init__(self, device: torch.device | None, copies: bool) -> None:
+        self.device, self.copies = device, copies
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was not fetched."""
+        self._waiting: list[tuple[list[Tensor], int, Tensor]] = []
+        self._bytes = 0
+
+    def is_elsewhere(self, value: Tensor) -> bool:
+        """Whether `value` is on another device."""
+        return self.device is not None and value.device != self.device
+
+    def fetch_later(self, value: Tensor, kept: list[Tensor]) -> None:
+        """Put a copy of `value` at the end of `kept`; it is on this device after the next `fetch`."""
+        if value.nbytes > _BYTES_WAITING or type(value) not in (Tensor, nn.Parameter) or not _is_plain(value):
+            kept.append(value.to(self.device))
+            return
+        copied = value.clone(memory_format=torch.contiguous_format)
+        self._waiting.append((kept, len(kept), copied))
+        kept.append(copied)
+        self._bytes += value.nbytes
+        if self._bytes > _BYTES_WAITING:
+            self.fetch()
+
+    def fetch(self) -> None:
+        """Bring here what waits, in one copy for each device."""
+        waiting = self._waiting
+        self.forget()
+        for device in {copied.device for *_, copied in waiting}:
+            places = [(kept, place) for kept, place, copied in waiting if copied.device == device]
+            tensors = [copied for *_, copied in waiting if copied.device == device]
+            fetched = pack(tensors).to(self.device)  # waits where this is the host
+            for (kept, place), tensor in zip(places, unpack(fetched, tensors), strict=True):
+                kept[place] = tensor
+
+
+def _is_plain(value: Tensor) -> bool:
+    return value.layout is torch.strided and not value.is_quantized and not value.is_nested
+
+
 class _Node:
     """One place in the structure of the outputs."""
 
@@ -102,11 +176,15 @@ class _Node:
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def add(self, value: Any, device: torch.device | None) -> None:
+    def add(self, value: Any, target: _Target) -> None:
         raise AssertionError("abstract")
 
     def cut(self, count: int) -> None:
         """Keep the first `count` values alone; fewer may be there of a step that failed half-way."""
+        raise AssertionError("abstract")
+
+    def empty_last(self) -> None:
+        """Keep nothing but the structure of the last value."""
         raise AssertionError("abstract")
 
     def join(self) -> Any:
@@ -127,21 +205,27 @@ class _Tensors(_Node):
         self.kept: list[Tensor] = []
         self.versions: list[int] = []
 
-    def add(self, value: Any, device: torch.device | None) -> None:
+    def add(self, value: Any, target: _Target) -> None:
         if not isinstance(value, Tensor):
             raise self._mismatch_error(value, "a tensor")
         if value.requires_grad:
             value = value.detach()
-        if not value.dim() or value.untyped_storage().nbytes() > value.nbytes:
+        if target.is_elsewhere(value):
+            self.versions.append(-1)
+            target.fetch_later(value, self.kept)
+            return
+        if target.copies or not value.dim() or value.untyped_storage().nbytes() > value.nbytes:
             value = value.clone()  # a scalar is cheap to copy; a small view would keep all of a large tensor alive
-        if device is not None and value.device != device:
-            value = value.to(device, non_blocking=False)
         self.kept.append(value)
         # torch 2.13.0: `_version` counts writes in place, and has no public counterpart.
         self.versions.append(-1 if value.is_inference() else value._version)
 
     def cut(self, count: int) -> None:
         del self.kept[count:], self.versions[count:]
+
+    def empty_last(self) -> None:
+        last = self.kept[-1]
+        self.kept[-1], self.versions[-1] = (last if last.dim() else last.reshape(1))[:0].clone(), -1
 
     def join(self) -> Tensor:
         for step, (tensor, version) in enumerate(zip(self.kept, self.versions, strict=True)):
@@ -168,16 +252,19 @@ class _Objects(_Node):
         super().__init__(path)
         self.kept: list[Any] = []
 
-    def add(self, value: Any, device: torch.device | None) -> None:
+    def add(self, value: Any, target: _Target) -> None:
         if isinstance(value, Tensor) or _has_items(value):
             raise self._mismatch_error(value, f"a {type(self.kept[0]).__name__}" if self.kept else "a plain object")
-        self.kept.append(_copied(value, device))
+        self.kept.append(_copied(value, target.device))
 
     def cut(self, count: int) -> None:
         del self.kept[count:]
 
+    def empty_last(self) -> None:
+        self.kept[-1] = _NOTHING
+
     def join(self) -> StepList:
-        return StepList(self.kept)
+        return StepList(value for value in self.kept if value is not _NOTHING)
 
 
 class _Items(_Node):
@@ -190,7 +277,7 @@ class _Items(_Node):
         self.kind = dict if isinstance(outputs, dict) else list
         self.children = {key: _make_node(value, f"{path}[{key!r}]") for key, value in _pairs(outputs)}
 
-    def add(self, value: Any, device: torch.device | None) -> None:
+    def add(self, value: Any, target: _Target) -> None:
         if not isinstance(value, dict if self.kind is dict else list | tuple):
             raise self._mismatch_error(value, f"a {self.kind.__name__}")
         pairs = _pairs(value)
@@ -200,11 +287,15 @@ class _Items(_Node):
                 f"{[key for key, _ in pairs]}. Return the same structure from every step."
             )
         for key, item in pairs:
-            self.children[key].add(item, device)
+            self.children[key].add(item, target)
 
     def cut(self, count: int) -> None:
         for child in self.children.values():
             child.cut(count)
+
+    def empty_last(self) -> None:
+        for child in self.children.values():
+            child.empty_last()
 
     def join(self) -> Any:
         joined = {key: child.join() for key, child in self.children.items()}

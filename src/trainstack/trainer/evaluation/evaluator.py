@@ -9,13 +9,20 @@ from typing import Any, Protocol
 
 from torch.utils.data import SequentialSampler
 
-from trainstack.backends import Communicator, Workload
+from trainstack.backends import Communicator, Workload, World
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.context import RunContext
-from trainstack.trainer.core.module_snapshot import ModuleSnapshot
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import isolated_rng
+from trainstack.trainer.data.epochs import set_epoch
+from trainstack.trainer.data.sharding import (
+    StreamDigest,
+    check_not_presharded,
+    refuse_unlike_streams,
+    stream_name,
+)
+from trainstack.trainer.data.step_batches import unsupported_order_reason
 from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.evaluation.collector import as_arguments
 from trainstack.trainer.evaluation.loader_pass import (
@@ -24,6 +31,7 @@ from trainstack.trainer.evaluation.loader_pass import (
     evaluation_batches,
     evaluation_pass,
     named_loaders,
+    on_main_only,
     sample_count_mismatch,
 )
 from trainstack.trainer.evaluation.metrics import Metrics, numbers_in
@@ -110,19 +118,15 @@ class Evaluator:
             self._finish()
 
     def sanity_check(self, batches: int) -> None:
-        """Run `val_step` and the metrics over the first `batches` of each loader, and forget about it."""
+        """Run `val_step` and the metrics over the first `batches` of each loader; the caller undoes their changes."""
         with self._isolated_rng():
             loaders = self.loaders_of(Stage.VAL)
-        buffers = ModuleSnapshot(self._context.module)
-        buffers.keep()
         try:
             with self._context.sink.redirect(RunHistory(), self._context.state) as history:
                 self.evaluate(Stage.VAL, loaders, keep=False, history=history, only=batches)
         except Exception as error:
             annotate(error, "while sanity_val_steps tried out the validation before training")
             raise
-        finally:
-            buffers.restore()
 
     def run_standalone(
         self, stage: Stage, dataloaders: Any, log: bool | None, keep_outputs: bool = True
@@ -253,9 +257,8 @@ class Evaluator:
         world, work = context.world, self._work()
         evaluation = LoaderPass(stack, work, stage, state.global_step, keep_outputs=keep, loader=loader)
         limit = only or (context.args.max_val_steps_per_epoch if stage is Stage.VAL else None)
-        batches, in_parts = evaluation_batches(
-            loader, seed=state.seed, world=world, limit=limit, fast_paths=work.fast_paths
-        )
+        digest = StreamDigest()
+        batches, in_parts = self._batches(stage, loader, limit, digest)
         measured = None if stage is Stage.PREDICT else self.metrics.over(key, world, stage, in_parts=in_parts)
         evaluation.is_consumed = measured is not None or not self._expects_loss(stage)
         progress = NoProgress() if reporter is None else reporter.progress
@@ -270,20 +273,52 @@ class Evaluator:
         for message in (evaluation.loss_message, evaluation.count_message):
             self._warn_once(message)
         comm = world.comm if in_parts else Communicator()
-        by_rank = world.comm.gather((evaluation.batches, evaluation.samples, evaluation.stopped_early))
-        if any(stopped_early for *_, stopped_early in by_rank):
-            self._stopper.stop_if_requested()
-        if not any(batches for batches, *_ in by_rank):
-            context.log.warning(f"the {stage.name.lower()} loader {key!r} gave no batch at all.")
-        elif limit is None:
-            counts = [samples for _, samples, _ in by_rank] if in_parts else [evaluation.samples]
-            what = sample_count_mismatch(loader, counts)
-            self._warn_once(what and f"{stage.name.lower()} loader {key!r}: {what}")
+        facts = evaluation.batches, evaluation.samples, evaluation.stopped_early, (digest.batches, digest.value)
+        by_rank = world.comm.gather(facts, f"the end of a {stage.name.lower()} pass over the loader {key!r}")
+        self._check_pass(stage, key, loader, by_rank, in_parts=in_parts, whole=limit is None)
         values = {"loss": evaluation.mean_loss(comm), **({} if measured is None else measured.results(comm))}
         if evaluation.outputs is None:
             return None, values
         outputs = evaluation.outputs.all_outputs
         return (stack.gather(outputs) if in_parts else outputs), values
+
+    def _batches(
+        self, stage: Stage, loader: Any, limit: int | None, digest: StreamDigest
+    ) -> tuple[Iterator[tuple[Any, int | None]], bool]:
+        """The batches that this rank evaluates, and whether the others evaluate the rest."""
+        context, world, name = self._context, self._context.world, stage.name.lower()
+        sharding = context.args.data_sharding_of(stage)
+        check_not_presharded(loader, world.size, sharding, name)
+        set_epoch(loader, context.state.epoch, in_own_order=unsupported_order_reason(loader) is not None)
+        on_main = on_main_only(context.module, world, stage, sharding)
+        if on_main and world.rank:
+            return iter(()), True
+        batches, in_parts = evaluation_batches(
+            loader,
+            seed=context.state.seed,
+            world=World(device=world.device) if on_main else world,
+            limit=limit,
+            fast_paths=self._work().fast_paths,
+            sharding=sharding,
+            digest=digest,
+        )
+        return batches, in_parts or on_main
+
+    def _check_pass(
+        self, stage: Stage, key: str, loader: Any, by_rank: list[Any], *, in_parts: bool, whole: bool
+    ) -> None:
+        """Look at what the ranks have evaluated: batches, samples, whether they stopped early, digests."""
+        name = f"{stage.name.lower()} loader {key!r}"
+        if any(stopped_early for *_, stopped_early, _ in by_rank):
+            self._stopper.stop_if_requested()
+        refuse_unlike_streams(stream_name(loader), [digest for *_, digest in by_rank], stage.name.lower())
+        presharded = in_parts and self._context.args.data_sharding_of(stage) == "loader"
+        if not any(batches for batches, *_ in by_rank):
+            self._context.log.warning(f"the {name} gave no batch at all.")
+        elif whole and not (presharded and unsupported_order_reason(loader)):
+            counts = [samples for _, samples, *_ in by_rank]
+            what = sample_count_mismatch(loader, counts if in_parts else [counts[self._context.world.rank]])
+            self._warn_once(what and f"{name}: {what}")
 
     def _expects_loss(self, stage: Stage) -> bool:
         """Whether outputs without a loss are probably a mistake, as far as hooks and module tell."""

@@ -14,20 +14,18 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainstack.backends import Communicator, TrainerBackend, Workload, World
 from trainstack.backends.losses import RETURN_THE_TENSOR, is_number, loss_item
-from trainstack.errors import ModuleContractError, annotate
+from trainstack.backends.single_process import after_copies
+from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.arg_matching import as_named
 from trainstack.trainer.core.modes import get_modes, set_modes
+from trainstack.trainer.core.random_state import IsolatedIterator, LoaderGenerators
 from trainstack.trainer.core.samples import checked_weight, differing_lengths, samples_in
 from trainstack.trainer.data.loading import Fetcher
 from trainstack.trainer.data.sample_counts import counted_batches
-from trainstack.trainer.data.step_batches import (
-    check_not_presharded,
-    custom_batch_weight,
-    sums_losses,
-    unsupported_order_reason,
-)
-from trainstack.trainer.data.torch_classes import makes_lists_of_fields
+from trainstack.trainer.data.sharding import StreamDigest
+from trainstack.trainer.data.step_batches import custom_batch_weight, sums_losses, unsupported_order_reason
+from trainstack.trainer.data.torch_classes import draws_first_batch_alone, makes_lists_of_fields
 from trainstack.trainer.evaluation.collector import OutputCollector
 from trainstack.trainer.tracking.progress import ProgressDisplay
 
@@ -110,14 +108,21 @@ def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
 
 
 def evaluation_batches(
-    loader: Any, *, seed: int, world: World, limit: int | None = None, fast_paths: bool = True
+    loader: Any,
+    *,
+    seed: int,
+    world: World,
+    limit: int | None = None,
+    fast_paths: bool = True,
+    sharding: str = "trainer",
+    digest: StreamDigest | None = None,
 ) -> tuple[Iterator[tuple[Any, int | None]], bool]:
     """The batches of `loader` that this process evaluates.
 
     A map-style data set is cut into batches in data set order, whatever the sampler, and these into one run of
     neighbours a process. So the batches are the same on any number of processes, and outputs joined in the order of the
     ranks are in data set order. A loader with a custom order is read and evaluated as it comes, and wholly on each
-    process.
+    process. Its iterator is used under a random state that is the same on all ranks and in every evaluation.
 
     Args:
         loader: what the module returned.
@@ -125,17 +130,24 @@ def evaluation_batches(
         world: this process's place.
         limit: batches on each process, at most.
         fast_paths: whether torch's loaders may be read by `fast_batches`, and rows of a `TensorDataset` at once.
+        sharding: "loader" if the batches of a loader with a custom order are each process's own.
+        digest: takes in the batches that every process is to read alike; None for none.
 
     Returns:
         each batch with its number of samples, None where that is not known; and whether the other processes evaluate
         the rest, else each evaluates everything.
-
-    Raises:
-        ModuleContractError: a sampler has shared the data out already.
     """
-    check_not_presharded(loader, world.size)
     if unsupported_order_reason(loader) is not None:
-        return islice(counted_batches(loader, fast_paths=fast_paths), limit), False
+        generators = LoaderGenerators(seed, EVALUATION_EPOCH)
+        pairs: Iterator[tuple[Any, int | None]] = IsolatedIterator(
+            generators,
+            lambda: after_copies(counted_batches(loader, fast_paths=fast_paths)),
+            first_alone=draws_first_batch_alone(loader),
+        )
+        presharded = sharding == "loader" and world.size > 1
+        if digest is not None and not presharded and world.size > 1:
+            pairs = digest.read(pairs)
+        return islice(pairs, limit), presharded
     size = loader.batch_size
     number = -(-len(loader.dataset) // size)
     if limit is not None:
@@ -170,6 +182,26 @@ def sample_count_mismatch(loader: Any, counts: Sequence[int | None]) -> str | No
         "sampler that the method is handed, which also shares the data among processes; for a part of the data give it "
         "a torch.utils.data.Subset."
     )
+
+
+def on_main_only(module: nn.Module, world: World, stage: Stage, sharding: str) -> bool:
+    """Whether rank 0 evaluates whole loaders alone, as `evaluate_on_main` of the module says.
+
+    Raises:
+        ConfigurationError: it is no bool, or each rank has other data.
+    """
+    wanted, name = getattr(module, "evaluate_on_main", False), type(module).__name__
+    if not isinstance(wanted, bool):
+        raise ConfigurationError(
+            f"{name}.evaluate_on_main is {wanted!r}. Write True if rank 0 is to evaluate whole loaders, or False."
+        )
+    if wanted and world.size > 1 and sharding == "loader":
+        raise ConfigurationError(
+            f"{name}.evaluate_on_main is True, and data_sharding='loader' says that each process has its own part of "
+            f"the {stage.name.lower()} data: rank 0 cannot read the parts of the others. Write "
+            f"data_sharding={{{stage.name.lower()!r}: 'trainer'}}, or evaluate_on_main = False."
+        )
+    return wanted and world.size > 1
 
 
 @contextmanager
@@ -296,7 +328,7 @@ class LoaderPass:
         """
         values = self.stack.read(self._losses)
         mine = [v if self._sums else v * w for v, w in zip(values, self._weights, strict=True) if w]
-        everyone = comm.gather((mine, self._weights))
+        everyone = comm.gather((mine, self._weights), "the mean loss of an evaluation")
         total = math.fsum(weight for _, weights in everyone for weight in weights)
         parts = [value for one, _ in everyone for value in one]
         return _divided_sum(parts, 1.0 if self._sums else total) if total else None

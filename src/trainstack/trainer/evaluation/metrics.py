@@ -139,7 +139,7 @@ class MetricPass:
     def results(self, comm: Communicator) -> dict[str, Any]:
         """The values by name, nested as the metrics gave them; all processes call it together. Metrics are reset."""
         if self._kept is not None:
-            for inputs in (inputs for kept in comm.gather(self._kept) for inputs in kept):
+            for inputs in (inputs for kept in comm.gather(self._kept, "metric_inputs") for inputs in kept):
                 self._update(move_to_device(inputs, self._world.device))
         values = {}
         for name, metric in self._metrics.items():
@@ -227,7 +227,7 @@ def _without_sync(metric: Metric) -> Iterator[None]:
 
 
 def _compact(inputs: Any) -> Any:
-    """A small view would be sent with all of the tensor that it is a view of."""
+    """A small view would keep all of the tensor alive that it is a view of."""
     if isinstance(inputs, dict):
         return {name: _compact(value) for name, value in inputs.items()}
     if type(inputs) in (tuple, list):

@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 from trainstack.errors import ConfigurationError, StopTraining, annotate
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.state_tree import copied, same
 from trainstack.trainer.events.calling import call_all
 from trainstack.trainer.events.event import SPANS, Callback, Event
 from trainstack.trainer.events.filters import Filter, adapt_arity, filter_of, name_of
+from trainstack.trainer.events.identities import match_keys, settings_hash
 from trainstack.trainer.events.weight_swap import WeightSwap
 
 Value = TypeVar("Value")
@@ -77,6 +79,7 @@ class Subscription:
     Attributes:
         came: whether the event has come since it subscribed.
         is_expected: whether it is worth a word if the event never comes.
+        is_foreign: whether the function is not the library's own.
 
     Raises:
         ConfigurationError: the function needs more than the event gives.
@@ -93,6 +96,7 @@ class Subscription:
     ) -> None:
         self.event, self.label, self.filter, self.priority, self.key = event, label, counts, priority, key
         self.came, self.is_expected = False, True
+        self.is_foreign = not str(getattr(function, "__module__", "")).startswith("trainstack.")
         self._function = adapt_arity(function, ("trainer", *event.gives), f"Event.{event.name}")
 
     def call(self, trainer: AbstractTrainer, *given: Any) -> None:
@@ -148,12 +152,13 @@ class Events:
         self._open = set[Event]()
         self._calls: dict[int, list[Callable[[], None]]] = {}
         self._unclaimed: dict[str, Any] | None = None
-        self.is_training = False
+        self.is_training, self._began_at = False, 0
         self.weight_swap = WeightSwap()
         self._add_methods(module, type(module).__name__, 0)
         self.callbacks: dict[str, Callback] = unique_keys(
             ((c.state_key or type(c).__name__, c) for c in instantiate(callbacks)), taken={OWN}
         )
+        self._made = {key: settings_hash(callback) for key, callback in self.callbacks.items()}
         for key, callback in self.callbacks.items():
             self._add_methods(callback, key, callback.priority)
             warn_on_typos(callback, self._log)
@@ -198,6 +203,10 @@ class Events:
     def has(self, event: Event) -> bool:
         """Whether anybody subscribes to `event`."""
         return bool(self._subscriptions[event])
+
+    def has_foreign(self, event: Event) -> bool:
+        """Whether a function that is not the library's own subscribes to `event`; it may change anything."""
+        return any(subscription.is_foreign for subscription in self._subscriptions[event])
 
     def fire(self, event: Event, *given: Any) -> None:
         """Call the subscribers of `event`, see `call_all`."""
@@ -250,12 +259,12 @@ class Events:
         call_all(self._calls.pop(step, ()))
 
     def begin_train(self) -> None:
-        """`train()` begins."""
+        """`train()` begins; `TRAIN_BEGIN` is about to be fired."""
         for key in self._unclaimed or ():
             self._say(f"the checkpoint has a state of {key!r}, which this trainer does not have; it is left out.")
         self._unclaimed, self.is_training = None, True
+        self._began_at = self.trainer.state.global_step
         self.weight_swap.swap_out()
-        self.fire(Event.TRAIN_BEGIN)
 
     def end_train(self, status: str) -> None:
         """`train()` ends in good order: "finished", "stopped" or "interrupted"."""
@@ -263,6 +272,8 @@ class Events:
         self.fire(Event.TRAIN_END, status)
         if status != "finished" or not self.trainer.is_main_process:
             return
+        if self.trainer.state.global_step == self._began_at:
+            return  # nothing was trained, so nothing could run
         for subscription in (s for others in self._subscriptions.values() for s in others):
             came = subscription.filter is not None and subscription.filter.num_called > 0
             expected = subscription.is_expected and subscription.event.is_certain
@@ -281,7 +292,7 @@ class Events:
 
     def get_state(self) -> dict[str, Any]:
         """The states of callbacks and the counters of filters, by key."""
-        states: dict[str, Any] = {OWN: {"open": sorted(event.value for event in self._open)}}
+        states: dict[str, Any] = {OWN: {"open": sorted(event.value for event in self._open), "made": self._made}}
         states |= {key: state for key, callback in self.callbacks.items() if (state := callback.get_state())}
         return states | {key: counts.get_state() for key, counts in self._filters().items()}
 
@@ -290,12 +301,45 @@ class Events:
         self._unclaimed = dict(states or {})
         own = self._unclaimed.pop(OWN, {})
         self._open = {event for event in Event if event.value in own.get("open", ())}
+        self._rename_unclaimed(own.get("made", {}))
         owners: dict[str, Callback | Filter] = {**self.callbacks, **self._filters()}
         for key, owner in owners.items():
             if key in self._unclaimed:
                 owner.update_state(self._unclaimed.pop(key))
             elif isinstance(owner, Filter) or owner.get_state():
                 self._say(f"{key!r} starts anew: the checkpoint has no state of it.")
+
+    def _rename_unclaimed(self, saved: Mapping[str, str]) -> None:
+        """Give the states of callbacks of one class the keys of those with the same settings."""
+        named: dict[str, list[str]] = {}
+        for key, callback in self.callbacks.items():
+            named.setdefault(callback.state_key or type(callback).__name__, []).append(key)
+        renamed = match_keys(named, self._made, saved)
+        states, self._unclaimed = self._unclaimed or {}, {}
+        for key, state in states.items():
+            owner, dot, method = key.rpartition(".")
+            plain = key in saved or not dot
+            new = renamed.get(key, key) if plain else f"{renamed.get(owner, owner)}.{method}"
+            self._unclaimed[new] = state
+
+    def put_back(self, states: Mapping[str, Any]) -> None:
+        """Give back what `get_state` returned in this process to those that have another state now, without a word.
+
+        A callback that had no state gets an empty one.
+        """
+        now = self.get_state()
+        self._open = {event for event in Event if event.value in states[OWN]["open"]}
+        owners: dict[str, Callback | Filter] = {**self.callbacks, **self._filters()}
+        for key, owner in owners.items():
+            before = states.get(key, {})
+            if same(now.get(key, {}), before):
+                continue
+            try:
+                owner.update_state(copied(before))
+            except Exception as error:
+                if before:
+                    raise
+                self._say(f"{key!r} could not be given back its empty state ({type(error).__name__}: {error}).")
 
     def _say(self, what: str) -> None:
         if self.trainer.is_main_process:

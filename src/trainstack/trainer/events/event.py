@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any
@@ -82,8 +82,8 @@ class Callback:
     There are no empty methods to override: what is not defined costs nothing. A method may take fewer arguments than
     the event gives, from the right; what it cannot take is refused when the trainer is made.
 
-    On many processes the methods are called on each of them. Their state must then be the same everywhere, since
-    checkpoints keep that of the main process.
+    On many processes the methods are called on each of them. A checkpoint keeps the state of each rank where the ranks'
+    states differ.
 
     Attributes:
         priority: callbacks and functions with a higher one come first; among equals callbacks do, in their order.
@@ -101,6 +101,14 @@ class Callback:
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `get_state` returned."""
+
+    def redistribute_state(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """Make the state of this rank out of those of a run with another number of ranks, for `update_state`.
+
+        Without it a checkpoint in which the ranks' states differ is refused on another number of ranks. `states` is
+        what `get_state` returned on each of them.
+        """
+        raise NotImplementedError
 
     def evaluation_context(self, trainer: Any) -> AbstractContextManager[Any] | None:
         """Entered around each evaluation: validation, test and prediction, in training or by themselves."""

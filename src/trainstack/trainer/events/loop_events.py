@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from trainstack.backends import EMPTY
+from trainstack.backends import Borrowed
 from trainstack.trainer.data.step_batches import MicroBatch, StepBatches
 from trainstack.trainer.events.bus import Fire
 from trainstack.trainer.events.calling import call_all
@@ -42,31 +42,32 @@ def with_fetch_events(steps: Iterable[StepBatches], bind: Bind) -> Iterable[Step
 def _announced(micro_batches: Iterator[MicroBatch], begin: Fire | None, end: Fire | None) -> Iterator[MicroBatch]:
     """`micro_batches` with the events of a fetch, of which the first has begun."""
     for batch, weight, last in micro_batches:
-        if end is not None and batch is not EMPTY:
-            end(batch)
+        if end is not None:
+            end(batch.batch if type(batch) is Borrowed else batch)
         yield batch, weight, last
         if not last and begin is not None:
             begin()
 
 
 def with_batch_events(forward: Verb, backward: Verb, bind: Bind) -> tuple[Any, Any]:
-    """`forward` and `backward` with the events before each; an empty batch comes by none."""
+    """`forward` and `backward` with the events before each."""
     begin, before_backward = bind(Event.TRAIN_BATCH_BEGIN), bind(Event.BEFORE_BACKWARD)
     if begin is None and before_backward is None:
         return forward, backward
-    returned: Any = EMPTY
+    returned: Any = None
 
     def announced_forward(work: Any, stage: Any, batch: Any, step: int) -> Any:
         nonlocal returned
-        if batch is not EMPTY and begin is not None:
-            begin(batch)
-        outputs = forward(work, stage, batch, step)
-        returned = EMPTY if batch is EMPTY else outputs
-        return outputs
+        if begin is not None:
+            begin(batch.batch if type(batch) is Borrowed else batch)
+        returned = forward(work, stage, batch, step)
+        return returned
 
     def announced_backward(work: Any, loss: Any, weight: float) -> None:
-        if returned is not EMPTY and before_backward is not None:
+        nonlocal returned
+        if before_backward is not None:
             before_backward(returned)
+        returned = None
         backward(work, loss, weight)
 
     return announced_forward, announced_backward

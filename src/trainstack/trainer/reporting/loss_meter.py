@@ -26,6 +26,7 @@ class StepEntry(NamedTuple):
 
     Attributes:
         step, epoch, step_in_epoch: its place in the run; steps are counted from 1.
+        first_sample: the position in the epoch's order of its first sample.
         losses: of its micro-batches; 0-dim, detached, on the device, or numbers.
         weights: the share of each of them.
         items: what its loss is a mean over.
@@ -36,6 +37,7 @@ class StepEntry(NamedTuple):
     step: int
     epoch: int
     step_in_epoch: int
+    first_sample: int
     losses: Sequence[Tensor | float]
     weights: Sequence[float]
     items: float
@@ -61,6 +63,8 @@ class LossMeter:
     Attributes:
         rates: a global step and the learning rates that it used, of the last step that was due for anything.
         on_norms: called with the norms that were read; None for nobody.
+        find_samples: the dataset's indices of a micro-batch on this rank, by epoch, first sample of the step and
+            position; None where that is not known or must not be said.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class LossMeter:
         self.entries: list[StepEntry] = []
         self.rates: tuple[int, list[float | Tensor]] | None = None
         self.on_norms: Callable[[Sequence[float]], None] | None = None
+        self.find_samples: Callable[[int, int, int], list[int] | None] = lambda epoch, first, position: None
         self.interval, self.epoch = WeightedMean(), WeightedMean()
         self.last_norm: float | None = None
         self.skipped_in_a_row = 0
@@ -93,7 +98,8 @@ class LossMeter:
         norm: Tensor | None,
     ) -> None:
         """Remember a global step that `state` counts already; nothing is read."""
-        place = (state.global_step, state.epoch, state.steps_in_epoch)
+        first = state.samples_in_epoch - step_batches.samples
+        place = (state.global_step, state.epoch, state.steps_in_epoch, first)
         self.entries.append(StepEntry(*place, losses, step_batches.weights, step_batches.items, updated, norm))
 
     def keep_rates(self, step: int, optimizers: Iterable[Optimizer]) -> None:
@@ -105,20 +111,25 @@ class LossMeter:
 
         Raises:
             NonFiniteError: a loss is inf or nan, or the gradients of a step that moved the weights are, or too many
-                steps in a row moved nothing, or the losses add up to more than a float holds; on every process,
-                whichever saw it.
+                steps in a row moved nothing, or the losses add up to more than a float holds. All processes raise the
+                same one: the first in time, and of the same step a loss before a norm, which has inf or nan on every
+                process.
         """
         error: NonFiniteError | None = None
         try:
             self._read()
         except NonFiniteError as raised:
             error = raised
-        everyone = self._comm.gather((str(error) if error else None, self.interval.local.parts, self.epoch.local.parts))
-        if error is not None:
-            raise error
-        for message, _, _ in everyone:
-            if message is not None:
-                raise NonFiniteError(message)
+        report = None if error is None else [*getattr(error, "order", _LAST), str(error)]
+        everyone = self._comm.gather(
+            (report, self.interval.local.parts, self.epoch.local.parts), "the losses of a log point"
+        )
+        reports = [[*report[:2], rank, report[2]] for rank, (report, _, _) in enumerate(everyone) if report is not None]
+        if reports:
+            *_, rank, message = min(reports)
+            if rank == self._comm.rank and error is not None:
+                raise error
+            raise NonFiniteError(message)
         self.interval.sync([interval for _, interval, _ in everyone])
         self.epoch.sync([epoch for _, _, epoch in everyone])
 
@@ -140,10 +151,11 @@ class LossMeter:
                 self._count(entry, values, next(norms_left) if entry.norm is not None else None)
         for name, value in largest.items():
             if entries and not math.isfinite(value):
-                raise NonFiniteError(
+                error = NonFiniteError(
                     f"the weight {name!r} is inf or nan after {_place(entries[-1])}: in that step or in one before it, "
                     f"its gradient was. {_ADVICE}"
                 )
+                raise _at(entries[-1].step, 2, error)
 
     def _read_losses(self, losses: Sequence[Tensor | float]) -> list[float]:
         tensors = [loss for loss in losses if isinstance(loss, Tensor)]
@@ -174,10 +186,7 @@ class LossMeter:
         if entry.updated:
             for position, (value, weight) in enumerate(zip(values, entry.weights, strict=True)):
                 if weight and not math.isfinite(value):
-                    cause = "" if self._weights is None else _UNMEASURED
-                    raise NonFiniteError(
-                        f"the loss is {value} at {_place(entry)}, micro-batch {position}. {cause}{_ADVICE}"
-                    )
+                    raise self._nonfinite_loss(entry, value, position)
         if not entry.updated:
             self.skipped_in_a_row += entry.items > 0
             if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
@@ -190,12 +199,22 @@ class LossMeter:
         self.skipped_in_a_row = 0
         self.last_norm = norm
         if norm is not None and not math.isfinite(norm):
-            raise NonFiniteError(f"the norm of the gradients is {norm} at {_place(entry)}. {_ADVICE}")
+            error = NonFiniteError(f"the norm of the gradients is {norm} at {_place(entry)}. {_ADVICE}")
+            raise _at(entry.step, 1, error)
         if self._hide_loss:
             return
         part = _mean(entry, values) * entry.items
         self.interval.add_all([part], entry.items)
         self.epoch.add_all([part], entry.items)
+
+    def _nonfinite_loss(self, entry: StepEntry, value: float, position: int) -> NonFiniteError:
+        where = f"{_place(entry)}, micro-batch {position}"
+        if self._comm.size > 1:
+            where = f"rank {self._comm.rank}, {where}"
+        indices = self.find_samples(entry.epoch, entry.first_sample, position)
+        samples = "" if indices is None else f", with the samples {shown_indices(indices)} of the training data set"
+        cause = "" if self._weights is None else _UNMEASURED
+        return _at(entry.step, 0, NonFiniteError(f"the loss is {value} at {where}{samples}. {cause}{_ADVICE}"))
 
     def _count_all(self, entries: Sequence[StepEntry], losses: Sequence[float], norms: Sequence[float]) -> None:
         """What `_count` does, for many steps with which nothing is wrong."""
@@ -225,6 +244,20 @@ _ADVICE = (
     "No checkpoint was written after it. Write nonfinite='skip' to leave such steps out and count them, or "
     "log_every=1 to stop before the next step."
 )
+
+
+_LAST = (1 << 62, 0)
+
+
+def _at(step: int, kind: int, error: NonFiniteError) -> NonFiniteError:
+    """`error` with its global step and the rank of its kind, by which processes choose the one to raise."""
+    error.order = (step, kind)  # type: ignore[attr-defined]
+    return error
+
+
+def shown_indices(indices: Sequence[int], most: int = 64) -> str:
+    """The indices for a message, which more of them would hide."""
+    return ", ".join(map(str, indices[:most])) + (f", ... ({len(indices)} in all)" if len(indices) > most else "")
 
 
 def _place(entry: StepEntry) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
+from trainstack._files import atomic_write, make_directories
 from trainstack.backends import Workload
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import to_jsonable
@@ -17,6 +19,8 @@ from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.reporting.clipping_check import ClippingCheck
 from trainstack.trainer.reporting.loss_meter import LossMeter, learning_rates
 from trainstack.trainer.reporting.setup_rows import setup_rows
+from trainstack.trainer.run_directory import shortest
+from trainstack.trainer.tracking.history import Record
 from trainstack.trainer.tracking.progress import NoProgress, ProgressDisplay, build_progress, format_plan_table
 from trainstack.trainer.tracking.writers import RunInfo, WriterGroup, build_writers
 
@@ -36,9 +40,9 @@ class Reporter:
 
     def __init__(self, context: RunContext) -> None:
         self._context, args, self._is_main = context, context.args, context.world.is_main
-        self.history, self._log, self._log_dir = context.history, context.log, args.log_dir
-        writers = build_writers(args.writers, args.log_dir) if self._is_main else []
-        self._writers = WriterGroup(writers, self._log.warning)
+        self.history, self._log, self._log_dir = context.history, context.log, context.directory.log_dir
+        writers = build_writers(args.writers, self._log_dir) if self._is_main else []
+        self._writers = WriterGroup(writers, self._log.warning, self._check_lease)
         self._kind = "none" if args.disable_tqdm or not self._is_main else args.progress
         self.progress: ProgressDisplay = NoProgress()
         self._last_loss: float | None = None
@@ -61,11 +65,12 @@ class Reporter:
         self._writers.open(
             RunInfo(
                 resume_step=resume_step,
-                recorded_there=None if resume_step is None else self.history.flushed_at(resume_step),
+                records=tuple if resume_step is None else self._recorded,
                 log_dir=self._log_dir,
                 config=to_jsonable({"backend": stack.spec, "arguments": arguments, "plan": plan.to_dict()}),
             )
         )
+        context.sync_logs = self._writers.sync
         if self._is_main and context.args.wants_report:
             from trainstack.trainer.reporting.report.recorder import begin_recording  # runs without a report skip it
 
@@ -74,7 +79,8 @@ class Reporter:
             except Exception as error:  # training is what counts
                 self._log.warning(f"there will be no run report: {type(error).__name__}: {error}")
         layers = "\n".join(f"{layer.name}: {layer.summary}" for layer in stack.layers())
-        rows = [("backend", f"{stack.spec} on {context.world.device}"), ("stack", layers), *plan.rows()]
+        rows = [("folder", shortest(self._log_dir))] if context.directory.is_claimed else []
+        rows += [("backend", f"{stack.spec} on {context.world.device}"), ("stack", layers), *plan.rows()]
         rows += setup_rows(context, data, work)
         if plan.global_batch == 1 and (plan.steps_per_epoch or 0) > _MANY_STEPS:
             self._log.warning(
@@ -84,6 +90,15 @@ class Reporter:
         if resume_step is not None:
             rows.append(("resumed", f"after global step {resume_step}"))
         self._writers.text(format_plan_table(rows))
+
+    def _recorded(self) -> Iterable[Record]:
+        """What the writers of this run were given before."""
+        history = self.history
+        return islice(history.all_records(), self._context.directory.earlier_records, history.flushed_count)
+
+    def _check_lease(self) -> None:
+        if self._context.lease is not None:
+            self._context.lease.check()
 
     def start_epoch(self, state: RunState, plan: TrainingPlan) -> None:
         """An epoch begins, or continues after a resume."""
@@ -177,9 +192,10 @@ class Reporter:
             self.text(exhausted_reason)
         self.text(statement.text)
         if self._is_main:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
-            (self._log_dir / "privacy_statement.txt").write_text(statement.text + "\n", encoding="utf-8")
-            (self._log_dir / "privacy_statement.json").write_text(statement.to_json() + "\n", encoding="utf-8")
+            self._check_lease()
+            make_directories(self._log_dir)
+            for suffix, text in (("txt", statement.text), ("json", statement.to_json())):
+                atomic_write(self._log_dir / f"privacy_statement.{suffix}", f"{text}\n".encode())
 
     def end(self, status: str, reason: str | None = None) -> None:
         """Write the report of a run that has ended, and log its path; a report that fails is a warning.
@@ -199,6 +215,7 @@ class Reporter:
         if recorder is None:
             return
         try:
+            self._check_lease()
             privacy = self._context.stack.privacy_statement().text
             path = recorder.end(self.history, self._context.state.global_step, status, reason, privacy)
             self.text(f"report: {path}")
@@ -213,5 +230,6 @@ class Reporter:
 
     def close(self) -> None:
         """Leave the terminal and the files in order."""
+        self._context.sync_logs = lambda: None
         self.progress.close()
         self._writers.close()

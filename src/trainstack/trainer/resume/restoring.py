@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from trainstack.backends import TrainerBackend, World
@@ -19,33 +17,41 @@ from trainstack.checkpointing.directory import is_checkpoint_directory, read_man
 from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
 from trainstack.errors import CheckpointMismatchError
-from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.fingerprints import hash_text
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.random_state import capture_rng, isolated_rng
 from trainstack.trainer.core.state import RunState
+from trainstack.trainer.data.fixed_samples import Samples, random_places
+from trainstack.trainer.data.training_data import TrainingData
+from trainstack.trainer.resume.own_states import CALLBACKS, LAYERS, MODULE, USER, take_own_states
 from trainstack.trainer.resume.saving import EXCEPTION
 from trainstack.trainer.schedulers.building import counts_at_end
 from trainstack.trainer.schedulers.stepping import Schedules
-from trainstack.trainer.torch_settings import cpu_settings, merge_settings
+from trainstack.trainer.torch_settings import cpu_settings, merge_settings, precision_in_force
 
-_OF_OPTIMIZERS = ("optimizers", "schedulers", "scheduler_counts", "kinds")
+_OF_OPTIMIZERS = ("optimizers", "schedulers")
 
 
-def select_resume_state(checkpoint: Checkpoint, args: TrainerArguments, stack: TrainerBackend) -> Checkpoint:
-    """The parts of `checkpoint` that `args.resume_mode` asks for.
+def select_resume_state(checkpoint: Checkpoint, context: RunContext) -> Checkpoint:
+    """The parts of `checkpoint` that `args.resume_mode` asks for, with the values of this rank; all ranks call it.
 
     Raises:
-        CheckpointMismatchError: a layer's state that must never be lost would be.
+        CheckpointMismatchError: a layer's state that must never be lost would be; or states that differ between ranks
+            were written by another number of ranks, or were not kept.
     """
-    if checkpoint.is_empty or args.resume_mode == "full":
+    args, stack = context.args, context.stack
+    if checkpoint.is_empty:
         return checkpoint
-    kept = Checkpoint(module_interface_state=checkpoint.module_interface_state)
+    if args.resume_mode == "full":
+        return take_own_states(checkpoint, context, (MODULE, CALLBACKS, USER, LAYERS))
+    kept = Checkpoint()
     log, what = RunLogger(args.log_level), "the weights"
     if args.resume_mode == "weights_and_optimizer":
         what = "weights, optimizers, schedulers and layers"
+        checkpoint = take_own_states(checkpoint, context, (MODULE, LAYERS))
         state = checkpoint.trainer_state or {}
         kept.trainer_state = {name: state[name] for name in _OF_OPTIMIZERS if name in state}
         kept.trainer_backend_state = checkpoint.trainer_backend_state
@@ -56,6 +62,8 @@ def select_resume_state(checkpoint: Checkpoint, args: TrainerArguments, stack: T
                 f"resume_mode='weights' would lose the state of {lost}, which accounts for all that was done so far "
                 "and may not be lost. Write resume_mode='full', or 'weights_and_optimizer', which keeps it."
             )
+        checkpoint = take_own_states(checkpoint, context, (MODULE,))
+    kept.module_interface_state = checkpoint.module_interface_state
     log.info(
         f"resume_mode={args.resume_mode!r}: took {what} of the checkpoint at global step {checkpoint.global_step}; "
         "counters, order of the data, random numbers and history start anew."
@@ -139,6 +147,32 @@ def check_resumable(checkpoint: Checkpoint, context: RunContext, plan: TrainingP
         log.warning(f"the run began with seed={state.seed} and goes on with it; seed={context.args.seed} is not used.")
 
 
+SAMPLES = "samples"
+"""The key in a checkpoint's metadata of the hashes of three fixed samples of the dataset."""
+
+
+def hash_samples(samples: Samples) -> dict[str, str]:
+    """One hash a sample, for the metadata of a checkpoint."""
+    return {index: hash_text(repr(numbers)) for index, numbers in samples.items()}
+
+
+def warn_of_other_samples(checkpoint: Checkpoint, data: TrainingData, context: RunContext) -> None:
+    """Warn if the dataset has other samples than when the checkpoint was written, or in another order."""
+    before = (checkpoint.metadata or {}).get(SAMPLES) or {}
+    now = hash_samples(data.sample_hashes)
+    if not now or not context.world.is_main or all(now.get(index, known) == known for index, known in before.items()):
+        return
+    random, is_unchanged = random_places(data.loader, context.state.seed)
+    differing = [index for index, known in before.items() if now.get(index, known) != known and not random.get(index)]
+    if differing and is_unchanged:
+        context.log.warning(
+            f"the training data set is not what it was when the checkpoint was written: of the samples "
+            f"{', '.join(before)}, which are compared, {', '.join(differing)} differ{'s' * (len(differing) == 1)}. "
+            "Samples that were trained on may come again in this epoch, and others never. Check that files are listed "
+            "in a fixed order (sorted) and that the data and its preprocessing are the same."
+        )
+
+
 def check_schedules(schedules: Schedules, plan: TrainingPlan, state: RunState) -> None:
     """Refuse a schedule that torch would refuse to step in the middle of the run.
 
@@ -172,12 +206,19 @@ def warn_of_differences(checkpoint: Checkpoint, context: RunContext) -> None:
             f"another order. For the same bits, resume on {before}."
         )
     _warn_of_cpu(checkpoint, context)
+    precision = (checkpoint.metadata or {}).get("float32_matmul_precision")
+    current = precision_in_force(context.args.float32_matmul_precision)
+    if precision not in (None, current):
+        log.warning(
+            f"the checkpoint was written with float32_matmul_precision={precision!r}; the run goes on with "
+            f"{current!r}, and rounds products of matrices in another way."
+        )
 
 
 def _warn_of_cpu(checkpoint: Checkpoint, context: RunContext) -> None:
     """Warn if sums on the CPU may be rounded in another order than before; all processes call it."""
     before = (checkpoint.metadata or {}).get("cpu") or {}
-    now = merge_settings(context.world.comm.gather(cpu_settings()))
+    now = merge_settings(context.world.comm.gather(cpu_settings(), "resuming"))
     differing = [name for name in now if name in before and before[name] != now[name]]
     if not differing or context.world.device.type != "cpu":
         return
@@ -254,66 +295,5 @@ def rng_of_rank(rng_state: Mapping[str, Any] | None, world: World, state: RunSta
     if rng_state is None or len(rng_state["ranks"]) == world.size:
         return None if rng_state is None else rng_state["ranks"][world.rank]
     with isolated_rng(mix(state.seed, state.global_step, world.size, world.rank), world.device):
-        return {"now": capture_rng(world.device), "epoch": None}
-
-
-def load_states(kind: str, owners: Sequence[Any], states: Sequence[Any], kinds: Sequence[str], log: RunLogger) -> None:
-    """Give optimizers or schedulers the states of a checkpoint.
-
-    Args:
-        kind: "optimizer" or "scheduler".
-        owners: of the run; `states` and `kinds`, the names of their classes, are those of the checkpoint.
-
-    Raises:
-        CheckpointMismatchError: they are not those of the checkpoint.
-    """
-    how = "Make the same ones, or write reset_optimizers_schedulers=True to start them anew."
-    if len(owners) != len(states):
-        raise CheckpointMismatchError(
-            f"get_optimizers_schedulers returned {len(owners)} {kind}s, the checkpoint has {len(states)}. {how}"
-        )
-    for position, (owner, state) in enumerate(zip(owners, states, strict=True)):
-        if type(owner).__name__ != kinds[position]:
-            raise CheckpointMismatchError(
-                f"{kind} {position} is a {type(owner).__name__}; the checkpoint's is a {kinds[position]}. {how}"
-            )
-        if kind == "optimizer":
-            _warn_if_settings_differ(position, owner, state, log)
-        else:
-            _warn_if_length_differs(position, owner, state, log)
-        try:
-            owner.load_state_dict(state)
-        except (KeyError, ValueError, RuntimeError, TypeError) as error:
-            raise CheckpointMismatchError(
-                f"{kind} {position} ({type(owner).__name__}) does not fit the checkpoint's: {error}. {how}"
-            ) from error
-
-
-def _warn_if_settings_differ(position: int, optimizer: Optimizer, state: Mapping[str, Any], log: RunLogger) -> None:
-    name = f"optimizer {position} ({type(optimizer).__name__})"
-    for mine, theirs in zip(optimizer.param_groups, state["param_groups"], strict=False):
-        scheduled = "initial_lr" in mine and "initial_lr" in theirs
-        for key in sorted(set(mine) & set(theirs) - {"params", "lr" if scheduled else "initial_lr"}):
-            if not _same(mine[key], theirs[key]):
-                log.warning(
-                    f"{name} was made with {key.removeprefix('initial_')}={mine[key]!r}; the run goes on with the "
-                    f"checkpoint's {theirs[key]!r}. To use the new one, write reset_optimizers_schedulers=True."
-                )
-
-
-def _warn_if_length_differs(position: int, scheduler: Any, state: Mapping[str, Any], log: RunLogger) -> None:
-    """Say that a schedule goes on as it was laid when the run began, also where the run has become longer since."""
-    mine = scheduler.state_dict()
-    for key in ("total_steps", "T_max", "total_iters", "lr_lambdas"):
-        if key in mine and key in state and not _same(mine[key], state[key]):
-            log.warning(
-                f"scheduler {position} ({type(scheduler).__name__}) was made with {key}={mine[key]!r}; the run goes on "
-                f"with the checkpoint's {state[key]!r}. To lay the schedule anew over the epochs that are left, write "
-                "reset_optimizers_schedulers=True."
-            )
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return torch.equal(torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu())
-    return bool(one == other)
+        begin = rng_state["ranks"][0].get("begin")  # states that differ between ranks are refused elsewhere
+        return {"now": capture_rng(world.device), "epoch": None, "begin": begin}

@@ -7,24 +7,33 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from trainstack._files import local_path
+from trainstack.backends import Communicator, World
 from trainstack.checkpointing import Checkpoint, DefaultCheckpointer, export_model, push_to_hub, write_checkpoint
+from trainstack.checkpointing.encoding import StateEncoder
 from trainstack.checkpointing.exporting import require_hub
 from trainstack.checkpointing.warm_start import read_weights
-from trainstack.errors import CheckpointError, annotate
+from trainstack.errors import CheckpointError, PeerError, annotate
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.random_state import capture_rng
 from trainstack.trainer.events import Event
-from trainstack.trainer.torch_settings import cpu_settings, merge_settings
+from trainstack.trainer.resume.leasing import DirectoryOwner, writes_files
+from trainstack.trainer.resume.module_generators import GENERATORS, get_generator_states, warn_of_unreachable
+from trainstack.trainer.resume.own_states import CALLBACKS, DIFFERING, LAYERS, MODULE, USER, comparable
+from trainstack.trainer.resume.rank_states import describe_place, divide_by_rank
+from trainstack.trainer.run_directory import shortest
+from trainstack.trainer.torch_settings import cpu_settings, merge_settings, precision_in_force
 
 
 class SaveTimeBudget:
@@ -71,6 +80,7 @@ class Saver:
         saved_at: global step and epoch of the newest checkpoint, loaded, written or under way; None once one failed.
         save_time_budget: holds the time that saving takes against the time there is.
         saved_as: where the newest that was written lies, if the checkpointer said so.
+        owner: of the directories that the run writes.
     """
 
     def __init__(self, context: RunContext, take: TakeCheckpoint) -> None:
@@ -78,9 +88,10 @@ class Saver:
         self.pending_save = self.pending_pin = False
         self.pending_paths: list[tuple[str | os.PathLike[str], str]] = []
         self.saved_at: tuple[int, int] | None = None
-        self._training = False
+        self._training = self._is_claimed = self._continues = False
         self.saved_as: str | None = None
         self.save_time_budget = SaveTimeBudget(context.args.stop_grace_s)
+        self.owner = DirectoryOwner(context, self.run_on_rank_zero)
         if isinstance(context.checkpointer, DefaultCheckpointer):
             context.checkpointer.begin_trainer(log_level=context.args.log_level, resume=context.args.resume)
 
@@ -95,15 +106,20 @@ class Saver:
         if (unless_saved and place == self.saved_at) or not context.checkpointer.is_due(state.last_epoch, force):
             return
         began = time.monotonic()
-        with context.events.weight_swap.original_weights():
-            checkpoint = self._capture()
-            self.saved_as = self.run_on_rank_zero(
-                lambda: context.checkpointer.save(checkpoint, state.last_epoch, force), "saving a checkpoint"
-            )
-        self.saved_at = place
-        if not self._training:
-            self.finish()
+        with self.owner.held_for_writing():
+            self.claim_directory()
+            with context.events.weight_swap.original_weights():
+                checkpoint = self._capture()
+                self.saved_as = self.run_on_rank_zero(lambda: self._hand_over(checkpoint, force), "saving a checkpoint")
+            self.saved_at = place
+            if not self._training:
+                self.finish()
         self._record_save_time(time.monotonic() - began)
+
+    def _hand_over(self, checkpoint: Checkpoint, force: bool) -> str | None:
+        self.owner.check()
+        self._context.sync_logs()  # a checkpoint is not more durable than the logs that belong to it
+        return self._context.checkpointer.save(checkpoint, self._context.state.last_epoch, force)
 
     def _capture(self) -> Checkpoint:
         pinned, self.pending_pin = self.pending_pin, False
@@ -117,13 +133,16 @@ class Saver:
         world = self._context.world
         for path, once in asked:
             with self._context.events.weight_swap.original_weights():
-                checkpoint, failure = self._capture(), None
-            if world.is_main if once == "world" else world.local_rank == 0:
-                target = local_path(path).absolute()
-                try:
-                    write_checkpoint(checkpoint, target.parent, target.name)
-                except Exception as error:
-                    failure = error
+                checkpoint, target = self._capture(), local_path(path).absolute()
+            if once == "world":
+                self.run_on_rank_zero(partial(_write_at, target, checkpoint), "saving a checkpoint")
+                continue
+            failure = None
+            try:
+                if world.local_rank == 0:
+                    _write_at(target, checkpoint)
+            except Exception as error:
+                failure = error
             world.comm.raise_if_any(failure, "saving a checkpoint")
 
     def stop_message(self) -> str:
@@ -132,8 +151,11 @@ class Saver:
         stood = f"after global step {state.global_step}"
         if self.saved_at != (state.global_step, state.epoch):
             return f"{stood}. Nothing was saved, because the checkpointer saves nothing"
-        where = "Saved" if self.saved_as is None else f"Saved {self.saved_as}"
-        return f"{stood}. {where}; to go on, run it again with resume='auto'"
+        where = "Saved" if self.saved_as is None else f"Saved {shortest(self.saved_as)}"
+        again = "run it again"
+        if self._context.args.resume != "auto":
+            again += " with resume='auto', or --resume auto"
+        return f"{stood}. {where}; to go on, {again}"
 
     def save_model(self, plan: TrainingPlan, path: str | os.PathLike[str] | None = None) -> None:
         """Export the module's state and `plan`, to `path` or where the checkpointer puts exports."""
@@ -148,11 +170,15 @@ class Saver:
 
         def write() -> None:
             if path is None:
+                self.owner.check()
                 context.checkpointer.save_model(module_state, state.last_epoch, **about)
             else:
                 export_model(module_state, path, **about)
 
-        self.run_on_rank_zero(write, "exporting the model")
+        with self.owner.held_for_writing() if path is None else nullcontext():
+            if path is None and getattr(getattr(context.checkpointer, "args", None), "checkpoint", False):
+                self.claim_directory()
+            self.run_on_rank_zero(write, "exporting the model")
 
     def push_to_hub(self, plan: TrainingPlan, repo_id: str, **options: Any) -> str:
         """Export to a temporary folder and upload that; see the function `push_to_hub`."""
@@ -162,11 +188,34 @@ class Saver:
             self.save_model(plan, path)
             return self.run_on_rank_zero(lambda: push_to_hub(path, repo_id, **options), f"pushing to {repo_id}")
 
+    def choose_directory(self) -> None:
+        """Let the main process choose the folder of the run, and tell all."""
+        context = self._context
+        directory = context.directory
+        if not directory.is_settled:
+            choose = partial(directory.choose, context.args, context.log.info)
+            directory.settle(Path(self.run_on_rank_zero(choose, "choosing the folder of the run")))
+
+    def claim_directory(self) -> None:
+        """Make the folder of the run this run's before anything is written; see `RunDirectory.claim`."""
+        if not self._is_claimed:
+            self.run_on_rank_zero(self._claim, "claiming the folder of the run")
+            self._is_claimed = True
+
+    def _claim(self) -> None:
+        context = self._context
+        count = context.history.flushed_count
+        context.directory.claim(context.args, continues=self._continues, earlier_records=count)
+
     def load(self) -> Checkpoint:
         """What the checkpointer finds, as `args.resume` says; an empty checkpoint if nothing."""
         context = self._context
-        asked = () if context.args.resume is False else (context.args.resume,)
-        return self.run_on_rank_zero(lambda: context.checkpointer.load(*asked), "loading a checkpoint")
+        asked = () if context.args.resume is False else (context.directory.resume_from or context.args.resume,)
+        found: Any = self.run_on_rank_zero(lambda: context.checkpointer.load(*asked), "loading a checkpoint")
+        checkpointer = context.checkpointer
+        own = checkpointer.loaded_own if isinstance(checkpointer, DefaultCheckpointer) else True
+        self._continues = own and not found.is_empty and context.args.resume_mode == "full"
+        return found if context.world.is_main else Checkpoint(**vars(found))  # fields travel, classes do not
 
     def read_weights(self, path: str | os.PathLike[str]) -> dict[str, Tensor]:
         """The tensors at `path`, by name."""
@@ -178,8 +227,16 @@ class Saver:
         `wake` makes the loop call `poll` after the step under way. Any thread may call it.
         """
         self._training = True
+
+        def begin() -> None:
+            if writes_files(self._context):
+                self._claim()
+            self._context.directory.begin()
+
+        self.run_on_rank_zero(begin, "claiming the folder of the run")
         if self._context.world.is_main:
             self._context.checkpointer.watch(wake)
+            self.owner.watch(wake)
         self.run_on_rank_zero(lambda: self._context.checkpointer.begin_run(resumed=resumed), "beginning the run")
 
     def finish(self) -> None:
@@ -210,6 +267,7 @@ class Saver:
         if not self._context.world.is_main:
             return
         try:
+            self.owner.check()
             self._context.checkpointer.poll()
         except Exception:
             self.saved_at = None
@@ -222,20 +280,107 @@ class Saver:
         self.save_time_budget.record(max(seconds, context.checkpointer.last_save_s or 0.0), context.log)
 
     def run_on_rank_zero(self, function: Callable[[], Result], what: str) -> Result:
-        """Let the main process do something; the others get its result, or learn of its failure."""
-        world = self._context.world
+        """Let the main process do something; the others get its result, or learn of its failure.
+
+        The others wait in the store, not in a collective, so the time that the main process needs for its files does
+        not count towards the time limit of collectives.
+
+        Raises:
+            PeerError: the main process failed, or was not done after `args.rank_zero_timeout_s`.
+        """
+        world, longest_s = self._context.world, self._context.args.rank_zero_timeout_s
         result, failure = None, None
-        if world.is_main:
-            try:
-                result = function()
-            except Exception as error:
-                failure = error
+        with wait_for_rank_zero(world, what, longest_s):
+            if world.is_main:
+                try:
+                    result = function()
+                except Exception as error:
+                    failure = error
         try:
-            world.comm.raise_if_any(failure, what)
+            return cast(Result, world.comm.broadcast_outcome(failure, result, what))
         except Exception:
             self.saved_at = None  # the failure may be that of an earlier save in the background
             raise
-        return cast(Result, world.comm.broadcast_object(result))
+
+
+def _write_at(target: Path, checkpoint: Checkpoint) -> None:
+    write_checkpoint(checkpoint, target.parent, target.name)
+
+
+_BEAT_S = 1.0
+"""How often rank 0 tells the others that it is alive, while it reads or writes files."""
+
+_SILENCE_S = 5.0
+"""Without a beat for so long, the others go to the collective. There they find out whether rank 0 has ended."""
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.5
+"""Between two looks at the store; the pause doubles. There is one store for all ranks."""
+
+_waits: WeakKeyDictionary[Communicator, int] = WeakKeyDictionary()
+"""How often the ranks of a communicator have waited for rank 0; the same number on all ranks."""
+
+
+@contextmanager
+def wait_for_rank_zero(world: World, what: str, longest_s: float) -> Iterator[None]:
+    """A block that rank 0 carries out; the others pass through it at once and wait at its end. All ranks enter it.
+
+    The wait ends when rank 0 has left the block, when it has sent no sign of life for some seconds, or when the store
+    is gone. In the last two cases the collective that follows reports what happened, within its own time limit.
+
+    Args:
+        world: of this rank.
+        what: what rank 0 does, for the message.
+        longest_s: seconds after which a rank gives up although rank 0 is alive.
+
+    Raises:
+        PeerError: rank 0 is alive, and was not done after `longest_s`.
+    """
+    if world.size == 1:
+        yield
+        return
+    number = _waits[world.comm] = _waits.get(world.comm, 0) + 1
+    key = f"rank-zero/{number}"
+    if not world.is_main:
+        yield
+        _wait_for_beats(world, key, what, longest_s)
+        return
+    done = threading.Event()
+    heart = threading.Thread(target=_beat, args=(world.comm, key, done), name="trainstack-heartbeat", daemon=True)
+    heart.start()
+    try:
+        yield
+    finally:
+        done.set()
+        with suppress(RuntimeError):  # a store that is gone shows in the collective that follows
+            world.comm.put(f"{key}/done", "")
+
+
+def _beat(comm: Communicator, key: str, done: threading.Event) -> None:
+    beats = 0
+    with suppress(RuntimeError):
+        while not done.wait(_BEAT_S):
+            beats += 1
+            comm.put(f"{key}/beat", str(beats))
+
+
+def _wait_for_beats(world: World, key: str, what: str, longest_s: float) -> None:
+    began = heard = now = time.monotonic()
+    last, pause, longest_pause = None, _FIRST_PAUSE_S, max(_LAST_PAUSE_S, world.size / 200)
+    with suppress(RuntimeError):  # a store that is gone shows in the collective that follows
+        while now - began <= longest_s:
+            if world.comm.get_if_all([f"{key}/done"]) is not None:
+                return
+            now, beat = time.monotonic(), world.comm.get_if_all([f"{key}/beat"])
+            heard, last = heard if beat == last else now, beat
+            if now - heard > _SILENCE_S + 2 * longest_pause:
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, longest_pause)
+    if now - began > longest_s:
+        raise PeerError(
+            f"rank {world.rank} has waited {longest_s:g} s for rank 0, which is alive and not done with {what}. "
+            "Look at the file system that it uses, or write a longer TrainerArguments(rank_zero_timeout_s=...)."
+        )
 
 
 def save_after_exception(error: BaseException, context: RunContext, take: TakeCheckpoint, within_s: float) -> None:
@@ -275,6 +420,7 @@ def make_checkpoint(
     get_state: Callable[[], Mapping[str, Any]],
     epoch_rng: Mapping[str, Any] | None,
     loader_state: Mapping[str, Any] | None,
+    begin: Mapping[str, Any] | None = None,
     *,
     pinned: bool = False,
     after: BaseException | None = None,
@@ -284,27 +430,80 @@ def make_checkpoint(
     The metadata can be read without the tensors: what was measured with these very weights tells which is the best.
 
     `get_state` is called after the processes have met. After an exception, `after`, the other processes are not asked
-    for anything, so there are no random states.
+    for anything, so there are no random states, and no states of other ranks. `begin` is what `Beginnings.old_states`
+    returns; like the random states, it is kept for each rank.
     """
-    rng = {"now": capture_rng(context.world.device), "epoch": epoch_rng}
-    ranks = context.world.comm.gather((rng, loader_state, cpu_settings())) if after is None else []
+    rng = {"now": capture_rng(context.world.device), "epoch": epoch_rng, "begin": begin}
+    # A private run stores no states of generators: who has them knows what was drawn.
+    rng[GENERATORS] = {} if context.stack.is_private else get_generator_states(context.module)
+    mine = (rng, loader_state, cpu_settings())
+    ranks = context.world.comm.gather(mine, "taking a checkpoint") if after is None else []
     loaders = [loader for _, loader, _ in ranks]
     aside: dict[str, Any] = {"cpu": merge_settings([cpu for *_, cpu in ranks] or [cpu_settings()])}
+    aside["float32_matmul_precision"] = precision_in_force(context.args.float32_matmul_precision)
     aside |= {"pinned": True} if pinned else {}
     if after is not None:
         aside[EXCEPTION] = f"{type(after).__name__}: {after}"
-    own = {"user": context.user_state.get_state()} | ({"loaders": loaders} if any(loaders) else {})
+    states, rank_states, differing = _states_of(context, by_rank=after is None)
+    own = {"user": states[USER]} | ({"loaders": loaders} if any(loaders) else {})
+    own |= {DIFFERING: differing} if differing else {}
     return Checkpoint(
-        module_interface_state=context.module.get_state(),
+        module_interface_state=states[MODULE],
         trainer_state={**get_state(), **own},
-        trainer_backend_state=context.stack.get_state(),
+        trainer_backend_state=states[LAYERS],
         rng_state={"ranks": [rng for rng, *_ in ranks]} if after is None else None,
         history_state=context.history.get_state(),
-        callback_states=context.events.get_state(),
+        callback_states=states[CALLBACKS],
         plan=plan.to_dict(),
         global_step=context.state.global_step,
         metadata=metadata_of(context) | aside,
+        rank_states=rank_states,
     )
+
+
+def _states_of(context: RunContext, *, by_rank: bool) -> tuple[dict[str, Any], list[dict[str, Any]] | None, list[str]]:
+    """The states that may differ between ranks, the part of each rank, and the names of the leaves that do differ.
+
+    The parameters are left out: they were compared bit by bit.
+    """
+    states = {
+        MODULE: context.module.get_state(),
+        CALLBACKS: context.events.get_state(),
+        USER: context.user_state.get_state(),
+        LAYERS: context.stack.get_state(),
+    }
+    if not by_rank:
+        return states, None, []
+    parts, places = divide_by_rank(context.world.comm, comparable(states), context.module.parameters())
+    names = [describe_place(place) for place in places]
+    buffers = {name for name, _ in context.module.named_buffers()} & {p[-1] for p in places if p[0] == MODULE}
+    if buffers and not context.said_of_buffers:
+        context.said_of_buffers = True
+        context.log.warning(
+            f"the buffers {', '.join(sorted(buffers))} differ between the ranks. A checkpoint keeps those of each "
+            "rank, and a resume needs the same number of ranks; an export has those of rank 0. Let "
+            "ddp synchronise buffers to train with those of rank 0 on all ranks."
+        )
+    return states, parts, names
+
+
+def check_storable(context: RunContext, get_state: Callable[[], Mapping[str, Any]]) -> None:
+    """Find a state that a checkpoint cannot hold before the first step; encodes all of it, and copies no tensors.
+
+    Raises:
+        UnsupportedStateError: naming the place in the state and the type found there.
+    """
+    checkpointer = context.checkpointer
+    if not isinstance(checkpointer, DefaultCheckpointer) or not checkpointer.is_due(0, force=True):
+        return  # others may hold other values
+    try:
+        states = {**_states_of(context, by_rank=False)[0], "trainer_state": get_state()}
+    except Exception:  # a state may need what the first hook makes; then the first save tells
+        return
+    encoder = StateEncoder()
+    for name, state in states.items():
+        encoder.encode(state, root=name)
+    warn_of_unreachable(context)
 
 
 def metadata_of(context: RunContext) -> dict[str, Any]:

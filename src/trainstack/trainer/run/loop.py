@@ -1,19 +1,20 @@
 """`train_steps` runs the global steps of an epoch on a stack.
 
-Zeroing, schedulers, counters, collecting and hooks happen here and nowhere else. Nothing in here reads a value
-back from the device, unless non-finite steps are to be skipped, which has to be known before each step.
+Zeroing, schedulers, counters, collecting and hooks happen here and nowhere else. Nothing in here reads a value from
+an accelerator, unless non-finite steps are to be skipped: each step then depends on its loss and gradient.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from trainstack.backends import EMPTY, TrainerBackend, Workload
+from trainstack.backends import Borrowed, TrainerBackend, Workload
 from trainstack.backends.clipping import scale_gradients
 from trainstack.backends.fast_paths import fast_copy, has_usual_zero_grad
 from trainstack.backends.losses import find_loss
@@ -35,7 +36,8 @@ from trainstack.trainer.events.loop_events import (
     with_fetch_events,
 )
 from trainstack.trainer.reporting.loss_meter import LossMeter
-from trainstack.trainer.resume.restoring import load_states
+from trainstack.trainer.resume.optimizer_states import OptimizerStates
+from trainstack.trainer.run.borrowed_pass import BorrowedPass, bind_borrowed_pass
 from trainstack.trainer.schedulers.stepping import Schedules
 
 
@@ -51,9 +53,12 @@ class TrainLoop:
         measures_every_step: whether each step's gradient norm is computed, even where nothing is clipped.
         bind: gives the subscribers of an event; asked once an epoch, so that others cost nothing.
         inspect_loss: called with the first loss, before its backward pass.
+        reused_memory: whether the memory of what a step returns may be written to by the next one: see
+            `OutputCollector`.
 
     Attributes:
         meter: gets the losses.
+        optimizer_states: saves and restores optimizers and schedulers.
         step_outputs, epoch_outputs: collectors; None where nobody reads them.
         on_due: called once `state.global_step` has reached `next_due_step`, which it sets anew.
         next_due_step: see `on_due`. A signal handler or another thread may call `wake` at any moment, which sets it to
@@ -79,10 +84,11 @@ class TrainLoop:
         measures_every_step: bool = True,
         bind: Bind = no_subscribers,
         inspect_loss: Callable[[Tensor], None] | None = None,
+        reused_memory: bool = False,
     ) -> None:
-        self.stack, self.work, self.hooks, self.bind = stack, work, hooks, bind
-        self.inspect_loss = inspect_loss
+        self.stack, self.work, self.hooks, self.bind, self.inspect_loss = stack, work, hooks, bind, inspect_loss
         self.schedules = schedules or Schedules()
+        self.optimizer_states = OptimizerStates(work, self.schedules)
         self.state = state or RunState()
         bounded = any(layer.bounds_gradients for layer in stack.layers())
         self.skip_nonfinite = skip_nonfinite and not bounded
@@ -97,8 +103,8 @@ class TrainLoop:
             weights=(lambda: _weights(work.module)) if unmeasured else None,
             fast_paths=work.fast_paths,
         )
-        self.step_outputs = OutputCollector(device=None) if hooks.step_outputs else None
-        self.epoch_outputs = OutputCollector() if keep_epoch_outputs else None
+        self.step_outputs = OutputCollector(device=None, reused_memory=reused_memory) if hooks.step_outputs else None
+        self.epoch_outputs = OutputCollector(reused_memory=reused_memory) if keep_epoch_outputs else None
         self.next_measured_step = 0
         self.has_gradients = True
         self.on_due: Callable[[], None] = lambda: None
@@ -106,23 +112,17 @@ class TrainLoop:
         self.failed_in: int | None = None
         self.watch_passes: Callable[[Callable[..., tuple[Any, Any]] | None], None] = lambda wrap: None
 
+    def bind_end_backward(self) -> Callable[..., Any] | None:
+        """The hook and the subscribers of the end of a backward pass; None for nobody."""
+        return chain(self.hooks.end_backward, self.bind(Event.AFTER_BACKWARD), slice(1, None))
+
     def wake(self) -> None:
         """Let `on_due` be called after the step under way; threads and signal handlers may call this."""
         self.next_due_step = 0
 
     def get_state(self) -> dict[str, Any]:
         """Counters, optimizers, schedulers and running means."""
-        return {
-            **self.state.get_state(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.work.optimizers],
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedules.schedulers],
-            "scheduler_counts": self.schedules.get_counts(),
-            "kinds": {
-                "optimizers": [type(optimizer).__name__ for optimizer in self.work.optimizers],
-                "schedulers": [type(scheduler).__name__ for scheduler in self.schedules.schedulers],
-            },
-            "meter": self.meter.get_state(),
-        }
+        return {**self.state.get_state(), **self.optimizer_states.get_state(), "meter": self.meter.get_state()}
 
     def update_state(self, state: Mapping[str, Any], *, fresh_optimizers: bool, log: RunLogger) -> None:
         """Take back what `get_state` returned, optimizers and schedulers only if they are not to be fresh.
@@ -134,9 +134,7 @@ class TrainLoop:
         if "meter" in state:
             self.meter.update_state(state["meter"])
         if not fresh_optimizers:
-            load_states("optimizer", self.work.optimizers, state["optimizers"], state["kinds"]["optimizers"], log)
-            load_states("scheduler", self.schedules.schedulers, state["schedulers"], state["kinds"]["schedulers"], log)
-            self.schedules.update_counts(state["scheduler_counts"])
+            self.optimizer_states.update_state(state, log)
 
 
 def train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
@@ -154,21 +152,20 @@ def train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
 
 def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
     stack, state, step_schedulers = loop.stack, loop.state, loop.schedules.step
-    work, params, meter = loop.work, loop.work.params, loop.meter
-    params.refresh()
-    buffers = ModuleSnapshot(work.module)
-    clip, unmeasured = stack.clip, work.without_grad_norm()
+    meter, clip, workloads = loop.meter, loop.stack.clip, _workloads(loop.work)
+    loop.work.params.refresh()
+    buffers = ModuleSnapshot(loop.work.module)
     run_micro_batches, before_update = _bind_micro_batches(loop, buffers), loop.bind(Event.BEFORE_OPTIMIZER_STEP)
     end_update, end_skip = _bind_step_end(loop)
-    if loop.has_gradients:  # of before the run, or of a step that failed
-        _drop_gradients(params.all)
+    _drop_foreign_gradients(loop)
     collector = loop.epoch_outputs
     if collector is not None:
         collector.back_to_mark()
     for step_batches in with_fetch_events(steps, loop.bind):
         if loop.may_skip:
             buffers.keep()
-        losses = run_micro_batches(step_batches)
+        work, unmeasured = workloads[step_batches.uneven]
+        losses = run_micro_batches(step_batches, work)
         measured = loop.skip_nonfinite or state.global_step + 1 >= loop.next_measured_step
         norm = clip(work if measured else unmeasured)
         if not step_batches.items > 0 or (loop.skip_nonfinite and _is_nonfinite(loop, step_batches, losses, norm)):
@@ -195,35 +192,62 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
             loop.on_due()
 
 
-def _bind_micro_batches(loop: TrainLoop, buffers: ModuleSnapshot) -> Callable[[StepBatches], list[Tensor | float]]:
+def _workloads(work: Workload) -> tuple[tuple[Workload, Workload], tuple[Workload, Workload]]:
+    """For even and for uneven steps: `work`, and the same without the norm of the gradients."""
+    uneven = replace(work, uneven=True)
+    return (work, work.without_grad_norm()), (uneven, uneven.without_grad_norm())
+
+
+def _borrowed_pass(loop: TrainLoop) -> BorrowedPass:
+    collectors = [one for one in (loop.step_outputs, loop.epoch_outputs) if one is not None]
+    return bind_borrowed_pass(loop.stack, loop.work, loop.state, collectors, loop.bind_end_backward())
+
+
+def _drop_foreign_gradients(loop: TrainLoop) -> None:
+    """Drop gradients that no step of this epoch has computed.
+
+    Those of before the run and of a step that failed are dropped all. Those of user code between two epochs are dropped
+    but for an optimizer with its own `zero_grad`, which may keep some on purpose.
+    """
+    kept: set[int] = set()
+    if not loop.has_gradients:
+        own = [one for one in loop.work.optimizers if not has_usual_zero_grad(one)]
+        kept = {id(p) for optimizer in own for group in optimizer.param_groups for p in group["params"]}
+    _drop_gradients(p for p in loop.work.params.all if id(p) not in kept)
+
+
+def _bind_micro_batches(
+    loop: TrainLoop, buffers: ModuleSnapshot
+) -> Callable[[StepBatches, Workload], list[Tensor | float]]:
     """Forward and backward of a step's micro-batches, with every verb and hook looked up once; returns their losses."""
-    stack, work, state, fast = loop.stack, loop.work, loop.state, loop.work.fast_paths
+    stack, state, fast = loop.stack, loop.state, loop.work.fast_paths
     accumulate, train, find = stack.accumulate, Stage.TRAIN, _loss_finder(loop)
+    is_reduced, run_borrowed = loop.work.gradients_reduced_by is not None, _borrowed_pass(loop)
     backward = propagate_nonfinite(stack.backward) if loop.skip_nonfinite else stack.backward
     forward, backward = with_batch_events(stack.forward, backward, loop.bind)
-    plain = forward, backward
+    plain, observe = (forward, backward), _bind_observers(loop)
 
     def watch_passes(wrap: Callable[..., tuple[Any, Any]] | None) -> None:
         nonlocal forward, backward
         forward, backward = plain if wrap is None else wrap(*plain)
 
     loop.watch_passes = watch_passes
-    observe = _bind_observers(loop)
 
-    def run_micro_batches(step_batches: StepBatches) -> list[Tensor | float]:
+    def run_micro_batches(step_batches: StepBatches, work: Workload) -> list[Tensor | float]:
         number, losses = state.global_step + 1, list[Tensor | float]()
         state.current_step, state.micro_batch, last, loop.has_gradients = number, 0, False, True
         try:
             for batch, weight, last in step_batches.micro_batches:
+                if type(batch) is Borrowed:
+                    run_borrowed(batch, work, last, forward, backward)
+                    continue
                 _prepare_micro_batch(step_batches, weight, losses, work, buffers)
                 with accumulate(work, last):
                     outputs = forward(work, train, batch, number)
                     loss = find(outputs)
                     value = fast_copy(loss, enabled=fast)  # user code and optimizers may write to the loss later
-                    if weight or work.gradients_reduced_by is not None:  # gradients of all processes meet there
+                    if weight or is_reduced:  # the gradients of all ranks are summed there
                         backward(work, loss, weight)
-                if batch is EMPTY:
-                    continue
                 losses.append(value)
                 if observe is not None:
                     observe(outputs, number, loss)
@@ -232,13 +256,21 @@ def _bind_micro_batches(loop: TrainLoop, buffers: ModuleSnapshot) -> Callable[[S
         except Exception:
             loop.failed_in = state.micro_batch
             raise
-        if not last:  # a loader without length has ended within the step
-            with accumulate(work, True):
-                pass
-        _complete_gradients(work, step_batches.scale)
+        _end_passes(stack, work, last, step_batches.scale)
         return losses
 
     return run_micro_batches
+
+
+def _end_passes(stack: TrainerBackend, work: Workload, last: bool, scale: float) -> None:
+    """Make the gradients those of the step, of all parameters that take part in it by now."""
+    if not last:  # in one process, a loader without length has ended within the step
+        with stack.accumulate(work, True):
+            pass
+    work.world.comm.raise_if_aborted()  # the gradients of this step may not have been summed
+    work.params.refresh()
+    if scale != 1.0:
+        scale_gradients(work.params.all, scale)
 
 
 def _loss_finder(loop: TrainLoop) -> Callable[[Any], Tensor]:
@@ -258,7 +290,7 @@ def _loss_finder(loop: TrainLoop) -> Callable[[Any], Tensor]:
 
 def _bind_observers(loop: TrainLoop) -> Callable[[Any, int, Tensor], None] | None:
     """What collects outputs, and the hook and the subscribers of the end of a backward pass; None for nothing."""
-    end_backward = chain(loop.hooks.end_backward, loop.bind(Event.AFTER_BACKWARD), slice(1, None))
+    end_backward = loop.bind_end_backward()
     collectors = [c.collect for c in (loop.step_outputs, loop.epoch_outputs) if c is not None]
     if not collectors and end_backward is None:
         return None
@@ -270,16 +302,6 @@ def _bind_observers(loop: TrainLoop) -> Callable[[Any, int, Tensor], None] | Non
             end_backward(number, loss)
 
     return observe
-
-
-def _complete_gradients(work: Workload, scale: float) -> None:
-    """Make the gradients those of the step, of all parameters that take part in it by now."""
-    params = work.params
-    params.refresh()
-    if scale != 1.0:
-        scale_gradients(params.all, scale)
-    if params.frozen and work.gradients_reduced_by is not None:  # computed for the reducer, used by nobody
-        _drop_gradients(params.frozen.values())
 
 
 def _bind_step_end(loop: TrainLoop) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -329,7 +351,7 @@ def _bind_end_train_step(loop: TrainLoop) -> list[Callable[[], None]]:
 
         def call_hook() -> None:
             outputs: tuple[Any, ...] | None = ()
-            if collector is not None:  # a step may be without samples, on one process or on all
+            if collector is not None:  # a step of a private run may be without samples
                 outputs = None if collector.is_empty and insists else collector.as_arguments
                 collector.reset()  # before the hook, which may raise
             if outputs is not None:
@@ -373,7 +395,6 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _advance(state: RunState, step_batches: StepBatches, updated: bool) -> None:
-    # a process without samples counts the empty micro-batch, by which it joins the others
     micro_batches = max(1, len(step_batches.weights)) if step_batches.counted is None else step_batches.counted
     state.micro_batch = 0
     state.global_step += 1

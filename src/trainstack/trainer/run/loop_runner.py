@@ -11,8 +11,9 @@ from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import isolated_rng
 from trainstack.trainer.core.state import RunState
+from trainstack.trainer.data.presharded import PreshardedSource
 from trainstack.trainer.data.sample_counts import SampleCounter
-from trainstack.trainer.data.step_batches import PreshardedSource, custom_batch_weight, sum_steps, sums_losses
+from trainstack.trainer.data.step_batches import custom_batch_weight, sum_steps, sums_losses
 from trainstack.trainer.evaluation.loader_pass import LoaderPass, eval_mode, evaluation_pass
 from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.run.loop import TrainLoop, train_steps

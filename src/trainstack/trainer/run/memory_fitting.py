@@ -65,7 +65,7 @@ def _fits_everywhere(context: RunContext, data: TrainingData, work: Workload) ->
     gc.collect()
     if world.device.type != "cpu":
         torch.get_device_module(world.device).empty_cache()
-    if not any(world.comm.gather(error is not None)):
+    if not any(world.comm.gather(error is not None, "fit_micro_batch")):
         return True
     if data.plan.micro_batch == 1:
         world.comm.raise_if_any(error, "a step with a single sample")

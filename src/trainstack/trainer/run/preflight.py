@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from trainstack.errors import ConfigurationError, PrivacyBudgetError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.context import RunContext
@@ -79,3 +81,12 @@ def check_schedule_lengths(schedules: Schedules, plan: TrainingPlan, state: RunS
                 f"for: {what}. Write {end} in TrainerArguments, so that it is laid over all of it, or go on from a "
                 "checkpoint in a new Trainer, with resume=True and reset_optimizers_schedulers=True."
             )
+
+
+def import_for_optimizers() -> None:
+    """Let torch import what it imports for the first optimizer, on all ranks at the same time.
+
+    torch 2.13.0 imports its compiler then, which takes three seconds, and fifteen on a busy machine. A rank that still
+    imports cannot hear that another rank has failed in `get_optimizers_schedulers`.
+    """
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,21 +15,12 @@ from torch import Tensor, nn
 from trainstack.backends import Workload
 from trainstack.backends.losses import looks_summed
 from trainstack.checkpointing import Checkpoint, DefaultCheckpointer
-from trainstack.errors import ConfigurationError, ModuleContractError, annotate
+from trainstack.errors import ConfigurationError, ModuleContractError, PeerError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.intervals import ValidationSchedule, is_log_point, whole_steps
-from trainstack.trainer.core.modes import (
-    Decision,
-    Modes,
-    begin_modes,
-    decide_modes,
-    describe_modes,
-    get_modes,
-    set_modes,
-)
 from trainstack.trainer.core.order import mix
-from trainstack.trainer.core.random_state import capture_rng, isolated_rng, restore_rng
+from trainstack.trainer.core.random_state import capture_rng, isolated_rng, restore_rng, separate_ranks
 from trainstack.trainer.core.state import DuePart, EpochEnd, RunState
 from trainstack.trainer.core.tensors import (
     check_finite_weights,
@@ -42,34 +32,57 @@ from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.evaluation.collector import as_arguments
 from trainstack.trainer.evaluation.evaluator import Evaluator
+from trainstack.trainer.evaluation.loader_pass import evaluation_pass
 from trainstack.trainer.evaluation.metrics import Metrics
 from trainstack.trainer.events import Event
 from trainstack.trainer.events.calling import call_all
 from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.module_checks import check_optimizers_schedulers, check_signatures
 from trainstack.trainer.module_interface import MicroBatchInfo, StepView
+from trainstack.trainer.reporting.loss_meter import shown_indices
 from trainstack.trainer.reporting.reporter import Reporter
-from trainstack.trainer.resume.restoring import check_resumable, check_schedules, rng_of_rank, warn_of_differences
+from trainstack.trainer.resume.module_generators import restore_generators
+from trainstack.trainer.resume.own_states import restore_own_buffers
+from trainstack.trainer.resume.restoring import (
+    SAMPLES,
+    check_resumable,
+    check_schedules,
+    hash_samples,
+    restore_module,
+    rng_of_rank,
+    warn_of_differences,
+    warn_of_other_samples,
+)
 from trainstack.trainer.resume.saving import Saver, make_checkpoint
+from trainstack.trainer.run.agreement import (
+    agree_on_start,
+    agree_on_values,
+    agree_on_workload,
+    share_initial_values,
+)
+from trainstack.trainer.run.beginnings import Beginnings, BegunEpoch
 from trainstack.trainer.run.loop import TrainLoop, train_steps
 from trainstack.trainer.run.preflight import check_schedule_lengths
 from trainstack.trainer.run.step_checks import StepChecks
 from trainstack.trainer.run.stopping import Stopped, Stopper
+from trainstack.trainer.run.training_modes import TrainingModes
+from trainstack.trainer.run.trial import restore_after
 from trainstack.trainer.schedulers.building import make_schedules
-from trainstack.trainer.torch_settings import prepare_model
+from trainstack.trainer.torch_settings import prepare_model, reuses_memory
 from trainstack.trainer.tracking.log_sink import LogSink
 
 MOST_PENDING_STEPS = 1000
 """The losses of at most so many steps wait on the device, however far apart log points are."""
 
 
-def failure_location(state: RunState, data: TrainingData, position: int | None) -> str:
+def failure_location(state: RunState, data: TrainingData, position: int | None, rank: int = 0) -> str:
     """Where the step stood in which an exception was raised, worked out only now that it was.
 
     `position` counts the micro-batches of the step, from 0; None outside of forward and backward passes.
     """
     plan = data.plan
     place = f"in epoch {state.epoch}, global step {state.current_step}"
+    place = f"on rank {rank}, {place}" if plan.world_size > 1 else place
     if position is None:
         return place
     if plan.accumulation > 1:
@@ -77,26 +90,7 @@ def failure_location(state: RunState, data: TrainingData, position: int | None) 
     indices = data.indices_under_way(state, position)
     if indices is None:
         return place
-    shown = ", ".join(map(str, indices[:64]))  # more would hide the error itself
-    more = f", ... ({len(indices)} in all)" if len(indices) > 64 else ""
-    return f"{place}, with the samples {shown}{more} of the training data set"
-
-
-@dataclass(slots=True)
-class _Begun:
-    """What the beginning of an epoch has left in this process.
-
-    Attributes:
-        epoch: which one.
-        modes: of the parts whose modes the hooks have changed.
-        rng: the random state after the hooks; None before.
-        has_data: whether the module has given its loader.
-    """
-
-    epoch: int
-    modes: dict[nn.Module, bool] = field(default_factory=dict)
-    rng: Mapping[str, Any] | None = None
-    has_data: bool = False
+    return f"{place}, with the samples {shown_indices(indices)} of the training data set"
 
 
 class Run:
@@ -116,14 +110,14 @@ class Run:
         loop: what the loop works with.
         pending_rng: the random state to go on with; used up when training goes on.
         epoch_rng: the random state that the epoch under way began with.
-        modes: in which the parts of the module train, before hooks change them for an epoch.
+        modes: in which the parts of the module train.
         may_be_nonfinite: names of buffers that held inf or nan when the run was made.
     """
 
-    modes: Modes = MappingProxyType({})
-    _kept: tuple[nn.Module, ...] = ()
-    _begun: _Begun | None = None
-    _epoch_unsaved = False
+    _begun: BegunEpoch | None = None
+    _compare_values = True  # before the next step
+    _compared_at = -1  # the last global step after which the weights of all ranks were compared
+    _epoch_unsaved = _ranks_are_separate = False
     _attended = -1  # the last global step at which all was done that was due
 
     def __init__(self, context: RunContext, stopper: Stopper, saver: Saver, metrics: Any = None) -> None:
@@ -132,11 +126,15 @@ class Run:
         self.history, self.events, self.log = context.history, context.events, context.log
         module, args, world, state = self.module, context.args, self.world, self.state
         made_metrics = Metrics(metrics, module)
+        self.modes = TrainingModes(module, self.stack.is_private)
         check_signatures(module, self.log, context.val_step)
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log, self.stack.public_dataset_size)
+        self._saves = context.checkpointer.is_due(0, force=True)
+        if (self._saves or world.size > 1) and not self.stack.is_private:  # private samples leave no trace anywhere
+            self.data.hash_samples()
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
         self._connect_module()
@@ -146,6 +144,9 @@ class Run:
         )
         with context.sink.mute(state):  # a layer may try the module out
             self.loop = self._make_loop()
+        if not self.stack.is_private:
+            self.loop.meter.find_samples = self.data.indices_of
+        self.beginnings = Beginnings(context, self.loop)
         self.step_checks = StepChecks(context, self.loop, made_metrics)
         self.evaluator = Evaluator(
             context,
@@ -170,28 +171,31 @@ class Run:
         )
 
     def _make_loop(self) -> TrainLoop:
-        args, plan = self.context.args, self.data.plan
+        context, args, plan = self.context, self.context.args, self.data.plan
         ahead = plan.rest(self.state.epoch, self.state.global_step) if args.reset_optimizers_schedulers else plan
         epochs = max(1, ahead.epochs)
         self.stack.place(self.module, self.world)
+        share_initial_values(self.context)
         made = self.module.get_optimizers_schedulers(ahead.estimated_global_steps_per_epoch, epochs)
-        optimizers, schedulers = check_optimizers_schedulers(made, self.module, self.log)
-        parts = (self.module, optimizers, self.world, args.clipping, self.data.training_set, args.output_dir)
-        work = self.stack.prepare(Workload.from_module(*parts, fast_paths=args.fast_paths))
+        optimizers, schedulers = check_optimizers_schedulers(made, self.module, self.log, self.world.size)
+        parts = (self.module, optimizers, self.world, args.clipping, self.data.training_set, context.output_dir)
+        work = Workload.from_module(*parts, fast_paths=args.fast_paths)
+        agree_on_workload(self.context, self.data, work)
+        work = self.stack.prepare(work)
         keep = args.collect_train_outputs
-        saves = self.context.checkpointer.is_due(0, force=True)
         plan_ahead = replace(ahead, epochs=epochs)
         return TrainLoop(
             self.stack,
             work,
             self.hooks,
-            schedules=make_schedules(schedulers, work.optimizers, plan_ahead, saves=saves, log=self.log),
+            schedules=make_schedules(schedulers, work.optimizers, plan_ahead, saves=self._saves, log=self.log),
             state=self.state,
             skip_nonfinite=args.nonfinite == "skip",
             measures_every_step=self.log_interval == 1,
             keep_epoch_outputs=self.hooks.epoch_outputs if keep == "auto" else bool(keep),
             bind=self.events.bound,
             inspect_loss=self._inspect_loss if self._may_misjudge_sums else None,
+            reused_memory=reuses_memory(self.module, args.compile),
         )
 
     @property
@@ -240,6 +244,8 @@ class Run:
     def _end_epoch(self, reporter: Reporter) -> None:
         """Do what is left to do at the end of the epoch, each part once, and let the next epoch be the one to train."""
         state, monitor = self.state, self.context.args.monitor
+        if state.epoch_end < EpochEnd.LOSS:
+            self.data.compare_streams()
         if state.begin_epoch_end(EpochEnd.LOSS):
             reporter.end_training_epoch(state, self.loop.meter)
         if state.begin_epoch_end(EpochEnd.HOOKS):
@@ -269,6 +275,9 @@ class Run:
         state = self.state
         self.loop.on_due = lambda: self._on_due(reporter, save, save_every)
         self._set_next_due_step(reporter, save_every)
+        if self._compare_values:
+            agree_on_values(self.context)
+            self._compare_values = False
         goes_on = state.interrupted or state.validating >= 0  # or a validation was broken off there
         self._attended = -1 if goes_on else state.global_step
         state.due_part = state.due_part if goes_on else 0
@@ -283,7 +292,7 @@ class Run:
             is_due = attended < 0 or step >= self.loop.next_due_step
             state.interrupted = state.current_step == step != attended and is_due
             if isinstance(error, Exception):
-                annotate(error, failure_location(state, self.data, self.loop.failed_in))
+                annotate(error, failure_location(state, self.data, self.loop.failed_in, self.world.rank))
             raise
         self.stopper.stop_if_requested()
         if not state.steps_in_epoch:
@@ -302,83 +311,104 @@ class Run:
     def _begin_epoch(self) -> Iterator[StepBatches]:
         """Call the hooks that begin the epoch and ask for its data.
 
-        Where the epoch goes on, both see the random state that it began with. Hooks that were called in this process
-        are not called again, for the module and the callbacks have their effects.
+        Where the epoch goes on, they see the random state and the state that it began with, and afterwards the state is
+        what it was. Hooks that were called in this process are not called again: what they have set is still there.
         """
         state, device = self.state, self.world.device
         now = self.pending_rng or capture_rng(device)
-        known = self._begun is not None and self._begun.epoch == state.epoch
-        begun = self._begun if known and self._begun is not None else _Begun(state.epoch)
-        resumed = not known and state.steps_in_epoch > 0
-        goes_on = resumed or begun.has_data
-        if known:
-            set_modes(self.module, {**self.modes, **begun.modes})
+        begun = self._begun
+        if begun is None or begun.epoch != state.epoch:
+            saved_within, old = self.beginnings.pop_epoch()
+            begun = self._begun = BegunEpoch(state.epoch, goes_on=saved_within or state.steps_in_epoch > 0)
+            calls = self._begin_calls()
+            with self.beginnings.replay(old, on_all=bool(calls)) if begun.goes_on else nullcontext():
+                self._call_begin_hooks(begun, calls)
+                steps = self._ask_for_data(begun)
+            if state.steps_in_epoch and not state.epoch_end and self.loop.epoch_outputs is not None:
+                self.log.warning(
+                    f"resumed within epoch {state.epoch}: on_end_train_epoch gets the outputs of the steps from here "
+                    "on, those before the interruption are gone."
+                )
         else:
-            self._begun = begun
-            self._call_begin_hooks(begun, resumed)
-        if begun.rng is None:
-            begun.rng = capture_rng(device)
-        else:
-            restore_rng(begun.rng, device)
-        steps = self.data.iter_steps(state, self.stack.sampling) if not state.epoch_end else iter(())
-        begun.has_data = True
-        if goes_on:
+            self.modes.restore(begun.modes)
+            with self.beginnings.replay(None, on_all=False) if begun.goes_on else nullcontext():
+                self.beginnings.put_back(begun.before_loader)  # a call that has raised leaves no trace
+                steps = self._ask_for_data(begun)
+        if begun.goes_on:
             restore_rng(now, device)
             self.pending_rng = None
-        if resumed and not state.epoch_end and self.loop.epoch_outputs is not None:
-            self.log.warning(
-                f"resumed within epoch {state.epoch}: on_end_train_epoch gets the outputs of the steps from here on, "
-                "those before the interruption are gone."
-            )
+        begun.goes_on = True
         return steps
 
-    def _call_begin_hooks(self, begun: _Begun, resumed: bool) -> None:
-        state, hook, device = self.state, self.hooks.begin_train_epoch, self.world.device
-        if resumed and self.epoch_rng is not None:
+    def _begin_calls(self) -> list[Callable[[], Any]]:
+        """The hook and the subscribers of the beginning of an epoch, as far as there are some."""
+        state, hook, events = self.state, self.hooks.begin_train_epoch, self.events
+        if hook is None and not any(map(events.has, (Event.EPOCH_BEGIN, Event.TRAIN_EPOCH_BEGIN))):
+            return []
+        calls: list[Callable[[], Any]] = [lambda: events.fire(Event.EPOCH_BEGIN, state.epoch)]
+        calls += [] if hook is None else [lambda: hook(state.global_step, state.epoch)]
+        return [*calls, lambda: events.fire(Event.TRAIN_EPOCH_BEGIN, state.epoch)]
+
+    def _call_begin_hooks(self, begun: BegunEpoch, calls: list[Callable[[], Any]]) -> None:
+        device = self.world.device
+        if begun.goes_on and self.epoch_rng is not None:
             restore_rng(self.epoch_rng, device)
         else:
             self.restore_rng_once()
             self.epoch_rng = capture_rng(device)
-        set_modes(self.module, self.modes)
-        calls: list[Callable[[], Any]] = [lambda: self.events.fire(Event.EPOCH_BEGIN, state.epoch)]
-        calls += [] if hook is None else [lambda: hook(state.global_step, state.epoch)]
-        calls += [lambda: self.events.fire(Event.TRAIN_EPOCH_BEGIN, state.epoch)]
+        self.modes.restore()
+        if self._saves or not calls:  # in this process, only the loader is asked for again
+            begun.before_hooks = begun.before_loader = self.beginnings.take()
         try:
             call_all(calls)
-        finally:
-            begun.modes = {p: mode for p, mode in get_modes(self.module).items() if self.modes.get(p, mode) is not mode}
+        except PeerError:
+            raise
+        except BaseException:
+            self._end_begin_hooks(begun, calls)
+            raise
+        self._end_begin_hooks(begun, calls)
 
-    def decide_modes(self) -> Decision:
-        """In which modes the parts of the module train.
+    def _end_begin_hooks(self, begun: BegunEpoch, calls: list[Callable[[], Any]]) -> None:
+        begun.modes, begun.rng = self.modes.changes(), capture_rng(self.world.device)
+        if calls:
+            begun.before_loader = self.beginnings.take()
 
-        Raises:
-            ConfigurationError: the module keeps all modes, and the run is private.
-        """
-        module = self.module
-        if not isinstance(module.keep_modes, bool):
-            raise ConfigurationError(
-                f"{type(module).__name__}.keep_modes is {module.keep_modes!r}. Write True to keep all modes, or False."
-            )
-        if self.stack.is_private:
-            if module.keep_modes:
-                raise ConfigurationError(
-                    f"{type(module).__name__}.keep_modes is True and the run is private. What it promises was checked "
-                    "in training mode, so all parts train in it. Write keep_modes = False."
-                )
-            return Decision(dict.fromkeys(module.modules(), True), (), ())
-        return Decision(get_modes(module), (), ()) if module.keep_modes else decide_modes(module, self._kept)
+    def _ask_for_data(self, begun: BegunEpoch) -> Iterator[StepBatches]:
+        if begun.rng is not None:
+            restore_rng(begun.rng, self.world.device)
+        steps = iter(()) if self.state.epoch_end else self.data.iter_steps(self.state, self.stack.sampling)
+        self.beginnings.settle(begun.before_hooks, begun.before_loader)
+        return steps
+
+    def sanity_check(self, batches: int) -> None:
+        """Try out the validation on the first `batches` of each loader, which leaves no trace."""
+        context, seed = self.context, mix(self.state.seed)
+        with restore_after(context, self.loop.work, seed, f"sanity_val_steps={batches}", trains=False):
+            self.evaluator.sanity_check(batches)
+
+    def fire_train_begin(self) -> None:
+        """Call the subscribers of `TRAIN_BEGIN`."""
+        with self.beginnings.train_begin(over=self.is_over):
+            self.events.fire(Event.TRAIN_BEGIN)
 
     def begin_training(self) -> None:
-        """Put the parts of the module into the modes in which they train; `train()` begins."""
-        decision = self.decide_modes()
-        self.modes, self._kept = begin_modes(self.module, decision.modes), decision.kept
-        if decision.kept or decision.changed:
-            self.log.info(describe_modes(self.module, decision))
+        """`train()` begins.
+
+        A fresh run lets the ranks draw different random numbers from here on. Initial weights are made before.
+
+        Raises:
+            ConfigurationError: the ranks do not begin alike.
+        """
+        agree_on_start(self.context, self.data, self.loop.work, self.loop.schedules)
+        self._compare_values = True
+        if self.pending_rng is None and not self._ranks_are_separate:
+            separate_ranks(self.world)
+        self._ranks_are_separate = True
+        self.modes.begin(self.log)
 
     def leave_training(self) -> None:
-        """`train()` ends: undo the modes that hooks have set for an epoch; they are no choice for the next call."""
-        changed = {} if self._begun is None else self._begun.modes
-        set_modes(self.module, {p: self.modes.get(p, mode) for p, mode in changed.items() if p.training is mode})
+        """`train()` ends."""
+        self.modes.undo({} if self._begun is None else self._begun.modes)
 
     def _save(self, save: Callable[[bool], None], force: bool) -> None:
         """Save at a step boundary, where everything that goes into a checkpoint fits together."""
@@ -405,6 +435,7 @@ class Run:
         # run that stops here has saved what was due. Each part is marked as done before user code runs in it.
         state, step = self.state, self.state.global_step
         if is_log_point(step, self.log_interval, self.data.plan.max_steps):
+            self.data.compare_streams()
             if state.begin_due(DuePart.LOG):
                 reporter.measure(state, self.loop.meter, self.loop.work.optimizers)
                 self.events.fire(Event.LOG, step)
@@ -454,7 +485,7 @@ class Run:
         values = [(record.step, sign * record.value) for record in known if math.isfinite(record.value)]
         here = values[-1][1] if values and values[-1][0] == step else math.inf
         best = here < min((value for at, value in values if at < step), default=math.inf)
-        return bool(self.world.comm.broadcast_object(best))
+        return bool(self.world.comm.broadcast_object(best, "comparing a validation with the best"))
 
     def _validate_within(self, reporter: Reporter) -> None:
         """Validate at a step boundary; one that is broken off is gone on with when the run is."""
@@ -520,26 +551,13 @@ class Run:
 
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Trainer.freeze`."""
-        given = self._freezable("freeze", parameters)
-        frozen = self.loop.work.params.frozen
-        for parameter in given:
-            if parameter.requires_grad and id(parameter) not in frozen:
-                frozen[id(parameter)] = parameter
-                parameter.requires_grad_(self.loop.work.gradients_reduced_by is not None)
+        for parameter in self._freezable("freeze", parameters):
+            parameter.requires_grad_(False)
 
     def unfreeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Trainer.unfreeze`."""
-        given = self._freezable("unfreeze", parameters)
-        frozen = self.loop.work.params.frozen
-        if not all(parameter.requires_grad or id(parameter) in frozen for parameter in given):
-            raise ConfigurationError(
-                "unfreeze was given a parameter with requires_grad=False, which trainer.freeze has not frozen, so that "
-                "the backend does not expect a gradient of it. Leave requires_grad=True in the module, and call "
-                "trainer.freeze in on_train_epoch_begin."
-            )
-        for parameter in given:
-            if frozen.pop(id(parameter), None) is not None:
-                parameter.requires_grad_(True)
+        for parameter in self._freezable("unfreeze", parameters):
+            parameter.requires_grad_(True)
 
     def _freezable(self, name: str, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         given = list(parameters)
@@ -581,6 +599,8 @@ class Run:
         self.restore_rng_once()
         reporter.write()  # a history counts as written once it is saved
         self.saver.save(force=True, unless_saved=True)
+        if self._compared_at != step:
+            self._refuse_diverged("No model was exported.")
         self.saver.finish()
         if agreed is not None:
             self.events.fire(Event.STOP_TRAINING, agreed.reason)
@@ -589,6 +609,8 @@ class Run:
                 reporter.end("interrupted", agreed.reason)
                 return
             reporter.text(f"stopped after global step {step}: {agreed.reason}")
+        if self.is_over:
+            self.beginnings.end_training()
         self.events.end_train("finished" if agreed is None else "stopped")
         export()
         if self.hooks.end_train is not None:
@@ -612,12 +634,25 @@ class Run:
         if after is not None:
             return make_checkpoint(context, plan, get_state, None, None, after=after)
         self.loop.meter.flush()
-        states = get_state()
+        with self.loop.optimizer_states.whole():
+            states = get_state()
         optimizers = states.get("optimizers", ())
         check_finite_weights(self.stack, self.loop.work, self.may_be_nonfinite, optimizers, state.global_step)
-        refuse_diverged(self.stack, self.module, self.world.comm, state.global_step)
+        self._refuse_diverged("No checkpoint was written.")
         loader_state = self.data.loader_state.get_state(within=state.steps_in_epoch > 0)
-        return make_checkpoint(context, plan, lambda: states, self.epoch_rng, loader_state, pinned=pinned)
+        begun = self._begun if self._begun is not None and self._begun.epoch == state.epoch else None
+        begin = self.beginnings.old_states(begun, over=self.is_over)
+        made = make_checkpoint(context, plan, lambda: states, self.epoch_rng, loader_state, begin, pinned=pinned)
+        if self.data.sample_hashes:
+            made.metadata = {**(made.metadata or {}), SAMPLES: hash_samples(self.data.sample_hashes)}
+        return made
+
+    def _refuse_diverged(self, outcome: str) -> None:
+        if self.world.size > 1:
+            with evaluation_pass(self.stack, self.loop.work):  # parameters that have joined get the values of rank 0
+                pass
+            refuse_diverged(self.loop.work, self.state.global_step, outcome)
+        self._compared_at = self.state.global_step
 
     def check_finite(self, advice: str) -> None:
         """Refuse weights or buffers that became inf or nan.
@@ -640,9 +675,11 @@ class Run:
             return
         if mode == "full":
             check_resumable(checkpoint, context, plan)
+            warn_of_other_samples(checkpoint, self.data, context)
             update_state(checkpoint.trainer_state)
         else:
             self.loop.update_state(saved, fresh_optimizers=False, log=self.log)
+        restore_own_buffers(checkpoint, context)
         self.stack.update_state(checkpoint.trainer_backend_state or {})
         check_schedules(self.loop.schedules, plan, state)
         if mode != "full":
@@ -654,8 +691,12 @@ class Run:
         rng = rng_of_rank(checkpoint.rng_state, self.world, state)
         if rng is not None:
             self.pending_rng, self.epoch_rng = rng["now"], rng["epoch"]
+            self.beginnings.load(rng.get("begin"))
+        restore_generators(context, (checkpoint.rng_state or {}).get("ranks", ()))
         self.data.loader_state.restore(saved.get("loaders"), self.world)
         warn_of_differences(checkpoint, context)
         self.saver.saved_at = (state.global_step, state.epoch)
+        restore_module(self.module, checkpoint)  # again: get_train_dataloader was called for the plan
+        restore_own_buffers(checkpoint, context)
         self.events.update_state(checkpoint.callback_states)
         self.events.fire(Event.LOAD_CHECKPOINT, checkpoint)

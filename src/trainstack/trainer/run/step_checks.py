@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from trainstack.backends import EMPTY
+from trainstack.backends import Borrowed
 from trainstack.errors import annotate
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.data.step_batches import StepBatches
@@ -230,13 +230,12 @@ class _Watch:
             if p.requires_grad
             and id(p) not in self._with_gradient
             and id(p) in self._names
-            and id(p) not in work.params.frozen
             and not getattr(p, "_post_accumulate_grad_hooks", None)
         ]
 
     def _watched(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> tuple[Any, Any]:
         def watched_forward(work: Any, stage: Any, batch: Any, step: int) -> Any:
-            if self._on_batch is not None and batch is not EMPTY:
+            if self._on_batch is not None and type(batch) is not Borrowed:
                 self._on_batch(batch)
                 self._on_batch = None
             if not self._sees_gradients:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -21,10 +23,15 @@ from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.intervals import NEVER, seconds_of
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.run.loop import TrainLoop
+from trainstack.trainer.run.quiet_interrupt import quiet_interrupt
 from trainstack.trainer.tracking.writers.console import Pace
 
 POLL_S = 0.5
 """How often a process looks whether another one has been asked to stop."""
+
+
+LEAVE_S = 10.0
+"""How long a rank that has saved waits for the others before it ends."""
 
 
 class Request(NamedTuple):
@@ -59,7 +66,7 @@ class Stopper:
         """Training begins; all processes call it together. A request that was made before counts."""
         self.agreed, self._loop, self._world = None, loop, world
         # each training has its own keys: a trainer before this one may have used the store
-        self._names = f"stop/{world.comm.broadcast_object(uuid.uuid4().hex)}"
+        self._names = "stop/" + world.comm.broadcast_object(uuid.uuid4().hex, "beginning a training")
         self._announced: Request | None = None
         self._published = False
         self._target: int | None = None
@@ -70,12 +77,45 @@ class Stopper:
         late, self._request, self._loop = self._request, None, None
         return late if self.agreed is None else None
 
+    @property
+    def has_signal(self) -> bool:
+        """Whether a signal has asked for a stop that is not agreed on yet."""
+        return self._request is not None and self._request.signal is not None
+
+    def drop(self) -> Request | None:
+        """Forget a signal that came before training began, and return it; a request of `request_stop` stays."""
+        pending = self._request
+        if pending is None or pending.signal is None or self._loop is not None:
+            return None
+        self._request = None
+        return pending
+
+    def leave_together(self) -> None:
+        """After a signal, wait until all ranks have come here, so that they end close to each other; give up soon.
+
+        A scheduler may take the first exit code that is not 0 for a failure, and end the ranks that have not left.
+        """
+        world, began, pause = self._world, time.monotonic(), 0.001
+        if world.size == 1 or self.agreed is None or self.agreed.signal is None:
+            return
+        with suppress(RuntimeError):  # the store is gone, and its rank with it
+            world.comm.put(f"{self._names}/leaves/{world.rank}", "")
+            everybody = [f"{self._names}/leaves/{rank}" for rank in range(world.size)]
+            while world.comm.get_if_all(everybody) is None and time.monotonic() - began < LEAVE_S:
+                time.sleep(pause)
+                pause = min(2 * pause, max(0.05, world.size / 2000))
+
     def request(self, reason: str, signal: int | None = None) -> None:
         """Ask for a stop at the next boundary that all processes agree on."""
         if self._request is None or (signal is not None and self._request.signal is None):
             self._request = Request(reason, signal)
         if self._loop is not None:
             self._loop.next_due_step = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether training has begun and not ended."""
+        return self._loop is not None
 
     @property
     def is_requested(self) -> bool:
@@ -131,7 +171,8 @@ class Stopper:
         Raises:
             Stopped: on every process.
         """
-        asked = [request for request in self._world.comm.gather(self._request) if request is not None]
+        requests = self._world.comm.gather(self._request and tuple(self._request), "a step boundary")
+        asked = [Request(*request) for request in requests if request is not None]
         if asked:
             self.agreed = next((request for request in asked if request.signal is not None), asked[0])
             raise Stopped
@@ -163,6 +204,9 @@ class Stopper:
         return None if steps is None else max(map(int, steps)) + 1
 
 
+_PREEMPTING = ("SIGTERM", "SIGHUP", "SIGUSR1")
+"""Signals that ask for an end that may be followed by a resume; SIGHUP comes when a terminal or a connection closes."""
+
 _SAME_PRESS_S = 1.0
 """A terminal and a launcher may both pass one Ctrl-C on, so what follows within this time is the same one."""
 
@@ -170,20 +214,23 @@ _AGAIN = b"\nCtrl-C: the run stops at the end of this step. Ctrl-C again stops i
 
 
 @contextmanager
-def stop_on_signals(stopper: Stopper, *, enabled: bool, announce: bool) -> Iterator[None]:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask `stopper` inside; a second Ctrl-C raises KeyboardInterrupt at once.
+def stop_on_signals(
+    stopper: Stopper, *, enabled: bool, announce: bool, can_agree: Callable[[], bool]
+) -> Iterator[None]:
+    """SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C ask `stopper` inside; a second Ctrl-C raises KeyboardInterrupt at once.
 
     A signal that the program ignores, or handles in a way of its own, is left alone. Outside of the main thread, where
     Python lets nobody handle signals, nothing is done.
 
-    `announce` tells whoever presses Ctrl-C that it was noticed.
+    `announce` tells whoever presses Ctrl-C that it was noticed. While `can_agree()` is False, the ranks have not met,
+    and a signal raises `Preempted` at once. Ctrl-C raises KeyboardInterrupt at once until training has begun.
     """
     replaced: dict[int, Any] = {}
-    handler = _Handler(stopper, announce)
+    handler = _Handler(stopper, announce, can_agree)
     if enabled and threading.current_thread() is threading.main_thread():
-        names = ("SIGTERM", "SIGUSR1", "SIGINT")  # Windows has no SIGUSR1
-        for number in (getattr(signal, name) for name in names if hasattr(signal, name)):
-            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+        for number in _signals(*_PREEMPTING, "SIGINT"):
+            before = signal.getsignal(number)
+            if before in (signal.SIG_DFL, signal.default_int_handler) or isinstance(before, _IdleHandler):
                 replaced[number] = signal.signal(number, handler)
     try:
         yield
@@ -191,6 +238,37 @@ def stop_on_signals(stopper: Stopper, *, enabled: bool, announce: bool) -> Itera
         for number, before in replaced.items():
             if signal.getsignal(number) is handler:
                 signal.signal(number, before)
+
+
+def end_when_idle(owner: Any, *, enabled: bool) -> Callable[[], None]:
+    """In a job of SLURM, let SIGTERM, SIGHUP and SIGUSR1 end the process by `Preempted` while `owner` does not train.
+
+    Without this the process is killed by the signal, and its exit code does not say that the job can go on. Elsewhere,
+    and for signals that the program handles or ignores, nothing is done.
+
+    Returns:
+        What gives the signals back. It is called by itself when `owner` is collected.
+    """
+    handler = _IdleHandler(weakref.ref(owner))
+    taken: list[int] = []
+    if enabled and "SLURM_JOB_ID" in os.environ and threading.current_thread() is threading.main_thread():
+        for number in _signals(*_PREEMPTING):
+            if signal.getsignal(number) == signal.SIG_DFL or isinstance(signal.getsignal(number), _IdleHandler):
+                signal.signal(number, handler)
+                taken.append(number)
+
+    def give_back() -> None:
+        while taken and threading.current_thread() is threading.main_thread():
+            number = taken.pop()
+            if signal.getsignal(number) is handler:
+                signal.signal(number, signal.SIG_DFL)
+
+    weakref.finalize(owner, give_back)
+    return give_back
+
+
+def _signals(*names: str) -> list[int]:
+    return [getattr(signal, name) for name in names if hasattr(signal, name)]  # Windows has no SIGUSR1
 
 
 @contextmanager
@@ -209,6 +287,20 @@ def stop_after(stopper: Stopper, args: TrainerArguments) -> Iterator[None]:
         timer.cancel()
 
 
+def raise_early(request: Request, *, shown: bool) -> NoReturn:
+    """End `train()` for a signal that came before training began; Ctrl-C shows why if `shown`.
+
+    Raises:
+        KeyboardInterrupt: for Ctrl-C.
+        Preempted: for another signal.
+    """
+    text = f"stopped by {request.reason} before the first step. There was nothing to save."
+    if request.signal == signal.SIGINT:
+        raise quiet_interrupt(text, shown=shown)
+    ignore_signals_at_exit()
+    raise Preempted(text, request.signal or signal.SIGTERM)
+
+
 def raise_for_signal(
     honoured: Request | None, after_end: Request | None, stop_message: str, log: RunLogger | None
 ) -> None:
@@ -223,21 +315,61 @@ def raise_for_signal(
     """
     if honoured is not None and honoured.signal is not None:
         text = f"stopped by {honoured.reason} {stop_message}."
+        if honoured.signal == signal.SIGINT:
+            raise quiet_interrupt(text, shown=log is not None)
         if log is not None:
             log.warning(text)
-        raise KeyboardInterrupt(text) if honoured.signal == signal.SIGINT else Preempted(text, honoured.signal)
+        ignore_signals_at_exit()
+        raise Preempted(text, honoured.signal)
     if after_end is not None and after_end.signal is not None:
         signal.raise_signal(after_end.signal)
+
+
+def ignore_signals_at_exit() -> None:
+    """From the beginning of Python's exit on, ignore SIGTERM, SIGHUP and SIGUSR1; for a process that was preempted.
+
+    `srun --kill-on-bad-exit` sends SIGTERM to the ranks that still leave Python when the first has ended. Exit code 75
+    would become 143. A handler does not help, because Python 3.11 gives handlers back while it ends; `SIG_IGN` stays.
+    """
+    atexit.unregister(_ignore_signals)
+    atexit.register(_ignore_signals)  # the last that is registered comes first
+
+
+def _ignore_signals() -> None:
+    with suppress(ValueError):  # not in the main thread
+        for number in _signals(*_PREEMPTING):
+            signal.signal(number, signal.SIG_IGN)
+
+
+class _IdleHandler:
+    """Ends the process by `Preempted`: a trainer that does not train has nothing to save."""
+
+    def __init__(self, owner: weakref.ref[Any]) -> None:
+        self._owner = owner
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        owner = self._owner()
+        if owner is None:  # collected in another thread, where no signal can be given back
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
+        ignore_signals_at_exit()
+        text = f"stopped by {signal.Signals(number).name} outside of train(). There was nothing to save."
+        owner._record_interruption(text)
+        raise Preempted(text, number)
 
 
 class _Handler:
     """Runs between two instructions of whatever the main thread does, so it sets flags and writes past all buffers."""
 
-    def __init__(self, stopper: Stopper, announce: bool) -> None:
-        self._stopper, self._announce = stopper, announce
+    def __init__(self, stopper: Stopper, announce: bool, can_agree: Callable[[], bool]) -> None:
+        self._stopper, self._announce, self._can_agree = stopper, announce, can_agree
         self._pressed: float | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        if not self._can_agree() or (number == signal.SIGINT and not self._stopper.has_begun):
+            raise_early(Request(name, number), shown=self._announce)
         if number == signal.SIGINT:
             now = time.monotonic()
             if self._pressed is not None and now - self._pressed > _SAME_PRESS_S:
@@ -246,4 +378,4 @@ class _Handler:
                 with suppress(OSError):
                     os.write(2, _AGAIN)
             self._pressed = now if self._pressed is None else self._pressed
-        self._stopper.request("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name, number)
+        self._stopper.request(name, number)

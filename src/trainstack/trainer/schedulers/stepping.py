@@ -248,6 +248,5 @@ def _broadcast_value(history: RunHistory, name: str, epoch: int, comm: Communica
             value = record.value if record.epoch == epoch else None
         except ConfigurationError as error:
             failure = None if may_lack else ConfigurationError(f"a scheduler monitors {name!r}: {error}")
-    comm.raise_if_any(failure, "reading a monitored metric")
-    shared: float | None = comm.broadcast_object(value)
+    shared: float | None = comm.broadcast_outcome(failure, value, "reading a monitored metric")
     return shared

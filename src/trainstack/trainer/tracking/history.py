@@ -7,7 +7,7 @@ import math
 import operator
 import unicodedata
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from numbers import Real
 from typing import Any, NamedTuple
@@ -15,7 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from trainstack.backends.single_process import read_numbers
 from trainstack.errors import CheckpointDamagedError, ConfigurationError, ModuleContractError
+from trainstack.trainer.tracking.record_log import RecordLog
+
+Array = np.ndarray[Any, Any]
 
 
 class Record(NamedTuple):
@@ -28,12 +32,17 @@ class Record(NamedTuple):
 
 
 class MetricColumn:
-    """The records of one metric as three packed arrays: 24 bytes a record."""
+    """The records of one metric as three packed arrays: 24 bytes a record.
 
-    __slots__ = ("epochs", "flushed", "name", "steps", "values")
+    Attributes:
+        number: how many metrics had a record before this one.
+        flushed: how many of the records `flush` has returned.
+    """
 
-    def __init__(self, name: str) -> None:
-        self.name, self.flushed = name, 0
+    __slots__ = ("epochs", "flushed", "name", "number", "steps", "values")
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name, self.number, self.flushed = name, number, 0
         self.values, self.steps, self.epochs = array("d"), array("q"), array("q")
 
     def append(self, value: float, step: int, epoch: int) -> None:
@@ -42,49 +51,16 @@ class MetricColumn:
         self.steps.append(step)
         self.epochs.append(epoch)
 
+    def extend(self, values: Array, steps: Array, epochs: Array) -> None:
+        """Add records that were flushed before."""
+        self.values.frombytes(values.tobytes())
+        self.steps.frombytes(steps.tobytes())
+        self.epochs.frombytes(epochs.tobytes())
+        self.flushed = len(self.values)
+
     def record(self, index: int) -> Record:
         """The record at `index`."""
         return Record(self.name, self.values[index], self.steps[index], self.epochs[index])
-
-
-_DTYPES = {"values": "float64", "steps": "int64", "epochs": "int64"}
-
-
-def pack(columns: Iterable[MetricColumn]) -> dict[str, Any]:
-    """Names and lengths of `columns`, and their records one column after the other, as tensors."""
-    kept = list(columns)
-    state: dict[str, Any] = {"names": [c.name for c in kept], "lengths": [len(c.values) for c in kept]}
-    for key, dtype in _DTYPES.items():
-        parts = [np.array(getattr(column, key), dtype) for column in kept]
-        state[key] = torch.from_numpy(np.concatenate([np.empty(0, dtype), *parts]))
-    return state
-
-
-def unpack(state: Mapping[str, Any]) -> dict[str, MetricColumn]:
-    """The columns of what `pack` returned, by name; all records count as flushed.
-
-    Raises:
-        KeyError, TypeError, ValueError: `state` is something else.
-    """
-    names, lengths = list(map(str, state["names"])), list(map(int, state["lengths"]))
-    if len(set(names)) != len(names) or len(lengths) != len(names) or min(lengths, default=1) < 1:
-        raise ValueError("names and lengths do not fit each other")
-    arrays = {key: _checked(state, key, sum(lengths)) for key in _DTYPES}
-    columns, start = {}, 0
-    for name, length in zip(names, lengths, strict=True):
-        column = columns[name] = MetricColumn(name)
-        for key, source in arrays.items():
-            getattr(column, key).frombytes(source[start : start + length].tobytes())
-        column.flushed = length
-        start += length
-    return columns
-
-
-def _checked(state: Mapping[str, Any], key: str, length: int) -> np.ndarray[Any, Any]:
-    tensor, dtype = state[key], getattr(torch, _DTYPES[key])
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype is not dtype or tensor.shape != (length,):
-        raise ValueError(f"{key!r} is not a tensor of {length} {dtype} values")
-    return tensor.to("cpu").numpy()
 
 
 # Controls, surrogates and line separators: what would break a line of a log or cannot be encoded at all.
@@ -99,7 +75,7 @@ class RunHistory:
     `flush` at log points. The trainer sets `current_step` and `current_epoch`; a record takes them unless
     it is given its own.
 
-    Nothing is ever thrown away: a record takes 24 bytes of memory and of each checkpoint.
+    Nothing is ever thrown away: a record takes about 34 bytes of memory, and 4 to 10 bytes of each checkpoint.
 
     Attributes:
         metric_name_prefix: put before the name of each metric recorded from now on, such as `"fold-2/"`. Those who
@@ -115,6 +91,7 @@ class RunHistory:
         self.current_step = 0
         self.current_epoch = 0
         self._columns: dict[str, MetricColumn] = {}
+        self._log = RecordLog()
         # Records whose values may still be on a device: column, value, version of the tensor when given, step, epoch.
         self._pending: list[tuple[MetricColumn, float | torch.Tensor, int, int, int]] = []
         self._arrived: list[MetricColumn] = []
@@ -141,12 +118,12 @@ class RunHistory:
             value = _number(value, name)
         column = self._columns.get(name)
         if column is None:
-            column = self._columns[_checked_name(name)] = MetricColumn(name)
-        self._arrived.append(column)
+            column = self._columns[_checked_name(name)] = MetricColumn(name, len(self._columns))
         if version < 0 and not self._pending:
-            column.append(value, step, epoch)  # type: ignore[arg-type]
+            self._append(column, value, step, epoch)  # type: ignore[arg-type]
         else:
             self._pending.append((column, value, version, step, epoch))
+        self._arrived.append(column)
 
     def flush(self) -> list[Record]:
         """Read what is pending; return the records new since the last flush, in order of arrival."""
@@ -204,6 +181,14 @@ class RunHistory:
             self._read_pending()
         return {name: (np.array(c.steps), np.array(c.values)) for name, c in self._columns.items() if c.values}
 
+    def all_records(self) -> Iterator[Record]:
+        """The records of all metrics in order of arrival, which is the order in which writers get them."""
+        self._read_pending()
+        names = list(self._columns)
+        for metrics, steps, epochs, values in self._log.arrays():
+            rows = zip(metrics.tolist(), values.tolist(), steps.tolist(), epochs.tolist(), strict=True)
+            yield from (Record(names[metric], value, step, epoch) for metric, value, step, epoch in rows)
+
     def to_dict(self) -> dict[str, dict[str, list[Any]]]:
         """All records by name, as plain lists `value`, `step` and `epoch`."""
         self._read_pending()
@@ -211,6 +196,11 @@ class RunHistory:
             name: {"value": c.values.tolist(), "step": c.steps.tolist(), "epoch": c.epochs.tolist()}
             for name, c in self._columns.items()
         }
+
+    @property
+    def flushed_count(self) -> int:
+        """How many records were flushed."""
+        return sum(column.flushed for column in self._columns.values())
 
     def flushed_at(self, step: int) -> dict[str, int]:
         """How many records of each metric belong to `step` and were flushed."""
@@ -220,13 +210,13 @@ class RunHistory:
         return {name: count for name, count in counts.items() if count}
 
     def get_state(self) -> dict[str, Any]:
-        """Everything recorded: three tensors of all records, and where each metric's lie in them.
+        """Everything recorded, in order of arrival. Few records are converted, however many there are.
 
         What has not been flushed counts as flushed once restored, so flush and write before taking a state.
         """
         self._read_pending()
         counters = {"current_step": self.current_step, "current_epoch": self.current_epoch}
-        return counters | pack(column for column in self._columns.values() if column.values)
+        return {**counters, "names": list(self._columns), "records": self._log.get_state()}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Replace everything by what `get_state` returned; restored records are not flushed again.
@@ -234,16 +224,45 @@ class RunHistory:
         Raises:
             CheckpointDamagedError: `state` is not what `get_state` returns; nothing has been changed then.
         """
+        log = RecordLog()
         try:
             step, epoch = int(state["current_step"]), int(state["current_epoch"])
-            columns = unpack(state)
+            columns = {_checked_name(name): MetricColumn(name, place) for place, name in enumerate(state["names"])}
+            if len(columns) != len(state["names"]):
+                raise ValueError("a name is there twice")
+            log.update_state(state["records"], len(columns))
+            _fill(columns.values(), log)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointDamagedError(
                 f"the state of the run history is damaged ({type(error).__name__}: {error}). "
                 "Give back unchanged what RunHistory.get_state() returned."
             ) from error
         self.reset()
-        self.current_step, self.current_epoch, self._columns = step, epoch, columns
+        self.current_step, self.current_epoch, self._columns, self._log = step, epoch, columns, log
+
+    def mark(self) -> tuple[Any, ...]:
+        """Where the records end now, for `back_to`."""
+        self._read_pending()
+        lengths = {name: len(column.values) for name, column in self._columns.items()}
+        return self.current_step, self.current_epoch, lengths
+
+    def back_to(self, mark: tuple[Any, ...]) -> None:
+        """Forget what was recorded since `mark`."""
+        self._read_pending()
+        self.current_step, self.current_epoch, lengths = mark
+        self._log.truncate(sum(lengths.values()))
+        for name, column in list(self._columns.items()):
+            length = lengths.get(name, 0)
+            del column.values[length:], column.steps[length:], column.epochs[length:]
+            column.flushed = min(column.flushed, length)
+            if name not in lengths:
+                del self._columns[name]
+        waiting = {name: len(column.values) - column.flushed for name, column in self._columns.items()}
+        arrived, self._arrived = self._arrived, []
+        for column in arrived:
+            if waiting.get(column.name, 0) > 0:
+                waiting[column.name] -= 1
+                self._arrived.append(column)
 
     def _column(self, name: str) -> MetricColumn:
         self._read_pending()
@@ -255,12 +274,16 @@ class RunHistory:
             raise ConfigurationError(f"no metric {name!r} has been recorded.{hint} Recorded: {known}.")
         return column
 
+    def _append(self, column: MetricColumn, value: float, step: int, epoch: int) -> None:
+        self._log.append(column.number, value, step, epoch)  # first: it refuses a step that is too large
+        column.append(value, step, epoch)
+
     def _read_pending(self) -> None:
         """Move what is pending into the columns, reading the device once per device and dtype."""
         if not self._pending:
             return
         pending = self._pending
-        read = iter(_read_in_bulk([entry[1] for entry in pending if isinstance(entry[1], torch.Tensor)]))
+        read = iter(read_numbers([entry[1] for entry in pending if isinstance(entry[1], torch.Tensor)]))
         self._pending = []
         spoilt: list[tuple[str, int]] = []
         for column, value, version, step, epoch in pending:
@@ -268,13 +291,24 @@ class RunHistory:
             if isinstance(value, torch.Tensor) and value._version != version:
                 spoilt.append((column.name, step))
                 number = math.nan
-            column.append(number, step, epoch)
+            self._append(column, number, step, epoch)
         if spoilt:
             name, step = spoilt[0]
             raise ModuleContractError(
                 f"metric {name!r}: the tensor given at step {step} was changed in place before it was read, "
                 "so its value is lost (recorded as nan). Give a copy: tensor.clone()."
             )
+
+
+def _fill(columns: Iterable[MetricColumn], log: RecordLog) -> None:
+    """Give the empty `columns` the records of `log`, and refuse one that has none."""
+    for metrics, steps, epochs, values in log.arrays():
+        for column in columns:
+            mine = metrics == column.number
+            column.extend(values[mine], steps[mine], epochs[mine])
+    for column in columns:
+        if not column.values:
+            raise ValueError(f"the metric {column.name!r} has no record")
 
 
 def snapshot_value(value: float | torch.Tensor) -> float | torch.Tensor:
@@ -297,20 +331,6 @@ def _keep(value: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
     return value, value._version
 
 
-def _read_in_bulk(tensors: list[torch.Tensor]) -> list[float]:
-    """The values of one-element tensors, in their order, by one transfer for each device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault((tensor.device, tensor.dtype), []).append(index)
-    values = [0.0] * len(tensors)
-    for indices in groups.values():
-        group = [tensors[index] for index in indices]
-        read = torch.stack([tensor if tensor.dim() == 0 else tensor.reshape(()) for tensor in group]).tolist()
-        for index, value in zip(indices, read, strict=True):
-            values[index] = float(value)
-    return values
-
-
 def _number(value: object, name: str) -> float:
     with suppress(OverflowError):
         if isinstance(value, Real):
@@ -323,8 +343,9 @@ def _number(value: object, name: str) -> float:
 
 def _whole(value: int, what: str, name: str) -> int:
     with suppress(TypeError):
-        return operator.index(value)
-    raise ConfigurationError(f"metric {name!r} was given {what}={value!r}; give a whole number.")
+        if -(2**63) <= (whole := operator.index(value)) < 2**63:
+            return whole
+    raise ConfigurationError(f"metric {name!r} was given {what}={value!r}; give a whole number of 64 bits.")
 
 
 def _checked_name(name: object) -> str:
@@ -332,4 +353,9 @@ def _checked_name(name: object) -> str:
         raise ConfigurationError(f"a metric was named {name!r}; give a string such as 'train/loss'.")
     if any(unicodedata.category(character) in _FORBIDDEN_IN_NAMES for character in name):
         raise ConfigurationError(f"metric name {name!r} holds a control character; leave it out.")
+    if name[0] in "=+-@":
+        raise ConfigurationError(
+            f"metric name {name!r} begins with {name[0]!r}: a spreadsheet would execute it as a formula. Begin it with "
+            "a letter."
+        )
     return name

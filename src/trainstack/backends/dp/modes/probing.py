@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,10 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainstack.backends.dp.modes.base import full_float32
-
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_DEEP, _WIDE = 2, 100
-"""How far generators are looked for: levels of lists, dicts and objects below an attribute, and items of each."""
+from trainstack.backends.generators import find_generators, get_generator_state, set_generator_state
 
 
 class RandomStates:
@@ -34,7 +29,8 @@ class RandomStates:
         self._torch = torch.get_rng_state()
         self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
         self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._own = [(generator, _state_of(generator)) for generator in _generators_of(module)]
+        found = find_generators(module).by_path.values()
+        self._own = [(generator, get_generator_state(generator)) for generator in found]
 
     def restore(self) -> None:
         """Put the generators back."""
@@ -44,46 +40,7 @@ class RandomStates:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         for generator, state in self._own:
-            if isinstance(generator, np.random.Generator):
-                generator.bit_generator.state = state
-            elif isinstance(generator, random.Random):
-                generator.setstate(state)
-            else:
-                generator.set_state(state)
-
-
-def _generators_of(module: nn.Module) -> list[Any]:
-    parts = list(module.modules())
-    scopes = {kind.__module__ for part in parts for kind in type(part).__mro__}
-    places = [(vars(part), _DEEP) for part in parts]
-    places += [(vars(sys.modules[scope]), 0) for scope in scopes if scope in sys.modules]
-    found = [one for values, deep in places for value in list(values.values()) for one in _generators_in(value, deep)]
-    return list({id(generator): generator for generator in found}.values())
-
-
-def _generators_in(value: Any, deep: int) -> Iterator[Any]:
-    if isinstance(value, _KINDS):
-        if not isinstance(value, random.SystemRandom):  # which has no state
-            yield value
-    elif deep:
-        for item in islice(_items(value), _WIDE):
-            yield from _generators_in(item, deep - 1)
-
-
-def _items(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, list | tuple):
-        return value
-    if isinstance(value, nn.Module | torch.Tensor | type) or callable(value):
-        return ()
-    return list(getattr(value, "__dict__", {}).values())
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+            set_generator_state(generator, state)
 
 
 @contextmanager

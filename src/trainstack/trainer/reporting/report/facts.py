@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainstack._files import atomic_write
+from trainstack._files import atomic_write, make_directories
 from trainstack.errors import ConfigurationError
 
 FILE_NAME = "run.json"
@@ -93,13 +94,95 @@ class RunFacts:
             values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             if values.pop("format") != FORMAT:
                 raise ValueError("it is of another format")
-            sessions = tuple(
-                Session(**{**s, "samples": tuple(map(tuple, s["samples"]))}) for s in values.pop("sessions")
-            )
+            sessions = tuple(_session(entry) for entry in values.pop("sessions"))
             values |= {name: tuple(map(tuple, values[name])) for name in ("plan", "model", "environment")}
-            return cls(**values, sessions=sessions)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigurationError(f"{file} is not what a run has written: {error}. Delete it.") from error
+            return _checked(cls(**values, sessions=sessions))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+            why = " ".join(str(error).split())[:_LONGEST_REASON]
+            raise ConfigurationError(f"{file} is not what a run has written: {why}. Delete it.") from error
+
+
+_LONGEST_REASON = 200
+_MOST_STEPS = 1 << 63
+_LAST_TIME = 253_370_764_800.0
+"""Seconds from 1970 to the year 9999, in any time zone."""
+
+
+def _session(entry: Mapping[str, Any]) -> Session:
+    made = Session(**{**entry, "samples": tuple(map(tuple, entry["samples"]))})
+    numbers = [made.began, 0.0 if made.seconds is None else made.seconds]
+    steps = [made.first_step, 0 if made.last_step is None else made.last_step]
+    for step, seconds, *memory in made.samples:
+        steps.append(step)
+        numbers += [seconds, *(0.0 if one is None else one for one in memory)]
+        if len(memory) != 2:  # of the host and of the device
+            raise ValueError("a sample has not four values")
+    if not all(type(step) is int and 0 <= step < _MOST_STEPS for step in steps):
+        raise ValueError("a step is no count")
+    if not all(type(one) in (int, float) and abs(one) < _LAST_TIME for one in numbers):  # not nan either
+        raise ValueError("a time or a size is no number that can be")
+    if not isinstance(made.status, str) or not isinstance(made.reason, str | None):
+        raise ValueError("a status or a reason is no text")
+    return made
+
+
+_DEEPEST = 40
+
+
+def _is_deep(values: Any) -> bool:
+    """Whether values lie so deep in others that functions that follow them would fail."""
+    level, depth = [values], 0
+    while level and depth <= _DEEPEST:
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level, depth = [value for one in inner for value in one], depth + 1
+    return bool(level)
+
+
+def _checked(facts: RunFacts) -> RunFacts:
+    """`facts`, if everything in them is what the page expects.
+
+    Raises:
+        ValueError: something is not.
+    """
+    texts = [facts.name, facts.backend, facts.device, facts.monitor, facts.stack, facts.checkpoints or ""]
+    texts += [facts.privacy or "", *(text for row in (*facts.plan, *facts.environment) for text in row)]
+    if not all(isinstance(text, str) for text in texts) or not isinstance(facts.private, bool):
+        raise ValueError("a fact is no text")
+    if (
+        not isinstance(facts.arguments, dict)
+        or _is_deep(facts.arguments)
+        or any(len(row) != 2 for row in (*facts.plan, *facts.environment))
+    ):
+        raise ValueError("the arguments, the plan or the environment have another form")
+    for row in facts.model:
+        if len(row) != 4 or [type(cell) for cell in row] != [str, str, int, int] or max(row[2:]) >= _MOST_STEPS:
+            raise ValueError("a part of the model has another form")
+    if "\0" in (facts.checkpoints or ""):
+        raise ValueError("the folder of checkpoints cannot be one")
+    return facts
+
+
+def record_interruption(directory: Path, name: str, reason: str) -> None:
+    """Add a session that a signal ended before its first step, so that the newest session says how the job ended.
+
+    Args:
+        directory: of the logs.
+        name: of the module's class, where the run has left nothing yet.
+        reason: what ended it.
+
+    Raises:
+        ConfigurationError: `run.json` is there and was not written by a run.
+    """
+    try:
+        facts = RunFacts.read(directory)
+    except FileNotFoundError:
+        facts = RunFacts(name=name)
+        make_directories(directory)
+    step = (facts.sessions[-1].last_step if facts.sessions else None) or 0
+    ended = Session(
+        began=time.time(), first_step=step, status="interrupted", reason=reason, seconds=0.0, last_step=step
+    )
+    replace(facts, sessions=(*facts.sessions, ended)).write(directory)
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -6,7 +6,6 @@ import os
 import platform
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -16,10 +15,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainstack._files import make_directories
 from trainstack.checkpointing import DefaultCheckpointer
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.context import RunContext
-from trainstack.trainer.core.logs import to_jsonable
+from trainstack.trainer.core.logs import RunLogger, to_jsonable
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.reporting.report.facts import FILE_NAME, REPORT_NAME, RunFacts, Session, replace_file
 from trainstack.trainer.torch_settings import CompiledModels, device_peak_gib, host_peak_gib
@@ -36,7 +36,7 @@ class RunRecorder:
         directory: of the logs.
         facts: of the run; its sessions are added here.
         device: whose memory is looked at.
-        resume_step: as for `RunInfo`: a fresh run leaves the files of an earlier one alone and renames them aside.
+        resume_step: as for `RunInfo`.
         compiled: what `compile` has compiled, asked at the end.
     """
 
@@ -53,15 +53,18 @@ class RunRecorder:
         self._stride, self._log_points = 1, 0
         self._clock = time.perf_counter()
         self._session = Session(began=time.time(), first_step=resume_step or 0)
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directories(directory)
         earlier: tuple[Session, ...] = ()
         if resume_step is not None:
-            with suppress(OSError, ConfigurationError):  # the run began elsewhere, or without a report
+            try:
                 earlier = RunFacts.read(directory).sessions
-        else:
-            for file in (directory / FILE_NAME, directory / REPORT_NAME):
-                if file.exists():
-                    file.rename(free_name(file))
+            except FileNotFoundError:
+                pass  # the run began elsewhere, or without a report
+            except ConfigurationError as error:
+                file = directory / FILE_NAME
+                aside = free_name(file)
+                file.rename(aside)
+                RunLogger().warning(f"{error} It was renamed to {aside.name}, and a new report begins.")
         self._facts = replace(facts, sessions=(*earlier, self._session))
         self._facts.write(directory)
 
@@ -176,4 +179,4 @@ def begin_recording(
         environment=environment_rows(device, context.world.size),
         checkpoints=folder,
     )
-    return RunRecorder(args.log_dir, facts, device, resume_step, context.compiled)
+    return RunRecorder(context.directory.log_dir, facts, device, resume_step, context.compiled)

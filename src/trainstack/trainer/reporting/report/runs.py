@@ -80,4 +80,12 @@ def checkpoints_of(facts: RunFacts, directory: Path) -> list[CheckpointInfo]:
     if not facts.sessions or facts.sessions[0].first_step:
         return found
     began = floor(facts.sessions[0].began)
-    return [info for info in found if datetime.fromisoformat(info.created).timestamp() >= began]
+    return [info for info in found if _seconds(info.created) >= began]
+
+
+def _seconds(created: str) -> float:
+    """Seconds since 1970; 0 for what is no time, as in a manifest that somebody has written by hand."""
+    try:
+        return datetime.fromisoformat(created).timestamp()
+    except (ValueError, TypeError, OverflowError):
+        return 0.0

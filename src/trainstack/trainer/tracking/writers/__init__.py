@@ -11,7 +11,8 @@ from trainstack.trainer.tracking.writers.base import RunInfo, Writer
 from trainstack.trainer.tracking.writers.console import StdoutWriter
 from trainstack.trainer.tracking.writers.files import CsvWriter, JsonLinesWriter, read_history
 from trainstack.trainer.tracking.writers.group import WriterGroup
-from trainstack.trainer.tracking.writers.trackers import MlflowWriter, TensorBoardWriter, TrackioWriter, WandbWriter
+from trainstack.trainer.tracking.writers.tensorboard import TensorBoardWriter
+from trainstack.trainer.tracking.writers.trackers import MlflowWriter, TrackioWriter, WandbWriter
 
 
 def build_writers(names_or_writers: Sequence[str | Writer], log_dir: Path) -> list[Writer]:
@@ -38,6 +39,37 @@ _MAKERS: dict[str, Callable[[Path], Writer]] = {
     "mlflow": lambda _: MlflowWriter(),
     "trackio": lambda _: TrackioWriter(),
 }
+
+
+def register_writer(name: str, make: Callable[[Path], Writer]) -> None:
+    """Let `name` in `TrainerArguments.writers`, and so in a config file, mean the writer that `make` returns.
+
+    Args:
+        name: for the list of writers.
+        make: called at the start of each run with the folder for its logs.
+
+    Raises:
+        ConfigurationError: the name is taken or empty, or `make` is not a function.
+    """
+    if not isinstance(name, str) or not name or name in _MAKERS:
+        raise ConfigurationError(f"the name of a writer {name!r} is taken or empty. Write another name.")
+    if not callable(make):
+        raise ConfigurationError(f"make={make!r} is not a function of the log folder that returns a Writer. Write one.")
+    _MAKERS[name] = make
+
+
+_OWN = frozenset(_MAKERS)
+
+
+def unregister_writer(name: str) -> None:
+    """Take back `register_writer`.
+
+    Raises:
+        ConfigurationError: no such writer was registered.
+    """
+    if name in _OWN or name not in _MAKERS:
+        raise ConfigurationError(f"no writer {name!r} was registered, so none can be taken back. Write its name.")
+    del _MAKERS[name]
 
 
 def check_writers(names_or_writers: Sequence[str | Writer]) -> None:
@@ -89,4 +121,6 @@ __all__ = [
     "build_writers",
     "check_writers",
     "read_history",
+    "register_writer",
+    "unregister_writer",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,15 +17,15 @@ class RunInfo:
 
     Args:
         resume_step: None for a fresh run; otherwise the run continues after that global step.
-        recorded_there: how many records of each metric, at `resume_step`, the checkpoint knows; what was written
-            there beyond that will come again. None if that is not known.
+        records: gives the records that the run has made before, in order of arrival: what the writer was given up to
+            `resume_step`. None for a fresh run.
         log_dir: where the run's logs lie; it need not exist yet.
         config: arguments, plan and backend of the run, in values that JSON has.
     """
 
     resume_step: int | None = None
-    recorded_there: Mapping[str, int] | None = None
-    log_dir: Path = Path("runs")
+    records: Callable[[], Iterable[Record]] = tuple
+    log_dir: Path = Path()
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -46,14 +46,17 @@ class Writer(ABC):
     def open(self, run: RunInfo) -> None:  # noqa: B027 - a writer may have nothing to prepare
         """Get ready to write.
 
-        When a fresh run begins (`run.resume_step` is None), what an earlier run wrote is kept, never overwritten. When
-        a run continues, what was written for later steps is cut off where that is possible, since those steps will be
-        run and written again, and nothing else is touched.
+        When a fresh run begins (`run.resume_step` is None), what another run wrote is kept, never overwritten. When a
+        run continues, afterwards exactly `run.records()` is there: what was written for later steps is cut off, since
+        those steps will be run and written again, and what is missing is written again.
         """
 
     @abstractmethod
     def write(self, records: Sequence[Record]) -> None:
         """Write `records`, so that they survive if the process dies right after."""
+
+    def sync(self) -> None:  # noqa: B027 - a service keeps what it was sent
+        """Force what was written to the disk. Called before a checkpoint is written."""
 
     def text(self, line: str) -> None:  # noqa: B027 - most writers have no use for summaries
         """Write a summary of one line; by default it is left out."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import math
-import time
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import chain, islice
 from os import PathLike
 from pathlib import Path
-from typing import BinaryIO, ClassVar, Protocol
+from typing import Any, BinaryIO, ClassVar, Protocol
 
-from trainstack._files import local_path
+from trainstack._files import local_path, make_directories, open_file, sync_directory
+from trainstack.checkpointing.filesystem import sync_file
 from trainstack.errors import ConfigurationError
+from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.tracking.history import Record, RunHistory
 from trainstack.trainer.tracking.writers.base import RunInfo, Writer
 
@@ -34,17 +36,18 @@ class RowFormat(Protocol):
 
 
 class RowWriter(Writer):
-    """Writes one row a record, in the format of its class; nothing is ever rewritten.
+    """Writes one row a record, in the format of its class.
 
-    A fresh run never touches the rows of an earlier one: a file that is not empty is renamed aside first, to
-    `metrics.1.csv`, `metrics.2.csv` and so on. A resumed run cuts off the rows of later steps, and a last row
-    that a crash left half written, in place; a file of another format is renamed aside.
+    The history in a checkpoint is the truth, and the file is a view of it. When a run is resumed, the file is cut off
+    after the rows of the checkpoint. Where one of these is missing or damaged, the file is written anew, which the log
+    says. A file outside the folder of the run may be another run's: a fresh run renames it aside first, to
+    `metrics.1.csv`, `metrics.2.csv` and so on; so does a resumed run with a file of another format.
     """
 
     format: ClassVar[RowFormat]
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        self.path = local_path(path)
+        self.path = local_path(path).absolute()
         self._file: BinaryIO | None = None
 
     def open(self, run: RunInfo) -> None:
@@ -58,16 +61,11 @@ class RowWriter(Writer):
             raise ConfigurationError(f"the writer for {path} is open already; close() it first.")
         if path.exists() and not path.is_file():
             raise ConfigurationError(f"the path {path} is not a file; give the path of a file.")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_size > 0:
-            if run.resume_step is None or not self._is_ours():
-                path.rename(free_name(path))
-            else:
-                self._cut_off(run)
-        self._file = path.open("ab")
-        if self._file.tell() == 0 and self.format.header:
-            self._file.write(self.format.header)
-            self._file.flush()
+        make_directories(path.parent)
+        is_foreign = run.resume_step is None and not self._is_inside(run)
+        if path.exists() and path.stat().st_size > 0 and (is_foreign or not self._is_ours()):
+            path.rename(free_name(path))
+        self._file = self._restored(run)
 
     def write(self, records: Sequence[Record]) -> None:
         """Append `records` and hand them to the operating system.
@@ -80,41 +78,72 @@ class RowWriter(Writer):
         self._file.write("".join(map(self.format.row, records)).encode())
         self._file.flush()
 
+    def sync(self) -> None:
+        """Force the rows to the disk."""
+        if self._file is not None:
+            sync_file(self._file)
+
     def close(self) -> None:
         """Close the file."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
+    def _is_inside(self, run: RunInfo) -> bool:
+        """Whether the file is in the folder of the run, where no other run writes."""
+        return self.path.is_relative_to(run.log_dir.absolute())
+
     def _is_ours(self) -> bool:
         with self.path.open("rb") as file:
             return self.format.is_ours(file.readline())
 
-    def _cut_off(self, run: RunInfo) -> None:
-        """Remove, in place, a torn last row and the rows that will come again."""
-        cut: int | None = None
-        kept: list[bytes] = []  # rows to keep that lie behind the cut: only where steps were given out of order
-        left = None if run.recorded_there is None else dict(run.recorded_there)
-        with self.path.open("rb+") as file:
-            end = 0
-            for row in file:
-                if not row.endswith(b"\n") or self._will_be_written_again(row, run, left):
-                    cut = end if cut is None else cut
-                elif cut is not None:
-                    kept.append(row)
-                end += len(row)
-            if cut is not None:
-                file.truncate(cut)
-                file.seek(cut)
-                file.writelines(kept)
+    def _restored(self, run: RunInfo) -> BinaryIO:
+        """The file, open at its end, with exactly the rows of the run's records."""
+        lost = not self.path.exists()
+        if not lost:
+            file = open_file(self.path, "rb+")
+            size = self._matching_size(file, run)
+            if size is not None:
+                file.truncate(size)
+                file.seek(size)
+                return file
+            file.close()
+            if size is None and not self._is_inside(run):  # these may be the rows of another run
+                self.path.rename(free_name(self.path))
+        self._write_anew(run)
+        if run.resume_step is not None:
+            RunLogger().warning(
+                f"{self.path} {'was gone' if lost else 'lacked rows, or had damaged ones'}: it was written anew from "
+                "the history in the checkpoint."
+            )
+        return open_file(self.path, "ab")
 
-    def _will_be_written_again(self, row: bytes, run: RunInfo, left: dict[str, int] | None) -> bool:
-        """Whether the resumed run will write `row` again; `left` counts down the rows of its first step to keep."""
-        record, first = self.format.record(row), run.resume_step or 0
-        if record is None or record.step != first or left is None:
-            return record is not None and record.step > first
-        left[record.name] = left.get(record.name, 0) - 1
-        return left[record.name] < 0
+    def _matching_size(self, file: BinaryIO, run: RunInfo) -> int | None:
+        """How many bytes at the beginning of `file` are what the run has written; None if any of them is not."""
+        size = 0
+        for piece in self._pieces(run):
+            if file.read(len(piece)) != piece:
+                return None
+            size += len(piece)
+        return size
+
+    def _write_anew(self, run: RunInfo) -> None:
+        made = self.path.with_name(f".{self.path.name}.tmp")
+        with open_file(made, "wb") as file:
+            file.writelines(self._pieces(run))
+            sync_file(file)
+        made.replace(self.path)
+        sync_directory(self.path.parent)
+
+    def _pieces(self, run: RunInfo) -> Iterator[bytes]:
+        """The bytes of the file, some thousand rows at a time."""
+        yield self.format.header
+        records = iter(run.records())
+        while rows := "".join(map(self.format.row, islice(records, _ROWS_A_PIECE))):
+            yield rows.encode()
+
+
+_ROWS_A_PIECE = 4096
 
 
 def free_name(path: Path) -> Path:
@@ -123,6 +152,18 @@ def free_name(path: Path) -> Path:
     while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     return candidate
+
+
+def _record(name: str, value: Any, step: Any, epoch: Any) -> Record:
+    """The record of the fields of a row.
+
+    Raises:
+        ValueError, TypeError, OverflowError: a field is none, or no run counts so far.
+    """
+    record = Record(name, float(value), int(step), int(epoch))
+    if max(abs(record.step), abs(record.epoch)) >= 1 << 63:
+        raise ValueError("a step or an epoch does not fit into 64 bits")
+    return record
 
 
 class CsvFormat:
@@ -146,7 +187,7 @@ class CsvFormat:
         """The record of a row, or None."""
         try:
             step, epoch, name, value = next(csv.reader([row.decode().rstrip("\r\n")]))
-            return Record(name, float(value), int(step), int(epoch))
+            return _record(name, value, step, epoch)
         except (ValueError, StopIteration, csv.Error):
             return None
 
@@ -154,14 +195,14 @@ class CsvFormat:
 class CsvWriter(RowWriter):
     """Writes `step,epoch,name,value`, one row a record, in UTF-8; `float(value)` gives the recorded bits.
 
-    What becomes of a file that is there already, `RowWriter` says: nothing is ever rewritten.
+    `RowWriter` says what becomes of a file that is there already.
     """
 
     format = CsvFormat()
 
 
 class JsonLinesFormat:
-    """One JSON object a line: name, value, step, epoch and the time of writing in seconds since 1970.
+    """One JSON object a line: name, value, step and epoch.
 
     JSON has no word for inf and nan: they are written as strings, which Python's `float` takes.
     """
@@ -176,7 +217,6 @@ class JsonLinesFormat:
             "value": value if math.isfinite(value) else repr(value),
             "step": record.step,
             "epoch": record.epoch,
-            "time": round(time.time(), 3),
         }
         return json.dumps(fields) + "\n"
 
@@ -188,15 +228,15 @@ class JsonLinesFormat:
         """The record of a row, or None."""
         try:
             fields = json.loads(row)
-            return Record(str(fields["name"]), float(fields["value"]), int(fields["step"]), int(fields["epoch"]))
-        except (ValueError, KeyError, TypeError):
+            return _record(str(fields["name"]), fields["value"], fields["step"], fields["epoch"])
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             return None
 
 
 class JsonLinesWriter(RowWriter):
-    """Writes one JSON object a record, with the time of writing in seconds since 1970.
+    """Writes one JSON object a record.
 
-    What becomes of a file that is there already, `RowWriter` says: nothing is ever rewritten.
+    `RowWriter` says what becomes of a file that is there already.
     """
 
     format = JsonLinesFormat()
@@ -223,7 +263,8 @@ def read_history(path: str | PathLike[str]) -> RunHistory:
         for line in chain([first], lines):
             record = format.record(line) if line.endswith(b"\n") else None
             if record is not None:
-                history.update_metric(record.name, record.value, step=record.step, epoch=record.epoch)
+                with suppress(ConfigurationError):  # a name that no run would have recorded
+                    history.update_metric(record.name, record.value, step=record.step, epoch=record.epoch)
     history.flush()
     return history
 

@@ -102,10 +102,14 @@ class WriterGroup(Writer):
     """Passes every call on to all `writers`, in order; slow ones get theirs in a thread each.
 
     One that raises once it is open is closed and left out from then on, after `say` was given a sentence about it.
-    In a process that was forked after `open`, such as a loader's worker, nothing is written.
+    In a process that was forked after `open`, such as a loader's worker, nothing is written. `check` is called before
+    each call of the writers; what it raises, because the run is another process's by now, is raised here.
     """
 
-    def __init__(self, writers: Sequence[Writer], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, writers: Sequence[Writer], say: Callable[[str], None], check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._check = check
         self.writers = [BackgroundWriter(writer) if writer.slow else writer for writer in writers]
         self._say = say
         self._process = os.getpid()
@@ -125,10 +129,16 @@ class WriterGroup(Writer):
     def write(self, records: Sequence[Record]) -> None:
         """Give `records` to all writers, if there are any."""
         if records:
+            self._check()
             self._all("write", lambda writer: writer.write(records))
+
+    def sync(self) -> None:
+        """Let all writers force what they have written to the disk."""
+        self._all("sync", lambda writer: writer.sync())
 
     def text(self, line: str) -> None:
         """Give `line` to all writers."""
+        self._check()
         self._all("text", lambda writer: writer.text(line))
 
     def close(self) -> None:

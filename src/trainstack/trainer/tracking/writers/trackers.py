@@ -1,4 +1,4 @@
-"""Writers for TensorBoard, Weights & Biases, MLflow and trackio."""
+"""Writers for Weights & Biases, MLflow and trackio."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextvars import Context
 from itertools import groupby
-from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainstack._files import local_path
+from trainstack._files import make_directories
 from trainstack.checkpointing.filesystem import atomic_write
-from trainstack.errors import ConfigurationError, MissingExtraError, annotate
+from trainstack.errors import MissingExtraError, annotate
 from trainstack.trainer.core.logs import RunLogger, flatten
 from trainstack.trainer.tracking.history import Record
 from trainstack.trainer.tracking.writers.base import RunInfo, Writer
@@ -52,7 +51,7 @@ class Tracker(Writer):
             if known is not None:
                 annotate(error, f"this would have gone on with run {known!r}; delete {file} to begin a new one")
             raise
-        run.log_dir.mkdir(parents=True, exist_ok=True)
+        make_directories(run.log_dir)
         atomic_write(file, f"{json.dumps({'run': run_name})}\n".encode())
 
     @abstractmethod
@@ -201,7 +200,7 @@ class WandbWriter(Tracker):
         own: dict[str, Any] = {"config": dict(run.config), "dir": str(run.log_dir), "reinit": "create_new"}
         if known is not None:
             own |= {"id": known, "resume": "allow", "allow_val_change": True}
-        run.log_dir.mkdir(parents=True, exist_ok=True)
+        make_directories(run.log_dir)
         self._run = wandb.init(**(own | self._options))
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step")
@@ -211,72 +210,3 @@ class WandbWriter(Tracker):
         """Log one point a step."""
         for step, epoch, values in by_step(records):
             self._run.log({"global_step": step, "epoch": epoch, **values})
-
-
-class TensorBoardWriter(Writer):
-    """Writes scalars (float32, as TensorBoard keeps them) to event files; nothing is ever deleted.
-
-    The files are in `directory`. A fresh run into a directory that has event files goes to a new folder in there,
-    `run-1`, `run-2` and so on, so that two runs do not become one curve. A resumed run continues the
-    newest of them, and TensorBoard is told to leave out the points of later steps.
-
-    Events are written at once, without the thread of a `SummaryWriter`. To wait for that thread at each log point took
-    longer than to write the few points, and much longer on a busy machine.
-    """
-
-    def __init__(self, directory: str | PathLike[str]) -> None:
-        """Remember the directory; nothing is made yet. Raises MissingExtraError without tensorboard."""
-        if importlib.util.find_spec("tensorboard") is None:
-            raise MissingExtraError("the tensorboard writer", "tensorboard", "tensorboard")
-        self.directory = local_path(directory, "directory")
-        self._writer: Any = None
-
-    def open(self, run: RunInfo) -> None:
-        """Start an event file. Raises ConfigurationError when it is open already."""
-        if self._writer is not None:
-            raise ConfigurationError(f"the tensorboard writer for {self.directory} is open; close() it.")
-        directory, resume_step = _run_directory(self.directory, fresh=run.resume_step is None), run.resume_step
-        try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError as error:
-            raise MissingExtraError("the tensorboard writer", "tensorboard", "tensorboard") from error
-        self._events, self._summaries = event_pb2, summary_pb2
-        directory.mkdir(parents=True, exist_ok=True)
-        seconds, rest = divmod(time.time_ns(), 10**9)  # TensorBoard reads files in the order of their names
-        name = f"events.out.tfevents.{seconds:010d}.{rest:09d}.{os.getpid()}"
-        self._writer = RecordWriter((directory / name).open("xb"))
-        begin = {} if resume_step is None else {"step": resume_step + 1}
-        self._put(file_version="brain.Event:2", **begin)
-        if resume_step is not None:  # from which TensorBoard drops the points of later steps in earlier files
-            self._put(session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START), **begin)
-        self._writer.flush()
-
-    def write(self, records: Sequence[Record]) -> None:
-        """Add `records` and flush. Raises ConfigurationError when the writer is not open."""
-        if self._writer is None:
-            raise ConfigurationError(f"the tensorboard writer for {self.directory} is not open; call open().")
-        for record in records:
-            value = self._summaries.Summary.Value(tag=record.name, simple_value=record.value)
-            self._put(summary=self._summaries.Summary(value=[value]), step=record.step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """End the file."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
-
-    def _put(self, **event: Any) -> None:
-        self._writer.write(self._events.Event(wall_time=time.time(), **event).SerializeToString())
-
-
-def _run_directory(directory: Path, *, fresh: bool) -> Path:
-    """Where the run's events go: `directory` for the first run in it, `run-<n>` for later ones."""
-    if not any(directory.glob("events.out.tfevents.*")):
-        return directory
-    numbers = (folder.name[4:] for folder in directory.glob("run-*") if folder.is_dir())
-    newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
-    if fresh:
-        return directory / f"run-{newest + 1}"
-    return directory / f"run-{newest}" if newest else directory

@@ -1,0 +1,220 @@
+"""`TimedStore`: requests to a store of torch.distributed, each with a clock; the socket on which a store listens.
+
+torch 2.13.0: a client of `TCPStore` waits in `recv` without a limit, and Python runs no signal handler while its main
+thread waits in C++. Where the network is cut, the kernel ends that wait after about 16 minutes, or never.
+"""
+
+from __future__ import annotations
+
+import _thread
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from trainstack.errors import TrainstackError
+
+T = TypeVar("T")
+
+LOOPBACK = "127.0.0.1"
+TOKEN = "TRAINSTACK_TOKEN"
+"""The variable with a secret that all ranks of a run share. `launch` sets it."""
+
+_PIECE_S = 0.5
+"""The longest wait without a look at the clock, and at signals where a lock cannot be interrupted (Windows)."""
+
+_PAUSE_S = 0.02
+"""Between two looks for a key that another process sets; longer in large groups, which share one store."""
+
+
+def listen_on_loopback(port: int) -> socket.socket | None:
+    """A socket that listens on the loopback address only; None where the port is taken, perhaps by this process.
+
+    torch 2.13.0: a `TCPStore` that opens its own socket listens on all interfaces.
+    """
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((LOOPBACK, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
+    return listener
+
+
+class StoreSilentError(TrainstackError):
+    """The store has not answered in time."""
+
+
+def run_with_clock(call: Callable[[], T], timeout_s: float, look: Callable[[], None] | None = None) -> T:
+    """`call()` in a daemon thread, for which this thread waits so that signal handlers run.
+
+    A thread that does not come back is left behind. It does not keep Python from its exit.
+
+    Args:
+        call: what may block.
+        timeout_s: how long to wait for it.
+        look: called about twice a second in the meantime; what it raises ends the wait. The call then has a thread that
+            Python knows, because it is long.
+
+    Raises:
+        TimeoutError: it has not come back in time.
+    """
+    done, results, errors = _thread.allocate_lock(), list[T](), list[BaseException]()
+    done.acquire()
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.release()
+
+    deadline = time.monotonic() + timeout_s
+    if look is None:
+        _thread.start_new_thread(run, ())  # 30 microseconds; a `threading.Thread` takes 200
+    else:
+        threading.Thread(target=run, name="trainstack-open", daemon=True).start()
+    while not done.acquire(timeout=min(_PIECE_S, max(0.0, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"no answer within {timeout_s:g} s")
+        if look is not None:
+            look()
+    if errors:
+        raise errors.pop()
+    return results.pop()
+
+
+class TimedStore:
+    """A store whose requests end within a time.
+
+    Args:
+        store: of torch. It is shared by all threads, of which one at a time can wait for an answer.
+        timeout_s: for each request.
+        deadline: on the monotonic clock, after which no request waits any more.
+        pending: the requests under way, by a key of their own, with the time at which they were made.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        timeout_s: float,
+        deadline: float = float("inf"),
+        pending: dict[object, float] | None = None,
+    ) -> None:
+        self.raw, self._timeout_s, self._deadline = store, timeout_s, deadline
+        self._pending: dict[object, float] = {} if pending is None else pending
+
+    def within(self, seconds: float) -> TimedStore:
+        """The same store, for requests that end within so many seconds from now, all together."""
+        deadline = min(self._deadline, time.monotonic() + seconds)
+        return TimedStore(self.raw, self._timeout_s, deadline, self._pending)
+
+    def under(self, prefix: str) -> TimedStore:
+        """The part of the store whose keys begin with `prefix`."""
+        return TimedStore(PrefixStore(prefix, self.raw), self._timeout_s, self._deadline, self._pending)
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the oldest request has been without an answer; 0 if there is none."""
+        begun = list(self._pending.values())
+        return time.monotonic() - min(begun) if begun else 0.0
+
+    def set(self, key: str, text: str) -> None:
+        """Store `text` under `key`."""
+        self._ask(lambda: self.raw.set(key, text))
+
+    def get(self, key: str) -> str:
+        """The text under a key that exists."""
+        return self._ask(lambda: self.raw.get(key)).decode()
+
+    def find(self, key: str) -> str | None:
+        """The text under `key`, or None."""
+        found = self.find_all([key])
+        return None if found is None else found[0]
+
+    def find_all(self, keys: Sequence[str]) -> list[str] | None:
+        """The texts under `keys` once all of them exist, else None."""
+
+        def read() -> list[str] | None:
+            return [self.raw.get(key).decode() for key in keys] if self.raw.check(list(keys)) else None
+
+        return self._ask(read)
+
+    def compare_set(self, key: str, before: str, text: str) -> None:
+        """Store `text` under `key` if that holds `before`; "" stands for a key that does not exist."""
+        self._ask(lambda: self.raw.compare_set(key, before, text))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number under `key`; the sum."""
+        return int(self._ask(lambda: self.raw.add(key, amount)))
+
+    def delete(self, key: str) -> None:
+        """Remove `key`, where the store can."""
+        with suppress(RuntimeError, NotImplementedError):
+            self._ask(lambda: self.raw.delete_key(key))
+
+    def wait_for(self, keys: Sequence[str], seconds: float, readers: int = 1) -> list[str]:
+        """The texts under `keys` once all of them exist.
+
+        Args:
+            keys: what to wait for.
+            seconds: how long at most.
+            readers: the number of processes that wait at the same time.
+
+        Raises:
+            TimeoutError: some do not exist in time.
+        """
+        # a second more for the last request, so that a key that is missing is told from a store that is silent
+        store, pause, deadline = self.within(seconds + 1.0), _PAUSE_S, time.monotonic() + seconds
+        while (found := store.find_all(keys)) is None:
+            time.sleep(pause)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{', '.join(keys)}: not there within {seconds:g} s")
+            pause = min(pause * 1.5, max(0.25, readers / 2000))
+        return found
+
+    def missing(self, keys: Sequence[str]) -> list[int]:
+        """The places in `keys` of those that do not exist."""
+        return [number for number, key in enumerate(keys) if self.find(key) is None]
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        mark, begin = object(), time.monotonic()
+        self._pending[mark] = begin
+
+        def run() -> T:
+            try:
+                return request()
+            finally:
+                self._pending.pop(mark, None)
+
+        seconds = min(self._timeout_s, max(0.0, self._deadline - begin))
+        try:
+            return run_with_clock(run, seconds)
+        except TimeoutError:
+            raise StoreSilentError(self.silence(seconds)) from None
+
+    def silence(self, seconds: float) -> str:
+        """What to say of a store that has not answered for so many seconds, or for longer."""
+        point, here = address_of(self.raw), socket.gethostname()
+        host = point.rpartition(":")[0]
+        return (
+            f"the store at {point} has not answered for {max(seconds, self.silent_s):.0f} s: the network between "
+            f"{host} and {here} is interrupted, or {host} is down, or the process with the store is stopped."
+        )
+
+
+def address_of(store: Any) -> str:
+    """`HOST:PORT` of the server of a store, behind its prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}" if hasattr(store, "port") else type(store).__name__

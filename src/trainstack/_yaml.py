@@ -1,0 +1,196 @@
+"""YAML as plain values: text, numbers, bools, None, lists and dicts with text as keys.
+
+The reader walks over the events of PyYAML's parser and makes each value itself. It imports nothing, looks up no name
+and knows no tag. What could make a short text expensive or ambiguous is refused: anchors, merges, tags, deep nesting,
+duplicate keys, numbers of many digits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from os import PathLike
+from typing import Any
+
+from trainstack.errors import ConfigurationError
+
+Plain = Any
+"""None, bool, int, float, str, or a list or dict of these; keys of dicts are text."""
+
+MAX_BYTES = 256 * 1024
+"""Of a file. PyYAML needs about 2 s for so many."""
+
+MAX_DEPTH = 16
+MAX_VALUES = 20_000
+MAX_TEXT = 16 * 1024
+
+_NULL = re.compile(r"(~|null|Null|NULL)?")
+_BOOL = re.compile(r"(true|yes|on|True|Yes|On|TRUE|YES|ON)|(false|no|off|False|No|Off|FALSE|NO|OFF)")
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*|0x[0-9a-fA-F]+)")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+
+
+def read_yaml(path: str | PathLike[str]) -> dict[str, Plain]:
+    """The mapping in the YAML file `path`; an empty file is an empty one.
+
+    Raises:
+        ConfigurationError: there is no such file, it is no text in UTF-8, or no mapping that `parse_yaml` reads.
+    """
+    name = os.fspath(path)
+    values = parse_yaml(_text_of(name), name)
+    if values is not None and not isinstance(values, dict):
+        raise ConfigurationError(f"{name!r} holds a {type(values).__name__}; write a mapping, e.g. 'epochs: 3'.")
+    return values or {}
+
+
+def _text_of(path: str) -> str:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a FIFO would block
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"there is no file {path!r} to read arguments from.") from error
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path!r} cannot be read: {error}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ConfigurationError(f"{path!r} is no regular file. Write the arguments to a file and name that.")
+    with os.fdopen(descriptor, "rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ConfigurationError(f"{path!r} has more than {MAX_BYTES} bytes; a file of arguments has fewer.")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path!r} is not text in UTF-8 (byte {error.start}). Save it in UTF-8.") from error
+
+
+def parse_yaml(text: str, where: str) -> Plain:
+    """The plain value of a YAML text.
+
+    As in YAML 1.1 `yes`, `no`, `on` and `off` are bools. Unlike there `1:00:00` and `010` are text, dates are text, and
+    `1e-3` is a number.
+
+    Args:
+        where: what errors begin with: the name of the file, for example.
+
+    Raises:
+        ConfigurationError: it is not valid YAML, or holds what is refused; with the line, and the keys above the value.
+    """
+    import yaml
+
+    if len(text) > MAX_BYTES:
+        raise ConfigurationError(f"{where}: {len(text)} characters are too long for a value; write fewer.")
+    try:
+        return _Reader(where, yaml).document(yaml.parse(text, yaml.SafeLoader))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        raise ConfigurationError(f"{where}{line}: this is not valid YAML: {error.problem or error.context}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{where}: this is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+class _Reader:
+    """Makes values of events.
+
+    Args:
+        yaml: PyYAML, which `import trainstack` does not load.
+    """
+
+    def __init__(self, where: str, yaml: Any) -> None:
+        self._where, self._yaml = where, yaml
+        self._count = 0
+
+    def document(self, events: Iterator[Any]) -> Plain:
+        """The value of the one document."""
+        yaml, found, documents = self._yaml, None, 0
+        for event in events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    raise self._wrong(event, (), "a second document begins here. Write one, without '---'")
+            elif isinstance(event, yaml.NodeEvent):
+                found = self._value(event, events, ())
+        return found
+
+    def _value(self, event: Any, events: Iterator[Any], path: tuple[str, ...]) -> Plain:
+        yaml = self._yaml
+        self._count += 1
+        if self._count > MAX_VALUES:
+            raise self._wrong(event, path, f"there are more than {MAX_VALUES} values")
+        if event.anchor is not None:
+            raise self._wrong(event, path, f"the anchor or alias {event.anchor!r} is refused. Write the value out")
+        if event.tag is not None:
+            raise self._wrong(event, path, f"the tag {event.tag!r} is refused. Write the plain value")
+        if isinstance(event, yaml.ScalarEvent):
+            return self._scalar(event, path)
+        if len(path) >= MAX_DEPTH:
+            raise self._wrong(event, path, f"it is nested more than {MAX_DEPTH} deep")
+        if isinstance(event, yaml.SequenceStartEvent):
+            return self._list(events, path)
+        return self._dict(events, path)
+
+    def _list(self, events: Iterator[Any], path: tuple[str, ...]) -> list[Plain]:
+        made: list[Plain] = []
+        for event in events:
+            if isinstance(event, self._yaml.SequenceEndEvent):
+                break
+            made.append(self._value(event, events, (*path, f"[{len(made)}]")))
+        return made
+
+    def _dict(self, events: Iterator[Any], path: tuple[str, ...]) -> dict[str, Plain]:
+        made: dict[str, Plain] = {}
+        for event in events:
+            if isinstance(event, self._yaml.MappingEndEvent):
+                break
+            if not isinstance(event, self._yaml.ScalarEvent) or event.anchor is not None or event.tag is not None:
+                raise self._wrong(event, path, "a key is not plain text. Write a name as the key")
+            key = self._text(event, event.value, path)
+            if key == "<<" and event.implicit[0]:
+                raise self._wrong(event, path, "the merge '<<' is refused. Write the values out")
+            if key in made:
+                raise self._wrong(event, path, f"the key {key!r} comes twice. Write it once")
+            made[key] = self._value(next(events), events, (*path, key))
+        return made
+
+    def _scalar(self, event: Any, path: tuple[str, ...]) -> Plain:
+        text = self._text(event, event.value, path)
+        if not event.implicit[0]:  # in quotes, or a block of text
+            return text
+        if _NULL.fullmatch(text):
+            return None
+        if found := _BOOL.fullmatch(text):
+            return found.group(1) is not None
+        if _INT.fullmatch(text):
+            value = int(text, 16 if "x" in text else 10) if len(text) <= 40 else 1 << 64
+            if not -(1 << 63) <= value < 1 << 63:
+                raise self._wrong(event, path, f"{_short(text)} is beyond 64 bits. Write a smaller number")
+            return value
+        if _FLOAT.fullmatch(text):
+            number = float(text)
+            if abs(number) == float("inf"):
+                raise self._wrong(event, path, f"{_short(text)} is too large for a float. Write .inf if you mean that")
+            return number
+        if _SPECIAL.fullmatch(text):
+            return float(text.replace(".", ""))
+        return text
+
+    def _text(self, event: Any, text: str, path: tuple[str, ...]) -> str:
+        if len(text) > MAX_TEXT:
+            raise self._wrong(event, path, f"a text of {len(text)} characters is too long; write at most {MAX_TEXT}")
+        if any(char == "\0" or "\ud800" <= char <= "\udfff" for char in text):
+            raise self._wrong(
+                event, path, f"the text {_short(repr(text))} has a character that no path or name may have"
+            )
+        return text
+
+    def _wrong(self, event: Any, path: tuple[str, ...], why: str) -> ConfigurationError:
+        keys = "".join(key if key.startswith("[") else f".{_short(key)}" for key in path).lstrip(".")
+        line = event.start_mark.line + 1
+        return ConfigurationError(f"{self._where}, line {line}: {f'{keys}: ' if keys else ''}{why}.")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."

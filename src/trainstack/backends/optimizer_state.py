@@ -1,0 +1,139 @@
+"""State of optimizers by the names of parameters, to and from the numbers of `torch.optim.Optimizer.state_dict`.
+
+torch numbers the parameters in the order of the groups. Numbers give moments to other parameters when a module hands
+its parameters over in another order; names do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+_COMPILED = "_orig_mod."
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+Names = Sequence[Sequence[str | None]]
+"""The names of the parameters of each group, in the order of the optimizer; None for what the module has no more."""
+
+
+def parameter_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
+    """All names of each parameter of `module`, by its id; a tied parameter has several, in the order of the module.
+
+    What `torch.compile` adds to names is left out.
+    """
+    found: dict[int, tuple[str, ...]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found[id(parameter)] = (*found.get(id(parameter), ()), name.replace(_COMPILED, ""))
+    return found
+
+
+def is_numbered(state: Any, optimizer: Optimizer) -> bool:
+    """Whether `state`, what `optimizer.state_dict()` returned, numbers the parameters as torch's optimizers do."""
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        return False
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
+        return False
+    numbers = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
+    first = 0
+    for mine, group in zip(numbers, optimizer.param_groups, strict=True):
+        if mine != list(range(first, first + len(group["params"]))):
+            return False
+        first += len(group["params"])
+    return True
+
+
+def name_optimizer_state(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """The numbered `state` of an optimizer under the names of its parameters.
+
+    Args:
+        state: what `state_dict` returned, for which `is_numbered` holds.
+        names: of the parameters of each group.
+
+    Returns:
+        `{"groups": [{"params": [names], options...}], "state": {name: {...}}}`. `"shared"` holds entries of the state
+        that belong to no parameter, and `"extra"` what else the optimizer has returned, if there are any.
+    """
+    flat = [name for group in names for name in group]
+    groups = [
+        {"params": [name for name in own if name is not None], **_options(group)}
+        for group, own in zip(state["param_groups"], names, strict=True)
+    ]
+    numbered = {key: value for key, value in state["state"].items() if type(key) is int and 0 <= key < len(flat)}
+    entries = {name: value for key, value in numbered.items() if (name := flat[key]) is not None}
+    named: dict[str, Any] = {"groups": groups, "state": entries}
+    shared = {key: value for key, value in state["state"].items() if key not in numbered}
+    extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    return named | ({"shared": shared} if shared else {}) | ({"extra": extra} if extra else {})
+
+
+def number_optimizer_state(named: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """What `load_state_dict` takes, of a state under names.
+
+    Args:
+        named: what `name_optimizer_state` returned, its groups in the order of the optimizer.
+        names: of the parameters of each group, in the order of the optimizer that is to take the state.
+    """
+    flat = [name for group in names for name in group]
+    groups, first = [], 0
+    for group, own in zip(named["groups"], names, strict=True):
+        groups.append({"params": list(range(first, first + len(own))), **_options(group)})
+        first += len(own)
+    state = {number: named["state"][name] for number, name in enumerate(flat) if name in named["state"]}
+    return {**named.get("extra", {}), "state": {**state, **named.get("shared", {})}, "param_groups": groups}
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    # torch 2.13.0 keeps the names that it was given beside the parameters, in their order
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def depends_on_order(state: Mapping[str, Any], optimizer: Optimizer) -> bool:
+    """Whether a numbered `state` may hold values that follow the order of the parameters inside of its entries.
+
+    So does LBFGS, which keeps all parameters in one vector, under the first of them; and perhaps what an optimizer adds
+    to the form of torch. A class outside of torch may keep a vector of some parameters, or an option with one item for
+    each parameter of a group.
+    """
+    sizes = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
+    whole = sum(sizes)
+    extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    if not all(isinstance(value, _PLAIN) for value in extra.values()):
+        return True
+    shared = [value for key, value in state["state"].items() if type(key) is not int]
+    if any(not isinstance(value, _PLAIN) for value in _leaves(shared)):
+        return True
+    foreign = not type(optimizer).__module__.startswith("torch.optim.")
+    if foreign and any(_is_option_by_parameter(group) for group in state["param_groups"]):
+        return True
+    return any(
+        type(key) is int
+        and key < len(sizes)
+        and leaf.numel() > max(1, sizes[key])
+        and (foreign or leaf.numel() == whole)
+        for key, entry in state["state"].items()
+        for leaf in _leaves(entry)
+        if isinstance(leaf, Tensor)
+    )
+
+
+def _is_option_by_parameter(group: Mapping[str, Any]) -> bool:
+    """Whether an option of `group` is a list with an item for each parameter; the two of "betas" are none."""
+    count = len(group["params"])
+    return count > 2 and any(
+        isinstance(option, list | tuple) and len(option) == count for option in _options(group).values()
+    )
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value

@@ -1,0 +1,28 @@
+"""`Borrowed`, the micro-batch of a rank that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Borrowed:
+    """A micro-batch that a rank runs with weight 0, so that all ranks run the same passes.
+
+    A rank borrows samples that another rank trains on where it has fewer micro-batches in a step. Its forward and
+    backward pass join the collectives of the others, and add nothing to gradients, logs and outputs.
+
+    Args:
+        batch: a collated batch.
+        begin: called right before the module sees it, after a layer has shared buffers.
+    """
+
+    __slots__ = ("batch", "begin")
+
+    def __init__(self, batch: Any, begin: Callable[[], None] = lambda: None) -> None:
+        self.batch, self.begin = batch, begin
+
+    def open(self) -> Any:
+        """The batch; the module is called with it now."""
+        self.begin()
+        return self.batch

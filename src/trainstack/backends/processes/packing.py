@@ -1,0 +1,74 @@
+"""Many tensors of all dtypes as one buffer of bytes, for one broadcast or one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from trainstack.backends.processes.world import World
+
+_BUCKET_BYTES = 32 << 20
+"""What a broadcast takes in addition to the tensors themselves, at most, unless one is larger."""
+
+
+def broadcast_coalesced(world: World, tensors: Sequence[Tensor]) -> None:
+    """Give each of `tensors` the values of rank 0, in place; all processes call it together, with alike tensors.
+
+    Bytes are sent, so that gloo and nccl take every dtype, and many tensors at once: models have hundreds of buffers of
+    a few numbers. Tensors that are not dense may have other sizes on other processes, so each is sent by itself.
+    """
+    if world.size == 1:
+        return
+    for bucket in in_buckets([tensor for tensor in tensors if _is_dense(tensor)], _BUCKET_BYTES):
+        packed = pack(bucket).to(world.device)
+        world.comm.broadcast_(packed)
+        if not world.is_main:
+            for tensor, values in zip(bucket, unpack(packed, bucket), strict=True):
+                tensor.data.copy_(values)
+    with torch.no_grad():  # `tensor.data` of a sparse tensor has its own indices and values
+        for tensor in tensors:
+            if not _is_dense(tensor):
+                tensor.copy_(world.comm.broadcast_object(tensor.detach().cpu(), "sharing a sparse buffer"))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of dense tensors on one device as one new uint8 tensor."""
+    flat = [tensors[i].detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for i in _by_size(tensors)]
+    return torch.cat([part.view(torch.uint8) for part in flat])
+
+
+def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of `packed`, which `pack` made of tensors with the shapes and dtypes of `like`, in the order of these."""
+    order = _by_size(like)
+    ends = accumulate(like[i].numel() * like[i].element_size() for i in order)
+    found, begin = list(like), 0
+    for i, end in zip(order, ends, strict=True):
+        found[i] = packed[begin:end].view(like[i].dtype).view(like[i].shape)
+        begin = end
+    return found
+
+
+def _by_size(tensors: Sequence[Tensor]) -> list[int]:
+    """Indices, large elements first: so each tensor begins at a multiple of its element size, as `view` demands."""
+    return sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
+
+
+def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """`tensors` in their order, cut into groups of one device and at most `limit` bytes; a larger tensor is alone."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size + tensor.nbytes > limit or tensor.device != bucket[0].device):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

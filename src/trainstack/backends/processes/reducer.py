@@ -1,0 +1,286 @@
+"""`GradientReducer` wraps a module in `DistributedDataParallel`, again whenever its trained parameters change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainstack.backends.processes.borrowed import Borrowed
+from trainstack.backends.processes.communicator import Communicator
+from trainstack.errors import ConfigurationError
+
+_BROADCAST_BY_WRAPPER = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+}
+"""Of dense buffers and frozen parameters, the dtypes that the wrapper broadcasts over gloo (torch 2.13.0)."""
+
+CommHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
+
+
+class GradientReducer(nn.Module):
+    """The model that a stack calls in training over several ranks.
+
+    `DistributedDataParallel` reduces the parameters that required gradients when it was made. So `refresh` makes a new
+    wrapper when others do.
+
+    Args:
+        module: the user's module.
+        comm: tells all ranks which parameters are trained.
+        group: sums gradients.
+        broadcast: gives tensors the values of rank 0, where the wrapper cannot.
+        comm_hook: a communication hook, with its state, for each wrapper; None for an all-reduce.
+        **options: of `DistributedDataParallel`.
+
+    Attributes:
+        finds_unused: whether a parameter may take no part in a step.
+        syncs: whether the next backward pass ends a step, so that gradients are summed over the ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        comm: Communicator,
+        group: dist.ProcessGroup | None,
+        broadcast: Callable[[list[Tensor]], None],
+        comm_hook: tuple[Any, CommHook] | None = None,
+        options: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.entry = _Entry(module)
+        self._comm, self._group, self._broadcast, self._comm_hook = comm, group, broadcast, comm_hook
+        self._options = dict(options)
+        self._wrapper: list[DistributedDataParallel] = []  # in a list, so that it is no submodule
+        self._known: list[int] = []
+        self._holds: list[nn.Parameter] = []  # of `_known`, whose ids nobody else gets while they are here
+        self._apart: dict[str, Tensor] = {}
+        self.finds_unused = bool(options.get("find_unused_parameters"))
+        self.syncs = True
+        self._within_step = False  # between two passes of a step
+        self._irregular = False  # parameters have changed within this step
+        self._used: set[int] = set()  # had a gradient in a pass of positive weight, by `id`, where that is recorded
+        self._zeros: set[int] = set()  # had none before a pass of weight 0
+
+    @property
+    def is_static(self) -> bool:
+        """Whether torch takes the graph to be the same in each step."""
+        return bool(self._options.get("static_graph"))
+
+    @property
+    def shares_buffers(self) -> bool:
+        """Whether all ranks get the buffers of rank 0 as a step begins."""
+        return not self._wrapper or bool(getattr(self._wrapper[0], "broadcast_buffers", True))
+
+    def forward(self, *, batch: Any, **rest: Any) -> Any:
+        if not self._wrapper:
+            return self.entry(batch=batch, **rest)
+        wrapper = self._wrapper[0]
+        # torch 2.13.0: what `no_sync` sets, and whether a forward pass begins with a broadcast of buffers.
+        wrapper.require_backward_grad_sync = self.syncs
+        if self._apart and wrapper.require_forward_param_sync and self.shares_buffers:
+            buffers = [buffer for name, buffer in self.entry.named_buffers() if name in self._apart]
+            self._broadcast([buffer for buffer in buffers if buffer.layout is torch.strided])
+        return wrapper(batch=batch, **rest)
+
+    def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Reduce the gradients of those of `parameters` that require some; a change on one rank is refused.
+
+        Parameters that have joined get the values of rank 0.
+
+        Raises:
+            ConfigurationError: the ranks do not train the same parameters.
+        """
+        known = _describe(parameters)
+        if known != self._known:
+            self._check_alike()
+            self._wrap(set(map(abs, self._known)))
+            self._known, self._holds = known, list(parameters)
+            self._irregular |= self._within_step
+
+    def _check_alike(self) -> None:
+        """All ranks come here, for the same parameters."""
+        mine = {name: list(p.shape) for name, p in self.entry.module.named_parameters() if p.requires_grad}
+        first, *others = self._comm.gather(mine, "the parameters that are trained")
+        for rank, other in enumerate(others, 1):
+            differing = sorted(name for name in {*first, *other} if first.get(name) != other.get(name))
+            if differing:
+                raise ConfigurationError(
+                    f"rank {rank} does not train the parameters that rank 0 trains: {differing[:5]} differ in shape or "
+                    "in requires_grad. Freeze, unfreeze and add parameters alike on all ranks, in the same hook."
+                )
+
+    def _wrap(self, shared: set[int]) -> None:
+        """Make a wrapper; the parameters whose `id` is in `shared` are alike on all ranks already."""
+        for wrapper in self._wrapper:
+            # torch 2.13.0: there are no public names. The first call raises where the last reduction is not finished,
+            # as it does in each forward pass. The hooks may last as long as the parameters.
+            wrapper.reducer._rebuild_buckets()
+            wrapper._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+        self._wrapper.clear()
+        if not any(p.requires_grad for p in self.entry.parameters()):
+            return
+        frozen = [(name, p) for name, p in self.entry.named_parameters() if not p.requires_grad]
+        self._apart = {
+            name: tensor
+            for name, tensor in [*self.entry.named_buffers(), *frozen]
+            if tensor.layout is not torch.strided or tensor.dtype not in _BROADCAST_BY_WRAPPER
+        }
+        self._broadcast(list(self._apart.values()))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.entry, list(self._apart))  # type: ignore[no-untyped-call]
+        options = dict(self._options)
+        if shared:  # a broadcast of all would hide that the ranks differ
+            options["init_sync"] = False
+            self._broadcast([p.data for p in self.entry.parameters() if id(p) not in shared])
+        wrapper = DistributedDataParallel(self.entry, process_group=self._group, **options)
+        if self._comm_hook is not None:
+            wrapper.register_comm_hook(*self._comm_hook)
+        self._wrapper.append(wrapper)
+
+    def run_backward(
+        self,
+        parameters: Sequence[nn.Parameter],
+        backward: Callable[[Tensor], None],
+        loss: Tensor,
+        *,
+        counts: bool,
+        uneven: bool,
+    ) -> None:
+        """`backward(loss)`, and in the last pass of a step what the wrapper cannot do.
+
+        Args:
+            parameters: of the module, as they are after the forward pass.
+            backward: adds up gradients; the wrapper sums them over the ranks.
+            loss: of this pass.
+            counts: whether the pass has a positive weight. Else its gradients are replaced by zeros.
+            uneven: whether a rank may run a pass of weight 0 in this step.
+        """
+        self._irregular |= _describe(parameters) != self._known  # the forward pass has changed them
+        records = uneven and self.finds_unused
+        held = {id(p) for p in parameters if p.grad is not None} - self._zeros if records else set[int]()
+        if not counts:
+            self._run_zeroed(parameters, backward, loss)
+        elif records:
+            with _gradient_hooks(parameters, self._record):
+                backward(loss)
+        else:
+            backward(loss)
+        self._within_step = not self.syncs
+        if self.syncs:
+            if self._irregular:
+                self._reduce_rest(parameters)
+            if records:
+                self._drop_unused(parameters, held)
+            self._irregular = False
+            self._used.clear()
+            self._zeros.clear()
+
+    def _record(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self._used.add(id(parameter))
+
+    def _run_zeroed(self, parameters: Sequence[nn.Parameter], backward: Callable[[Tensor], None], loss: Tensor) -> None:
+        """`backward(loss)` with gradients of 0, also where a derivative is inf or nan.
+
+        The wrapper waits for the gradients of all parameters, unless it looks for unused ones. A loss that counts
+        nothing may be computed from none, so those that are missing get a second backward pass.
+        """
+        trained, fired = [p for p in parameters if p.requires_grad], set[int]()
+        self._zeros |= {id(p) for p in trained if p.grad is None}
+
+        def zero(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
+            fired.add(id(parameter))
+            return None if gradient is None else torch.zeros_like(gradient)
+
+        with _gradient_hooks(trained, zero):
+            if loss.requires_grad:
+                backward(loss)
+            missing = [p for p in trained if id(p) not in fired and id(p) in self._known]
+            if missing and self._wrapper and not self.finds_unused and not self.is_static:
+                backward(self._zero_loss(missing, loss.device))
+
+    def _reduce_rest(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average the gradients of parameters that joined or left within the step, as the wrapper averages others."""
+        known = set(self._known)
+        rest = [p for p in parameters if id(p) not in known]
+        counts = self._comm.sum([float(p.grad is not None) for p in rest], "parameters that changed within a step")
+        for parameter, count in zip(rest, counts, strict=True):
+            if count:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradient = gradient.to_dense() if gradient.layout is not torch.strided else gradient.contiguous()
+                self._comm.all_reduce_(gradient)
+                parameter.grad = gradient.div_(self._comm.size)
+
+    def _drop_unused(self, parameters: Sequence[nn.Parameter], held: set[int]) -> None:
+        """Drop the gradients of 0 of parameters that no pass of positive weight has used on any rank.
+
+        User code may have set gradients before the pass; these are `held`.
+        """
+        trained = [p for p in parameters if p.requires_grad]
+        counts = self._comm.sum([float(id(p) in self._used) for p in trained], "the parameters that a step used")
+        for parameter, count in zip(trained, counts, strict=True):
+            if not count and id(parameter) not in held:
+                parameter.grad = None
+
+    def _zero_loss(self, parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
+        """A loss of 0 with a gradient of 0 for each of `parameters`, which is sparse where the wrapper expects that."""
+        layers = (m for m in self.entry.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse)
+        sparse = {id(layer.weight) for layer in layers}
+        parts = []
+        for p in parameters:
+            nothing = torch.empty(0, dtype=torch.long, device=p.device)
+            rows = nn.functional.embedding(nothing, p, sparse=True) if id(p) in sparse else p.flatten()[:0]
+            total = rows.sum()
+            parts.append((total.real if total.is_complex() else total).to(device, torch.float32))
+        return torch.stack(parts).sum()
+
+
+class _Entry(nn.Module):
+    """What `DistributedDataParallel` wraps. It opens a borrowed batch after the wrapper has broadcast the buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *, batch: Any, **rest: Any) -> Any:
+        return self.module(batch=batch.open() if isinstance(batch, Borrowed) else batch, **rest)
+
+
+def _describe(parameters: Iterable[nn.Parameter]) -> list[int]:
+    """The parameters by `id`, which is negative for those that require no gradient."""
+    return [id(p) if p.requires_grad else -id(p) for p in parameters]
+
+
+@contextmanager
+def _gradient_hooks(
+    parameters: Iterable[nn.Parameter], hook: Callable[[nn.Parameter, Tensor | None], Any]
+) -> Iterator[None]:
+    """A block in which `hook(parameter, gradient)` is called before a gradient is added to `.grad`.
+
+    The gradient is None where autograd passes on an undefined one. The hooks come before those of user code, which may
+    add to a gradient.
+    """
+
+    def of(parameter: nn.Parameter) -> Callable[[Tensor | None], Any]:
+        return lambda gradient: hook(parameter, gradient)
+
+    handles = []
+    for p in parameters:
+        if p.requires_grad:
+            others = list((p._backward_hooks or {}).items())  # torch 2.13.0: called in the order of this dict
+            handles.append(p.register_hook(of(p)))  # type: ignore[no-untyped-call]
+            hooks: Any = p._backward_hooks
+            for number, other in others:
+                del hooks[number]
+                hooks[number] = other
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

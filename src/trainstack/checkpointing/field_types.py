@@ -1,0 +1,82 @@
+"""Validation of parsed JSON against the fields of a dataclass."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import MISSING, fields
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Made = TypeVar("Made")
+
+
+def build(cls: type[Made], body: Any, **given: Any) -> Made:
+    """Return the dataclass `cls` made of the JSON object `body`, whose other keys are ignored.
+
+    Integers are at least 0 and below 2^63: sizes, counters and sequence numbers.
+
+    Args:
+        cls: a dataclass; its fields have the types str, int, bool, Any, literals, optional ones, and lists and dicts of
+            those.
+        body: what a JSON parser returned.
+        given: fields that are not taken from `body`.
+
+    Raises:
+        ValueError: naming the first field that is absent or of another type.
+    """
+    if type(body) is not dict:
+        raise ValueError(f"it is a {type(body).__name__}, not an object")
+    values = dict(given)
+    for name, (hint, required) in _fields(cls).items():
+        if name in given or (name not in body and not required):
+            continue
+        if name not in body:
+            raise ValueError(f"the field {name!r} is absent")
+        if not fits_type(body[name], hint):
+            raise ValueError(f"the field {name!r} is wrong: {short(body[name])}")
+        values[name] = body[name]
+    return cls(**values)
+
+
+_known: dict[type, dict[str, tuple[Any, bool]]] = {}
+
+
+def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
+    """Type of each field, and whether it has no default."""
+    if cls in _known:
+        return _known[cls]
+    hints = get_type_hints(cls)
+    _known[cls] = {
+        field.name: (hints[field.name], field.default is MISSING and field.default_factory is MISSING)
+        for field in fields(cls)
+    }
+    return _known[cls]
+
+
+def fits_type(value: Any, hint: Any) -> bool:
+    """Say whether `value`, which a JSON parser returned, is of the type `hint`."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if hint is int:
+        return type(value) is int and 0 <= value < 2**63
+    if origin is Literal:
+        return any(type(value) is type(option) and value == option for option in inner)
+    if origin in (Union, types.UnionType):
+        return any(fits_type(value, option) for option in inner)
+    if origin is dict:
+        return type(value) is dict and all(
+            fits_type(key, inner[0]) and fits_type(item, inner[1]) for key, item in value.items()
+        )
+    if origin is list:
+        return type(value) is list and all(fits_type(item, inner[0]) for item in value)
+    return type(value) is hint
+
+
+def short(value: Any) -> str:
+    """`value` in a few characters, for a message."""
+    if isinstance(value, (dict, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if type(value) is int and value.bit_length() > 200:
+        return f"an integer of {value.bit_length()} bits"  # its digits cost quadratic time, or are refused
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

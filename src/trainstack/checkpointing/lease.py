@@ -1,0 +1,291 @@
+"""`Lease` makes one process the owner of the directories that a run writes.
+
+Each lease is a file `.lease-<counter>.json`, and the one with the highest counter is valid. A process takes a lease
+by a link of the next counter: of several that try, one succeeds, on network file systems too. Nothing is locked.
+The owner writes a heartbeat into its file. Others compare two reads by their own clock, since clocks of hosts differ.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from trainstack.checkpointing import lease_file
+from trainstack.checkpointing.lease_file import LeaseRecord, Seen
+from trainstack.errors import CheckpointError, LeaseError
+
+BEAT_S = 2.0
+"""The longest time between two heartbeats: a second run learns so quickly that the first one lives."""
+
+_LEAST_BEATS = 6
+"""So many heartbeats fall into the timeout of a lease, so that a slow file system does not cost it."""
+
+_TRUST = 0.5
+"""The part of the timeout during which a renewal is believed without a look at the file."""
+
+Say = Callable[[str], None]
+
+
+def now_s() -> tuple[float, float]:
+    """A clock that counts the time in which the machine sleeps, where the system has one, and the wall clock.
+
+    A virtual machine that was frozen shows in the second one only, once its clock was set.
+    """
+    clock = getattr(time, "CLOCK_BOOTTIME", None)  # Linux; the monotonic clock of the others counts sleep or is all
+    steady = time.monotonic() if clock is None else time.clock_gettime(clock)
+    return steady, time.time()
+
+
+class _Hold:
+    """The lease of one directory, as its owner has it."""
+
+    def __init__(self, directory: Path, record: LeaseRecord, made: list[Path]) -> None:
+        self.directory, self.record, self.made = directory, record, made
+        self.began = time.monotonic()
+
+    def find_successor(self) -> Seen | None:
+        """The lease of another process that has taken this directory; None if there is none."""
+        seen, mine = lease_file.look(self.directory), self.record
+        if seen is None or seen.counter < mine.counter:
+            return None
+        if seen.counter == mine.counter and (seen.record is None or seen.record.token == mine.token):
+            return None  # a damaged one is mended by the next heartbeat
+        return seen
+
+    def beat(self) -> bool:
+        """Write the next heartbeat; False if the file is gone."""
+        self.record = replace(self.record, beat=self.record.beat + 1, held_s=time.monotonic() - self.began)
+        return lease_file.overwrite(self.directory, self.record)
+
+    def claim_again(self) -> Seen | None:
+        """Take the next counter, as anybody else would; returns the lease of another process that has the directory."""
+        seen, mine = lease_file.look(self.directory), self.record
+        if seen is not None and (seen.record is None or seen.record.token != mine.token) and not seen.is_free:
+            return seen
+        record = replace(mine, counter=max(mine.counter, 0 if seen is None else seen.counter) + 1, beat=mine.beat + 1)
+        lease_file.make_directories(self.directory)
+        if not lease_file.claim(self.directory, record):
+            return lease_file.look(self.directory)
+        self.record = record
+        lease_file.clear(self.directory, record)
+        return None
+
+
+class Lease:
+    """The right to write into some directories. Make one with `acquire`.
+
+    Attributes:
+        timeout_s: others take the lease over when they have seen no heartbeat for so long.
+    """
+
+    def __init__(self, holds: list[_Hold], timeout_s: float) -> None:
+        self._holds, self.timeout_s = holds, timeout_s
+        self._pid = os.getpid()
+        self._guard = threading.RLock()  # the owner's thread, a background save and the renewal come here
+        self._renewed = now_s()
+        self._failure: str | None = None
+        self._wake: Callable[[], None] = lambda: None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="trainstack: lease", daemon=True)
+
+    @classmethod
+    def acquire(
+        cls,
+        directories: Iterable[str | os.PathLike[str]],
+        *,
+        timeout_s: float = 60.0,
+        run_id: str | None = None,
+        say: Say = lambda _: None,
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> Lease:
+        """Become the owner of `directories`, which are made if they do not exist.
+
+        A lease that was released, or whose process is dead on this host, is replaced at once. Any other is replaced
+        after its timeout without a heartbeat.
+
+        Args:
+            directories: checkpoints are written into the last one; its counter is that of the lease.
+            timeout_s: others replace this lease after so many seconds without a heartbeat.
+            run_id: of the run, for people who read the file.
+            say: is told once that this process waits.
+            is_interrupted: asked while it waits.
+
+        Raises:
+            LeaseError: another process owns one of them, or `is_interrupted` ended the waiting.
+            CheckpointError: a directory cannot be written.
+        """
+        lease = cls([], timeout_s)
+        try:
+            for directory in dict.fromkeys(Path(directory).absolute() for directory in directories):
+                lease._renewed = now_s() if not lease._holds else lease._renewed
+                lease._holds.append(_acquire(directory, timeout_s, run_id, say, is_interrupted))
+        except BaseException:
+            lease.release()
+            raise
+        lease._thread.start()
+        return lease
+
+    @property
+    def counter(self) -> int:
+        """Rises with each owner of the directory: the fencing token of what is written."""
+        return self._holds[-1].record.counter if self._holds else 0
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from another thread, when the lease is lost; `check` then raises."""
+        self._wake = wake
+
+    def set_run_id(self, run_id: str | None) -> None:
+        """Name the run in the files, from the next heartbeat on."""
+        with self._guard:
+            for hold in self._holds:
+                hold.record = replace(hold.record, run_id=run_id)
+
+    def check(self) -> None:
+        """Raise if the lease was lost. Reads no file while the last renewal is recent.
+
+        Raises:
+            LeaseError: another process has taken the lease over, or it cannot be renewed any more.
+        """
+        if self._failure is None and self._age_s() < _TRUST * self.timeout_s:
+            return
+        self.verify()
+
+    def verify(self) -> None:
+        """Renew the lease now, and raise if it was lost: before each commit.
+
+        Nobody can take the lease over for `timeout_s` from here on.
+
+        Raises:
+            LeaseError: as for `check`.
+        """
+        with self._guard:
+            try:
+                self._refresh()
+            except OSError as error:
+                if self._age_s() >= _TRUST * self.timeout_s:
+                    raise LeaseError(
+                        f"the lease of {self._holds[0].directory} cannot be renewed: {error}. Another process may own "
+                        "the directory by now, so nothing more is written. Mend the file system, and start again with "
+                        "resume='auto'."
+                    ) from error
+            if self._failure is not None:
+                raise LeaseError(
+                    f"this process no longer owns {self._failure}. Nothing more is written there. End this process."
+                )
+
+    def release(self) -> None:
+        """Give the directories back; does nothing in a process that was forked from the owner."""
+        if os.getpid() != self._pid:
+            return
+        self._ended.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+        with self._guard:
+            for hold in reversed(self._holds):
+                with suppress(OSError):
+                    if self._failure is None and hold.find_successor() is None:
+                        lease_file.give_up(hold.directory, hold.record, hold.made)
+            self._holds = []
+            self._failure = self._failure or "the directory of the run: its lease was released"
+
+    def _age_s(self) -> float:
+        """Seconds since the last renewal began; a wall clock that was set back does not count."""
+        return max(now - before for now, before in zip(now_s(), self._renewed, strict=True))
+
+    def _renew(self) -> None:
+        interval = min(BEAT_S, self.timeout_s / _LEAST_BEATS)
+        while not self._ended.wait(interval):
+            with self._guard, suppress(OSError):  # a share that is away for a moment; `check` raises when it stays so
+                if self._ended.is_set() or self._failure is not None:
+                    return
+                self._refresh()
+            if self._failure is not None:
+                self._wake()
+                return
+
+    def _refresh(self) -> None:
+        """Write heartbeats. Where others may think that this process is dead, take the next counter as they would."""
+        if self._failure is not None:
+            return
+        began, expired = now_s(), self._age_s() >= _TRUST * self.timeout_s
+        for hold in self._holds:
+            successor = hold.find_successor()
+            if successor is None and (expired or not hold.beat()):
+                successor = hold.claim_again()
+            successor = successor or hold.find_successor()
+            if successor is not None:
+                self._failure = _describe_loss(hold, successor, self.timeout_s)
+                return
+        self._renewed = began
+
+
+def _acquire(
+    directory: Path, timeout_s: float, run_id: str | None, say: Say, is_interrupted: Callable[[], bool]
+) -> _Hold:
+    owner, made = lease_file.this_process(), list[Path]()
+    try:
+        while True:
+            made += lease_file.make_directories(directory)  # another process may have removed what it made
+            seen = lease_file.look(directory)
+            if seen is not None and not seen.is_free:
+                _wait_for_silence(directory, seen, timeout_s, say, is_interrupted)
+            counter = 1 if seen is None else seen.counter + 1
+            token = uuid.uuid4().hex
+            record = LeaseRecord(**owner, counter=counter, token=token, run_id=run_id, timeout_s=timeout_s)
+            if lease_file.claim(directory, record):
+                lease_file.clear(directory, record)
+                return _Hold(directory, record, made)
+    except OSError as error:
+        raise CheckpointError(
+            f"the directory {directory} of the run cannot be owned: {error}. Make it writable, or give another "
+            "output_dir."
+        ) from error
+
+
+def _wait_for_silence(
+    directory: Path, seen: Seen, timeout_s: float, say: Say, is_interrupted: Callable[[], bool]
+) -> None:
+    """Return when the owner of `seen` is dead or silent for its timeout, or another lease has come.
+
+    Raises:
+        LeaseError: it is alive.
+    """
+    allowed = timeout_s if seen.record is None else seen.record.timeout_s
+    pause = min(0.2, allowed / 20)
+    waited, before, said = 0.0, time.monotonic(), False
+    while waited < allowed:
+        time.sleep(pause)
+        waited += min(time.monotonic() - before, 4 * pause)  # a moment in which this process was stopped proves nothing
+        before = time.monotonic()
+        now = lease_file.look(directory)
+        if now is None or now.counter != seen.counter or now.is_free:
+            return
+        if now.data != seen.data:
+            raise LeaseError(
+                f"{directory} is in use by another run: {now.words} holds it{now.age_words}, and renewed its lease "
+                f"within the last {max(waited, 0.1):.1f} s. Give this run another output_dir, or end that process "
+                "first; if it dies, the directory is free at once on its host, and elsewhere after the timeout of its "
+                "lease."
+            )
+        if is_interrupted():
+            raise LeaseError(f"the waiting for the lease of {directory} was interrupted. {seen.words} holds it.")
+        if not said and waited > min(2 * BEAT_S, allowed / 2):
+            said = True
+            say(
+                f"{directory} is held by {seen.words}, which has not released it and shows no sign of life. It is "
+                f"taken over after {allowed:g} s of silence."
+            )
+
+
+def _describe_loss(hold: _Hold, successor: Seen, timeout_s: float) -> str:
+    mine = hold.record
+    return (
+        f"{hold.directory}: {successor.words} has taken it over (lease {successor.counter} after {mine.counter}), "
+        f"because process {mine.pid} on {mine.host} gave no sign of life for {timeout_s:g} s or its lease was deleted"
+    )

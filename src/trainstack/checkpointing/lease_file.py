@@ -1,0 +1,287 @@
+"""Files that say which process owns a directory: their content, and how one is claimed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import socket
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trainstack._files import file_mode
+from trainstack._files import make_directories as make_folders
+
+_SIZE = 1024
+"""Bytes of a file. Each heartbeat overwrites all of them, so no rest of an older one is left."""
+
+_NAME = re.compile(r"\.lease-(\d{9,18})\.json")
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecord:
+    """The content of a lease.
+
+    Attributes:
+        host: name of the machine, for people.
+        machine: identifies the machine since it was started, and the processes that can be seen there.
+        pid: of the owner.
+        started: when the process started, as the system says; tells it from a later one with the same pid.
+        counter: of the lease.
+        token: tells this owner from any other.
+        run_id: of the run; None while it is not known.
+        timeout_s: the lease may be taken over after so long without a heartbeat.
+        beat: rises with each heartbeat.
+        held_s: how long the lease was held at the last heartbeat, by the owner's clock.
+        released: whether the owner has given it back.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    started: str
+    counter: int
+    token: str
+    run_id: str | None
+    timeout_s: float
+    beat: int = 0
+    held_s: float = 0.0
+    released: bool = False
+
+    def render(self) -> bytes:
+        """The bytes of the file."""
+        body = {"format": "trainstack-lease", **asdict(self)}
+        data = json.dumps({**body, "sha256": _hash(body)}).encode("ascii")
+        return data.ljust(_SIZE - 1) + b"\n"
+
+
+_LONGEST_S = 86_400.0
+"""The longest timeout of a lease that is believed: a day."""
+
+_MOST_LOOKS = 100
+"""So often is looked again after a lease that was listed is gone."""
+
+
+def _hash(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode("ascii")).hexdigest()
+
+
+def parse(data: bytes) -> LeaseRecord | None:
+    """The lease in `data`; None if it is damaged or torn."""
+    try:
+        body = json.loads(data)
+        if body.pop("sha256") != _hash(body) or body.pop("format") != "trainstack-lease":
+            return None
+        record = LeaseRecord(**body)
+        numbers = (record.pid, record.counter, record.beat, record.timeout_s, record.held_s)
+        texts = (record.host, record.machine, record.started, record.token)
+        is_sound = all(type(number) in (int, float) for number in numbers) and all(type(t) is str for t in texts)
+        return record if is_sound and 0 < record.timeout_s <= _LONGEST_S else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A lease that was read: its counter, its bytes, and the record in them; None if they are damaged."""
+
+    counter: int
+    data: bytes
+    record: LeaseRecord | None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its owner runs, or ran, on this machine."""
+        here = this_process()
+        return self.record is not None and (self.record.machine, self.record.host) == (here["machine"], here["host"])
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it was released, or its owner has died on this machine."""
+        record = self.record
+        if record is None:
+            return False
+        return record.released or (self.is_here and process_state(record.pid, record.started) == "dead")
+
+    @property
+    def words(self) -> str:
+        """The owner, for a message."""
+        if self.record is None:
+            return f"an unknown process (lease {self.counter} is damaged)"
+        return f"process {self.record.pid} on {self.record.host}"
+
+    @property
+    def age_words(self) -> str:
+        """How long it was held, for a message."""
+        if self.record is None:
+            return ""
+        seconds = self.record.held_s
+        return f" for {seconds:.0f} s" if seconds < 120 else f" for {seconds / 60:.0f} minutes"
+
+
+def this_process() -> dict[str, Any]:
+    """Host, machine, pid and start of this process."""
+    return {
+        "host": re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())[:128] or "host",
+        "machine": _machine(),
+        "pid": os.getpid(),
+        "started": _start_of("self"),
+    }
+
+
+def _machine() -> str:
+    """Equal for two processes if one can see the other's pid; a container is a machine here."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return f"{uuid.getnode():x}"
+
+
+def _start_of(pid: int | str) -> str:
+    """When a process started, as Linux counts; empty where that is not known."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+def process_state(pid: int, started: str) -> Literal["dead", "alive"]:
+    """Whether the process that had this pid then has ended; one that ended and was not waited for is dead."""
+    if os.name == "nt":
+        return "alive"  # os.kill would end it
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "dead"
+    except (OSError, OverflowError):
+        pass  # of another user
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except ProcessLookupError:
+        return "dead"
+    except OSError:
+        return "alive"  # hidden, or no Linux
+    return "dead" if fields[0] in "ZX" or (started and fields[19] != started) else "alive"
+
+
+def look(directory: Path) -> Seen | None:
+    """The valid lease of `directory`; None if it has none."""
+    for _ in range(_MOST_LOOKS):
+        counters = []
+        with suppress(FileNotFoundError), os.scandir(directory) as entries:
+            named = ((_NAME.fullmatch(entry.name), entry) for entry in entries)
+            counters = [int(match[1]) for match, entry in named if match and not entry.is_symlink()]
+        if not counters:
+            return None
+        counter = max(counters)
+        try:
+            data = _read(_path(directory, counter))
+        except FileNotFoundError:
+            continue  # a successor has cleared it away
+        return Seen(counter=counter, data=data, record=parse(data))
+    raise OSError(errno.EBUSY, "its leases come and go; another process may delete them", os.fspath(directory))
+
+
+def is_held_here(directory: Path) -> bool:
+    """Whether a living process of this machine holds the lease of `directory`."""
+    try:
+        seen = look(directory)
+    except OSError:
+        return False
+    return seen is not None and seen.is_here and not seen.is_free
+
+
+def _read(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        return os.read(descriptor, 4 * _SIZE)
+    except OSError as error:
+        return str(error).encode()  # a folder of that name
+    finally:
+        os.close(descriptor)
+
+
+def claim(directory: Path, record: LeaseRecord) -> bool:
+    """Create the file of `record`; False if that counter is taken."""
+    path, aside = _path(directory, record.counter), directory / f".lease-{record.token}.tmp"
+    try:
+        _write_new(aside, record.render())
+        os.link(aside, path)
+    except FileExistsError:
+        return os.stat(aside).st_nlink > 1  # NFS repeats a request whose answer was lost
+    except FileNotFoundError:
+        return False  # the winner has cleared it away, or another process the directory
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        try:
+            _write_new(path, record.render())
+        except FileExistsError:
+            return False
+    finally:
+        with suppress(OSError):
+            os.unlink(aside)
+    return True
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(path))
+    try:
+        os.write(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def overwrite(directory: Path, record: LeaseRecord) -> bool:
+    """Write `record` into its file, in place; False if the file is gone.
+
+    In place, because clients of NFS look an open file up anew, and may remember a name for a minute.
+    """
+    try:
+        descriptor = os.open(_path(directory, record.counter), os.O_WRONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        os.write(descriptor, record.render())
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def clear(directory: Path, record: LeaseRecord) -> None:
+    """Delete what lower counters and those who came too late have left."""
+    with suppress(OSError):
+        for name in os.listdir(directory):
+            match = _NAME.fullmatch(name)
+            late = name.startswith(".lease-") and name.endswith(".tmp") and record.token not in name
+            if late or (match and int(match[1]) < record.counter):
+                with suppress(OSError):
+                    os.unlink(directory / name)
+
+
+def give_up(directory: Path, record: LeaseRecord, made: list[Path]) -> None:
+    """Mark `record` as released. Where nothing was written, leave nothing: the folders that were made go too."""
+    path = _path(directory, record.counter)
+    if made and os.listdir(directory) == [path.name]:
+        os.unlink(path)
+        for folder in made:
+            os.rmdir(folder)
+        return
+    overwrite(directory, LeaseRecord(**{**asdict(record), "released": True}))
+
+
+def make_directories(directory: Path) -> list[Path]:
+    """Create `directory` and its missing parents; returns those that were created, the innermost first."""
+    missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    make_folders(directory)
+    return missing
+
+
+def _path(directory: Path, counter: int) -> Path:
+    return directory / f".lease-{counter:09d}.json"

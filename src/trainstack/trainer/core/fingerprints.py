@@ -1,0 +1,287 @@
+"""Short texts and hashes of values, by which ranks and runs compare what they hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from os import PathLike, fspath
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+MAX_TEXT = 160
+"""Longer texts are cut, and end with their hash."""
+MAX_DEPTH = 6
+_MAX_PLACES = 32
+"""Items of a sample that are compared one by one."""
+CHUNK = 2**20
+"""Elements whose weighted bits are computed at once: an int64 for each takes 8 MiB."""
+
+
+def hash_text(text: str | bytes) -> str:
+    """16 hexadecimal digits."""
+    return hashlib.blake2b(text if isinstance(text, bytes) else text.encode(), digest_size=8).hexdigest()
+
+
+def shorten(text: str) -> str:
+    """`text`, cut at `MAX_TEXT` characters; texts that differ still do."""
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 22]}... ({hash_text(text)})"
+
+
+def flatten(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Names and texts of the settings in `value`: those of dataclasses and mappings one by one."""
+    if depth < MAX_DEPTH and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if depth < MAX_DEPTH and isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from flatten(f"{name}.{key}", item, depth + 1)
+    else:
+        yield name, shorten(describe(value, depth))
+
+
+def describe(value: Any, depth: int = 0) -> str:
+    """A text that is the same for equal values in all processes; of an unknown object its class alone."""
+    if isinstance(value, type):
+        return value.__qualname__
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return f"tensor({value.item()!r})"
+    if isinstance(value, Tensor | np.ndarray):
+        return f"{type(value).__name__} {tuple(value.shape)} of {value.dtype}: {hash_value(value)}"
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+        return repr(value)
+    if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
+        return str(value)
+    if isinstance(value, PathLike):
+        return repr(fspath(value))
+    if isinstance(value, FunctionType | MethodType | partial):
+        return _describe_function(value, depth)
+    if depth >= MAX_DEPTH:
+        return type(value).__qualname__
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!s}: {describe(item, depth + 1)}" for key, item in value.items()) + "}"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(describe(item, depth + 1) for item in value)) + "}"
+    if isinstance(value, list | tuple | range):
+        return "[" + ", ".join(describe(item, depth + 1) for item in value) + "]"
+    return type(value).__qualname__
+
+
+def _describe_function(function: Any, depth: int) -> str:
+    """The name, and a hash of the code with its constants, defaults and plain values from outside."""
+    if isinstance(function, partial):
+        return f"partial({describe([function.func, function.args, function.keywords], depth + 1)})"
+    inner = getattr(function, "__func__", function)
+    held = [cell.cell_contents for cell in inner.__closure__ or () if _is_filled(cell)]
+    parts = [_code(inner.__code__), describe([inner.__defaults__, inner.__kwdefaults__, held], depth + 2)]
+    return f"{inner.__qualname__} ({hash_text(repr(parts))[:8]})"
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _code(code: CodeType) -> list[Any]:
+    constants = [_code(item) if isinstance(item, CodeType) else describe(item) for item in code.co_consts]
+    return [code.co_code.hex(), list(code.co_names), constants]
+
+
+def describe_object(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """The class of `value`, its attributes that are plain values or functions, and those of objects in its lists.
+
+    Objects of users' classes have a class alone: their attributes may keep what differs by rank.
+    """
+    yield f"the class of {name}", type(value).__qualname__
+    if type(value).__module__.partition(".")[0] not in ("torch", "trainstack"):
+        return
+    for key, item in getattr(value, "__dict__", {}).items():
+        if isinstance(item, Optimizer) or (key.startswith("_") and callable(item)) or depth > 2:
+            continue
+        if isinstance(item, list | tuple) and any(_has_settings(one) for one in item):
+            for position, one in enumerate(item):
+                yield from describe_object(f"{name}, {key}[{position}]", one, depth + 1)
+        elif not _has_settings(item):
+            yield from ((f"{inner} of {name}", text) for inner, text in flatten(key.lstrip("_"), item, 1))
+
+
+def _has_settings(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, type | FunctionType | MethodType | partial | Tensor)
+
+
+# --- the bits of values on the host
+
+
+def hash_value(value: Any) -> str:
+    """A hash of all leaves of a nested value; of an unknown object its class alone counts."""
+    digest = hashlib.blake2b(digest_size=8)
+    _feed(digest, value, 0)
+    return digest.hexdigest()
+
+
+def hash_numbers(value: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Hashes of the tensors, arrays, images and numbers of a nested value, such as a sample, by their place in it.
+
+    Strings, paths and other objects are left out: what names a file may differ between hosts. The items of a long list
+    have one hash, without those that are no numbers.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    items = range(len(value)) if isinstance(value, list | tuple) else value if isinstance(value, Mapping) else ()
+    if depth < MAX_DEPTH and 0 < len(items) <= _MAX_PLACES:
+        for key in items:
+            yield from hash_numbers(value[key], f"{place}[{key!r}]", depth + 1)
+    elif isinstance(value, list | tuple | Mapping):
+        yield place, hash_value(_without_text(value))
+    elif _is_number(value):
+        yield place, hash_value(value)
+
+
+def _without_text(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, Mapping) and depth < MAX_DEPTH:
+        return {str(key): _without_text(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple) and depth < MAX_DEPTH:
+        return [_without_text(item, depth + 1) for item in value]
+    return value if _is_number(value) else None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a model may compute with it, and its bits are known."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.kind in "biufc"
+    return isinstance(value, Tensor | bool | int | float | complex) or _is_image(value)
+
+
+def _is_image(value: Any) -> bool:
+    """Whether it is an image of Pillow."""
+    return callable(getattr(value, "tobytes", None)) and isinstance(getattr(value, "size", None), tuple)
+
+
+def _feed(digest: Any, value: Any, depth: int) -> None:
+    if isinstance(value, Tensor):
+        digest.update(f"{type(value).__name__}{tuple(value.shape)}{value.dtype}".encode())
+        for part in _dense_parts(value):
+            for words in _words(part):
+                digest.update(words.cpu().numpy().tobytes())
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        digest.update(f"{value.shape}{value.dtype.str}".encode() + value.tobytes())
+    elif isinstance(value, bytes | bytearray):
+        digest.update(bytes(value))
+    elif isinstance(value, Mapping) and depth < 32:
+        for key, item in value.items():
+            digest.update(f"{key!s}=".encode())
+            _feed(digest, item, depth + 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < 32:
+        _feed(digest, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, depth + 1)
+    elif isinstance(value, list | tuple | np.ndarray) and depth < 32:
+        digest.update(f"[{len(value)}".encode())
+        for item in value:
+            _feed(digest, item, depth + 1)
+    elif _is_image(value):
+        digest.update(f"{getattr(value, 'mode', '')}{value.size}".encode() + value.tobytes())
+    else:
+        digest.update(describe(value).encode())
+
+
+# --- the bits of tensors on a device
+
+
+def checksums(tensors: Iterable[Tensor]) -> list[int]:
+    """A checksum of the bits of each tensor, computed on its device; one read for all of them.
+
+    Each word counts with an odd pseudo-random weight that depends on its position, modulo 2**64, so that values that
+    have changed places, and changes that cancel each other, are seen. A strided tensor has the checksum of its logical
+    order. No tensor is copied as a whole. Integers only: MPS has no float64.
+    """
+    weights = dict[torch.device, Tensor]()
+    sums = [_checksum(tensor.detach(), weights) for tensor in tensors]
+    devices = {one.device for one in sums}
+    target = sums[0].device if sums else torch.device("cpu")
+    together = sums if len(devices) < 2 else [one.to(target) for one in sums]
+    values: list[int] = torch.stack(together).tolist() if together else []
+    return values
+
+
+def _checksum(tensor: Tensor, weights: dict[torch.device, Tensor]) -> Tensor:
+    device = tensor.device
+    if device.type == "meta":
+        return torch.zeros((), dtype=torch.int64)
+    total: Tensor | None = None
+    for number, words in enumerate(words for part in _dense_parts(tensor) for words in _words(part)):
+        for offset, chunk in enumerate(torch.split(words, CHUNK)):  # a chunk of float64 has two words an element
+            if device not in weights or len(weights[device]) < len(chunk):
+                weights[device] = _make_weights(1 << (len(chunk) - 1).bit_length(), device)
+            bits = (chunk * weights[device][: len(chunk)]).sum()
+            total = bits if total is None else total + bits * _odd(2 * number + offset)
+    return torch.zeros((), dtype=torch.int64, device=device) if total is None else total
+
+
+def _make_weights(count: int, device: torch.device) -> Tensor:
+    """Odd numbers for the positions in a chunk, without drawing from a generator: the mixing step of SplitMix64."""
+    weights = torch.arange(1, count + 1, device=device, dtype=torch.int64)
+    for factor in (-7046029254386353131, -4658895280553007687, -7723592293110705685):  # of 64 bits, as signed
+        weights *= factor
+        weights ^= weights >> 29
+    return weights.bitwise_or_(1)
+
+
+def _odd(number: int) -> int:
+    """A number of 63 bits for a chunk, odd and no less mixed than the weights in it."""
+    return int(hash_text(str(number)), 16) >> 1 | 1
+
+
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The strided tensors of which `tensor` consists."""
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        return [tensor.int_repr()]
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    return [tensor if tensor.layout is torch.strided else tensor.to_dense()]
+
+
+_WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def _words(tensor: Tensor) -> Iterator[Tensor]:
+    """The bits of a strided tensor as 1-dim tensors of integers, of at most `CHUNK` elements each.
+
+    The cuts depend on the shape alone, so the strides make no difference.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.numel() == 0:
+        return
+    if tensor.numel() <= CHUNK:
+        flat = tensor.resolve_neg().contiguous().view(-1)
+        yield flat.view(_WORD[flat.element_size()])
+        return
+    row = tensor.numel() // len(tensor)
+    if row > CHUNK:
+        for inner in tensor:
+            yield from _words(inner)
+    else:
+        for rows in torch.split(tensor, CHUNK // row):
+            yield from _words(rows)
+
+
+def differing_names(mine: Mapping[str, str], theirs: Mapping[str, str]) -> Sequence[str]:
+    """The names under which the texts differ, in the order of `theirs`; names that it lacks come last."""
+    names = dict.fromkeys([*theirs, *mine])
+    return [name for name in names if mine.get(name) != theirs.get(name)]

@@ -1,0 +1,253 @@
+"""Copies of states, and the leaves in which two states differ."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from trainstack.checkpointing.difference import differences
+
+Path = tuple[Any, ...]
+"""The keys that lead to a leaf through nested dicts."""
+
+SMALL = 2**16
+"""Bytes in a leaf or in the plain values of a dict up to which its old value is kept."""
+
+ITEM = 16
+"""As so many bytes counts an item of a container, besides those of tensors, arrays and text."""
+
+
+_NESTED = (dict, OrderedDict)
+
+
+def leaves(state: Any, containers: Collection[Path]) -> dict[Path, Any]:
+    """The leaves of nested dicts by path: whatever is not a dict at one of the paths in `containers`, or is empty."""
+    found: dict[Path, Any] = {}
+
+    def add(value: Any, path: Path) -> None:
+        if type(value) not in _NESTED or path not in containers or (not value and path):
+            found[path] = value
+            return
+        for key, item in value.items():
+            add(item, (*path, key))
+
+    add(state, ())
+    return found
+
+
+def small_containers(state: Mapping[str, Any]) -> set[Path]:
+    """The paths of the nested dicts in `state` whose plain values are small together.
+
+    Tensors in them count on their own, and so does each item of what one `get_state` returned.
+    """
+    found = set[Path]()
+
+    def measure(value: Any, path: Path) -> int:
+        size, of_user = 0, len(path) <= (1 if path[:1] == ("module",) else 2)
+        for key, item in value.items():
+            if type(item) in _NESTED:
+                inner = measure(item, (*path, key))
+                size += 0 if of_user else inner
+            elif not isinstance(item, Tensor | np.ndarray):
+                inner = ITEM if of_user else size_of(item)
+                size += inner if inner <= SMALL else ITEM
+            if size > SMALL:
+                return ITEM  # it is one large leaf
+        found.add(path)
+        return size
+
+    measure(state, ())
+    return found
+
+
+def tensors_in(value: Any) -> Iterator[Tensor | np.ndarray[Any, Any]]:
+    """The tensors and arrays in nested containers."""
+    if isinstance(value, Tensor | np.ndarray):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def size_of(value: Any) -> int:
+    """Bytes of the tensors, arrays and text in `value`, and of its items; above `SMALL`, some number above it."""
+    total = 0
+    for size in _sizes_in(value):
+        total += size
+        if total > SMALL:
+            break
+    return total
+
+
+def _sizes_in(value: Any) -> Iterator[int]:
+    if isinstance(value, Tensor | np.ndarray):
+        yield value.nbytes if _has_bytes(value) else SMALL + 1
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield len(key) if isinstance(key, str | bytes) else 0
+            yield from _sizes_in(item)
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        for item in value:
+            yield from _sizes_in(item)
+    else:
+        yield ITEM + (len(value) if isinstance(value, str | bytes | bytearray) else 0)
+
+
+def _has_bytes(value: Tensor | np.ndarray[Any, Any]) -> bool:
+    return isinstance(value, np.ndarray) or _has_memory(value)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def copied(value: Any, *, on_host: bool = False) -> Any:
+    """A deep copy, without the graphs of tensors; with `on_host`, tensors are copied to the CPU.
+
+    What cannot be copied, such as a lock, is the same object in the copy.
+    """
+    try:
+        return _deep_copy(value, on_host)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # a class may raise anything in its `__reduce__`
+        if type(value) in _NESTED:
+            return type(value)((key, copied(item, on_host=on_host)) for key, item in value.items())
+        if type(value) in (list, tuple):
+            return type(value)(copied(item, on_host=on_host) for item in value)
+        return value
+
+
+def _deep_copy(value: Any, on_host: bool = False) -> Any:
+    memo: dict[int, Any] = {}
+    for item in tensors_in(value):
+        if isinstance(item, Tensor) and is_lazy(item):  # it has no values
+            memo[id(item)] = item
+        elif isinstance(item, Tensor):
+            detached = item.detach()
+            memo[id(item)] = detached.to("cpu", copy=True) if on_host else detached.clone()
+    return copy.deepcopy(value, memo)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states have the same types and bits; the device of a tensor does not count."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, Tensor) and is_lazy(one):
+        return False
+    if isinstance(one, Tensor) and one.layout is torch.strided and not one.is_quantized:
+        if one.dtype is not other.dtype or one.shape != other.shape or other.layout is not torch.strided:
+            return False
+        if one.is_set_to(other):
+            return True
+        if one.is_meta or other.is_meta:
+            return one.is_meta and other.is_meta
+        return torch.equal(_bytes(one), _bytes(other.to(one.device)))
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    return not any(True for _ in differences(one, other))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8)
+
+
+def memory_of(tensors: Iterable[Tensor]) -> set[int]:
+    """The addresses of the storages of `tensors`, as far as they have memory."""
+    return {t.untyped_storage().data_ptr() for t in tensors if _has_memory(t)} - {0}
+
+
+def lies_in(value: Any, memory: set[int]) -> bool:
+    """Whether `value` is a tensor in one of the storages of `memory_of`."""
+    return isinstance(value, Tensor) and _has_memory(value) and value.untyped_storage().data_ptr() in memory
+
+
+class OldState:
+    """The leaves of a state as they are now, to be put back into a later state.
+
+    What is large and what cannot be copied is left out. Otherwise an epoch would hold a second copy of averages and
+    caches, and each checkpoint in it.
+
+    Args:
+        state: nested dicts.
+        is_weight: tells the values of parameters. They stay only if `drop_unchanged_weights` finds them changed.
+    """
+
+    def __init__(self, state: Mapping[str, Any], is_weight: Callable[[Any], bool]) -> None:
+        self._containers = small_containers(state)
+        found = leaves(state, self._containers)
+        self._paths = set(found)
+        self._weights = {path for path, leaf in found.items() if is_weight(leaf)}
+        self._values: dict[Path, Any] = {}
+        for path, leaf in found.items():
+            if size_of(leaf) <= SMALL:
+                with suppress(Exception):  # what cannot be copied is left out
+                    self._values[path] = _deep_copy(leaf)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether values of parameters are held."""
+        return not self._weights.isdisjoint(self._values)
+
+    def drop_unchanged_weights(self, state: Mapping[str, Any]) -> None:
+        """Drop the parameters that have the same value in `state`."""
+        found = leaves(state, self._containers)
+        for path in list(self._weights & self._values.keys()):
+            if path in found and same(self._values[path], found[path]):
+                del self._values[path]
+
+    def differing(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What `state` has to get back from here, as a checkpoint can hold it; None for nothing."""
+        found = leaves(state, self._containers)
+        old = [
+            [list(path), value]
+            for path, value in self._values.items()
+            if path not in found or not same(value, found[path])
+        ]
+        added = [list(path) for path in found if path not in self._paths]
+        return {"values": old, "added": added} if old or added else None
+
+
+def with_old_values(state: Mapping[str, Any], old: Mapping[str, Any] | None) -> dict[Any, Any]:
+    """`state` with what `OldState.differing` returned: old values in place, leaves that came later left out.
+
+    Containers are new, the other leaves are those of `state`.
+    """
+    root: dict[Any, Any] = _without_leaves(state)
+    for path in (old or {}).get("added", ()):
+        _remove(root, list(path))
+    for path, value in (old or {}).get("values", ()):
+        here = root
+        for key in path[:-1]:
+            here = here.setdefault(key, {})
+        if not (type(value) in _NESTED and not value and here.get(path[-1])):
+            here[path[-1]] = copied(value)
+    return root
+
+
+def _without_leaves(value: Any) -> Any:
+    if type(value) not in _NESTED:
+        return value
+    return type(value)((key, _without_leaves(item)) for key, item in value.items())
+
+
+def _remove(container: Any, path: list[Any]) -> None:
+    key, *rest = path
+    if type(container) not in _NESTED or key not in container:
+        return
+    if rest:
+        _remove(container[key], rest)
+    if not rest or (type(container[key]) in _NESTED and not container[key]):
+        del container[key]

@@ -1,0 +1,85 @@
+"""Marks of plain attributes, which tell what changed outside of all states."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+
+
+def fingerprints(module: nn.Module, *, parts: bool = False) -> dict[str, str]:
+    """A mark for each attribute of `module` that is plain data, a tensor or a generator; it changes with the value.
+
+    Parameters, buffers and submodules are left out, since `state_dict` has them, and so is what is of another kind:
+    whether that has changed cannot be told. With `parts`, submodules have marks as well: "encoder.calls".
+    """
+    owners: Iterable[tuple[str, nn.Module]] = module.named_modules() if parts else [("", module)]
+    marks = {
+        f"{owner}.{name}" if owner else name: _fingerprint(value)
+        for owner, part in owners
+        for name, value in vars(part).items()
+        if name not in _OF_TORCH
+    }
+    return {name: mark for name, mark in marks.items() if mark is not None}
+
+
+def changed_attributes(module: nn.Module, before: Mapping[str, str]) -> list[str]:
+    """The attributes whose mark is another one than in `before`, which `fingerprints` gave with `parts`.
+
+    An attribute that has the value of its class counts as one that is not there.
+    """
+    now, parts = fingerprints(module, parts=True), dict(module.named_modules())
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+
+    def of_class(name: str) -> str | None:
+        owner, _, attribute = name.rpartition(".")
+        return _fingerprint(getattr(type(parts.get(owner, module)), attribute, None))
+
+    return sorted(
+        name for name in changed if (name in before and name in now) or of_class(name) != {**before, **now}[name]
+    )
+
+
+def untracked_state(module: nn.Module, before: Mapping[str, str], state: Mapping[str, Any]) -> list[str]:
+    """The attributes whose mark is another one than `before` and whose name is not in `state`."""
+    now = fingerprints(module)
+    return sorted(name for name, mark in now.items() if before.get(name) != mark and name not in state)
+
+
+def _fingerprint(value: Any) -> str | None:
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, random.Random):
+        return repr(value.getstate())
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state())
+    if isinstance(value, torch.Generator):
+        value = value.get_state()
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            return None
+        value = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+    if isinstance(value, np.ndarray):
+        return None if value.dtype.hasobject else hashlib.sha256(value.tobytes()).hexdigest()
+    if isinstance(value, Mapping):
+        return _joined([part for pair in value.items() for part in pair])
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return _joined(list(value))
+    return None
+
+
+def _joined(parts: list[Any]) -> str | None:
+    marks = [_fingerprint(part) for part in parts]
+    known = [mark for mark in marks if mark is not None]
+    return repr(known) if len(known) == len(marks) else None

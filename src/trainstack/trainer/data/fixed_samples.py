@@ -1,0 +1,180 @@
+"""Hashes of three fixed samples, which tell whether two runs or ranks have the same dataset."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainstack.trainer.core.fingerprints import hash_numbers, hash_value
+from trainstack.trainer.core.random_state import preserve_host_rng
+from trainstack.trainer.data.loading import SeededDataset
+from trainstack.trainer.data.step_batches import unsupported_order_reason
+
+MAX_ITEMS = 1000
+"""Containers with more items than this are data, which the copy of a dataset shares."""
+MAX_COPY = 2**24
+"""Bytes of a dataset, apart from what the copy shares, above which no copy is made."""
+MAX_OBJECTS = 20_000
+"""Objects of a dataset above which no copy is made, which takes about 2 microseconds for each."""
+SMALL = 2**16
+"""Bytes of a tensor or an array up to which it may be a counter, and is copied."""
+REPEATS = 8
+"""Fetches that tell random samples from others. A coin flip comes out the same on two ranks in one of 10,000 starts."""
+
+Samples = dict[str, dict[str, str]]
+"""By index: hashes of the numbers in a sample, by their place in it."""
+
+
+def sample_hashes(loader: Any, seed: int) -> Samples:
+    """Hashes of the first, the middle and the last sample, as the library loads them in epoch 0.
+
+    The samples are fetched from a copy. So attributes and generators of the user's dataset stay as they are, and so do
+    counters and caches in small containers and arrays. Large ones are shared, and what a fetch writes to them stays.
+    The copy is pickled, by the dataset's own `__getstate__` if it has one. A dataset that cannot be copied or has no
+    indices gives no hashes; nor does a sample that cannot be fetched.
+
+    Args:
+        loader: of the training data.
+        seed: of the run.
+    """
+    dataset = _copy_of(loader)
+    return {} if dataset is None else _fetch(dataset, len(loader.dataset), seed)
+
+
+def random_places(loader: Any, seed: int) -> tuple[Samples, bool]:
+    """Fetch the samples of `sample_hashes` several times, for those that have random numbers of their own.
+
+    Returns:
+        the numbers that were not always the same, and whether the fetches changed nothing in the copy: a generator of
+        the dataset's own, a counter or a cache.
+    """
+    dataset = _copy_of(loader)
+    if dataset is None:
+        return {}, False
+    before = _contents(dataset)
+    first, *again = (_fetch(dataset, len(loader.dataset), seed) for _ in range(REPEATS))
+    found: Samples = {}
+    for samples in again:
+        for index in {**first, **samples}:
+            one, other = first.get(index, {}), samples.get(index, {})
+            places = {place: "" for place in {**one, **other} if one.get(place) != other.get(place)}
+            found[index] = found.get(index, {}) | places
+    after = _contents(dataset)
+    return found, before is not None and after is not None and before.equals(after)
+
+
+def _copy_of(loader: Any) -> Any:
+    if loader is None or unsupported_order_reason(loader) is not None:
+        return None
+    return copy_dataset(loader.dataset)
+
+
+def _fetch(dataset: Any, count: int, seed: int) -> Samples:
+    seeded, found = SeededDataset(dataset, seed), Samples()
+    with preserve_host_rng(), seeded.generators.preserved():
+        for index in sorted({0, count // 2, count - 1}):
+            try:
+                found[str(index)] = dict(hash_numbers(seeded.__getitems__([(0, index)])[0]))
+            except Exception:
+                continue  # the step that needs the sample reports it
+    return found
+
+
+def copy_dataset(dataset: Any) -> Any:
+    """A copy of `dataset` that shares its large arrays and containers, its functions and modules; None if none can be
+    made."""
+    contents = _contents(dataset)
+    try:
+        return None if contents is None else contents.restore()
+    except Exception:  # whatever a class does to be unpickled
+        return None
+
+
+class _Contents:
+    """An object as bytes, apart from `parts`: what a copy shares, and copies of small arrays."""
+
+    def __init__(self, value: Any) -> None:
+        self.buffers: list[pickle.PickleBuffer] = []
+        copier = _Copier(_Limited(), self.buffers)
+        copier.dump(value)
+        self.parts, self.written = copier.parts, copier.sink.getvalue()
+
+    def restore(self) -> Any:
+        return _Restorer(io.BytesIO(self.written), self.parts, self.buffers).load()
+
+    def equals(self, other: _Contents) -> bool:
+        if self.written != other.written or len(self.parts) != len(other.parts):
+            return False
+        return all(a is b or _are_alike(a, b) for a, b in zip(self.parts, other.parts, strict=True))
+
+
+def _contents(value: Any) -> _Contents | None:
+    try:
+        return _Contents(value)
+    except Exception:  # whatever a class does to be pickled
+        return None
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    return _is_small(one) and _is_small(other) and hash_value(one) == hash_value(other)
+
+
+def _is_small(value: Any) -> bool:
+    if type(value) is np.ndarray:
+        return value.nbytes <= SMALL and not value.dtype.hasobject
+    if type(value) is not Tensor or value.layout is not torch.strided:
+        return False
+    return value.device.type == "cpu" and not value.requires_grad and value.nbytes <= SMALL
+
+
+class _Limited(io.BytesIO):
+    def write(self, data: Any, /) -> int:
+        if self.tell() + len(data) > MAX_COPY:
+            raise OverflowError
+        return super().write(data)
+
+
+class _Copier(pickle.Pickler):
+    """Writes all but what is shared. The bytes never leave this process."""
+
+    def __init__(self, sink: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
+        super().__init__(sink, protocol=5, buffer_callback=buffers.append)
+        self.sink, self.parts = sink, list[Any]()
+        self._numbers = dict[int, int]()
+        self._kept = list[Any]()  # so that no identity is used twice
+        self._free, self._count = MAX_COPY, 0
+
+    def persistent_id(self, obj: Any) -> int | None:
+        self._count += 1
+        if self._count > MAX_OBJECTS:
+            raise OverflowError
+        large = isinstance(obj, list | tuple | Mapping | set | bytes | str) and len(obj) > MAX_ITEMS
+        if large or isinstance(obj, Tensor | np.ndarray | nn.Module | type | FunctionType | ModuleType):
+            if id(obj) not in self._numbers:
+                self._numbers[id(obj)] = len(self.parts)
+                self._kept.append(obj)
+                self.parts.append(self._part(obj))
+            return self._numbers[id(obj)]
+        return None
+
+    def _part(self, obj: Any) -> Any:
+        if not _is_small(obj) or obj.nbytes > self._free:
+            return obj
+        self._free -= obj.nbytes
+        return obj.clone() if isinstance(obj, Tensor) else obj.copy(order="K")
+
+
+class _Restorer(pickle.Unpickler):
+    def __init__(self, source: io.BytesIO, shared: list[Any], buffers: list[pickle.PickleBuffer]) -> None:
+        super().__init__(source, buffers=buffers)
+        self._shared = shared
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._shared[pid]

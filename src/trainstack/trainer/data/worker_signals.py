@@ -1,0 +1,113 @@
+"""Loader workers outlive every signal but SIGKILL, and end with the pass, with their loader or with their parent."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import connection, forkserver, resource_tracker
+from typing import Any
+
+from trainstack.errors import annotate
+
+LOOK_S = 5.0
+"""How often a worker looks whether its parent is another one, where siblings hold the parent's pipe open."""
+EXIT_WAIT_S = 1.0
+"""How long to wait for the exit code of a worker whose pipe has ended."""
+
+_GROUP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+
+
+def group_signals() -> list[signal.Signals]:
+    """The signals that terminals, launchers and schedulers send to whole groups of processes."""
+    return [getattr(signal, name) for name in _GROUP_SIGNALS if hasattr(signal, name)]
+
+
+@contextmanager
+def signals_wait(context: Any) -> Iterator[None]:
+    """Processes that start inside begin with these signals blocked; in this process they come after the block.
+
+    A spawned worker has no handler until Python has begun there, so a signal would kill it in its first seconds.
+
+    Args:
+        context: of `multiprocessing`, in which the processes start; None for the default one.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    method = (context or multiprocessing).get_start_method()
+    if method != "fork":
+        resource_tracker.ensure_running()  # its start would unblock SIGTERM and SIGINT (Python 3.11)
+    if method == "forkserver":
+        forkserver.ensure_running()  # it must not pass the mask on to processes that others start
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, group_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_signals() -> None:
+    """In a worker: ignore what is sent to the whole group, so that the parent can finish its step."""
+    for number in group_signals():
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, group_signals())
+
+
+def end_with_parent() -> None:
+    """In a worker: end as soon as the parent has ended, however it did, and also before this call.
+
+    torch's own watch compares the parent's id with the one that it reads when the worker has started. Where the parent
+    dies during the start, that is the id of init already, and the worker would stay for ever (torch 2.13.0).
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    watch = threading.Thread(target=_watch, args=(parent.sentinel, os.getppid()), name="parent", daemon=True)
+    watch.start()
+
+
+def _watch(sentinel: int, parent: int) -> None:
+    while not connection.wait([sentinel], LOOK_S):
+        if os.getppid() != parent:
+            break
+    os._exit(1)  # what a worker holds has no use without its parent
+
+
+def end_workers(iterator: Any, shut_down: Callable[[], None]) -> None:
+    """Let torch end the workers behind `iterator`, and kill those that do not hear.
+
+    torch sends a SIGTERM to a worker that does not end within seconds, and workers ignore that.
+    """
+    try:
+        shut_down()
+    finally:
+        for worker in getattr(iterator, "_workers", ()):
+            if worker.is_alive():
+                worker.kill()
+
+
+def explain_death(error: BaseException, iterator: Any) -> None:
+    """Attach to `error`, raised by the iterator of a loader, how a worker has died, if one has.
+
+    torch raises what it meets first, such as a bare ConnectionResetError.
+    """
+    for worker in getattr(iterator, "_workers", ()):
+        if isinstance(error, EOFError | OSError):  # the pipe ends before the process
+            worker.join(EXIT_WAIT_S)
+        code = worker.exitcode
+        if code == -signal.SIGKILL:
+            annotate(
+                error,
+                f"a loader worker (pid {worker.pid}) was ended by SIGKILL. The out-of-memory killer of the system does "
+                "that: look for the pid in `dmesg`, or at the memory limit of the container or the job. Fewer workers "
+                "(num_workers), a smaller prefetch_factor, or samples that are read from files need less memory.",
+            )
+        elif code is not None and code < 0:
+            annotate(error, f"a loader worker (pid {worker.pid}) was ended by signal {-code}.")
+        elif code:
+            annotate(error, f"a loader worker (pid {worker.pid}) ended with exit code {code}.")

@@ -1,0 +1,225 @@
+"""`match_groups` finds the parameter groups of a checkpoint in an optimizer, by the names of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainstack.backends.optimizer_state import parameter_names
+from trainstack.errors import CheckpointMismatchError
+from trainstack.trainer.module_checks import shortened
+
+_HOW = (
+    "State belongs to a parameter by its name. Give the parameters the names and groups that they had, or write "
+    "reset_optimizers_schedulers=True to start the optimizers anew."
+)
+
+
+class Groups:
+    """The parameter groups of one optimizer, with the names that the module has for the parameters.
+
+    Args:
+        module: names the parameters.
+        parameters: of the module, by group.
+        labels: what a group calls itself, by its key "name"; None for nothing.
+
+    Attributes:
+        parameters: as given.
+        labels: as given.
+    """
+
+    def __init__(
+        self, module: nn.Module, parameters: Sequence[Sequence[Tensor]], labels: Sequence[Any] | None = None
+    ) -> None:
+        self.parameters, self.labels = parameters, labels or [None] * len(parameters)
+        self._module, self._names = module, parameter_names(module)
+        self.by_name = {name: id_ for id_, names in self._names.items() for name in names}
+
+    def names(self) -> list[list[str | None]]:
+        """The first name of each parameter, by group; None for one that the module has no more."""
+        return [[self._names.get(id(p), (None,))[0] for p in own] for own in self.parameters]
+
+    def names_as_in(self, record: Mapping[str, Any]) -> list[list[str | None]]:
+        """The same by the names that `record` has for them: a tied parameter has several."""
+        known = {self.by_name[name]: name for group in record["groups"] for name in group["params"]}
+        return [[known.get(id(p)) for p in own] for own in self.parameters]
+
+    def all_parameters(self) -> dict[int, Tensor]:
+        """The parameters of the module by their ids, those in no group included."""
+        return {id(parameter): parameter for parameter in self._module.parameters()}
+
+    def describe(self, number: int) -> str:
+        """ "group 1 ('head', with head.weight, head.bias)"."""
+        names = [name or "(no name)" for name in self.names()[number]]
+        return _describe(number, self.labels[number], names)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How the groups of an optimizer correspond to those of a checkpoint.
+
+    Attributes:
+        order: for each group of the optimizer, and then for each that is to be added, the number of the checkpoint's.
+        joined: in the same order: parameters that were added during training, and that the optimizer lacks.
+    """
+
+    order: list[int]
+    joined: list[list[Tensor]]
+
+
+def match_groups(
+    what: str,
+    mine: Groups,
+    record: Mapping[str, Any],
+    others: Mapping[int, Groups],
+    records: Sequence[Mapping[str, Any]],
+    place: int,
+) -> Match:
+    """Find each group of an optimizer in the record of a checkpoint.
+
+    Args:
+        what: the optimizer in words.
+        mine: its groups.
+        record: of the optimizer; see `OptimizerStates`.
+        others: the groups of the other optimizers, by their numbers.
+        records: those of all optimizers; `record` is number `place`.
+
+    Raises:
+        CheckpointMismatchError: a name is missing on one side, or a parameter is in another group or optimizer.
+    """
+    saved = _saved_places(what, mine, record)
+    held = {id(p): number for number, own in enumerate(mine.parameters) for p in own}
+    _check_optimizer(what, mine, saved, records, place)
+    joined_names = set(record.get("joined", ()))
+    elsewhere = {id(p): number for number, one in others.items() for own in one.parameters for p in own}
+    missing, joined = list[str](), dict[int, list[str]]()
+    for number, group in enumerate(record["groups"]):
+        for name in group["params"]:
+            id_ = mine.by_name.get(name)
+            if id_ in held:
+                continue
+            if name in joined_names and id_ is not None and id_ not in elsewhere:
+                joined.setdefault(number, []).append(name)
+            elif id_ in elsewhere:
+                raise CheckpointMismatchError(
+                    f"the parameter {name!r} is in optimizer {elsewhere[id_]}; in the checkpoint it is in optimizer "
+                    f"{place} ({record['class']}). {_HOW}"
+                )
+            else:
+                missing.append(name)
+    new = [
+        name or "(no name)"
+        for own, names in zip(mine.parameters, mine.names(), strict=True)
+        for p, name in zip(own, names, strict=True)
+        if id(p) not in saved
+    ]
+    if missing or new:
+        raise CheckpointMismatchError(_names_message(what, missing, new))
+    if record.get("ordered") or "state_dict" in record:
+        _check_order(what, mine, record)
+    order = _match_numbers(what, mine, record, saved)
+    return _with_joined(mine, order, joined)
+
+
+def _saved_places(what: str, mine: Groups, record: Mapping[str, Any]) -> dict[int, int]:
+    """The group of the record by the id of the parameter."""
+    places, names = dict[int, int](), dict[int, str]()
+    for number, group in enumerate(record["groups"]):
+        for name in group["params"]:
+            id_ = mine.by_name.get(name)
+            if id_ is None:
+                continue
+            if id_ in places:
+                raise CheckpointMismatchError(
+                    f"{what}: {names[id_]!r} and {name!r} were two parameters when the checkpoint was written, and are "
+                    f"one now. Untie them, or write reset_optimizers_schedulers=True."
+                )
+            places[id_], names[id_] = number, name
+    return places
+
+
+def _check_optimizer(
+    what: str, mine: Groups, saved: Mapping[int, int], records: Sequence[Mapping[str, Any]], place: int
+) -> None:
+    """Refuse a parameter that another optimizer of the checkpoint held."""
+    for own, names in zip(mine.parameters, mine.names(), strict=True):
+        for p, name in zip(own, names, strict=True):
+            if id(p) in saved:
+                continue
+            for number, record in enumerate(records):
+                if number != place and any(mine.by_name.get(n) == id(p) for g in record["groups"] for n in g["params"]):
+                    raise CheckpointMismatchError(
+                        f"the parameter {name!r} is in {what}; in the checkpoint it is in optimizer {number} "
+                        f"({record['class']}). {_HOW}"
+                    )
+
+
+def _names_message(what: str, missing: Sequence[str], new: Sequence[str]) -> str:
+    parts = []
+    if missing:
+        parts.append(f"the checkpoint has {_count(missing)} that {what} lacks: {shortened(missing, 8)}")
+    if new:
+        parts.append(f"{what} has {_count(new)} that the checkpoint lacks: {shortened(new, 8)}")
+    return f"{'; '.join(parts)}. {_HOW}"
+
+
+def _count(names: Sequence[str]) -> str:
+    return f"{len(names)} parameter{'s' * (len(names) > 1)}"
+
+
+def _check_order(what: str, mine: Groups, record: Mapping[str, Any]) -> None:
+    """Refuse other positions where the state is known by positions only."""
+    theirs = [list(group["params"]) for group in record["groups"]]
+    if [[mine.by_name.get(name) for name in own] for own in theirs] != [
+        [id(p) for p in own] for own in mine.parameters
+    ]:
+        had, has = ([shortened([n or "?" for n in own], 8) for own in names] for names in (theirs, mine.names()))
+        raise CheckpointMismatchError(
+            f"{what} keeps its state in the order of its parameters, and that is another one now. Checkpoint: "
+            f"{' | '.join(had)}. Now: {' | '.join(has)}. Give them in the order of the checkpoint, or write "
+            "reset_optimizers_schedulers=True."
+        )
+
+
+def _match_numbers(what: str, mine: Groups, record: Mapping[str, Any], saved: Mapping[int, int]) -> list[int]:
+    """For each group of the optimizer the number of the checkpoint's that holds the same parameters."""
+    order, taken = list[int](), dict[int, int]()
+    empty = [number for number, group in enumerate(record["groups"]) if not group["params"]]
+    for number, own in enumerate(mine.parameters):
+        if not own:
+            place = empty.pop(0) if empty else None
+            if place is None:
+                raise CheckpointMismatchError(f"{what} has {mine.describe(number)}; the checkpoint has no such. {_HOW}")
+            order.append(place)
+            continue
+        place = saved[id(own[0])]
+        for p, name in zip(own, mine.names()[number], strict=True):
+            theirs = saved[id(p)]
+            if theirs != place or taken.get(theirs, number) != number:
+                group = record["groups"][theirs]
+                raise CheckpointMismatchError(
+                    f"the parameter {name!r} of {what} is in {mine.describe(number)}; in the checkpoint it is in "
+                    f"{_describe(theirs, group.get('name'), group['params'])}, so its options would change. {_HOW}"
+                )
+        taken[place] = number
+        order.append(place)
+    return order
+
+
+def _with_joined(mine: Groups, order: list[int], joined: Mapping[int, Sequence[str]]) -> Match:
+    order, found = list(order), [list[Tensor]() for _ in order]
+    parameters = mine.all_parameters()
+    for number, names in sorted(joined.items()):
+        if number not in order:
+            order.append(number)
+            found.append([])
+        found[order.index(number)] += [parameters[mine.by_name[name]] for name in names]
+    return Match(order, found)
+
+
+def _describe(number: int, label: Any, names: Sequence[str]) -> str:
+    own = "" if label is None else f"{label!r}, "
+    return f"group {number} ({own}{shortened(names, 3) or 'without parameters'})"

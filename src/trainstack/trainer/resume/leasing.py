@@ -1,0 +1,125 @@
+"""`DirectoryOwner` makes a run the only one that writes into its directories."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainstack.checkpointing import DefaultCheckpointer, Lease
+from trainstack.trainer.context import RunContext
+from trainstack.trainer.tracking.writers import StdoutWriter
+
+
+class DirectoryOwner:
+    """Takes and gives back the lease of a run's directories.
+
+    Args:
+        context: of the trainer; its `lease` is set on the main process.
+        run_on_rank_zero: lets the main process do something, and tells the others whether it failed.
+
+    Attributes:
+        held: whether the lease is held; the same on all processes.
+        is_interrupted: asked while the main process waits for another one's lease to end.
+    """
+
+    def __init__(self, context: RunContext, run_on_rank_zero: Callable[[Callable[[], None], str], Any]) -> None:
+        self._context, self._run_on_rank_zero = context, run_on_rank_zero
+        self.held = False
+        self.is_interrupted: Callable[[], bool] = lambda: False
+
+    def take(self) -> None:
+        """Own the directories, if the run writes any file; all processes call it together.
+
+        Raises:
+            LeaseError: another process owns one of them.
+        """
+        if self.held or self._context.args.fast_dev_run or not writes_files(self._context):
+            return
+        self._run_on_rank_zero(self._acquire, "taking the directory of the run")
+        self.held = True
+
+    def release(self) -> None:
+        """Give the directories back; each process by itself."""
+        self.held = False
+        lease, self._context.lease = self._context.lease, None
+        if isinstance(self._context.checkpointer, DefaultCheckpointer):
+            self._context.checkpointer.lease = None
+        if lease is not None:
+            lease.release()
+
+    def close(self) -> None:
+        """`release`, for `contextlib.closing`."""
+        self.release()
+
+    @contextmanager
+    def held_for_writing(self) -> Iterator[None]:
+        """A block in which the directories are owned; outside of `train()` they are given back after it."""
+        if self.held:
+            yield
+            return
+        self.take()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from another thread, when another process has taken the directories over."""
+        if self._context.lease is not None:
+            self._context.lease.watch(wake)
+
+    def check(self) -> None:
+        """Raise if another process has taken the directories over; on the main process."""
+        if self._context.lease is not None:
+            self._context.lease.check()
+
+    def _acquire(self) -> None:
+        context, args = self._context, self._context.args
+        directories = _directories(context)
+        if args.output_dir is not None:
+            _warn_of_array_task(args.output_dir, os.environ, context.log.warning)
+        context.directory.protect(args)
+        lease = Lease.acquire(
+            directories, timeout_s=args.lease_timeout_s, say=context.log.warning, is_interrupted=self.is_interrupted
+        )
+        context.lease = lease
+        if isinstance(context.checkpointer, DefaultCheckpointer):
+            context.checkpointer.lease = lease
+
+
+def writes_files(context: RunContext) -> bool:
+    """Whether a training writes anything into the folder of its run."""
+    args, checkpointer = context.args, context.checkpointer
+    saves = isinstance(checkpointer, DefaultCheckpointer) and checkpointer.args.checkpoint
+    logs = args.wants_report or any(one != "stdout" and not isinstance(one, StdoutWriter) for one in args.writers)
+    by_callback = any(getattr(callback, "writes_files", False) for callback in context.events.callbacks.values())
+    return saves or logs or by_callback or context.stack.is_private
+
+
+def _directories(context: RunContext) -> list[Path]:
+    """`output_dir`, and where checkpoints go if that lies elsewhere; checkpoints go into the last one."""
+    output_dir = context.output_dir
+    checkpointer = context.checkpointer
+    if not isinstance(checkpointer, DefaultCheckpointer) or not checkpointer.args.checkpoint:
+        return [output_dir]
+    save_dir = checkpointer.save_dir
+    inside = save_dir.resolve().is_relative_to(output_dir.resolve())
+    return [output_dir] if inside else [output_dir, save_dir]
+
+
+def _warn_of_array_task(
+    output_dir: str | os.PathLike[str], environ: Mapping[str, str], warn: Callable[[str], None]
+) -> None:
+    task = environ.get("SLURM_ARRAY_TASK_ID", "")
+    path = os.path.abspath(output_dir)
+    if task and not re.search(rf"(?<![0-9]){re.escape(task)}(?![0-9])", path):
+        warn(
+            f"this is task {task} of a job array, and output_dir={os.fspath(output_dir)!r} does not depend on it, so "
+            "all tasks share one directory: a second one that runs at the same time is refused, and a later one goes "
+            "on from the checkpoints of the first. Write "
+            "output_dir=f\"runs/{os.environ['SLURM_ARRAY_TASK_ID']}\"."
+        )

@@ -1,0 +1,331 @@
+"""`OptimizerStates` saves and restores the states of optimizers and schedulers under the names of parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainstack.backends import Workload
+from trainstack.backends.optimizer_state import (
+    depends_on_order,
+    is_numbered,
+    name_optimizer_state,
+    number_optimizer_state,
+    parameter_names,
+)
+from trainstack.errors import CheckpointMismatchError
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.resume.group_matching import Groups, match_groups
+from trainstack.trainer.schedulers.stepping import Schedules
+
+_HOW = "Make the same ones, or write reset_optimizers_schedulers=True to start them anew."
+_Record = Mapping[str, Any]
+
+
+class OptimizerStates:
+    """The optimizers and schedulers of a run, as a checkpoint holds them.
+
+    The record of an optimizer is `{"class": ..., "groups": [{"params": [names], options...}], "state": {name: ...}}`.
+    Beside these there may be `"joined"`, names of parameters that were added during training; `"ordered"`, True where
+    the state fits the order of the parameters only; and `"state_dict"` in place of `"state"`, where the optimizer has a
+    form of its own. `"made"` holds the options with which the groups were made. The record of a scheduler names its
+    class and the number of its optimizer.
+
+    Args:
+        work: has the optimizers and the module. The optimizers have the parameters that they were made with.
+        schedules: have the schedulers, which have written their first values into the optimizers.
+    """
+
+    def __init__(self, work: Workload, schedules: Schedules) -> None:
+        self._work, self._schedules = work, schedules
+        self._made = [[_options_of(group) for group in one.param_groups] for one in work.optimizers]
+        self._first = [[p for group in one.param_groups for p in group["params"]] for one in work.optimizers]
+        self._is_whole = False
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """A block in which `get_state` has the states of optimizers that are divided among ranks, on rank 0.
+
+        All ranks enter it. `ZeroRedundancyOptimizer` sends its parts to rank 0 there, as torch does, by pickle.
+        """
+        divided: list[Any] = [one for one in self._work.optimizers if is_divided(one)]
+        for optimizer in divided:
+            optimizer.consolidate_state_dict(to=0)
+        self._is_whole = True
+        try:
+            yield
+        finally:
+            self._is_whole = False
+            for optimizer in divided:  # torch 2.13.0 keeps a copy, which would be old at the next checkpoint
+                with suppress(AttributeError):
+                    optimizer._all_state_dicts.clear()
+
+    def get_state(self) -> dict[str, Any]:
+        """The records of all optimizers and schedulers."""
+        optimizers, schedulers = self._work.optimizers, self._schedules.schedulers
+        waited = self._schedules.get_counts()
+        return {
+            "optimizers": [self._record_of(number, one) for number, one in enumerate(optimizers)],
+            "schedulers": [
+                {
+                    "class": type(one).__name__,
+                    "optimizer": _number_of(getattr(one, "optimizer", None), optimizers),
+                    "waited": count,
+                    "state": one.state_dict(),
+                }
+                for one, count in zip(schedulers, waited, strict=True)
+            ],
+        }
+
+    def _record_of(self, number: int, optimizer: Optimizer) -> dict[str, Any]:
+        groups = self._groups_of(optimizer)
+        names = groups.names()
+        record: dict[str, Any] = {"class": type(optimizer).__name__}
+        if is_divided(optimizer) and not self._has_whole_state():
+            record |= {"groups": [{"params": [one for one in own if one]} for own in names], "state": None}
+        else:
+            state = optimizer.state_dict()
+            if is_numbered(state, optimizer):
+                record |= name_optimizer_state(state, names)
+                record |= {"ordered": True} if depends_on_order(state, optimizer) else {}
+            else:
+                record |= {"groups": [{"params": list(own)} for own in names], "state_dict": state}
+        first = set(map(id, self._first[number]))
+        joined = [
+            name
+            for group, own in zip(optimizer.param_groups, names, strict=True)
+            for parameter, name in zip(group["params"], own, strict=True)
+            if id(parameter) not in first and name is not None
+        ]
+        made = self._made[number]
+        made = [*made, *({} for _ in range(len(optimizer.param_groups) - len(made)))]
+        return record | ({"joined": joined} if joined else {}) | {"made": made[: len(optimizer.param_groups)]}
+
+    def _has_whole_state(self) -> bool:
+        return self._is_whole and self._work.world.is_main
+
+    def _groups_of(self, optimizer: Optimizer) -> Groups:
+        originals = self._work.params.find_originals()
+        held = [[originals.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
+        return Groups(self._work.module, held, [group.get("name") for group in optimizer.param_groups])
+
+    def update_state(self, state: Mapping[str, Any], log: RunLogger) -> None:
+        """Take back what `get_state` returned.
+
+        Raises:
+            CheckpointMismatchError: optimizers, their groups or schedulers are not those of the checkpoint.
+        """
+        optimizers, records = self._work.optimizers, state["optimizers"]
+        if any(not isinstance(record, Mapping) or "groups" not in record for record in records):
+            raise CheckpointMismatchError(
+                "the checkpoint numbers the parameters of its optimizers, as an older version of trainstack did. Its "
+                "weights can be used: write resume_mode='weights'."
+            )
+        _check_count("optimizer", len(optimizers), len(records))
+        places = self._match_optimizers(records)
+        orders = [self._load(number, records, place, log) for number, place in enumerate(places)]
+        self._load_schedulers(state["schedulers"], places, orders, log)
+
+    def _match_optimizers(self, records: Sequence[_Record]) -> list[int]:
+        """For each optimizer, the number of its record: the one with the same parameters, wherever it is."""
+        by_name = {name: id_ for id_, names in parameter_names(self._work.module).items() for name in names}
+
+        def ids(names: Iterable[str]) -> frozenset[int | None]:
+            return frozenset(by_name.get(name) for name in names)
+
+        whole = [ids(name for group in record["groups"] for name in group["params"]) for record in records]
+        first = [own - ids(record.get("joined", ())) for own, record in zip(whole, records, strict=True)]
+        mine = [
+            frozenset(id(p) for own in self._groups_of(one).parameters for p in own) for one in self._work.optimizers
+        ]
+        for saved in (whole, first):
+            if len(set(saved)) == len(saved) and set(saved) == set(mine):
+                return [saved.index(own) for own in mine]
+        return list(range(len(mine)))
+
+    def _load(self, number: int, records: Sequence[_Record], place: int, log: RunLogger) -> list[int]:
+        """Give an optimizer its state; returns, for each of its groups, the number of the checkpoint's."""
+        optimizer, record = self._work.optimizers[number], records[place]
+        kind, what = type(optimizer).__name__, f"optimizer {number} ({type(optimizer).__name__})"
+        if kind != record["class"]:
+            raise CheckpointMismatchError(
+                f"optimizer {number} is a {kind}; the checkpoint's is a {record['class']}. {_HOW}"
+            )
+        if record.get("state", record.get("state_dict")) is None:
+            raise CheckpointMismatchError(
+                f"the checkpoint lacks the state of {what}, which is divided among ranks: it was written after an "
+                "exception, by one rank alone. Resume from the newest checkpoint before it."
+            )
+        groups = self._groups_of(optimizer)
+        others = {i: self._groups_of(one) for i, one in enumerate(self._work.optimizers) if i != number}
+        match = match_groups(what, groups, record, others, records, place)
+        self._add_joined(what, optimizer, record, match.joined, log)
+        groups = self._groups_of(optimizer)
+        order = match.order
+        self._warn_of_settings(number, what, record, order, log)
+        if "state_dict" in record:
+            state = record["state_dict"]
+        else:
+            named = {**record, "groups": [record["groups"][place] for place in order]}
+            state = number_optimizer_state(named, groups.names_as_in(record))
+            for mine, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                theirs |= {"param_names": mine["param_names"]} if "param_names" in mine else {}
+        try:
+            optimizer.load_state_dict(state)
+        except (KeyError, ValueError, RuntimeError, TypeError) as error:
+            raise CheckpointMismatchError(f"{what} does not fit the checkpoint's: {error}. {_HOW}") from error
+        return order
+
+    def _add_joined(
+        self, what: str, optimizer: Optimizer, record: _Record, joined: Sequence[Sequence[Tensor]], log: RunLogger
+    ) -> None:
+        """Give the optimizer the parameters that were added to it during training: to its groups, or as new ones."""
+        for number, parameters in enumerate(joined):
+            if not parameters:
+                continue
+            if number < len(optimizer.param_groups):
+                optimizer.param_groups[number]["params"] += parameters
+                continue
+            names = set(Groups(self._work.module, [parameters]).names()[0])
+            saved = next(group for group in record["groups"] if names & set(group["params"]))
+            options = copy.deepcopy({key: value for key, value in saved.items() if key != "params"})
+            optimizer.add_param_group({**options, "params": list(parameters)})
+        count = sum(map(len, joined))
+        if count:
+            log.info(f"{what} takes back {count} parameter{'s' * (count > 1)} that joined during training.")
+
+    def _warn_of_settings(self, number: int, what: str, record: _Record, order: Sequence[int], log: RunLogger) -> None:
+        """Compare the options with which the groups were made, then and now: what schedulers and hooks have written
+        since is no difference of settings."""
+        then = [record["made"][place] if place < len(record["made"]) else {} for place in order]
+        now = self._made[number]
+        for mine, theirs in zip(now, then, strict=False):
+            scheduled = "initial_lr" in mine and "initial_lr" in theirs
+            for key in sorted(set(mine) & set(theirs) - {"lr" if scheduled else "initial_lr"}):
+                if not _same(mine[key], theirs[key]):
+                    log.warning(
+                        f"{what} was made with {key.removeprefix('initial_')}={mine[key]!r}; the run goes on with the "
+                        f"checkpoint's {theirs[key]!r}. To use the new one, write reset_optimizers_schedulers=True."
+                    )
+        self._made[number] = then
+
+    def _load_schedulers(
+        self, records: Sequence[_Record], places: Sequence[int], orders: Sequence[Sequence[int]], log: RunLogger
+    ) -> None:
+        schedulers, optimizers = self._schedules.schedulers, self._work.optimizers
+        _check_count("scheduler", len(schedulers), len(records))
+        numbers = [_number_of(getattr(one, "optimizer", None), optimizers) for one in schedulers]
+        wanted = [
+            (type(one).__name__, None if number is None else places[number])
+            for one, number in zip(schedulers, numbers, strict=True)
+        ]
+        waited = [0] * len(records)
+        for position, source in enumerate(_match_schedulers(wanted, records)):
+            scheduler, number, record = schedulers[position], numbers[position], records[source]
+            what = f"scheduler {position} ({type(scheduler).__name__})"
+            _warn_if_length_differs(what, scheduler, record["state"], log)
+            order = None if number is None else orders[number]
+            state = record["state"] if order is None else _in_order(what, scheduler, record["state"], order)
+            try:
+                scheduler.load_state_dict(state)
+            except (KeyError, ValueError, RuntimeError, TypeError) as error:
+                raise CheckpointMismatchError(f"{what} does not fit the checkpoint's: {error}. {_HOW}") from error
+            waited[position] = record["waited"]
+        self._schedules.update_counts(waited)
+
+
+def _check_count(kind: str, mine: int, saved: int) -> None:
+    if mine != saved:
+        raise CheckpointMismatchError(
+            f"get_optimizers_schedulers returned {mine} {kind}s, the checkpoint has {saved}. {_HOW}"
+        )
+
+
+def is_divided(optimizer: Any) -> bool:
+    """Whether each rank holds a part of the state, which the optimizer can bring together."""
+    return callable(getattr(optimizer, "consolidate_state_dict", None))
+
+
+def _number_of(optimizer: Any, optimizers: Sequence[Optimizer]) -> int | None:
+    return next((number for number, one in enumerate(optimizers) if one is optimizer), None)
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def _match_schedulers(wanted: Sequence[tuple[str, int | None]], records: Sequence[_Record]) -> list[int]:
+    """For each scheduler, the number of the record of its class and optimizer; several of one kind by their order."""
+    left = [(record["class"], record["optimizer"]) for record in records]
+    found = list[int]()
+    for position, (kind, optimizer) in enumerate(wanted):
+        if (kind, optimizer) not in left:
+            theirs = records[position]
+            if theirs["class"] != kind:
+                raise CheckpointMismatchError(
+                    f"scheduler {position} is a {kind}; the checkpoint's is a {theirs['class']}. {_HOW}"
+                )
+            raise CheckpointMismatchError(
+                f"scheduler {position} ({kind}) belongs to optimizer {optimizer} of the checkpoint; the checkpoint's "
+                f"belongs to optimizer {theirs['optimizer']}. {_HOW}"
+            )
+        number = left.index((kind, optimizer))
+        left[number] = ("", None)
+        found.append(number)
+    return found
+
+
+_BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
+"""What the schedulers of torch 2.13.0 hold for each group, in lists."""
+
+
+def _in_order(what: str, scheduler: Any, state: Any, order: Sequence[int]) -> Any:
+    """`state` with its values for groups in the order of this run.
+
+    Raises:
+        CheckpointMismatchError: the groups are in another order, and `scheduler` is none of torch's.
+    """
+    if list(order) == sorted(order):
+        return state
+    if not type(scheduler).__module__.startswith("torch."):
+        raise CheckpointMismatchError(
+            f"the parameter groups are in another order than in the checkpoint, and {what} may hold values in the "
+            f"order of the groups. Make the groups in the order of the checkpoint: {list(order)} counts from 0, by "
+            "its numbers."
+        )
+    return {key: _one_in_order(key, value, order) for key, value in state.items()}
+
+
+def _one_in_order(key: str, value: Any, order: Sequence[int]) -> Any:
+    if key == "_schedulers":
+        return [{name: _one_in_order(name, one, order) for name, one in part.items()} for part in value]
+    if key in _BY_GROUP and isinstance(value, list | tuple) and len(value) > max(order):
+        return type(value)(value[place] for place in order)
+    return value
+
+
+def _warn_if_length_differs(what: str, scheduler: Any, state: Mapping[str, Any], log: RunLogger) -> None:
+    """Say that a schedule goes on as it was laid when the run began, also where the run has become longer since."""
+    mine = scheduler.state_dict()
+    for key in ("total_steps", "T_max", "total_iters", "lr_lambdas"):
+        if key in mine and key in state and not _same(mine[key], state[key]):
+            log.warning(
+                f"{what} was made with {key}={mine[key]!r}; the run goes on with the checkpoint's {state[key]!r}. To "
+                "lay the schedule anew over the epochs that are left, write reset_optimizers_schedulers=True."
+            )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return torch.equal(torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu())
+    return bool(one == other)

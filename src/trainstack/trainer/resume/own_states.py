@@ -1,0 +1,186 @@
+"""`take_own_states` gives a rank its own values where the states in a checkpoint differ between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from trainstack.checkpointing import Checkpoint
+from trainstack.errors import CheckpointMismatchError
+from trainstack.trainer.context import RunContext
+from trainstack.trainer.events import Callback
+from trainstack.trainer.events.bus import OWN
+from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.resume.rank_states import Part, apply_part, describe_place, divide_by_rank, places_in
+
+MODULE, CALLBACKS, USER, LAYERS = "module", "callbacks", "user_state", "layers"
+"""The names in `Checkpoint.rank_states` of the states that may differ between ranks."""
+DIFFERING = "differing"
+"""The key in `Checkpoint.trainer_state` of the names of the leaves that differ between ranks."""
+
+_Redistribute = Callable[[Sequence[Any], int, int], Any]
+
+
+def take_own_states(checkpoint: Checkpoint, context: RunContext, wanted: Sequence[str]) -> Checkpoint:
+    """`checkpoint` with the values of this rank; all ranks call it.
+
+    Args:
+        checkpoint: as it was loaded, the same on all ranks.
+        context: of the run.
+        wanted: names of the states that the run takes from it.
+
+    Raises:
+        CheckpointMismatchError: the values of the ranks were not kept, or were written by another number of ranks and
+            nobody can redistribute them.
+    """
+    world, parts = context.world, checkpoint.rank_states
+    if parts is None:
+        lost = (checkpoint.trainer_state or {}).get(DIFFERING)
+        if lost:
+            raise CheckpointMismatchError(
+                f"these states differ between the ranks: {', '.join(lost)}; and "
+                f"{type(context.checkpointer).__name__} has not kept Checkpoint.rank_states. Let its save keep "
+                "all fields of the checkpoint, and its load return them."
+            )
+        return _with_fresh_differences(checkpoint, context, wanted)
+    trees = _trees_of(checkpoint)
+    if len(parts) == world.size:
+        mine = dict(parts[world.rank])
+        mine[MODULE], later = _without_buffers(mine.get(MODULE, {}), context)
+        made = {name: apply_part(tree, mine.get(name, {})) for name, tree in trees.items()}
+        return _with_trees(checkpoint, made, later)
+    names = [name for name in wanted if any(part.get(name) for part in parts)]
+    everyone = {name: [apply_part(trees[name], part.get(name, {})) for part in parts] for name in names}
+    places = {
+        describe_place(place) for name in names for part in parts for place in places_in(part.get(name, {}), (name,))
+    }
+    made, refused = _redistribute(everyone, sorted(places), context)
+    if refused:
+        raise CheckpointMismatchError(
+            f"these states differ between the {len(parts)} ranks that wrote the checkpoint: {', '.join(refused)}; and "
+            f"there {'are' if world.size > 1 else 'is'} {world.size} now. Resume on {len(parts)} ranks, or define "
+            "redistribute_state(self, states, rank, world_size) in the module or callback that returns them from "
+            "get_state."
+        )
+    buffers = any(_without_buffers(part.get(MODULE, {}), context)[1] for part in parts)
+    return _with_trees(checkpoint, {**trees, **made}, [made[MODULE]] if buffers and MODULE in made else {})
+
+
+def restore_own_buffers(checkpoint: Checkpoint, context: RunContext) -> None:
+    """Give the module the buffers that differ between ranks, after all ranks have begun with those of rank 0."""
+    if checkpoint.rank_states:
+        own = apply_part(checkpoint.module_interface_state, checkpoint.rank_states[0][MODULE])
+        context.module.update_state(own)
+
+
+def _without_buffers(part: Part, context: RunContext) -> tuple[Part, Part]:
+    """`part` without the leaves that have the name of a buffer, and those alone."""
+    names = {name for name, _ in context.module.named_buffers()}
+    if isinstance(part, list):
+        return part, {}
+    rest, buffers = dict[Any, Any](), dict[Any, Any]()
+    for key, inner in part.items():
+        if isinstance(inner, list) and key in names:
+            buffers[key] = inner
+            continue
+        other, found = _without_buffers(inner, context)
+        rest[key] = other
+        buffers |= {key: found} if found else {}
+    return rest, buffers
+
+
+def comparable(states: Mapping[str, Any]) -> dict[str, Any]:
+    """`states` without what the trainer notes of its callbacks, such as how they were made, perhaps by rank."""
+    own = {key: state for key, state in states.get(CALLBACKS, {}).items() if key != OWN}
+    return {**states, **({CALLBACKS: own} if CALLBACKS in states else {})}
+
+
+def _trees_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        MODULE: checkpoint.module_interface_state,
+        CALLBACKS: checkpoint.callback_states,
+        USER: (checkpoint.trainer_state or {}).get("user"),
+        LAYERS: checkpoint.trainer_backend_state,
+    }
+
+
+def _with_trees(checkpoint: Checkpoint, trees: Mapping[str, Any], later: Part | None = None) -> Checkpoint:
+    """`checkpoint` with other states; `later` is for `restore_own_buffers`."""
+    state = checkpoint.trainer_state
+    return replace(
+        checkpoint,
+        module_interface_state=trees[MODULE],
+        callback_states=trees[CALLBACKS],
+        trainer_backend_state=trees[LAYERS],
+        trainer_state=state if state is None or "user" not in state else {**state, "user": trees[USER]},
+        rank_states=[{MODULE: later}] if later else None,
+    )
+
+
+def _redistribute(
+    everyone: Mapping[str, Sequence[Any]], names: Sequence[str], context: RunContext
+) -> tuple[dict[str, Any], list[str]]:
+    """The states of this rank, as far as somebody makes them, and the names of the leaves that nobody redistributes.
+
+    Args:
+        everyone: by name, the states of all ranks that wrote the checkpoint.
+        names: of the leaves that differ.
+        context: of the run.
+    """
+    made, left = dict[str, Any](), list(names)
+    rank, size = context.world.rank, context.world.size
+    divide = _method_of(context.module, ModuleInterface)
+    if divide is not None and MODULE in everyone:
+        made[MODULE] = divide(everyone[MODULE], rank, size)
+        left = [name for name in left if not name.startswith(f"{MODULE}.")]
+    if CALLBACKS in everyone:
+        made[CALLBACKS] = dict(everyone[CALLBACKS][0])
+        for key, callback in context.events.callbacks.items():
+            divide = _method_of(callback, Callback)
+            if divide is not None and all(key in states for states in everyone[CALLBACKS]):
+                made[CALLBACKS][key] = divide([states[key] for states in everyone[CALLBACKS]], rank, size)
+                prefix = f"{CALLBACKS}.{key}"
+                left = [name for name in left if name != prefix and not name.startswith(f"{prefix}.")]
+    return made, left
+
+
+def _method_of(owner: object, base: type) -> _Redistribute | None:
+    """`owner.redistribute_state`, if its class or the object defines it."""
+    method: Any = getattr(owner, "redistribute_state", None)
+    is_default = getattr(method, "__func__", None) is vars(base)["redistribute_state"]
+    return None if is_default or method is None else method
+
+
+def _with_fresh_differences(checkpoint: Checkpoint, context: RunContext, wanted: Sequence[str]) -> Checkpoint:
+    """Look whether the ranks make different states, of which a checkpoint of one or equal ranks has one value.
+
+    A module that redistributes its state does so; about the others there is a warning.
+    """
+    before = len((checkpoint.rng_state or {}).get("ranks", ())) or context.world.size
+    if context.world.size == 1 or before == context.world.size:
+        return checkpoint
+    try:
+        states = {
+            MODULE: context.module.get_state(),
+            CALLBACKS: context.events.get_state(),
+            USER: context.user_state.get_state(),
+        }
+    except Exception:  # a state may need what the checkpoint has
+        states = {}
+    module, trees = context.module, _trees_of(checkpoint)
+    known = (*module.parameters(), *module.buffers())
+    _, places = divide_by_rank(
+        context.world.comm, comparable({name: states[name] for name in states if name in wanted}), known
+    )
+    if not places:
+        return checkpoint
+    everyone = {place[0]: [trees[place[0]]] * before for place in places if trees[place[0]] is not None}
+    made, left = _redistribute(everyone, sorted(map(describe_place, places)), context)
+    if left:
+        context.log.warning(
+            f"these states differ between the ranks as they were made: {', '.join(left)}; and the checkpoint, of "
+            f"{before} rank{'s' * (before > 1)}, has one value, which all ranks get. Define redistribute_state(self, "
+            "states, rank, world_size) to make the value of each rank."
+        )
+    return _with_trees(checkpoint, {**trees, **made})

@@ -1,0 +1,172 @@
+"""`RunSnapshot` keeps in memory what a checkpoint keeps of a run on this rank, and puts it back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainstack.backends import Workload
+from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.state_tree import copied, lies_in, memory_of, same
+from trainstack.trainer.resume.module_generators import get_generator_states, put_back_generators
+from trainstack.trainer.resume.optimizer_states import is_divided
+from trainstack.trainer.schedulers.stepping import Schedules
+
+
+def user_states(context: RunContext, *, generators: bool = True) -> dict[str, Any]:
+    """The states that user code defines: of the module and its generators, the callbacks and `user_state`."""
+    return {
+        "module": context.module.get_state(),
+        "generators": get_generator_states(context.module) if generators else {},
+        "callbacks": context.events.get_state(),
+        "user": context.user_state.get_state(),
+    }
+
+
+def put_back_user_states(context: RunContext, states: Mapping[str, Any]) -> None:
+    """Give back what `user_states` returned to those that have another state now. Items added to `user_state` go."""
+    if not same(context.module.get_state(), states["module"]):
+        context.module.update_state(states["module"])
+    put_back_generators(context.module, states["generators"])
+    context.events.put_back(states["callbacks"])
+    user, now = states["user"], context.user_state.get_state()
+    if not same(now, user):
+        for name in [*now["values"], *now["objects"]]:
+            if name not in user["values"] and name not in user["objects"]:
+                del context.user_state[name]
+        context.user_state.update_state(user)
+
+
+class RunSnapshot:
+    """What a checkpoint keeps of a run: states of the user's, optimizers, schedulers, layers, counters, history.
+
+    `restore` calls `update_state` or `load_state_dict` of what has another state by then, and of nothing else. Random
+    states are left to the caller. No other rank is asked.
+
+    Args:
+        context: of the run.
+        work: has the optimizers; their states are put back into the same tensors.
+        schedules: of the run; None if they stand still.
+        shared: tensors that are not copied, because nothing changes them or somebody else restores them.
+        on_host: copy tensors to the host's memory.
+        keeps_moments: whether values of the tensors in optimizers are kept, which may be twice the size of the model.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        work: Workload,
+        schedules: Schedules | None = None,
+        *,
+        shared: Iterable[Tensor] = (),
+        on_host: bool = False,
+        keeps_moments: bool = True,
+    ) -> None:
+        self._context, self._schedules = context, schedules
+        memory = memory_of(shared)
+        self._states = {name: _copied(state, memory, on_host) for name, state in user_states(context).items()}
+        self._layers = copied(context.stack.get_state(), on_host=on_host)
+        self._counters, self._records = context.state.get_state(), context.history.mark()
+        self._schedulers = [] if schedules is None else [copied(one.state_dict()) for one in schedules.schedulers]
+        self._counts = [] if schedules is None else schedules.get_counts()
+        parts = (one for optimizer in work.optimizers for one in _parts_of(optimizer))
+        self._optimizers = [_snapshot_of(optimizer, on_host, keeps_moments) for optimizer in parts]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        context = self._context
+        put_back_user_states(context, self._states)
+        for optimizer in self._optimizers:
+            optimizer.restore()
+        if self._schedules is not None:
+            for scheduler, state in zip(self._schedules.schedulers, self._schedulers, strict=True):
+                if not same(scheduler.state_dict(), state):
+                    scheduler.load_state_dict(state)
+            if self._schedules.get_counts() != self._counts:
+                self._schedules.update_counts(self._counts)
+        # What a private run has spent is never taken back.
+        if not context.stack.is_private and not same(context.stack.get_state(), self._layers):
+            context.stack.update_state(self._layers)
+        context.state.update_state(self._counters)
+        context.history.back_to(self._records)
+
+
+def _copied(state: Any, memory: set[int], on_host: bool) -> Any:
+    """A copy of `state` that shares what lies in `memory`, whose owner restores it."""
+    if type(state) in (dict, OrderedDict):
+        return type(state)((key, _copied(value, memory, on_host)) for key, value in state.items())
+    return state if lies_in(state, memory) else copied(state, on_host=on_host)
+
+
+def _parts_of(optimizer: Any) -> list[Optimizer]:
+    """The optimizer, and the one of this rank that a divided optimizer wraps; that alone has a state."""
+    return [optimizer, optimizer.optim] if is_divided(optimizer) else [optimizer]
+
+
+def _snapshot_of(optimizer: Optimizer, on_host: bool, with_tensors: bool) -> _StateSnapshot | _StateDictSnapshot:
+    kind = type(optimizer)
+    own = kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
+    if own or not with_tensors or is_divided(optimizer):
+        return _StateSnapshot(optimizer, on_host, with_tensors)
+    return _StateDictSnapshot(optimizer, on_host)
+
+
+class _StateSnapshot:
+    """Groups and state of an optimizer by their objects, which schedulers and user code may hold.
+
+    `load_state_dict` would replace groups and tensors by others, cast the state to the dtype of its parameter, and
+    refuse groups that were added.
+    """
+
+    def __init__(self, optimizer: Optimizer, on_host: bool, with_tensors: bool) -> None:
+        self._optimizer, self._on_host, self._with_tensors = optimizer, on_host, with_tensors
+        self._tensors = list[tuple[Tensor, Tensor]]()
+        self._groups = [(group, self._kept(group)) for group in optimizer.param_groups]
+        self._state = [(parameter, state, self._kept(state)) for parameter, state in optimizer.state.items()]
+
+    def _kept(self, values: dict[str, Any]) -> dict[str, Any]:
+        kept = {}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                if self._with_tensors:
+                    self._tensors.append((value, copied(value, on_host=self._on_host)))
+            elif name == "params":
+                value = (value, list(value))
+            else:
+                value = deepcopy(value)
+            kept[name] = value
+        return kept
+
+    def restore(self) -> None:
+        """Make the optimizer what it was."""
+        optimizer = self._optimizer
+        optimizer.param_groups[:] = [group for group, _ in self._groups]
+        for group, kept in self._groups:
+            parameters, members = kept["params"]
+            parameters[:] = members
+            group.clear()
+            group.update(kept, params=parameters)
+        optimizer.state.clear()
+        for parameter, state, kept in self._state:
+            state.clear()
+            state.update(kept)
+            optimizer.state[parameter] = state
+        for tensor, before in self._tensors:
+            tensor.data.copy_(before)
+
+
+class _StateDictSnapshot:
+    """What an optimizer with methods of its own says is its state."""
+
+    def __init__(self, optimizer: Optimizer, on_host: bool) -> None:
+        self._optimizer, self._state = optimizer, copied(optimizer.state_dict(), on_host=on_host)
+
+    def restore(self) -> None:
+        """Give it back."""
+        if not same(self._optimizer.state_dict(), self._state):
+            self._optimizer.load_state_dict(self._state)

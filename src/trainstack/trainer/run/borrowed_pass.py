@@ -1,0 +1,81 @@
+"""`bind_borrowed_pass` runs a micro-batch that leaves no trace on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from trainstack.backends import Borrowed, TrainerBackend, Workload
+from trainstack.backends.losses import find_loss, loss_item
+from trainstack.stage import Stage
+from trainstack.trainer.core.module_snapshot import ModuleSnapshot
+from trainstack.trainer.core.random_state import capture_rng, restore_rng
+from trainstack.trainer.core.state import RunState
+from trainstack.trainer.evaluation.collector import OutputCollector
+
+BorrowedPass = Callable[[Borrowed, Workload, bool, Callable[..., Any], Callable[..., Any]], None]
+
+
+def bind_borrowed_pass(
+    stack: TrainerBackend,
+    work: Workload,
+    state: RunState,
+    collectors: Sequence[OutputCollector],
+    end_backward: Callable[..., Any] | None,
+) -> BorrowedPass:
+    """What runs a borrowed micro-batch: the passes, hooks and collectives of a real one, with weight 0.
+
+    Buffers, random states, logs and outputs are restored. Plain attributes that user code writes are not.
+
+    Args:
+        stack, work, state: of the loop.
+        collectors: get the structure of the outputs, without a row.
+        end_backward: called after the backward pass; None for nobody.
+    """
+    module, device = work.module, work.world.device
+    snapshot = ModuleSnapshot(module)
+
+    def mute() -> AbstractContextManager[None]:
+        sink = getattr(module, "_log_sink", None)
+        return nullcontext() if sink is None else sink.mute(state)
+
+    def run(
+        borrowed: Borrowed, work: Workload, last: bool, forward: Callable[..., Any], backward: Callable[..., Any]
+    ) -> None:
+        number, rng, kept = state.global_step + 1, capture_rng(device), False
+        state.borrowed = True
+
+        def begin() -> None:
+            nonlocal kept
+            snapshot.keep()
+            kept = True
+
+        with mute():
+            try:
+                with stack.accumulate(work, last):
+                    outputs = forward(work, Stage.TRAIN, Borrowed(borrowed.batch, begin), number)
+                    loss = _loss_of(outputs)
+                    backward(work, loss, 0.0)
+            finally:
+                state.borrowed = False
+                if kept:
+                    snapshot.restore()
+                restore_rng(rng, device)
+            for collector in collectors:
+                collector.collect_structure(outputs)
+            if end_backward is not None:  # of gradients that are the same on all ranks, in the last pass
+                end_backward(number, loss)
+        state.micro_batch += 1
+
+    return run
+
+
+def _loss_of(outputs: Any) -> Tensor:
+    """The loss; a layer that computes gradients of single records returns it without a graph."""
+    loss = loss_item(outputs)
+    if isinstance(loss, Tensor) and not loss.requires_grad:
+        return loss.mean() if loss.dim() else loss
+    return find_loss(outputs)

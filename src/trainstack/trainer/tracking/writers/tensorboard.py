@@ -1,0 +1,185 @@
+"""The writer of TensorBoard's event files."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from os import PathLike
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainstack._files import local_path, make_directories, open_file, sync_directory
+from trainstack.checkpointing.filesystem import remove_file, sync_file
+from trainstack.errors import ConfigurationError, MissingExtraError
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.tracking.history import Record
+from trainstack.trainer.tracking.writers.base import RunInfo, Writer
+
+_NAME = re.compile(r"events\.out\.tfevents\.(\d{10,})\.\d{9}\.\d+")
+"""Unlike the names of a `SummaryWriter`, which have the host in them: those files are the user's."""
+
+
+def event_files(directory: Path) -> list[Path]:
+    """The event files that a `TensorBoardWriter` has written into `directory`, oldest first."""
+    return sorted(path for path in directory.glob("events.*") if _NAME.fullmatch(path.name))
+
+
+class TensorBoardWriter(Writer):
+    """Writes scalars (float32, as TensorBoard keeps them) to event files.
+
+    The files are in `directory`. A fresh run into a directory outside its own folder that has event files goes to a new
+    folder in there, `run-1`, `run-2` and so on, so that two runs do not become one curve.
+
+    When a run is resumed, its files are cut off after the points of the checkpoint, and a new file continues them.
+    Where one of these points is missing or damaged, all are written anew from the history in the checkpoint, and the
+    log says so. Each point is there once.
+
+    Events are written at once, without the thread of a `SummaryWriter`. To wait for that thread at each log point took
+    longer than to write the few points, and much longer on a busy machine.
+    """
+
+    def __init__(self, directory: str | PathLike[str]) -> None:
+        """Remember the directory; nothing is made yet. Raises MissingExtraError without tensorboard."""
+        if importlib.util.find_spec("tensorboard") is None:
+            raise MissingExtraError("the tensorboard writer", "tensorboard", "tensorboard")
+        self.directory = local_path(directory, "directory").absolute()
+        self._writer: Any = None
+        self._file: BinaryIO | None = None
+
+    def open(self, run: RunInfo) -> None:
+        """Start an event file. Raises ConfigurationError when it is open already."""
+        if self._writer is not None:
+            raise ConfigurationError(f"the tensorboard writer for {self.directory} is open; close() it.")
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter, masked_crc32c
+        except ImportError as error:
+            raise MissingExtraError("the tensorboard writer", "tensorboard", "tensorboard") from error
+        self._events, self._summaries, self._checksum = event_pb2, summary_pb2, masked_crc32c
+        resume_step, fresh = run.resume_step, run.resume_step is None
+        elsewhere = not self.directory.is_relative_to(run.log_dir.absolute())
+        directory = _run_directory(self.directory, fresh=fresh) if elsewhere else self.directory
+        make_directories(directory)
+        files = event_files(directory)  # TensorBoard reads files in the order of their names
+        anew = not self._cut_off(files, run)
+        if anew and elsewhere and files:  # these may be the points of another run
+            directory, files = _run_directory(self.directory, fresh=True), []
+            make_directories(directory)
+        path = directory / _next_name(files)
+        self._file = open_file(path, "xb")
+        self._writer = RecordWriter(self._file)
+        begin = {} if fresh or anew else {"step": (resume_step or 0) + 1}
+        self._put(file_version="brain.Event:2", **begin)
+        if begin:  # a TensorBoard that has read later steps drops them
+            self._put(session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START), **begin)
+        if anew:
+            self._rebuild(run, files)
+        self._writer.flush()
+        sync_directory(directory)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Add `records` and flush. Raises ConfigurationError when the writer is not open."""
+        if self._writer is None:
+            raise ConfigurationError(f"the tensorboard writer for {self.directory} is not open; call open().")
+        for record in records:
+            self._put(summary=self._summary(record), step=record.step)
+        self._writer.flush()
+
+    def sync(self) -> None:
+        """Force the points to the disk."""
+        if self._file is not None:
+            sync_file(self._file)
+
+    def close(self) -> None:
+        """End the file."""
+        writer, self._writer, self._file = self._writer, None, None
+        if writer is not None:
+            writer.close()
+
+    def _put(self, **event: Any) -> None:
+        self._writer.write(self._events.Event(wall_time=time.time(), **event).SerializeToString())
+
+    def _summary(self, record: Record) -> Any:
+        value = self._summaries.Summary.Value(tag=record.name, simple_value=record.value)
+        return self._summaries.Summary(value=[value])
+
+    def _rebuild(self, run: RunInfo, old: Sequence[Path]) -> None:
+        """Write all points of the run into the new file, and delete the files from before."""
+        for record in run.records():
+            self._put(summary=self._summary(record), step=record.step)
+        self._writer.flush()
+        self.sync()
+        for path in old:
+            remove_file(path)
+        if run.resume_step is not None:
+            RunLogger().warning(
+                f"the event files in {self.directory} lacked points, or had damaged ones: they were written anew from "
+                "the history in the checkpoint."
+            )
+
+    def _cut_off(self, files: Sequence[Path], run: RunInfo) -> bool:
+        """Remove what follows the points of the run's records; False if one of these is not there as it was written."""
+        expected = chain(run.records(), [None])
+        record = next(expected)
+        later = list(files)
+        while later:
+            path, end = later.pop(0), 0
+            for event, size in self._events_in(path):
+                if event.HasField("summary"):
+                    if record is None:
+                        break
+                    if event.step != record.step or _bits(event.summary) != _bits(self._summary(record)):
+                        return False
+                    record = next(expected)
+                end += size
+            torn = end < path.stat().st_size
+            if record is None:
+                if torn:
+                    with open_file(path, "rb+") as file:
+                        file.truncate(end)
+                break
+            if torn:
+                return False
+        for path in later:
+            remove_file(path)
+        return record is None
+
+    def _events_in(self, path: Path) -> Iterator[tuple[Any, int]]:
+        """The events of a file and the bytes that they take, up to the first that is damaged."""
+        with path.open("rb") as file:
+            while len(head := file.read(12)) == 12:
+                (length,) = struct.unpack_from("<Q", head)
+                if struct.unpack_from("<I", head, 8)[0] != self._checksum(head[:8]):
+                    return
+                body = file.read(length + 4)
+                if len(body) < length + 4 or struct.unpack("<I", body[length:])[0] != self._checksum(body[:length]):
+                    return
+                yield self._events.Event.FromString(body[:length]), 12 + len(body)
+
+
+def _bits(message: Any) -> bytes:
+    """What tells two messages apart, also where a value is nan."""
+    return bytes(message.SerializeToString(deterministic=True))
+
+
+def _next_name(files: Sequence[Path]) -> str:
+    """Behind those of all `files`, also where the clock was set back."""
+    seconds, rest = divmod(time.time_ns(), 10**9)
+    newest = max((int(path.name.split(".")[3]) for path in files), default=0)
+    return f"events.out.tfevents.{max(seconds, newest + 1):010d}.{rest:09d}.{os.getpid()}"
+
+
+def _run_directory(directory: Path, *, fresh: bool) -> Path:
+    """Where the run's events go: `directory` for the first run in it, `run-<n>` for later ones."""
+    if not event_files(directory):
+        return directory
+    numbers = (folder.name[4:] for folder in directory.glob("run-*") if folder.is_dir())
+    newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
+    if fresh:
+        return directory / f"run-{newest + 1}"
+    return directory / f"run-{newest}" if newest else directory

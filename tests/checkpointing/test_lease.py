@@ -1,0 +1,348 @@
+"""One process owns a directory; another is refused, waits, or takes over, and the one that lost it writes nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpointing.support import make_checkpoint, mark_of
+from trainstack.checkpointing import DefaultCheckpointer, DefaultCheckpointerArguments, Lease, lease, lease_file
+from trainstack.checkpointing.writing import commit, pack
+from trainstack.errors import CheckpointError, LeaseError
+
+SHORT_S = 0.6
+
+
+@pytest.fixture
+def take(tmp_path: Path) -> Iterator[Callable[..., Lease]]:
+    held: list[Lease] = []
+
+    def acquire(*directories: Path, **options: Any) -> Lease:
+        held.append(Lease.acquire(directories or [tmp_path], **{"timeout_s": SHORT_S, **options}))
+        return held[-1]
+
+    yield acquire
+    for one in held:
+        one.release()
+
+
+def leave_dead(directory: Path, **changes: Any) -> lease_file.LeaseRecord:
+    """A lease that nobody renews, of another machine unless `changes` say otherwise."""
+    mine = {**lease_file.this_process(), "host": "elsewhere", "machine": "another", "pid": 7}
+    record = lease_file.LeaseRecord(
+        **{**mine, "counter": 3, "token": "t", "run_id": None, "timeout_s": SHORT_S, **changes}
+    )
+    lease_file.make_directories(directory)
+    assert lease_file.claim(directory, record)
+    return record
+
+
+def stop_renewing(one: Lease) -> None:
+    """As if the process were stopped: its thread does nothing any more."""
+    one._ended.set()
+    one._thread.join()
+
+
+def test_a_second_owner_is_refused_with_host_pid_and_age(tmp_path: Path, take: Callable[..., Lease]) -> None:
+    first = take()
+    before = time.monotonic()
+    with pytest.raises(LeaseError) as raised:
+        take()
+    assert time.monotonic() - before < SHORT_S
+    host = lease_file.this_process()["host"]
+    assert f"{tmp_path} is in use by another run: process {os.getpid()} on {host} holds it for 0 s" in str(raised.value)
+    first.verify()
+    assert first.counter == 1
+
+
+def test_a_released_lease_is_free_at_once_and_the_counter_rises(tmp_path: Path, take: Callable[..., Lease]) -> None:
+    (tmp_path / "file").touch()
+    for counter in (1, 2, 3):
+        one = take()
+        assert one.counter == counter
+        one.release()
+    assert [path.name for path in tmp_path.glob(".*")] == [".lease-000000003.json"]
+    with pytest.raises(LeaseError, match="was released"):
+        one.check()
+
+
+def test_where_nothing_was_written_nothing_is_left(tmp_path: Path, take: Callable[..., Lease]) -> None:
+    take(tmp_path / "a" / "b").release()
+    assert list(tmp_path.iterdir()) == []
+    one = take(tmp_path / "a" / "b")
+    (tmp_path / "a" / "b" / "file").touch()
+    one.release()
+    assert (tmp_path / "a" / "b" / "file").exists()
+
+
+def test_a_dead_process_of_this_host_is_replaced_at_once(tmp_path: Path, take: Callable[..., Lease]) -> None:
+    here = lease_file.this_process()
+    leave_dead(tmp_path, **{**here, "pid": 2**22 + 1}, timeout_s=60.0)
+    before = time.monotonic()
+    assert take().counter == 4
+    leave_dead(tmp_path / "reused", **{**here, "started": "1"}, timeout_s=60.0)  # another process has its pid now
+    assert take(tmp_path / "reused").counter == 4
+    assert time.monotonic() - before < 1
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_that_was_killed_and_not_waited_for_is_dead(tmp_path: Path, take: Callable[..., Lease]) -> None:
+    child = os.fork()
+    if child == 0:
+        Lease.acquire([tmp_path], timeout_s=60.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # a zombie: it has a pid still
+    before = time.monotonic()
+    assert take().counter == 2
+    assert time.monotonic() - before < 1
+    os.waitpid(child, 0)
+
+
+def test_a_silent_owner_elsewhere_is_replaced_after_its_timeout(tmp_path: Path, take: Callable[..., Lease]) -> None:
+    leave_dead(tmp_path)
+    said: list[str] = []
+    before = time.monotonic()
+    assert take(say=said.append, timeout_s=60.0).counter == 4
+    assert SHORT_S <= time.monotonic() - before < 3 * SHORT_S
+    (line,) = said
+    assert "process 7 on elsewhere, which has not released it" in line
+    assert f"taken over after {SHORT_S:g} s of silence" in line
+
+
+def test_an_owner_elsewhere_that_gives_a_sign_of_life_is_not_replaced(
+    tmp_path: Path, take: Callable[..., Lease]
+) -> None:
+    record = leave_dead(tmp_path)
+    later = threading.Timer(SHORT_S / 2, lambda: lease_file.overwrite(tmp_path, replace(record, beat=1, held_s=7200.0)))
+    later.start()
+    with pytest.raises(LeaseError, match="process 7 on elsewhere holds it for 120 minutes, and renewed its lease"):
+        take()
+    later.join()
+
+
+def test_waiting_can_be_interrupted(tmp_path: Path, take: Callable[..., Lease]) -> None:
+    leave_dead(tmp_path, timeout_s=60.0)
+    with pytest.raises(LeaseError, match="was interrupted"):
+        take(is_interrupted=lambda: True)
+
+
+@pytest.mark.parametrize("offset", [-1e6, 1e6])
+def test_wall_clocks_do_not_matter(
+    tmp_path: Path, take: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch, offset: float
+) -> None:
+    first = take()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + offset)
+    first.check()
+    with pytest.raises(LeaseError, match="in use"):
+        take()
+    first.verify()
+
+
+def test_check_reads_no_file_while_the_renewal_is_recent(
+    take: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = take(timeout_s=60.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(lease_file, "look", lambda *_: pytest.fail("read a file"))
+        one.check()
+        renewed, wall = one._renewed
+        one._renewed = renewed - 50.0, wall  # the machine was asleep
+        with pytest.raises(pytest.fail.Exception):
+            one.check()
+
+
+def test_a_process_that_was_stopped_too_long_has_lost(tmp_path: Path, take: Callable[..., Lease]) -> None:
+    zombie = take()
+    woken: list[bool] = []
+    zombie.watch(lambda: woken.append(True))
+    stop_renewing(zombie)
+    successor = take()
+    assert successor.counter == 2
+    with pytest.raises(LeaseError, match=r"no longer owns .* has taken it over \(lease 2 after 1\)"):
+        zombie.verify()
+    with pytest.raises(LeaseError, match="no longer owns"):
+        zombie.check()
+    zombie.release()
+    successor.verify()
+
+
+def test_one_that_was_stopped_and_not_replaced_takes_the_next_counter(take: Callable[..., Lease]) -> None:
+    one = take()
+    stop_renewing(one)
+    time.sleep(SHORT_S)
+    one.check()
+    assert one.counter == 2
+
+
+def test_the_loss_wakes_who_watches(take: Callable[..., Lease], tmp_path: Path) -> None:
+    one, woken = take(), threading.Event()
+    one.watch(woken.set)
+    leave_dead(tmp_path, counter=5)
+    assert woken.wait(3)
+    with pytest.raises(LeaseError, match="process 7 on elsewhere has taken it over"):
+        one.check()
+
+
+def test_a_directory_that_was_deleted_is_owned_again(tmp_path: Path, take: Callable[..., Lease]) -> None:
+    one = take(tmp_path / "a")
+    for path in (tmp_path / "a").iterdir():
+        path.unlink()
+    (tmp_path / "a").rmdir()
+    one.verify()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == [".lease-000000002.json"]
+    for path in (tmp_path / "a").iterdir():
+        path.unlink()
+    leave_dead(tmp_path / "a", counter=1)  # somebody else was quicker
+    with pytest.raises(LeaseError, match="or its lease was deleted"):
+        one.verify()
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 1024, b"[]", b'{"format": "trainstack-lease"}', b"9" * 5000])
+def test_a_damaged_lease_is_taken_over_after_the_timeout(
+    tmp_path: Path, take: Callable[..., Lease], damage: bytes
+) -> None:
+    (tmp_path / ".lease-000000004.json").write_bytes(damage)
+    assert take().counter == 5
+
+
+def test_the_owner_mends_its_own_file(tmp_path: Path, take: Callable[..., Lease]) -> None:
+    one = take()
+    (tmp_path / ".lease-000000001.json").write_bytes(b"x")
+    one.verify()
+    assert json.loads((tmp_path / ".lease-000000001.json").read_bytes())["pid"] == os.getpid()
+
+
+def test_every_flipped_bit_of_a_lease_is_noticed(tmp_path: Path) -> None:
+    data = leave_dead(tmp_path).render()
+    length = len(data.rstrip())
+    assert lease_file.parse(data) is not None
+    for position in range(0, length, 3):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << (position % 8)
+        found = lease_file.parse(bytes(damaged))
+        assert found is None or found == lease_file.parse(data)  # a space became a tab
+
+
+def test_of_many_that_try_at_once_one_succeeds(tmp_path: Path, take: Callable[..., Lease]) -> None:
+    leave_dead(tmp_path)
+    results: list[str] = []
+
+    def attempt() -> None:
+        try:
+            results.append(f"owns {take().counter}")
+        except LeaseError:
+            results.append("refused")
+
+    threads = [threading.Thread(target=attempt) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == ["owns 4", *["refused"] * 5]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_file_systems_without_links_will_do(
+    tmp_path: Path, take: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(code, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    take()
+    with pytest.raises(LeaseError, match="in use"):
+        take()
+
+
+def test_two_directories_are_owned_together_or_not_at_all(tmp_path: Path, take: Callable[..., Lease]) -> None:
+    take(tmp_path / "b")
+    with pytest.raises(LeaseError, match="b is in use"):
+        take(tmp_path / "a", tmp_path / "b")
+    assert not (tmp_path / "a").exists()
+    leave_dead(tmp_path / "c", counter=8, released=True)
+    assert take(tmp_path / "a", tmp_path / "c").counter == 9
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, take: Callable[..., Lease]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file of the run cannot be owned: .*another output_dir"):
+        take(tmp_path / "file")
+
+
+# --- what is written under a lease -------------------------------------------------------------------------
+
+
+def save(directory: Path, owner: Lease | None, mark: int, step: int = 1) -> None:
+    commit(pack(make_checkpoint(mark, step=step)), directory, f"checkpoint-{step:09d}", lease=owner)
+
+
+def test_a_commit_carries_the_counter_and_needs_the_lease(tmp_path: Path, take: Callable[..., Lease]) -> None:
+    zombie = take()
+    save(tmp_path, zombie, 1)
+    stop_renewing(zombie)
+    successor = take()
+    save(tmp_path, successor, 2)
+    with pytest.raises(LeaseError, match="no longer owns"):
+        save(tmp_path, zombie, 3)
+    with pytest.raises(LeaseError, match="no longer owns"):
+        save(tmp_path, zombie, 3, step=9)
+    saver = DefaultCheckpointer(DefaultCheckpointerArguments(save_dir=str(tmp_path)))
+    assert mark_of(saver.load(True)) == 2
+    last = saver.last()
+    assert last is not None
+    assert last.lease >= 2  # a slow machine may have made it take a further one
+    assert [path.name for path in tmp_path.iterdir() if ".lease" not in path.name] == ["checkpoint-000000001"]
+
+
+def test_a_process_that_stops_between_the_look_and_the_rename_takes_its_checkpoint_back(
+    tmp_path: Path, take: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zombie = take()
+    looks: list[int] = []
+
+    def verify() -> None:
+        looks.append(1)
+        Lease.verify(zombie)
+        if len(looks) == 1:
+            stop_renewing(zombie)
+            save(tmp_path, take(), 2)
+
+    monkeypatch.setattr(zombie, "verify", verify)
+    with pytest.raises(LeaseError, match="no longer owns"):
+        save(tmp_path, zombie, 1)
+    assert mark_of(DefaultCheckpointer(DefaultCheckpointerArguments(save_dir=str(tmp_path))).load(True)) == 2
+    assert [path.name for path in tmp_path.iterdir() if ".lease" not in path.name] == ["checkpoint-000000001"]
+
+
+def test_a_process_that_has_lost_deletes_nothing(tmp_path: Path, take: Callable[..., Lease]) -> None:
+    arguments = DefaultCheckpointerArguments(save_dir=str(tmp_path), keep_last=1, keep_best=0)
+    saver, successor = DefaultCheckpointer(arguments), DefaultCheckpointer(arguments)
+    saver.lease = take()
+    for step in (1, 2):
+        successor.save(make_checkpoint(step, step=step), step)
+    stop_renewing(saver.lease)
+    take()
+    with pytest.raises(LeaseError):
+        saver.begin_run(resumed=True)
+    with pytest.raises(LeaseError):
+        saver.save(make_checkpoint(3, step=3), 3)
+    assert mark_of(successor.load(True)) == 2
+
+
+def test_the_clock_of_leases_counts_sleep() -> None:
+    steady, wall = lease.now_s()
+    assert steady > 0
+    assert abs(wall - time.time()) < 60

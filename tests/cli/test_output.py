@@ -1,0 +1,267 @@
+"""What commands print: no character that a terminal obeys, no name cut short, an exit code that says what happened."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainstack as ts
+from tests.helpers.patience import patience
+from trainstack.checkpointing import Checkpoint
+from trainstack.cli import printing
+from trainstack.cli.main import COMMANDS, _parser, main
+
+NAME = "checkpoint-000000126"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose name has no ASCII, with a checkpoint."""
+    place = tmp_path_factory.mktemp("output") / "résumé"
+    metrics = {"val/loss": 0.25, "val/accuracy": float("inf")}
+    checkpoint = Checkpoint(
+        module_interface_state={"w": torch.ones(2)},
+        metadata={"epoch": 1, "backend": "sp", "metrics": metrics},
+        global_step=126,
+    )
+    ts.write_checkpoint(checkpoint, place, NAME)
+    return place
+
+
+def in_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, *words: str) -> str:
+    """The output of a command in a terminal of so many columns."""
+    leader, follower = pty.openpty()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with monkeypatch.context() as inside, os.fdopen(follower, "w", encoding="utf-8") as stream:
+        inside.setattr(sys, "stdout", stream)
+        assert main(words) == 0
+    shown = b""
+    while True:
+        try:
+            part = os.read(leader, 1 << 16)
+        except OSError:  # as Linux ends it
+            part = b""
+        if not part:
+            break
+        shown += part
+    os.close(leader)
+    return shown.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize(
+    ("columns", "left_out"),
+    [
+        (40, "metrics, backend, created, size, epoch, kind"),
+        (80, "metrics, backend, created"),
+        (120, "metrics"),
+        (160, ""),
+    ],
+)
+def test_a_name_is_never_cut_however_narrow_the_terminal(
+    columns: int, left_out: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    shown = in_a_terminal(monkeypatch, columns, "checkpoints", "ls", str(folder))
+    head, row, *rest = shown.splitlines()
+    assert row.split()[0] == NAME
+    assert row.endswith("sizes agree")
+    assert "126" in row
+    assert len(head) <= columns
+    assert rest == ([f"left out: {left_out}; --wide for all columns"] if left_out else [])
+    wide = in_a_terminal(monkeypatch, columns, "checkpoints", "ls", "--wide", str(folder))
+    assert "val/loss 0.25" in wide
+    assert "left out" not in wide
+
+
+HOSTILE = "\x1b]0;owned\x07\x9b31m\u202eexe.txt\u2066\r\nnext\x7f\u2028\ud800"
+
+
+def test_no_character_that_a_terminal_obeys_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert printing.escape(HOSTILE) == ("\\x1b]0;owned\\x07\\x9b31m\\u202eexe.txt\\u2066\\r\\nnext\\x7f\\u2028\\ud800")
+    assert printing.escape("résumé 你好 ✓") == "résumé 你好 ✓"
+    text = HOSTILE.replace("\ud800", "")
+    states = {"module_interface_state": {text: torch.ones(1), "said": text}}
+    for name, metadata in (("a", {"backend": text, "metrics": {text: 1.0}}), ("b", {"backend": "sp"})):
+        ts.write_checkpoint(Checkpoint(**states, metadata=metadata), tmp_path, name)
+    monkeypatch.setattr("trainstack.cli.checkpoints.CheckpointInfo", object, raising=False)
+    for words in (
+        ["ls", str(tmp_path)],
+        ["show", str(tmp_path / "a")],
+        ["diff", str(tmp_path / "a"), str(tmp_path / "b")],
+    ):
+        for more in ([], ["--json"]):
+            main(["checkpoints", *words, *more])
+            shown = capsys.readouterr()
+            assert not printing._UNSAFE.search(shown.out.replace("\n", "")), (words, more)
+    main(["checkpoints", "show", f"{tmp_path}/{text}"])
+    main(["train", f"{text}.py:x"])
+    main([text])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 3
+    assert not printing._UNSAFE.search(said.replace("\n", ""))
+
+
+@pytest.mark.parametrize(
+    "created", ["\x1b[31m2026", "yesterday", "9999-99-99T00:00:00", "", "2026-01-31T12:00:00+02:00"]
+)
+def test_a_time_is_printed_as_a_date_or_not_at_all(created: str) -> None:
+    from trainstack.cli.checkpoints import _date
+
+    assert _date(created) == ("2026-01-31T10:00:00Z" if created.startswith("2026-") else None)
+
+
+def test_nothing_but_the_printer_writes_to_a_stream() -> None:
+    for file in Path(str(printing.__file__)).parent.glob("*.py"):
+        if file.name not in ("printing.py", "main.py"):
+            source = file.read_text(encoding="utf-8")
+            assert not any(way in source for way in ("sys.stdout", "sys.stderr", "print(", "Console")), file
+
+
+class TestStreams:
+    """Never 1, which means damage or a difference."""
+
+    def test_a_character_that_the_output_lacks(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        raw = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors="strict"))
+        assert main(["checkpoints", "verify", str(folder)]) == 0
+        assert b"r\\xe9sum\\xe9" in raw.getvalue()
+
+    def test_a_closed_output(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys, "stdout", None)
+        for words in (["checkpoints", "verify", str(folder)], ["plan", "--samples", "10"], ["explain", "sp"]):
+            assert main(words) == 2
+            assert capsys.readouterr().err.startswith("trainstack: standard output is closed")
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+    def test_a_full_output(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for words in (["checkpoints", "verify", str(folder)], ["checkpoints", "diff", *[str(folder / NAME)] * 2]):
+            with open("/dev/full", "w") as full:
+                monkeypatch.setattr(sys, "stdout", full)
+                assert main(words) == 2
+            assert "No space left" in capsys.readouterr().err
+
+    def test_a_reader_that_went_away(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as stream:
+            monkeypatch.setattr(sys, "stdout", stream)
+            assert main(["checkpoints", "verify", str(folder)]) == 141
+
+    @pytest.mark.processes
+    @pytest.mark.parametrize(
+        ("redirect", "code"), [(">&-", 2), ("> /dev/full", 2), ("| true; exit ${PIPESTATUS[0]}", 141)]
+    )
+    def test_the_process_ends_with_that_code(self, redirect: str, code: int) -> None:
+        command = f"{sys.executable} -m trainstack --help {redirect}"
+        done = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, timeout=patience(30), check=False
+        )
+        assert done.returncode == code or (code == 141 and done.returncode == 0)  # `true` may read before it ends
+        assert "Traceback" not in done.stderr
+        assert "Exception" not in done.stderr
+
+
+def test_an_error_of_the_command_itself_is_no_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(path: object) -> Any:
+        raise RuntimeError("a fault\nin the library")
+
+    monkeypatch.setattr("trainstack.cli.checkpoints.verify_checkpoint", fails)
+    assert main(["checkpoints", "verify", str(folder)]) == 2
+    assert capsys.readouterr().err == (
+        "trainstack: RuntimeError: a fault in the library (set TRAINSTACK_TRACEBACK=1 for the traceback)\n"
+    )
+    monkeypatch.setenv("TRAINSTACK_TRACEBACK", "1")
+    with pytest.raises(RuntimeError, match="a fault"):
+        main(["checkpoints", "verify", str(folder)])
+
+
+KEYS = {
+    ("explain", "sp"): {"backend", "text"},
+    ("plan", "--samples", "10"): {"global_batch", "total_steps", "steps_per_epoch", "validations", "saves"},
+    ("checkpoints", "ls", "{folder}"): {"checkpoints"},
+    ("checkpoints", "verify", "{folder}"): {"checkpoints"},
+    ("checkpoints", "show", "{folder}/" + NAME): {"name", "kind", "created", "states", "files", "versions"},
+    ("checkpoints", "diff", "{folder}/" + NAME, "{folder}/" + NAME): {"same", "compared", "differences"},
+    ("privacy", "epsilon", "--noise-multiplier", "0", "--sample-rate", "0.1", "--steps", "10", "--delta", "1e-5"): {
+        "epsilon",
+        "noise_multiplier",
+        "sample_rate",
+        "delta",
+        "accountant",
+        "prv",
+        "rdp",
+        "fixed_order",
+        "shuffled_at_least",
+        "assumes",
+        "steps",
+    },
+}
+
+
+@pytest.mark.parametrize("words", KEYS, ids=lambda words: "-".join(words[:2]))
+def test_json_is_one_object_with_its_format_and_infinities_come_back(
+    words: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word.format(folder=folder) for word in words] + ["--json"]) == 0
+    out = capsys.readouterr().out
+    found = json.loads(out)
+    assert out.isascii()
+    assert found.pop("format") == 1
+    assert set(found) >= KEYS[words]
+    if words[0] == "privacy":
+        assert float(found["epsilon"]) == float("inf")
+        assert not found["assumes"].startswith("assumes")
+    if words[1] == "ls":
+        assert float(found["checkpoints"][0]["metrics"]["val/accuracy"]) == float("inf")
+        assert found["checkpoints"][0]["created"].endswith("Z")
+
+
+def test_an_error_is_json_where_json_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, kind in (
+        (["checkpoints", "ls", str(tmp_path / "no"), "--json"], "CheckpointNotFoundError"),
+        (["plan", "--json"], "UsageError"),
+        (["explain", "amp-sp", "--json"], "BackendSpecError"),
+    ):
+        assert main(words) == 2
+        said = json.loads(capsys.readouterr().err)
+        assert (said["format"], said["class"]) == (1, kind)
+        assert said["error"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["trian"], ["--nonsense"]])
+def test_what_needs_no_torch_does_not_import_it(words: list[str]) -> None:
+    probe = (
+        "import sys, time; from trainstack.cli.main import main\n"
+        f"try: main({words!r})\nexcept SystemExit: pass\n"
+        "print('torch' in sys.modules, 'numpy' in sys.modules, time.process_time() < 1.5)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=patience(30), check=True
+    )
+    assert done.stdout.splitlines()[-1] == "False False True"
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"train", "plan"}))
+def test_the_list_of_commands_says_what_their_own_help_says(command: str) -> None:
+    parser = _parser(command)
+    choices = next(action.choices for action in parser._actions if isinstance(action.choices, dict))
+    own = choices[command]
+    assert own.description == COMMANDS[command].replace("%", "%%")

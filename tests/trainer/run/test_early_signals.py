@@ -1,0 +1,164 @@
+"""Signals before the first step and between two trainings end the process as an interrupted session (K-3)."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, arguments, numbers
+from tests.helpers.patience import patience
+from tests.helpers.processes import run_world
+from tests.helpers.workers import stopping
+from trainstack.trainer.reporting.report.facts import RunFacts
+
+ROOT = Path(__file__).resolve().parents[3]
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@pytest.fixture(autouse=True)
+def usual_handlers() -> Iterator[None]:
+    """Each test begins with Python's own handlers, and must leave them as it found them."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    yield
+    gc.collect()
+    after = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert set(after.values()) == {signal.SIG_DFL}
+
+
+class Signalled(Classifier):
+    """Calls `what` in one of its methods."""
+
+    def __init__(self, where: str = "", what: Callable[[], None] = lambda: None) -> None:
+        super().__init__(numbers(24))
+        self.where, self.what = where, what
+
+    def come(self, name: str) -> None:
+        if name == self.where:
+            self.what()
+
+    def get_optimizers_schedulers(self, *given: Any) -> Any:
+        self.come("optimizers")
+        return super().get_optimizers_schedulers(*given)
+
+    def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+        self.come("loader")
+        return super().get_train_dataloader(sampler, batch_size)
+
+    def update_state(self, state: Any) -> None:
+        self.come("restoring")
+        super().update_state(state)
+
+
+def send(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def trainer_of(module: ts.ModuleInterface, folder: Path, **changes: Any) -> ts.Trainer:
+    made = {"checkpointer_args": ts.DefaultCheckpointerArguments(), "report": True, "resume": "auto", **changes}
+    return ts.Trainer(module, arguments(folder, **made))
+
+
+def newest_session(folder: Path) -> str:
+    return RunFacts.read(folder).sessions[-1].status
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("where", ["optimizers", "loader", "restoring"])
+def test_a_signal_while_the_module_is_made_ready(where: str, number: int, tmp_path: Path) -> None:
+    trainer_of(Signalled(), tmp_path, epochs=1).train()
+    saved = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    assert newest_session(tmp_path) == "finished"
+
+    with pytest.raises(ts.Preempted, match=rf"stopped by {signal.Signals(number).name} after global step 3"):
+        trainer_of(Signalled(where, send(number)), tmp_path, epochs=2).train()
+
+    assert newest_session(tmp_path) == "interrupted"
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == saved
+
+
+def test_ctrl_c_while_the_module_is_made_ready_stops_at_once(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="stopped by Ctrl-C before the first step"):
+            trainer_of(Signalled("optimizers", send(signal.SIGINT)), tmp_path).train()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert newest_session(tmp_path) == "interrupted"
+
+
+def test_in_a_job_of_slurm_a_signal_outside_of_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(Signalled(), tmp_path)
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, "elsewhere nothing is taken"
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    trainer = trainer_of(Signalled(), tmp_path)
+    for called in ("before", "after"):
+        with pytest.raises(ts.Preempted, match=r"stopped by SIGUSR1 outside of train\(\)") as stop:
+            send(signal.SIGUSR1)()
+        assert (stop.value.code, stop.value.signal) == (75, signal.SIGUSR1)
+        assert newest_session(tmp_path) == "interrupted", called
+        if called == "before":
+            trainer.train(max_steps=1)
+            assert newest_session(tmp_path) == "finished"
+    trainer.close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_trainers_in_a_job_give_signals_back_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    first, second = trainer_of(Signalled(), tmp_path), trainer_of(Signalled(), tmp_path)
+    first.close()
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    second.close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    trainer_of(Signalled(), tmp_path)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "the program ignores it"
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    del second
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [[1], [0, 1]])
+def test_a_signal_to_some_ranks_before_the_first_step_stops_all(ranks: list[int], tmp_path: Path) -> None:
+    for rank in run_world(2, stopping.told_early, directory=str(tmp_path), ranks=ranks):
+        assert rank["code"] == 75
+        assert "stopped by SIGUSR1 after global step 0" in rank["said"]
+        assert rank["handler"] == "SIG_DFL"
+    assert newest_session(tmp_path) == "interrupted"
+
+
+@pytest.mark.processes
+def test_a_process_that_was_preempted_ignores_sigterm_while_it_exits(tmp_path: Path) -> None:
+    """A scheduler sends it to ranks that leave later than the first, and 75 would become 143 (K-2)."""
+    script = f"""
+import atexit, os, signal, time
+import trainstack as ts
+from tests.helpers.modules import Classifier, arguments
+def slow():
+    print("exits", flush=True)
+    time.sleep(1.0)
+atexit.register(slow)
+class Told(Classifier):
+    def train_step(self, global_step, batch, device):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return super().train_step(global_step, batch, device)
+ts.Trainer(Told(), arguments({str(tmp_path)!r})).train()
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "exits\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(patience(10)) == 75
+    process.stdout.close()

@@ -1,0 +1,209 @@
+"""Trials put back all that a checkpoint keeps, and name what no state has."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import trainstack as ts
+from tests.helpers.beginnings import begun, unlike
+from tests.helpers.modules import Classifier, arguments, numbers
+from trainstack.checkpointing.difference import differences
+from trainstack.trainer.core.state_tree import OldState, copied, with_old_values
+
+TRIALS: dict[str, dict[str, Any]] = {
+    "fit_micro_batch": {"fit_micro_batch": True},
+    "sanity_val_steps": {"sanity_val_steps": 2},
+    "find_lr": {},
+}
+
+
+class Counting(Classifier):
+    """Counts the samples that its steps have seen."""
+
+    seen = 0
+
+    def count(self, batch: Any) -> None:
+        self.seen += len(batch[0])
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        self.count(batch)
+        return super().train_step(global_step, batch, device)
+
+    def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        self.count(batch)
+        return super().val_step(global_step, batch, device)
+
+
+class Keeping(Counting):
+    def get_state(self) -> dict[str, Any]:
+        return {"weights": super().get_state(), "seen": self.seen}
+
+    def update_state(self, state: Any) -> None:
+        if state:
+            super().update_state(state["weights"])
+            self.seen = state["seen"]
+
+
+def tried(module: Any, directory: Path, trial: str | None, **more: Any) -> ts.Trainer:
+    trainer = ts.Trainer(module, arguments(directory, **(TRIALS[trial] if trial else {})), **more)
+    if trial == "find_lr":
+        ts.find_lr(trainer, start=1e-3, end=1e-2, steps=3)
+    return trainer
+
+
+@pytest.mark.parametrize("trial", TRIALS)
+def test_a_counter_of_the_module_is_put_back(trial: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seen = []
+    for one in (None, trial):
+        module = Keeping(numbers(16), validate=True)
+        tried(module, tmp_path, one).train()
+        seen.append(module.seen)
+
+    assert seen == [32, 32]
+    assert "left a trace" not in caplog.text
+
+
+@pytest.mark.parametrize("trial", TRIALS)
+def test_an_attribute_that_no_state_has_is_named(trial: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = Counting(numbers(16), validate=True)
+    module.net[0].calls = [np.float64(0)]
+    module.net[0].register_forward_hook(lambda part, *_: part.calls.append(len(part.calls)))
+    tried(module, tmp_path, trial).train()
+
+    (message,) = [one for one in caplog.messages if "left a trace" in one]
+    assert message.startswith(trial)
+    assert "Counting.net.0.calls, Counting.seen. All that get_state returns was put back." in message
+
+
+@pytest.mark.parametrize("trial", TRIALS)
+def test_runs_with_trials_have_the_bits_of_one_without(trial: str, tmp_path: Path) -> None:
+    """Over six interruptions, each followed by another trial."""
+    stops = {1, 4, 5, 6, 9, 12}
+    changes = {**TRIALS[trial], "search": trial == "find_lr"}
+    plain = begun(tmp_path / "plain", "hook", "advance", set())
+    broken = begun(tmp_path / "broken", "hook", "advance", set(stops), **changes)
+    begun(tmp_path / "unbroken", "hook", "advance", set(), **changes)
+
+    assert unlike(tmp_path / "plain", tmp_path / "unbroken") == []
+    assert unlike(tmp_path / "plain", tmp_path / "broken") == []
+    assert plain.keeps.state()["draws"] == broken.keeps.state()["draws"]
+
+
+class Remembers(ts.Callback):
+    kept: Any = None
+
+    def get_state(self) -> dict[str, Any]:
+        return {} if self.kept is None else {"kept": self.kept}
+
+    def update_state(self, state: Any) -> None:
+        self.kept = state.get("kept")
+
+
+class Meddles(Keeping):
+    """Changes everything that a checkpoint keeps, from within a step."""
+
+    trainer: Any = None
+    meddles = False
+
+    def count(self, batch: Any) -> None:
+        super().count(batch)
+        if not self.meddles:
+            return
+        trainer = self.trainer
+        trainer.user_state["note"], trainer.user_state["list"] = 2.0, [3]
+        trainer.user_state["tensor"] += 1
+        trainer.history.update_metric("meddled", 1.0, step=1, epoch=0)
+        trainer.history.update_metric("known", 2.0, step=1, epoch=0)
+        for callback in trainer.events.callbacks.values():
+            callback.kept = self.seen
+        torch.rand(3), np.random.rand()
+        trainer.state.skipped_steps += 1
+        trainer.optimizers[0].param_groups[0]["lr"] = 5.0
+        with torch.no_grad():
+            self.net[0].bias.add_(0.0)
+
+
+@pytest.mark.parametrize("trial", TRIALS)
+def test_whatever_a_step_changes_is_put_back(trial: str, tmp_path: Path) -> None:
+    module = Meddles(numbers(16), optimizer=torch.optim.AdamW, scheduler=True, validate=True)
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
+    args = arguments(tmp_path, checkpointer_args=saving, backend="sp-amp", **TRIALS[trial])
+    trainer = ts.Trainer(module, args, callbacks=[Remembers()])
+    module.trainer = trainer
+    trainer.user_state["tensor"], trainer.user_state["note"] = torch.zeros(2), 1.0
+    trainer.history.update_metric("known", 1.0, step=0, epoch=0)
+    before: list[Any] = []
+
+    def states() -> dict[str, Any]:
+        taken = copied(vars(trainer._take_checkpoint()))
+        del taken["rng_state"]["ranks"][0]["begin"]
+        return taken  # type: ignore[no-any-return]
+
+    trainer.on(ts.Event.TRAIN_BEGIN)(lambda trainer: before.append(states()))
+    _ = trainer.plan
+    reference = states()
+    module.meddles = trial != "find_lr"
+    if trial == "find_lr":
+        module.meddles = True
+        ts.find_lr(trainer, start=1e-3, end=1e-2, steps=3)
+        module.meddles = False
+    else:
+        trainer.on(ts.Event.TRAIN_BEGIN)(lambda trainer: setattr(module, "meddles", False))
+    trainer.train()
+
+    assert [str(row) for row in differences(reference, before[0])] == []
+
+
+class Locked(Keeping):
+    """Returns objects that cannot be copied."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.lock = threading.Lock()
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "lock": self.lock, "locks": [self.lock, 1]}
+
+
+@pytest.mark.parametrize("trial", [None, *TRIALS])
+def test_a_state_that_cannot_be_copied_is_kept_as_it_is(trial: str | None, tmp_path: Path) -> None:
+    module = Locked(numbers(16), validate=True)
+    saving = ts.DefaultCheckpointerArguments(checkpoint=False)
+    changes = TRIALS[trial] if trial else {}
+    trainer = ts.Trainer(module, arguments(tmp_path, epochs=2, checkpointer_args=saving, **changes))
+    if trial == "find_lr":
+        ts.find_lr(trainer, start=1e-3, end=1e-2, steps=3)
+    trainer.train()
+
+    assert module.seen == 64
+
+
+LARGE: dict[str, Any] = {
+    "dict": {index: float(index) for index in range(200_000)},
+    "dicts": {outer: dict.fromkeys(range(1000), 0.0) for outer in range(20)},
+    "list": list(range(5000)),
+    "lists": [[0] * 100] * 100,
+    "text": "x" * 2**17,
+    "texts": ["x" * 1000] * 100,
+    "array": np.zeros(2**14),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_of_a_large_state_no_old_value_is_kept(kind: str) -> None:
+    state = {"module": {"weights": {"w": torch.zeros(2)}, "large": LARGE[kind], "count": 1, "few": {"a": [1], "b": {}}}}
+    old = OldState(state, lambda leaf: False)
+    smaller = {**state["module"], "large": type(LARGE[kind])() if kind != "array" else 0, "count": 2}
+    smaller |= {"few": {"a": [2], "b": {"c": 1}}, "new": LARGE["dict"]}
+    for now in ({"module": {**state["module"], "count": 2}}, {"module": smaller}):
+        difference = old.differing(now)
+        assert len(str(difference)) < 500
+        back = with_old_values(now, difference)["module"]
+        assert back.pop("large") is now["module"]["large"] or kind.startswith("dict")
+        assert back == {key: value for key, value in state["module"].items() if key != "large"}

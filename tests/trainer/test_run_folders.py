@@ -1,0 +1,485 @@
+"""In which folder a run keeps its files, and that a new run never replaces those of another."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+import trainstack as ts
+from tests.helpers import launched
+from tests.helpers.modules import Classifier, numbers
+from trainstack.checkpointing import Lease
+from trainstack.checkpointing.directory import list_checkpoints
+from trainstack.trainer import run_directory, run_record
+from trainstack.trainer.run_record import FILE_NAME, RunRecord, read_record
+
+NOTHING: dict[str, Any] = {"writers": [], "checkpointer_args": ts.DefaultCheckpointerArguments(checkpoint=False)}
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    begin_another_process()
+
+
+def begin_another_process() -> None:
+    """Forget what a new process would not know."""
+    run_directory._finished.clear()
+
+
+def make(**changes: Any) -> ts.Trainer:
+    given = {"train_batch_size": 8, "log_every": 1, "progress": "none", "writers": ["csv", "jsonl"]}
+    return ts.Trainer(Classifier(numbers(16)), ts.TrainerArguments(**{**given, **changes}))
+
+
+def trained(**changes: Any) -> ts.Trainer:
+    trainer = make(**changes)
+    trainer.train()
+    return trainer
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What lies in `folder`, but for the lease, whose number rises with each start."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and ".lease-" not in path.name]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def stop_at(step: int, **changes: Any) -> ts.Trainer:
+    """A training that an exception ends in this step, as a kill would: nothing is saved there."""
+    trainer = make(**changes)
+
+    @trainer.on(ts.Event.TRAIN_STEP_END)
+    def end(_: ts.Trainer, done: int) -> None:
+        if trainer.state.global_step == step:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    return trainer
+
+
+# --- the default: a folder for each run
+
+
+def test_each_run_gets_a_folder_and_leaves_those_of_others_alone() -> None:
+    first = trained()
+    before = contents(first.output_dir)
+    second = trained()
+
+    assert first.output_dir != second.output_dir
+    assert first.output_dir.parent == second.output_dir.parent == Path.cwd() / "runs"
+    assert "Classifier" in first.output_dir.name
+    assert contents(first.output_dir) == before
+
+
+def test_the_plan_shows_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = trained(writers=["stdout", "csv"])
+
+    assert f"runs/{trainer.output_dir.name}" in capsys.readouterr().out
+
+
+def test_a_call_that_writes_nothing_makes_no_folder() -> None:
+    make(**NOTHING).train()
+    samples = DataLoader(numbers(16), batch_size=4)
+    trainer = ts.Trainer(Classifier(numbers(16), validate=True), make().args)
+    trainer.validate(samples)
+
+    assert trainer.output_dir.parent == Path.cwd() / "runs"
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_auto_continues_the_newest_unfinished_run() -> None:
+    unfinished = stop_at(3, epochs=2)
+    whole = trained(epochs=2)
+    begin_another_process()
+    again = trained(epochs=2, resume="auto")
+
+    assert again.output_dir == unfinished.output_dir != whole.output_dir
+    assert (again.output_dir / "metrics.csv").read_bytes() == (whole.output_dir / "metrics.csv").read_bytes()
+    begin_another_process()
+    anew = make(epochs=2, resume="auto")
+    assert anew.output_dir not in (unfinished.output_dir, whole.output_dir)
+
+
+def test_auto_does_not_take_the_run_of_another_script_or_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinished = stop_at(3, epochs=2)
+
+    class Other(Classifier):
+        """The same, by another name."""
+
+    other = ts.Trainer(Other(numbers(16)), make(resume="auto").args)
+    assert other.output_dir != unfinished.output_dir
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/elsewhere/script.py", raising=False)
+    assert make(resume="auto").output_dir != unfinished.output_dir
+
+
+def test_a_damaged_record_leads_to_no_checkpoint() -> None:
+    unfinished = stop_at(3, epochs=2)
+    file = unfinished.output_dir / FILE_NAME
+    data = file.read_bytes()
+    for place in range(0, len(data), 7):
+        file.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        assert read_record(unfinished.output_dir) is None
+    assert make(resume="auto").output_dir != unfinished.output_dir
+    file.write_bytes(data)
+    assert make(resume="auto").output_dir == unfinished.output_dir
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"record_xxh3_128": 1}', "null", "1e999"])
+def test_what_is_no_record_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_text(text)
+
+    assert read_record(tmp_path) is None
+
+
+def test_auto_leaves_a_run_alone_that_is_under_way() -> None:
+    unfinished = stop_at(3, epochs=2)
+    lease = Lease.acquire([unfinished.output_dir])
+    assert make(resume="auto").output_dir != unfinished.output_dir
+    lease.release()
+    assert make(resume="auto").output_dir == unfinished.output_dir
+
+
+def test_auto_leaves_a_run_alone_that_other_words_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.5"])
+    unfinished = stop_at(3, epochs=2)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.001"])
+    assert make(resume="auto").output_dir != unfinished.output_dir
+    monkeypatch.setattr(sys, "argv", ["train.py", "--resume", "auto", "--lr", "0.5"])
+    assert make(resume="auto").output_dir == unfinished.output_dir
+
+
+def test_sessions_without_a_script_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    unfinished = stop_at(3, epochs=2)
+    assert make(resume="auto").output_dir == unfinished.output_dir
+    monkeypatch.setattr(run_record, "_SESSION", "another process")
+    assert make(resume="auto").output_dir != unfinished.output_dir
+    monkeypatch.setenv("JPY_SESSION_NAME", "notebook.ipynb")
+    assert make(resume="auto").output_dir != unfinished.output_dir
+
+
+def test_folds_that_are_trained_are_not_trained_again() -> None:
+    first = trained()
+    broken = stop_at(3, epochs=2)
+    begin_another_process()
+
+    again, next_one = trained(resume="auto"), trained(resume="auto", epochs=2)
+
+    assert (again.output_dir, next_one.output_dir) == (first.output_dir, broken.output_dir)
+    assert next_one.state.global_step == 4
+    begin_another_process()
+    assert make(resume="auto").output_dir != first.output_dir
+
+
+@pytest.mark.parametrize("resume", [True, "auto", "best"])
+@pytest.mark.parametrize("mode", ["weights", "weights_and_optimizer"])
+def test_a_new_run_from_the_weights_of_another_leaves_that_one_alone(resume: Any, mode: Any) -> None:
+    saving = ts.DefaultCheckpointerArguments(monitor="train/loss_epoch")
+    unfinished = stop_at(3, epochs=2, checkpointer_args=saving)
+    before = contents(unfinished.output_dir)
+
+    new = trained(resume=resume, resume_mode=mode, checkpointer_args=saving)
+
+    assert new.output_dir != unfinished.output_dir
+    assert contents(unfinished.output_dir) == before
+    assert new.state.global_step == 2
+    with pytest.raises(ts.ConfigurationError, match="holds a run already"):
+        trained(resume=resume, resume_mode=mode, output_dir=unfinished.output_dir, checkpointer_args=saving)
+    assert contents(unfinished.output_dir).keys() >= before.keys()
+
+
+def test_a_link_to_nothing_with_the_name_of_a_lease_blocks_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lease-000000099.json").symlink_to("nowhere")
+
+    trained(output_dir="run")
+
+
+@pytest.mark.parametrize("resume", [True, "last", "best"])
+def test_the_newest_run_with_a_checkpoint_is_continued_also_when_it_is_finished(resume: Any) -> None:
+    finished = trained()
+    saving = ts.DefaultCheckpointerArguments(monitor="train/loss_epoch")
+    longer = trained(epochs=2, resume=resume, checkpointer_args=saving)
+
+    assert longer.output_dir == finished.output_dir
+    assert longer.state.global_step == 4
+
+
+def test_to_continue_where_nothing_is_names_the_way() -> None:
+    with pytest.raises(ts.CheckpointNotFoundError, match="resume='auto' to begin anew"):
+        make(resume=True).train()
+
+
+def test_a_path_continues_in_the_folder_of_its_run() -> None:
+    finished = trained()
+    for path in (
+        finished.output_dir,
+        finished.output_dir / "checkpoints",
+        finished.output_dir / "checkpoints" / "last",
+    ):
+        assert make(epochs=2, resume=str(path)).output_dir == finished.output_dir
+    assert make(resume=str(finished.output_dir), resume_mode="weights").output_dir != finished.output_dir
+
+
+def test_a_new_run_tells_of_one_that_is_not_finished(caplog: pytest.LogCaptureFixture) -> None:
+    unfinished = stop_at(3, epochs=2)
+    caplog.clear()
+    trained(epochs=2)
+
+    (line,) = [record.message for record in caplog.records if "not finished" in record.message]
+    assert f"runs/{unfinished.output_dir.name}" in line
+    assert "resume='auto'" in line
+
+
+def test_trainings_of_one_process_do_not_continue_each_other() -> None:
+    finished = trained()
+    unfinished = stop_at(1)
+    record = read_record(unfinished.output_dir)
+    assert record is not None
+    replace(record, number=record.number + 5).write(
+        unfinished.output_dir
+    )  # of a later trainer of a script that was killed
+
+    assert make(resume="auto").output_dir not in (finished.output_dir, unfinished.output_dir)
+
+
+def test_two_runs_at_once_get_two_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = make(), make()
+    assert first.output_dir != second.output_dir
+    second._context.directory.settle(first.output_dir)  # as if they had drawn the same name
+    first.train()
+    with pytest.raises(ts.ConfigurationError, match="holds a run already"):
+        second.train()
+
+
+# --- a folder that is given
+
+
+@pytest.mark.parametrize("left", [FILE_NAME, "metrics.csv", "report.html", "checkpoints/checkpoint-000000002"])
+def test_a_folder_with_anything_of_a_run_is_refused_with_three_ways(left: str) -> None:
+    trained(output_dir="kept")
+    for path in [Path("kept", name) for name in contents(Path("kept"))]:
+        if not str(path.relative_to("kept")).startswith(left):
+            path.unlink()
+    before = contents(Path("kept"))
+
+    with pytest.raises(ts.ConfigurationError, match="holds a run already") as caught:
+        make(output_dir="kept").train()
+    assert contents(Path("kept")) == before
+    for way in ("resume='auto'", "output_dir='kept-2'", "overwrite=True"):
+        assert way in str(caught.value)
+
+
+def test_other_files_in_the_folder_are_no_run() -> None:
+    Path("mine").mkdir()
+    Path("mine", "notes.txt").write_text("mine")
+    trained(output_dir="mine")
+
+    assert Path("mine", "metrics.csv").exists()
+
+
+def test_overwrite_deletes_the_run_and_nothing_else() -> None:
+    trained(output_dir="kept", epochs=3, writers=["csv", "jsonl", "tensorboard"])
+    strangers = ["notes.txt", "metrics.old.csv", "tensorboard/events.out.tfevents.1.host.2", "checkpoints/notes.txt"]
+    strangers += ["privacy-ledger.jsonl", "checkpoints/mine-000000007/model.bin"]
+    for name in strangers:
+        Path("kept", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("kept", name).write_text("mine")
+    anew = trained(output_dir="kept", overwrite=True)
+    fresh = trained(output_dir="fresh")
+
+    assert {name: Path("kept", name).read_text() for name in strangers} == dict.fromkeys(strangers, "mine")
+    ours = set(contents(Path("kept"))) - set(strangers)
+    assert ours == set(contents(Path("fresh")))
+    assert (anew.output_dir / "metrics.csv").read_bytes() == (fresh.output_dir / "metrics.csv").read_bytes()
+
+
+def test_overwrite_of_an_empty_folder_is_a_plain_start() -> None:
+    trained(output_dir="new", overwrite=True)
+
+    assert read_record(Path("new")) is not None
+
+
+@pytest.mark.parametrize("resume", [True, "auto", "last", "best", "kept"])
+def test_overwrite_and_resume_contradict_each_other(resume: Any) -> None:
+    with pytest.raises(ts.ConfigurationError, match="Write one of them"):
+        make(output_dir="kept", overwrite=True, resume=resume)
+
+
+@pytest.mark.parametrize("name", ["overwrite", "private_files"])
+def test_what_is_no_flag_is_refused(name: str) -> None:
+    with pytest.raises(ts.ConfigurationError, match=f"{name}='yes'"):
+        make(**{name: "yes"})
+
+
+def test_a_folder_of_checkpoints_elsewhere_counts_as_well() -> None:
+    saving = ts.DefaultCheckpointerArguments(save_dir="shared")
+    trained(checkpointer_args=saving)
+
+    with pytest.raises(ts.ConfigurationError, match="holds a run already"):
+        trained(checkpointer_args=saving)
+
+
+def test_what_only_evaluates_is_not_refused() -> None:
+    trained(output_dir="kept")
+    before = contents(Path("kept"))
+    make(output_dir="kept").validate()
+
+    assert contents(Path("kept")) == before
+
+
+def test_a_start_from_another_run_is_refused_where_a_third_lies() -> None:
+    trained(output_dir="source")
+    trained(output_dir="kept")
+
+    with pytest.raises(ts.ConfigurationError, match="holds a run already"):
+        make(output_dir="kept", resume="source", epochs=2).train()
+    with pytest.raises(ts.ConfigurationError, match="holds a run already"):
+        make(output_dir="kept", resume="kept", resume_mode="weights").train()
+
+
+# --- kills before the first checkpoint
+
+
+@pytest.mark.parametrize("place", [{}, {"output_dir": "kept"}])
+def test_a_start_after_a_kill_before_the_first_checkpoint_replaces_its_own_files(place: dict[str, Any]) -> None:
+    changes = {"writers": ["csv", "jsonl", "tensorboard"], "resume": "auto", **place}
+    killed = stop_at(1, **changes)
+    stop_at(1, **changes)
+    again = trained(**changes)
+    whole = trained(output_dir="whole", writers=["csv", "jsonl", "tensorboard"])
+
+    assert again.output_dir == killed.output_dir
+    names = {name.split(".tfevents.")[0] for name in contents(again.output_dir)}
+    assert names == {name.split(".tfevents.")[0] for name in contents(whole.output_dir)}
+    assert len(json.loads((again.output_dir / "run.json").read_text())["sessions"]) == 1
+
+
+def test_another_run_is_not_taken_for_an_earlier_start() -> None:
+    killed = stop_at(1, output_dir="kept", resume="auto")
+    record = read_record(killed.output_dir)
+    assert record is not None
+    for other in (replace(record, module="other.py:Other"), replace(record, finished=True)):
+        other.write(killed.output_dir)
+        with pytest.raises(ts.ConfigurationError, match="holds a run already"):
+            make(output_dir="kept", resume="auto").train()
+
+
+# --- paths
+
+
+def test_paths_are_those_of_the_moment_when_the_trainer_was_made(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for place in ({}, {"output_dir": "kept"}):
+        trainer = make(**place)
+
+        @trainer.on(ts.Event.TRAIN_BEGIN)
+        def move(_: ts.Trainer) -> None:
+            os.chdir(tmp_path / "elsewhere")
+
+        trainer.train()
+        os.chdir(tmp_path)
+        assert trainer.output_dir.is_absolute()
+        assert {"metrics.csv", "report.html", "run.json", FILE_NAME, "checkpoints"} <= {
+            path.name for path in trainer.output_dir.iterdir()
+        }
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_trainer_that_is_made_in_one_folder_and_trains_in_another(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    trainer = make(output_dir="kept")
+    os.chdir(tmp_path / "elsewhere")
+    trainer.train()
+
+    assert list_checkpoints(tmp_path / "kept" / "checkpoints")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_the_record_says_who_made_the_run() -> None:
+    record = read_record(trained().output_dir)
+
+    assert record is not None
+    assert record.finished
+    assert record.module.endswith("helpers/modules.py:Classifier")
+    assert isinstance(record, RunRecord)
+    assert record.order == 1
+
+
+def test_a_dev_run_writes_nothing_into_a_folder_with_a_run() -> None:
+    trained(output_dir="kept")
+    before = contents(Path("kept"))
+    trained(output_dir="kept", fast_dev_run=True)
+    trained(fast_dev_run=True)
+
+    assert contents(Path("kept")) == before
+    assert not Path("runs").exists()
+
+
+# --- Ctrl-C in a script
+
+SCRIPT = """
+import os, signal, sys
+import trainstack as ts
+from tests.helpers import launched
+from tests.helpers.modules import Classifier, numbers
+
+args = ts.TrainerArguments(train_batch_size=8, epochs=4, progress="none", writers=["csv"], resume=RESUME)
+trainer = ts.Trainer(Classifier(numbers(16)), args)
+
+@trainer.on(ts.Event.TRAIN_STEP_END)
+def press(trainer, step):
+    if trainer.state.global_step == 3 and not os.environ.get("QUIET"):
+        os.kill(os.getpid(), signal.SIGINT)
+
+trainer.train()
+print("through")
+"""
+
+
+def run_script(resume: str, *, quiet: bool = False) -> subprocess.CompletedProcess[str]:
+    Path("train.py").write_text(SCRIPT.replace("RESUME", resume))
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **({"QUIET": "1"} if quiet else {})}
+    return subprocess.run([sys.executable, "train.py"], env=environ, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.processes
+def test_a_script_that_is_interrupted_says_one_sentence_and_continues() -> None:
+    pressed = run_script("False")
+    (folder,) = Path("runs").iterdir()
+    assert pressed.returncode == -2
+    assert "Traceback" not in pressed.stderr
+    said = [line for line in pressed.stderr.splitlines() if "resume='auto'" in line]
+    assert len(said) == 1
+    assert f"Saved runs/{folder.name}/checkpoints" in said[0]
+    before = contents(folder)
+
+    anew = run_script("False", quiet=True)
+    assert anew.returncode == 0
+    assert contents(folder) == before
+    assert len(list(Path("runs").iterdir())) == 2
+
+    continued = run_script("'auto'", quiet=True)
+    assert continued.returncode == 0
+    assert len(list(Path("runs").iterdir())) == 2
+    rows = [(path / "metrics.csv").read_bytes() for path in Path("runs").iterdir()]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.distributed
+def test_ranks_share_one_folder_and_a_restart_continues_there() -> None:
+    ends = ts.launch(launched.train_in_the_default_folder, nproc=2, max_restarts=1)
+
+    (folder,) = Path("runs").iterdir()
+    assert ends == [(str(folder.absolute()), 4)] * 2
+    steps = [line.split(",")[0] for line in (folder / "metrics.csv").read_text().splitlines() if ",train/loss," in line]
+    assert steps == ["1", "2", "3", "4"]

@@ -1,0 +1,38 @@
+"""A short version of `python -m tools.kills.campaign`: modules that keep state where users keep it are killed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tools.kills.breaks import COMPONENTS, Break
+from tools.kills.campaign import Subject, attempt, is_good
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        Subject("curriculum", "sp", True),
+        Subject("shuffled", "sp", False),
+        Subject("rank-generators", "ddp", False),
+        Subject("fitted", "sp", True),
+        Subject("plateau", "sp", False),
+    ],
+    ids=lambda subject: f"{subject.case}-{subject.backend}",
+)
+def test_a_killed_training_ends_with_the_bits_of_an_unbroken_one(subject: Subject, tmp_path: Path) -> None:
+    outcome = attempt(subject, 1, random.Random(2), tmp_path)
+
+    assert is_good(subject, outcome), outcome.words
+
+
+@pytest.mark.parametrize("component", ["the history", "a counter of a callback"])
+def test_a_component_that_is_not_restored_is_found(component: str, tmp_path: Path) -> None:
+    """`python -m tools.kills.breaks` tries the others."""
+    broken = Break(*COMPONENTS[component])
+
+    assert attempt(Subject("steady", "sp", False), 1, random.Random(3), tmp_path, broken).result == "different"
