@@ -37,7 +37,7 @@ from trainstack.checkpointing import index as indices
 from trainstack.checkpointing import list_checkpoints, manifest, read_checkpoint, verify_checkpoint, write_checkpoint
 from trainstack.checkpointing.checksums import digest
 from trainstack.checkpointing.difference import differences
-from trainstack.checkpointing.format import BY_NATIVE_NAME
+from trainstack.checkpointing.encoding import BY_NATIVE_NAME
 from trainstack.checkpointing.index import FileIndex, TensorEntry
 from trainstack.checkpointing.reading import read_states
 from trainstack.cli.main import main as command

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpointing.support import same, through_json
-from trainstack.checkpointing.encoding import StateEncoder
-from trainstack.checkpointing.format import AS_BYTES, NATIVE
+from trainstack.checkpointing.encoding import AS_BYTES, NATIVE, StateEncoder
 from trainstack.errors import UnsupportedStateError
 
 numbers = st.integers() | st.floats() | st.complex_numbers()

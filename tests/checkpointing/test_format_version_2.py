@@ -26,7 +26,7 @@ from trainstack.checkpointing import (
     write_model,
 )
 from trainstack.checkpointing.checksums import CHUNK_BYTES, digest
-from trainstack.checkpointing.reading import verify_written
+from trainstack.checkpointing.verification import verify_written
 from trainstack.checkpointing.writing import Payload, commit, pack
 from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 

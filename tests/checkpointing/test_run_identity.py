@@ -199,8 +199,8 @@ def test_a_best_one_that_is_damaged_is_not_counted_as_kept(tmp_path: Path, caplo
 
 def test_each_checkpoint_is_read_back_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    verify = retention.verify_checkpoint
-    monkeypatch.setattr(retention, "verify_checkpoint", lambda path: (read.append(path.name), verify(path)))
+    read_back = retention.read_back
+    monkeypatch.setattr(retention, "read_back", lambda path: (read.append(path.name), read_back(path))[1])
     saver = checkpointer(tmp_path, keep_last=2, keep_best=0)
     for step in range(1, 7):
         saver.save(make_checkpoint(step, step=step), step)

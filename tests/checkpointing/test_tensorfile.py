@@ -15,7 +15,8 @@ import torch
 from tests.checkpointing.support import raw, same
 from trainstack.checkpointing import checksums, index, tensorfile
 from trainstack.checkpointing.checksums import CheckedReader, FileRecord, FileWriter, digest
-from trainstack.checkpointing.format import NATIVE
+from trainstack.checkpointing.encoding import NATIVE
+from trainstack.checkpointing.format import ITEM_BYTES
 from trainstack.checkpointing.index import FileIndex
 from trainstack.checkpointing.tensorfile import TensorPart, map_tensors, read_tensors, write_tensors
 from trainstack.errors import CheckpointDamagedError, CheckpointError
@@ -29,6 +30,10 @@ TENSORS = {str(dtype): torch.arange(2 * dtype.itemsize, dtype=torch.uint8).view(
     "ü.weight": torch.ones(3, dtype=torch.bfloat16),
 }
 TENSORS.pop("torch.bool")
+
+
+def test_the_sizes_of_elements_are_those_of_torch() -> None:
+    assert {name: dtype.itemsize for dtype, name in NATIVE.items()} == ITEM_BYTES
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[FileRecord, FileIndex]:

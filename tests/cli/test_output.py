@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,9 +117,7 @@ def test_no_character_that_a_terminal_obeys_is_printed(
     "created", ["\x1b[31m2026", "yesterday", "9999-99-99T00:00:00", "", "2026-01-31T12:00:00+02:00"]
 )
 def test_a_time_is_printed_as_a_date_or_not_at_all(created: str) -> None:
-    from trainstack.cli.checkpoints import _date
-
-    assert _date(created) == ("2026-01-31T10:00:00Z" if created.startswith("2026-") else None)
+    assert printing.readable_date(created) == ("2026-01-31T10:00:00Z" if created.startswith("2026-") else None)
 
 
 def test_nothing_but_the_printer_writes_to_a_stream() -> None:
@@ -257,6 +256,39 @@ def test_what_needs_no_torch_does_not_import_it(words: list[str]) -> None:
         [sys.executable, "-c", probe], capture_output=True, text=True, timeout=patience(30), check=True
     )
     assert done.stdout.splitlines()[-1] == "False False True"
+
+
+@pytest.mark.processes
+def test_to_list_and_verify_checkpoints_imports_no_torch(tmp_path: Path) -> None:
+    weights = {"module_interface_state": {"weight": torch.ones(100)}, "trainer_state": {"betas": (0.9, 0.999)}}
+    facts = {"metrics": {"val/loss": float("inf")}, "tuple": (1, {2}), "backend": "sp"}
+    for name in ("good", "damaged"):
+        ts.write_checkpoint(Checkpoint(**weights, global_step=3, plan={"seeds": (1,)}, metadata=facts), tmp_path, name)
+    ts.export_model({"weight": torch.ones(2)}, tmp_path / "model")
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "MANIFEST.json").write_bytes((tmp_path / "good" / "MANIFEST.json").read_bytes()[:-9])
+    with (tmp_path / "damaged" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    probe = (
+        "import sys; from trainstack.cli.main import main\n"
+        "for words in ('ls', 'ls --json', 'ls --verify', 'verify', 'scrub'):\n"
+        "    code = main(['checkpoints', *words.split(), sys.argv[1]])\n"
+        "    print('answer:', code, 'torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    command = [sys.executable, "-c", probe, os.fspath(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(30), check=True)
+    answers = [line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith("answer")]
+    assert answers == [f"{code} False False" for code in (0, 0, 0, 1, 1)]
+    assert "tensor 'weight', elements 0 to 100" in done.stdout
+
+
+def test_metadata_with_values_of_torch_and_numpy_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"epoch": np.int64(7), "dtype": torch.float16, "device": torch.device("cpu"), "shape": torch.Size([2])}
+    path = ts.write_checkpoint(Checkpoint(module_interface_state={}, metadata=facts), tmp_path, "a")
+    assert main(["checkpoints", "ls", os.fspath(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoints"][0]["epoch"] == "7"
+    assert ts.read_checkpoint(path).metadata == facts
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"train", "plan"}))

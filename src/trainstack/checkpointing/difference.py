@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainstack.checkpointing.encoding import Index, array_as_tensor
+from trainstack.checkpointing.encoding import SPARSE_LAYOUTS, Index, array_as_tensor
 from trainstack.checkpointing.encoding import describe as place_of
-from trainstack.checkpointing.format import SPARSE_LAYOUTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,56 @@ import numpy as np
 import torch
 
 from trainstack.checkpointing import format
-from trainstack.checkpointing.format import AS_BYTES, NATIVE, SPARSE_LAYOUTS, Json
+from trainstack.checkpointing.format import RESERVED, Json
 from trainstack.errors import UnsupportedStateError
+
+SPARSE_LAYOUTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""The methods of a sparse tensor that give its parts. Those of `sparse_coo` work on uncoalesced tensors as well."""
+
+NATIVE: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
+"""dtypes that safetensors knows, with their names in its header."""
+
+AS_BYTES: dict[torch.dtype, str] = {
+    getattr(torch, name): name
+    for name in ("complex128", "complex32", "float8_e8m0fnu", "float4_e2m1fn_x2")
+    if hasattr(torch, name)
+}
+"""dtypes stored as a flat row of bytes; the JSON tree remembers dtype and shape."""
+
+BY_NATIVE_NAME: dict[str, torch.dtype] = {name: dtype for dtype, name in NATIVE.items()}
+BY_BYTES_NAME: dict[str, torch.dtype] = {name: dtype for dtype, name in AS_BYTES.items()}
+
+DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+"""All dtypes by name. `getattr(torch, name)` would import a module for some names."""
+
+LAYOUTS: dict[str, torch.layout] = {str(layout).removeprefix("torch."): layout for layout in SPARSE_LAYOUTS}
 
 
 def type_name(value: Any) -> str:
@@ -79,9 +127,6 @@ def array_as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array)
     except (TypeError, ValueError):  # text, dates, foreign byte order: kept as bytes beside their dtype
         return torch.from_numpy(array.reshape(-1).view(np.uint8))
-
-
-RESERVED = "__metadata__"
 
 
 class Index(int):

@@ -1,7 +1,8 @@
-"""The chunk hashes of a checkpoint's tensors, by name and range of elements.
+"""What is known of a tensor file without its tensors: the header, and the chunk hashes by name and range of elements.
 
-A chunk is `CHUNK_BYTES` of the contiguous row-major bytes of a tensor, or what is left of them at its end. So the
-chunks of a tensor depend on its values, dtype and shape alone, and not on how it lies in files or on ranks.
+The header is that of the safetensors format: 8 bytes of its length, and JSON with dtype, shape and place of each
+tensor. A chunk is `CHUNK_BYTES` of the contiguous row-major bytes of a tensor, or what is left of them at its end. So
+the chunks of a tensor depend on its values, dtype and shape alone, and not on how it lies in files or on ranks.
 """
 
 from __future__ import annotations
@@ -13,10 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainstack.checkpointing.checksums import ALGORITHM, CHUNK_BYTES, Chunk, digest, is_digest
+from trainstack.checkpointing.checksums import (
+    ALGORITHM,
+    CHUNK_BYTES,
+    CheckedReader,
+    Chunk,
+    FileRecord,
+    check_file,
+    digest,
+    is_digest,
+    open_recorded,
+)
 from trainstack.checkpointing.field_types import build, short
-from trainstack.checkpointing.format import BY_NATIVE_NAME, MAX_DIMENSIONS
-from trainstack.checkpointing.regular_files import check_json_memory
+from trainstack.checkpointing.format import ITEM_BYTES, MAX_DIMENSIONS, RESERVED, check_shape
+from trainstack.checkpointing.regular_files import check_json_memory, check_memory
 from trainstack.errors import CheckpointDamagedError
 
 
@@ -37,7 +48,12 @@ class TensorEntry:
     @property
     def item_size(self) -> int:
         """Bytes of an element."""
-        return BY_NATIVE_NAME[self.dtype].itemsize
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.item_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +153,7 @@ def _file_index(body: Any) -> FileIndex:
 
 def _entry(name: str, body: Any) -> TensorEntry:
     entry = build(TensorEntry, body)
-    if entry.dtype not in BY_NATIVE_NAME or len(entry.shape) > MAX_DIMENSIONS:
+    if entry.dtype not in ITEM_BYTES or len(entry.shape) > MAX_DIMENSIONS:
         raise ValueError(f"dtype or shape of {short(name)} are unknown")
     elements = math.prod(entry.shape)
     count = max(1, -(-elements * entry.item_size // CHUNK_BYTES))
@@ -152,3 +168,93 @@ def _items(value: Any) -> Iterable[tuple[str, Any]]:
     if type(value) is not dict:
         raise ValueError(f"{short(value)} is not an object")
     return value.items()
+
+
+Layout = list[tuple[str, str, list[int]]]
+"""Name, name of the dtype and shape of each tensor of a file, in its order."""
+
+
+def render_header(entries: Mapping[str, TensorEntry]) -> bytes:
+    """Return the header of a file with these tensors, its length included."""
+    header: dict[str, Any] = {RESERVED: {"format": "pt"}}
+    start = 0
+    for name, entry in entries.items():
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, start + entry.size]}
+        start += entry.size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # so the data begins aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def check_tensors(path: Path, record: FileRecord, index: FileIndex | None) -> None:
+    """Read a tensor file and compare all its hashes; keeps no tensor in memory.
+
+    Args:
+        path: of the file.
+        record: what the manifest says of it.
+        index: what the index says of it; None for a checkpoint of format version 1, which has none.
+
+    Raises:
+        CheckpointDamagedError: size, header or a tensor are not as they were written.
+    """
+    if index is None:
+        check_file(path, record)
+        return
+    with open_recorded(path, record.size) as reader:
+        read_header(reader, index)
+        reader.read_chunks(index.chunks(reader.position))
+
+
+def read_header(reader: CheckedReader, index: FileIndex | None) -> Layout:
+    """Read the header and return its tensors in file order; they fill the file without a gap."""
+    try:
+        length_bytes = reader.read(8)
+        length = int.from_bytes(length_bytes, "little")
+        if 8 + length > reader.size:
+            raise ValueError("its length exceeds the file")
+        check_memory(reader.path, length)
+        text = reader.read(length)
+        if index is not None and digest(length_bytes + text) != index.header:
+            raise ValueError("its hash differs")
+        check_json_memory(reader.path, text)
+        layout = _parse_header(text, reader.size - reader.position)
+        if index is not None and not _agree(layout, index):
+            raise ValueError("the index has other tensors")
+        return layout
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointDamagedError(
+            f"{reader.path} is damaged: its header is not valid ({error}). Load another checkpoint."
+        ) from error
+
+
+def _agree(layout: Layout, index: FileIndex) -> bool:
+    theirs = [(name, entry.dtype, entry.shape) for name, entry in index.tensors.items()]
+    return layout == theirs
+
+
+def _parse_header(text: bytes, available: int) -> Layout:
+    entries = json.loads(text)
+    if type(entries) is not dict:
+        raise ValueError("it is no JSON object")
+    entries.pop(RESERVED, None)
+    places = [(_place(name, entry), name) for name, entry in entries.items()]
+    position = 0
+    layout: Layout = []
+    for (start, end), name in sorted(places, key=lambda item: item[0]):  # tensors without bytes keep their order
+        dtype, shape = str(entries[name].get("dtype")), entries[name].get("shape")
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"the dtype of {short(name)} is unknown")
+        if start != position or end - start != check_shape(shape) * ITEM_BYTES[dtype]:
+            raise ValueError(f"the entry of {short(name)} does not fit")
+        layout.append((name, dtype, shape))
+        position = end
+    if position != available:
+        raise ValueError("the tensors do not fill the file")
+    return layout
+
+
+def _place(name: str, entry: Any) -> tuple[int, int]:
+    place = entry.get("data_offsets") if type(entry) is dict else None
+    if type(place) is not list or len(place) != 2 or not all(type(offset) is int for offset in place):
+        raise ValueError(f"the entry of {short(name)} has no place")
+    return place[0], place[1]

@@ -25,7 +25,8 @@ from trainstack.checkpointing.directory import (
     scan,
 )
 from trainstack.checkpointing.filesystem import atomic_write
-from trainstack.checkpointing.reading import hint_of_pickles, read_checkpoint
+from trainstack.checkpointing.reading import read_checkpoint
+from trainstack.checkpointing.verification import hint_of_pickles
 from trainstack.errors import CheckpointDamagedError, CheckpointNotFoundError, ConfigurationError
 
 

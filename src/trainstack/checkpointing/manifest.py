@@ -7,21 +7,15 @@ and only the very bytes that were written count: one flipped bit anywhere in it 
 from __future__ import annotations
 
 import json
-import platform
 import re
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import torch
-
 from trainstack.checkpointing.checksums import ALGORITHM, FileRecord, digest, is_digest
-from trainstack.checkpointing.decoding import StateDecoder
 from trainstack.checkpointing.field_types import build, short
-from trainstack.checkpointing.format import Json
+from trainstack.checkpointing.format import Json, PlainDecoder
 from trainstack.checkpointing.regular_files import MAX_SMALL_BYTES, read_small
 from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 
@@ -92,7 +86,7 @@ class Manifest:
     def metrics(self) -> dict[str, float]:
         """The numbers in the metadata's entry "metrics" that a float holds; none if there is no such entry."""
         tree = self.metadata.get("metrics") if isinstance(self.metadata, dict) else None
-        found = StateDecoder({}).decode(tree)
+        found = decode_plain(tree)
         numbers = found.items() if isinstance(found, dict) else ()
         return {
             name: float(value)
@@ -106,18 +100,18 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def library_versions() -> dict[str, str]:
-    """Return the versions of what a checkpoint depends on, to be read by a person."""
+def decode_plain(tree: Json) -> Any:
+    """Return the plan or the metadata, or a part of it, that `tree` stands for.
+
+    Raises:
+        CheckpointDamagedError: it is not one that `StateEncoder` writes.
+    """
     try:
-        own = metadata.version("trainstack")
-    except metadata.PackageNotFoundError:
-        own = "unknown"
-    return {
-        "trainstack": own,
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
+        return PlainDecoder().decode(tree)
+    except CheckpointDamagedError:  # perhaps it has a dtype or a scalar of numpy: only those need these libraries
+        from trainstack.checkpointing.decoding import StateDecoder
+
+        return StateDecoder({}).decode(tree)
 
 
 def is_plain_name(name: str) -> bool:
@@ -241,7 +235,7 @@ def _check_values(content: Manifest) -> None:
     if not _CREATED.fullmatch(content.created):
         raise ValueError(f"created={short(content.created)} is no time in UTC")
     for name in ("plan", "metadata"):
-        value = StateDecoder({}).decode(getattr(content, name))
+        value = decode_plain(getattr(content, name))
         if value is not None and not isinstance(value, dict):
             raise ValueError(f"{name} is a {type(value).__name__}, not a dict")
 

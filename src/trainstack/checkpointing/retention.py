@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from trainstack.checkpointing import filesystem, temp_dirs
+from trainstack.checkpointing import temp_dirs
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
 from trainstack.checkpointing.directory import CheckpointInfo, has_its_files, read_entry
 from trainstack.checkpointing.lookup import checkpoints_of_run, refresh_pointers
 from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
-from trainstack.checkpointing.reading import verify_checkpoint
-from trainstack.errors import CheckpointError
+from trainstack.checkpointing.verification import read_back
 
 LogFn = Callable[[int, str], None]
 
@@ -115,17 +114,6 @@ def verify_once(path: Path) -> str | None:
     if known is None or known[0] != mark:
         known = _verified[path] = mark, read_back(path)
     return known[1]
-
-
-def read_back(path: Path) -> str | None:
-    """What is wrong with the bytes on the disk of the checkpoint or export at `path`; None if nothing is."""
-    try:
-        for file in path.iterdir():
-            filesystem.drop_cached(file)
-        verify_checkpoint(path)
-    except (OSError, CheckpointError) as error:
-        return str(error)
-    return None
 
 
 def newest_of(infos: Iterable[CheckpointInfo]) -> CheckpointInfo | None:

@@ -1,18 +1,16 @@
 """Tensor files in the safetensors format, hashed in the same pass that writes or reads them.
 
-The format is 8 bytes of header length, a JSON header with dtype, shape and place of each tensor, and
-the bytes of the tensors. Written by hand because the safetensors package offers no way to hash what
-it writes or to decode what was hashed without a further copy of everything.
+The format is a header, which `index.py` writes and reads, and the bytes of the tensors. Written by hand because the
+safetensors package offers no way to hash what it writes or to decode what was hashed without a further copy of
+everything.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,11 +24,9 @@ from trainstack.checkpointing.checksums import (
     digest,
     open_recorded,
 )
-from trainstack.checkpointing.encoding import RESERVED
-from trainstack.checkpointing.field_types import short
-from trainstack.checkpointing.format import BY_NATIVE_NAME, NATIVE, check_shape
-from trainstack.checkpointing.index import FileIndex, TensorEntry, ranges
-from trainstack.checkpointing.regular_files import check_json_memory, check_memory
+from trainstack.checkpointing.encoding import BY_NATIVE_NAME, NATIVE
+from trainstack.checkpointing.index import FileIndex, TensorEntry, ranges, read_header, render_header
+from trainstack.checkpointing.regular_files import check_memory
 from trainstack.errors import CheckpointDamagedError, CheckpointError
 
 _NOTHING = ("nothing", torch.empty(0))
@@ -69,7 +65,8 @@ def write_tensors(writer: FileWriter, part: TensorPart) -> FileIndex:
     """Write the tensors and return their hashes; one at a time is brought to the CPU and made contiguous."""
     if sys.byteorder != "little":
         raise CheckpointError("checkpoints can only be written and read on little-endian machines.")
-    header, entries = _header(part.layout)
+    entries = _entries(part.layout)
+    header = render_header(entries)
     writer.write(header)
     given = iter(part.tensors)
     for name, entry in entries.items():
@@ -77,7 +74,7 @@ def write_tensors(writer: FileWriter, part: TensorPart) -> FileIndex:
         flat = tensor.detach().resolve_conj().resolve_neg()
         plain = flat.to("cpu").contiguous()  # apex O1 lets .cpu() give float32
         data = _bytes_of(plain) if plain.numel() else memoryview(b"")
-        if found != name or len(data) != _entry_size(entry):
+        if found != name or len(data) != entry.size:
             raise CheckpointError(f"the tensors do not come as the layout says: {name!r} was due, {found!r} came.")
         for first, end in ranges(len(data) // entry.item_size, entry.item_size):
             piece = data[first * entry.item_size : end * entry.item_size]
@@ -108,7 +105,7 @@ def map_tensors(path: Path, record: FileRecord, index: FileIndex | None) -> dict
     if index is None:
         check_file(path, record)
     with open_recorded(path, record.size) as reader:
-        layout = _read_header(reader, index)
+        layout = _layout(reader, index)
         start, tensors = reader.position, {}
         mapping = reader.map(index.chunks(start) if index else [])
     for name, dtype, shape in layout:
@@ -117,16 +114,6 @@ def map_tensors(path: Path, record: FileRecord, index: FileIndex | None) -> dict
         tensors[name] = flat.view(dtype).reshape(shape)
         start += size
     return tensors
-
-
-def check_tensors(path: Path, record: FileRecord, index: FileIndex | None) -> None:
-    """Read a file and compare all its hashes; keeps no tensor in memory. Raises as `read_tensors`."""
-    if index is None:
-        check_file(path, record)
-        return
-    with open_recorded(path, record.size) as reader:
-        _read_header(reader, index)
-        reader.read_chunks(index.chunks(reader.position))
 
 
 def read_unverified_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -138,12 +125,12 @@ def read_unverified_tensors(path: Path) -> dict[str, torch.Tensor]:
 def read_placeholders(path: Path, record: FileRecord, index: FileIndex | None) -> dict[str, torch.Tensor]:
     """Return tensors of the names, dtypes and shapes of a file, without memory or values; as `read_tensors`."""
     with open_recorded(path, record.size) as reader:
-        layout = _read_header(reader, index)
+        layout = _layout(reader, index)
         return {name: torch.zeros((), dtype=dtype).expand(shape) for name, dtype, shape in layout}
 
 
 def _read_all(reader: CheckedReader, index: FileIndex | None) -> dict[str, torch.Tensor]:
-    layout = _read_header(reader, index)
+    layout = _layout(reader, index)
     check_memory(reader.path, reader.size)
     try:
         tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in layout}
@@ -155,6 +142,10 @@ def _read_all(reader: CheckedReader, index: FileIndex | None) -> dict[str, torch
     start = reader.position
     reader.read_chunks(_unnamed(start, targets) if index is None else index.chunks(start, targets))
     return tensors
+
+
+def _layout(reader: CheckedReader, index: FileIndex | None) -> list[RawTensor]:
+    return [(name, BY_NATIVE_NAME[dtype], shape) for name, dtype, shape in read_header(reader, index)]
 
 
 def _unnamed(start: int, targets: Mapping[str, memoryview]) -> Iterator[Chunk]:
@@ -176,77 +167,10 @@ def _byte_count(dtype: torch.dtype, shape: list[int]) -> int:
     return count
 
 
-def _entry_size(entry: TensorEntry) -> int:
-    return _byte_count(BY_NATIVE_NAME[entry.dtype], entry.shape)
-
-
-def _header(layout: list[RawTensor]) -> tuple[bytes, dict[str, TensorEntry]]:
-    """The header of a file, with its length, and the entries of the index, still without hashes."""
-    header: dict[str, Any] = {RESERVED: {"format": "pt"}}
-    entries: dict[str, TensorEntry] = {}
-    start = 0
+def _entries(layout: list[RawTensor]) -> dict[str, TensorEntry]:
+    """The entries of the index, still without hashes; what safetensors does not know is a row of bytes there."""
+    entries = {}
     for name, dtype, shape in layout:
-        end = start + _byte_count(dtype, shape)
         native = NATIVE.get(dtype)
-        entry = entries[name] = TensorEntry(native or "U8", shape if native else [end - start], {})
-        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # so the data begins aligned
-    return len(text).to_bytes(8, "little") + text, entries
-
-
-def _read_header(reader: CheckedReader, index: FileIndex | None) -> list[RawTensor]:
-    """Read the header and return its tensors in file order; they fill the file without a gap."""
-    try:
-        length_bytes = reader.read(8)
-        length = int.from_bytes(length_bytes, "little")
-        if 8 + length > reader.size:
-            raise ValueError("its length exceeds the file")
-        check_memory(reader.path, length)
-        text = reader.read(length)
-        if index is not None and digest(length_bytes + text) != index.header:
-            raise ValueError("its hash differs")
-        check_json_memory(reader.path, text)
-        layout = _parse_header(text, reader.size - reader.position)
-        if index is not None and not _agree(layout, index):
-            raise ValueError("the index has other tensors")
-        return layout
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise CheckpointDamagedError(
-            f"{reader.path} is damaged: its header is not valid ({error}). Load another checkpoint."
-        ) from error
-
-
-def _agree(layout: list[RawTensor], index: FileIndex) -> bool:
-    mine = [(name, NATIVE[dtype], shape) for name, dtype, shape in layout]
-    theirs = [(name, entry.dtype, entry.shape) for name, entry in index.tensors.items()]
-    return mine == theirs
-
-
-def _parse_header(text: bytes, available: int) -> list[RawTensor]:
-    entries = json.loads(text)
-    if type(entries) is not dict:
-        raise ValueError("it is no JSON object")
-    entries.pop(RESERVED, None)
-    places = [(_place(name, entry), name) for name, entry in entries.items()]
-    position = 0
-    layout: list[RawTensor] = []
-    for (start, end), name in sorted(places, key=lambda item: item[0]):  # tensors without bytes keep their order
-        dtype, shape = BY_NATIVE_NAME.get(str(entries[name].get("dtype"))), entries[name].get("shape")
-        if dtype is None:
-            raise ValueError(f"the dtype of {short(name)} is unknown")
-        if start != position or end - start != check_shape(shape) * dtype.itemsize:
-            raise ValueError(f"the entry of {short(name)} does not fit")
-        layout.append((name, dtype, shape))
-        position = end
-    if position != available:
-        raise ValueError("the tensors do not fill the file")
-    return layout
-
-
-def _place(name: str, entry: Any) -> tuple[int, int]:
-    place = entry.get("data_offsets") if type(entry) is dict else None
-    if type(place) is not list or len(place) != 2 or not all(type(offset) is int for offset in place):
-        raise ValueError(f"the entry of {short(name)} has no place")
-    return place[0], place[1]
+        entries[name] = TensorEntry(native or "U8", shape if native else [_byte_count(dtype, shape)], {})
+    return entries

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from trainstack._files import local_path
@@ -20,15 +23,29 @@ from trainstack.checkpointing import filesystem, index, manifest, temp_dirs
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.async_writer import HostBuffers
 from trainstack.checkpointing.checksums import FileRecord, FileWriter, digest
-from trainstack.checkpointing.encoding import StateEncoder, tensor_identity
-from trainstack.checkpointing.format import NATIVE, Json
+from trainstack.checkpointing.encoding import NATIVE, StateEncoder, tensor_identity
+from trainstack.checkpointing.format import MODEL_STATE, RANK_STATES, STATES, Json
 from trainstack.checkpointing.index import FileIndex
 from trainstack.checkpointing.lease import Lease
-from trainstack.checkpointing.manifest import Kind, Manifest, library_versions
+from trainstack.checkpointing.manifest import Kind, Manifest
 from trainstack.checkpointing.tensorfile import TensorPart, write_tensors
 from trainstack.errors import CheckpointError, LeaseError, UnsupportedStateError
 
 Made = TypeVar("Made")
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of what a checkpoint depends on, to be read by a person."""
+    try:
+        own = metadata.version("trainstack")
+    except metadata.PackageNotFoundError:
+        own = "unknown"
+    return {
+        "trainstack": own,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def render_readme(
@@ -228,7 +245,7 @@ def _fill(temporary: Path, payload: Payload, name: str, abandoned: threading.Eve
         lease=lease,
         global_step=payload.global_step,
         created=manifest.now(),
-        versions=manifest.library_versions(),
+        versions=library_versions(),
         plan=payload.plan,
         metadata=payload.metadata,
         files=files,
@@ -288,22 +305,6 @@ def _verify_after(lease: Lease, final: Path, temporary: Path) -> None:
     except LeaseError:
         filesystem.rename(final, temporary)
         raise
-
-
-STATES = (
-    "module_interface_state",
-    "trainer_state",
-    "trainer_backend_state",
-    "rng_state",
-    "history_state",
-    "callback_states",
-)
-"""The fields of `Checkpoint` that may hold tensors and that all ranks share."""
-
-RANK_STATES = "rank_states"
-"""The field of `Checkpoint` that has one state for each rank, each in files of its own. In the tree: their number."""
-
-MODEL_STATE = "model_state"
 
 
 def write_checkpoint(checkpoint: Checkpoint, directory: str | os.PathLike[str], name: str) -> Path:

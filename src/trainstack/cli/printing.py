@@ -16,6 +16,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Any
 
 FAILED = 1
@@ -131,6 +132,14 @@ def readable_size(count: int) -> str:
             break
         size /= 1000
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def readable_date(text: str) -> str | None:
+    """A time of a manifest in UTC to the second; None if it is none."""
+    try:
+        return datetime.fromisoformat(text).astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (ValueError, TypeError, OverflowError):
+        return None
 
 
 def _plain(value: Any) -> Any:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from trainstack.backends import TrainerBackend, Workload
 from trainstack.backends.fast_paths import fast_largest
-from trainstack.checkpointing.encoding import is_storable
-from trainstack.checkpointing.format import SPARSE_LAYOUTS
+from trainstack.checkpointing.encoding import SPARSE_LAYOUTS, is_storable
 from trainstack.errors import ConfigurationError, NonFiniteError, PeerError
 from trainstack.trainer.core.agreement import Difference, find_difference, format_ranks
 from trainstack.trainer.core.fingerprints import checksums

@@ -20,8 +20,7 @@ from trainstack._files import local_path
 from trainstack.backends import Communicator, World
 from trainstack.checkpointing import Checkpoint, DefaultCheckpointer, export_model, push_to_hub, write_checkpoint
 from trainstack.checkpointing.encoding import StateEncoder
-from trainstack.checkpointing.exporting import require_hub
-from trainstack.checkpointing.warm_start import read_weights
+from trainstack.checkpointing.weights import read_weights, require_hub
 from trainstack.errors import CheckpointError, PeerError, annotate
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import RunLogger
