@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,7 @@ from trainstack.checkpointing import (
     write_model,
 )
 from trainstack.checkpointing.checksums import CHUNK_BYTES, digest
-from trainstack.checkpointing.verification import verify_written
+from trainstack.checkpointing.verification import read_back
 from trainstack.checkpointing.writing import Payload, commit, pack
 from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 
@@ -92,9 +94,11 @@ def test_a_flipped_bit_is_named_by_tensor_and_range(tmp_path: Path, element: int
     flip_bit(path / "model.safetensors", start + 4 * element)
     first = element // ELEMENTS * ELEMENTS
     end = min(first + ELEMENTS, 2 * ELEMENTS + 3)
-    for use in (verify_checkpoint, read_model, verify_written, lambda path: read_model(path, mapped=True)):
-        with pytest.raises(CheckpointDamagedError, match=f"model.safetensors.*'w', elements {first} to {end} of"):
+    named = f"model.safetensors.*'w', elements {first} to {end} of"
+    for use in (verify_checkpoint, read_model, lambda path: read_model(path, mapped=True)):
+        with pytest.raises(CheckpointDamagedError, match=named):
             use(path)
+    assert re.search(named, read_back(path) or "")
 
 
 def test_each_rank_has_files_of_its_own(tmp_path: Path) -> None:
@@ -183,15 +187,25 @@ def test_a_manifest_that_is_too_large_to_be_read_is_not_written(tmp_path: Path) 
         assert not (tmp_path / "a").exists()
 
 
-def test_a_written_checkpoint_is_verified_from_the_disk(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_back_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_checkpoint(make_checkpoint(1), tmp_path, "a")
-    assert verify_written(path).name == "a"
+    dropped: list[str] = []
+    advise = os.posix_fadvise
+
+    def note(descriptor: int, *rest: int) -> None:
+        dropped.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        advise(descriptor, *rest)
+
+    monkeypatch.setattr(os, "posix_fadvise", note)
+    os.mkfifo(path / "fifo")  # which nobody writes to
+    assert read_back(path) is None
+    assert sorted(dropped) == sorted(file.name for file in path.iterdir() if file.is_file())
     flip_bit(path / "state.json", 5)
-    with pytest.raises(CheckpointDamagedError, match=r"state\.json"):
-        verify_written(path)
+    assert "state.json is damaged" in (read_back(path) or "")
+    (path / "state.json").unlink()
+    assert "state.json is missing" in (read_back(path) or "")
     shutil.rmtree(path)
-    with pytest.raises(CheckpointDamagedError, match="is missing"):
-        verify_written(path)
+    assert "No such file" in (read_back(path) or "")
 
 
 def test_a_folder_with_pickles_is_refused_with_the_call_that_reads_them(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,18 +55,6 @@ def remove_file(path: Path) -> None:
 def remove_tree(path: Path) -> None:
     """Delete a directory and all in it."""
     shutil.rmtree(path)
-
-
-def drop_cached(path: Path) -> None:
-    """Forget what memory holds of a file, so that a read comes from the disk; where the system can."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
 
 
 def free_bytes(path: Path) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
@@ -57,6 +58,13 @@ def read_small(path: Path, limit: int = MAX_SMALL_BYTES) -> bytes:
     if not left:
         raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", os.fspath(path))
     return b"".join(parts)
+
+
+def drop_pages(path: Path) -> None:
+    """Make the system forget the pages of a regular file. It forgets only what is on the disk already."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError), open_regular(path) as handle:
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:

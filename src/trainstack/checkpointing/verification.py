@@ -6,18 +6,17 @@ import json
 import os
 import stat
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from trainstack._files import local_path
-from trainstack.checkpointing import filesystem, index, manifest
+from trainstack.checkpointing import index, manifest
 from trainstack.checkpointing.checksums import read_file
 from trainstack.checkpointing.directory import CheckpointInfo, info_of, is_checkpoint_directory, scan
 from trainstack.checkpointing.field_types import short
 from trainstack.checkpointing.format import RANK_STATES, Json
 from trainstack.checkpointing.index import FileIndex, check_tensors
 from trainstack.checkpointing.manifest import Manifest
-from trainstack.checkpointing.regular_files import check_json_memory, open_regular
+from trainstack.checkpointing.regular_files import check_json_memory, drop_pages
 from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
 
 
@@ -37,30 +36,15 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointInfo:
     return info_of(root, content)
 
 
-def verify_written(path: Path) -> CheckpointInfo:
-    """As `verify_checkpoint`, but reads the bytes that are on the disk rather than those that the system still has.
-
-    For a checkpoint that was just written and synchronised. Where the system cannot drop its pages, it compares those.
-    """
-    files = [path / manifest.FILE_NAME, *(path / name for name in manifest.read(path / manifest.FILE_NAME).files)]
-    for file in files:
-        _drop_pages(file)
-    return verify_checkpoint(path)
-
-
-def _drop_pages(file: Path) -> None:
-    """Make the system forget the pages of a file. It forgets only what is on the disk already."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    with suppress(OSError), open_regular(file) as handle:  # what cannot be opened is named by the verification
-        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def read_back(path: Path) -> str | None:
-    """What is wrong with the bytes on the disk of the checkpoint or export at `path`; None if nothing is."""
+    """What is wrong with the checkpoint or export at `path`; None if nothing is.
+
+    As `verify_checkpoint`, but of the bytes that are on the disk rather than those that the system still has. Where the
+    system cannot drop its pages, it compares those.
+    """
     try:
         for file in path.iterdir():
-            filesystem.drop_cached(file)
+            drop_pages(file)
         verify_checkpoint(path)
     except (OSError, CheckpointError) as error:
         return str(error)
