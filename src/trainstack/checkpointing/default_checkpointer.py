@@ -172,7 +172,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         if begins:
             self._run_id = uuid.uuid4().hex
         if self._run_id is not None and self._run_id != current:
-            write_begin(self.save_dir, prefix, self._run_id, {}, self.lease)
+            write_begin(self.save_dir, prefix, self._run_id, self.lease)
         self._loaded_at = None
         self._retention.apply()
         if earlier and begins and not self.args.delete_existing_checkpoints:  # each that is deleted is named then

@@ -357,11 +357,10 @@ def pack(checkpoint: Checkpoint) -> Payload:
     )
 
 
-def write_begin(directory: Path, prefix: str, run_id: str, metadata: dict[str, Any], lease: Lease | None) -> Path:
+def write_begin(directory: Path, prefix: str, run_id: str, lease: Lease | None) -> Path:
     """Write the entry that says that the run `run_id` begins here; as `commit`."""
     name = listing.begin_name(prefix, listing.next_sequence(directory))
-    plain = _plain(metadata, "metadata")
-    payload = Payload(kind="begin", parts={}, texts={}, global_step=0, plan=None, metadata=plain, run_id=run_id)
+    payload = Payload(kind="begin", parts={}, texts={}, global_step=0, plan=None, metadata={}, run_id=run_id)
     return commit(payload, directory, name, lease=lease)
 
 
