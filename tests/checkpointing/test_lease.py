@@ -53,14 +53,17 @@ def stop_renewing(one: Lease) -> None:
     one._thread.join()
 
 
-def test_a_second_owner_is_refused_with_host_pid_and_age(tmp_path: Path, take: Callable[..., Lease]) -> None:
+def test_a_second_owner_is_refused_with_host_pid_run_and_age(tmp_path: Path, take: Callable[..., Lease]) -> None:
     first = take()
+    first.set_run_id("abc")
+    first.verify()
     before = time.monotonic()
     with pytest.raises(LeaseError) as raised:
         take()
     assert time.monotonic() - before < SHORT_S
     host = lease_file.this_process()["host"]
-    assert f"{tmp_path} is in use by another run: process {os.getpid()} on {host} holds it for 0 s" in str(raised.value)
+    owner = f"process {os.getpid()} on {host} (run abc)"
+    assert f"{tmp_path} is in use by another run: {owner} holds it for 0 s" in str(raised.value)
     first.verify()
     assert first.counter == 1
 
@@ -234,6 +237,13 @@ def test_every_flipped_bit_of_a_lease_is_noticed(tmp_path: Path) -> None:
         damaged[position] ^= 1 << (position % 8)
         found = lease_file.parse(bytes(damaged))
         assert found is None or found == lease_file.parse(data)  # a space became a tab
+
+
+@pytest.mark.parametrize(
+    "changes", [{"run_id": 7}, {"run_id": ["a"]}, {"pid": "7"}, {"host": None}, {"timeout_s": 1e9}]
+)
+def test_a_lease_with_a_value_of_another_type_is_damaged(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert lease_file.parse(leave_dead(tmp_path, **changes).render()) is None
 
 
 def test_of_many_that_try_at_once_one_succeeds(tmp_path: Path, take: Callable[..., Lease]) -> None:

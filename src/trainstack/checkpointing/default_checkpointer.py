@@ -171,6 +171,8 @@ class DefaultCheckpointer(AbstractCheckpointer):
         begins = self._run_id is None and not continues
         if begins:
             self._run_id = uuid.uuid4().hex
+        if self.lease is not None:
+            self.lease.set_run_id(self._run_id)
         if self._run_id is not None and self._run_id != current:
             write_begin(self.save_dir, prefix, self._run_id, self.lease)
         self._loaded_at = None

@@ -100,7 +100,6 @@ class Lease:
         directories: Iterable[str | os.PathLike[str]],
         *,
         timeout_s: float = 60.0,
-        run_id: str | None = None,
         say: Say = lambda _: None,
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> Lease:
@@ -112,7 +111,6 @@ class Lease:
         Args:
             directories: checkpoints are written into the last one; its counter is that of the lease.
             timeout_s: others replace this lease after so many seconds without a heartbeat.
-            run_id: of the run, for people who read the file.
             say: is told once that this process waits.
             is_interrupted: asked while it waits.
 
@@ -124,7 +122,7 @@ class Lease:
         try:
             for directory in dict.fromkeys(Path(directory).absolute() for directory in directories):
                 lease._renewed = now_s() if not lease._holds else lease._renewed
-                lease._holds.append(_acquire(directory, timeout_s, run_id, say, is_interrupted))
+                lease._holds.append(_acquire(directory, timeout_s, say, is_interrupted))
         except BaseException:
             lease.release()
             raise
@@ -141,7 +139,7 @@ class Lease:
         self._wake = wake
 
     def set_run_id(self, run_id: str | None) -> None:
-        """Name the run in the files, from the next heartbeat on."""
+        """Name the run in the files, from the next heartbeat on: the message to a second run tells it."""
         with self._guard:
             for hold in self._holds:
                 hold.record = replace(hold.record, run_id=run_id)
@@ -225,9 +223,7 @@ class Lease:
         self._renewed = began
 
 
-def _acquire(
-    directory: Path, timeout_s: float, run_id: str | None, say: Say, is_interrupted: Callable[[], bool]
-) -> _Hold:
+def _acquire(directory: Path, timeout_s: float, say: Say, is_interrupted: Callable[[], bool]) -> _Hold:
     owner, made = lease_file.this_process(), list[Path]()
     try:
         while True:
@@ -237,7 +233,7 @@ def _acquire(
                 _wait_for_silence(directory, seen, timeout_s, say, is_interrupted)
             counter = 1 if seen is None else seen.counter + 1
             token = uuid.uuid4().hex
-            record = LeaseRecord(**owner, counter=counter, token=token, run_id=run_id, timeout_s=timeout_s)
+            record = LeaseRecord(**owner, counter=counter, token=token, timeout_s=timeout_s)
             if lease_file.claim(directory, record):
                 lease_file.clear(directory, record)
                 return _Hold(directory, record, made)

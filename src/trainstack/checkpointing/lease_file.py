@@ -48,7 +48,7 @@ class LeaseRecord:
     started: str
     counter: int
     token: str
-    run_id: str | None
+    run_id: str | None = None
     timeout_s: float
     beat: int = 0
     held_s: float = 0.0
@@ -82,6 +82,7 @@ def parse(data: bytes) -> LeaseRecord | None:
         numbers = (record.pid, record.counter, record.beat, record.timeout_s, record.held_s)
         texts = (record.host, record.machine, record.started, record.token)
         is_sound = all(type(number) in (int, float) for number in numbers) and all(type(t) is str for t in texts)
+        is_sound = is_sound and type(record.run_id) in (str, type(None))
         return record if is_sound and 0 < record.timeout_s <= _LONGEST_S else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
@@ -114,7 +115,8 @@ class Seen:
         """The owner, for a message."""
         if self.record is None:
             return f"an unknown process (lease {self.counter} is damaged)"
-        return f"process {self.record.pid} on {self.record.host}"
+        run = f" (run {self.record.run_id})" if self.record.run_id else ""
+        return f"process {self.record.pid} on {self.record.host}{run}"
 
     @property
     def age_words(self) -> str:

@@ -44,6 +44,21 @@ def test_the_lease_is_held_while_it_trains_and_given_back(tmp_path: Path) -> Non
     assert leases(tmp_path) == [".lease-000000002.json"]
 
 
+def test_the_lease_names_the_run_also_after_a_resume(tmp_path: Path) -> None:
+    words: list[str] = []
+
+    class Looks(Classifier):
+        def on_end_train_step(self, global_step: int) -> None:
+            seen = lease_file.look(tmp_path)
+            assert seen is not None
+            words.append(seen.words)
+
+    trainer_in(tmp_path, Looks(), epochs=1).train()
+    trainer_in(tmp_path, Looks(), epochs=2, resume=True).train()
+    [run_id] = {info.run_id for info in ts.list_checkpoints(tmp_path / "checkpoints")}
+    assert {said.rpartition(" (")[2] for said in words} == {f"run {run_id})"}
+
+
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, SystemExit])
 def test_the_lease_is_given_back_after_an_exception(tmp_path: Path, error: type[BaseException]) -> None:
     class Fails(Classifier):
