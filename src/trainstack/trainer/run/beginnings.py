@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,19 @@ class BegunEpoch:
     before_loader: OldState | None = None
 
 
+@dataclass(slots=True)
+class BegunValidation:
+    """What the beginning of a validation within training has left in this process.
+
+    Attributes:
+        announced: whether the subscribers of `VALIDATION_BEGIN` have been called in this process.
+        before: the state from before its loaders were asked for.
+    """
+
+    announced: bool = False
+    before: OldState | None = None
+
+
 class Beginnings:
     """Calls that begin something, and the state from before them.
 
@@ -61,6 +74,7 @@ class Beginnings:
         self._old_training: Mapping[str, Any] | None = None
         self._training_rng: Mapping[str, Any] | None = None
         self._training_has_begun = False
+        self._validation: BegunValidation | None = None
 
     def old_states(self, begun: BegunEpoch | None, *, over: bool) -> dict[str, Any]:
         """What a checkpoint keeps: the differences of the state now to those from before the calls.
@@ -71,18 +85,23 @@ class Beginnings:
             begun: the epoch under way; None if it has not begun.
             over: whether the training ends here.
         """
-        before = None if begun is None else begun.before_hooks
-        epoch = None if before is None else before.differing(user_states(self._context))
-        training = self._old_training
-        if self._context.stack.is_private:
-            epoch, training = without_generators(epoch), without_generators(training)
-        return {
-            "over": over,
-            "training": training,
-            "training_rng": self._training_rng,
-            "epoch": epoch,
-            "in_epoch": begun is not None,
+        old = {
+            "training": self._old_training,
+            "epoch": self._differing(None if begun is None else begun.before_hooks),
+            "validation": self._differing(None if self._validation is None else self._validation.before),
         }
+        if self._context.stack.is_private:
+            old = {name: without_generators(one) for name, one in old.items()}
+        return {
+            **old,
+            "over": over,
+            "training_rng": self._training_rng,
+            "in_epoch": begun is not None,
+            "in_validation": self._validation is not None,
+        }
+
+    def _differing(self, before: OldState | None) -> dict[str, Any] | None:
+        return None if before is None else before.differing(user_states(self._context))
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Take back what `old_states` returned; None for nothing."""
@@ -94,8 +113,11 @@ class Beginnings:
 
     def pop_epoch(self) -> tuple[bool, Mapping[str, Any] | None]:
         """Whether the checkpoint lies within an epoch, be it before its first step, and the old state; once."""
-        loaded, self._loaded = self._loaded, {**self._loaded, "in_epoch": False, "epoch": None}
-        return bool(loaded.get("in_epoch")), loaded.get("epoch")
+        return self._pop("epoch")
+
+    def _pop(self, name: str) -> tuple[bool, Mapping[str, Any] | None]:
+        loaded, self._loaded = self._loaded, {**self._loaded, f"in_{name}": False, name: None}
+        return bool(loaded.get(f"in_{name}")), loaded.get(name)
 
     @contextmanager
     def train_begin(self, *, over: bool) -> Iterator[None]:
@@ -133,6 +155,52 @@ class Beginnings:
     def end_training(self) -> None:
         """The training has reached its end; another one may follow."""
         self._training_has_begun = False
+
+    @contextmanager
+    def validation(self) -> Iterator[BegunValidation]:
+        """A block that asks for the loaders of a validation and fires `VALIDATION_BEGIN`; each acts once on the state.
+
+        One that was broken off begins again on the state from before it.
+        """
+        begun = self._validation
+        if begun is not None:
+            with self.replay(None, on_all=self._is_all_changed(begun)):
+                self.put_back(begun.before)
+                yield begun
+            return
+        begun, (goes_on, old) = BegunValidation(), self._pop("validation")
+        with self.replay(old, on_all=self._is_all_changed(begun)) if goes_on else nullcontext():
+            begun.before = self.take()
+            try:
+                yield begun
+            except BaseException:
+                if goes_on or begun.announced:
+                    self._validation = begun
+                else:  # the loaders could not be made
+                    self.put_back(begun.before)
+                raise
+        self._validation = begun
+        self.settle(begun.before)
+
+    def _is_all_changed(self, begun: BegunValidation) -> bool:
+        return not begun.announced and self._context.events.has_foreign(Event.VALIDATION_BEGIN)
+
+    def end_validation(self) -> None:
+        """The validation of the training that was under way has finished."""
+        self._validation = None
+
+    @contextmanager
+    def whole_or_undone(self) -> Iterator[None]:
+        """A block that leaves no trace in states if it raises, as the pass over a loader that is broken off."""
+        before = self.take()
+        try:
+            yield
+        except BaseException as error:
+            try:
+                self.put_back(before)
+            except Exception as failure:
+                annotate(error, f"also, while states were put back: {type(failure).__name__}: {failure}")
+            raise
 
     def take(self) -> OldState | None:
         """The state of now; None where a `get_state` fails, since a hook may have yet to make what it returns."""

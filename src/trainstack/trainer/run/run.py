@@ -154,6 +154,7 @@ class Run:
             data=self.data,
             hooks=self.hooks,
             stopper=stopper,
+            validations=self.beginnings,
             work=lambda: self.loop.work,
         )
         self.may_be_nonfinite = nonfinite_buffers(self.stack, module)
@@ -249,7 +250,6 @@ class Run:
         if state.begin_epoch_end(EpochEnd.LOSS):
             reporter.end_training_epoch(state, self.loop.meter)
         if state.begin_epoch_end(EpochEnd.HOOKS):
-            state.validated = 0
             self._end_train_epoch()
         if state.epoch_end < EpochEnd.VALIDATION and self.validation.after_epoch(state.epoch):
             self.evaluator.validate(reporter)  # which may be broken off
@@ -278,7 +278,7 @@ class Run:
         if self._compare_values:
             agree_on_values(self.context)
             self._compare_values = False
-        goes_on = state.interrupted or state.validating >= 0  # or a validation was broken off there
+        goes_on = state.interrupted or state.validates  # or a validation was broken off there
         self._attended = -1 if goes_on else state.global_step
         state.due_part = state.due_part if goes_on else 0
         try:
@@ -447,8 +447,8 @@ class Run:
         if state.due_part < DuePart.VALIDATION:
             is_due = self.validation.is_due(step, state.steps_in_epoch, self.world.comm)  # may ask a function
             state.begin_due(DuePart.VALIDATION)
-            state.validating = 0 if is_due else -1
-        if state.validating >= 0:
+            state.validates = bool(is_due)
+        if state.validates:
             self._validate_within(reporter)
         self._save_if_due(reporter, save, save_every)
         state.due_part, state.interrupted, self._attended = 0, False, step
@@ -490,7 +490,7 @@ class Run:
     def _validate_within(self, reporter: Reporter) -> None:
         """Validate at a step boundary; one that is broken off is gone on with when the run is."""
         self.evaluator.validate(reporter)
-        self.state.validating = -1
+        self.state.validates = False
         reporter.end_validation(self.state)
 
     def _set_next_due_step(self, reporter: Reporter, save_every: int | None) -> None:
@@ -521,7 +521,7 @@ class Run:
         state, plan = self.state, self.data.plan
         if plan.max_steps is None:
             return state.epoch >= plan.epochs
-        if state.epoch_end or state.validating >= 0 or state.interrupted or state.global_step < plan.max_steps:
+        if state.epoch_end or state.validates or state.interrupted or state.global_step < plan.max_steps:
             return False
         return not state.steps_in_epoch or plan.ends_within_epoch(state.global_step, state.steps_in_epoch)
 
