@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from trainstack.errors import annotate
 from trainstack.trainer.context import RunContext
@@ -14,12 +16,20 @@ from trainstack.trainer.core.random_state import capture_rng, restore_rng
 from trainstack.trainer.core.state_tree import OldState, copied, lies_in, memory_of, with_old_values
 from trainstack.trainer.events import Event
 from trainstack.trainer.resume.module_generators import without_generators
-from trainstack.trainer.resume.run_snapshot import RunSnapshot, put_back_user_states, user_states
+from trainstack.trainer.resume.run_snapshot import (
+    RunSnapshot,
+    name_joined,
+    optimized_parameters,
+    put_back_user_states,
+    take_out,
+    user_states,
+)
 from trainstack.trainer.run.loop import TrainLoop
 
 AGAIN = (
-    "raised while the run goes on and calls again what began its training or its epoch. The optimizers have their "
-    "present groups. Where a hook adds one, write: if len(self.opt.param_groups) < 2: self.opt.add_param_group(...)"
+    "raised while the run goes on and calls again what began its training or its epoch. Optimizers with a state_dict of "
+    "another form than torch's have their present groups. Where a hook adds one, write: "
+    "if len(self.opt.param_groups) < 2: self.opt.add_param_group(...)"
 )
 
 
@@ -33,6 +43,7 @@ class BegunEpoch:
         modes: of the parts whose modes the hooks have changed.
         rng: the random state after the hooks; None before.
         before_hooks, before_loader: the state at these moments.
+        optimized: the parameters that the optimizers held before the hooks.
     """
 
     epoch: int
@@ -41,6 +52,7 @@ class BegunEpoch:
     rng: Mapping[str, Any] | None = None
     before_hooks: OldState | None = None
     before_loader: OldState | None = None
+    optimized: Sequence[Tensor] | None = None
 
 
 @dataclass(slots=True)
@@ -87,8 +99,8 @@ class Beginnings:
         """
         old = {
             "training": self._old_training,
-            "epoch": self._differing(None if begun is None else begun.before_hooks),
-            "validation": self._differing(None if self._validation is None else self._validation.before),
+            "epoch": None if begun is None else self._differing(begun.before_hooks, begun.optimized),
+            "validation": None if self._validation is None else self._differing(self._validation.before),
         }
         if self._context.stack.is_private:
             old = {name: without_generators(one) for name, one in old.items()}
@@ -100,8 +112,13 @@ class Beginnings:
             "in_validation": self._validation is not None,
         }
 
-    def _differing(self, before: OldState | None) -> dict[str, Any] | None:
-        return None if before is None else before.differing(user_states(self._context))
+    def _differing(
+        self, before: OldState | None, optimized: Sequence[Tensor] | None = None
+    ) -> Mapping[str, Any] | None:
+        """What the state now has to get back of that from `before`, when optimizers held the `optimized` parameters."""
+        old = None if before is None else before.differing(user_states(self._context))
+        joined = [] if optimized is None else name_joined(self._loop.work, optimized)
+        return {"values": [], "added": [], **(old or {}), "joined": joined} if joined else old
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Take back what `old_states` returned; None for nothing."""
@@ -141,12 +158,11 @@ class Beginnings:
                 with self.replay(self._old_training, on_all=context.events.has_foreign(Event.TRAIN_BEGIN)):
                     yield
             else:
-                before = self.take()
+                before, optimized = self.take(), optimized_parameters(self._loop.work)
                 try:
                     yield
                 finally:
-                    if before is not None:
-                        self._old_training = copied(before.differing(user_states(context)))
+                    self._old_training = copied(self._differing(before, optimized))
         finally:
             self._training_has_begun |= not over
             if again:
@@ -247,6 +263,7 @@ class Beginnings:
         try:
             with context.sink.mute(context.state):
                 self._put_back(old)
+                take_out(loop.work, (old or {}).get("joined", ()))
                 yield
         except ValueError as error:
             annotate(error, AGAIN)

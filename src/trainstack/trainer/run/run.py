@@ -53,6 +53,7 @@ from trainstack.trainer.resume.restoring import (
     warn_of_differences,
     warn_of_other_samples,
 )
+from trainstack.trainer.resume.run_snapshot import optimized_parameters
 from trainstack.trainer.resume.saving import Saver, make_checkpoint
 from trainstack.trainer.run.agreement import (
     agree_on_start,
@@ -359,6 +360,7 @@ class Run:
         self.modes.restore()
         if self._saves or not calls:  # in this process, only the loader is asked for again
             begun.before_hooks = begun.before_loader = self.beginnings.take()
+            begun.optimized = optimized_parameters(self.loop.work)
         try:
             call_all(calls)
         except PeerError:
