@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ from trainstack.trainer.resume.restoring import (
     SAMPLES,
     check_resumable,
     check_schedules,
-    hash_samples,
+    comparable_samples,
     restore_module,
     rng_of_rank,
     warn_of_differences,
@@ -116,6 +117,7 @@ class Run:
     """
 
     _begun: BegunEpoch | None = None
+    _saved_samples: Mapping[str, str] = MappingProxyType({})  # of the checkpoint, for the next epoch to compare
     _compare_values = True  # before the next step
     _compared_at = -1  # the last global step after which the weights of all ranks were compared
     _epoch_unsaved = _ranks_are_separate = False
@@ -135,7 +137,8 @@ class Run:
             self.data = TrainingData(module, args, world, state.seed, self.log, self.stack.public_dataset_size)
         self._saves = context.checkpointer.is_due(0, force=True)
         if (self._saves or world.size > 1) and not self.stack.is_private:  # private samples leave no trace anywhere
-            self.data.hash_samples()
+            self.data.sample_hashes = self.data.hash_samples()
+            self.data.hashes_epochs = self._saves and world.is_main and bool(self.data.sample_hashes)
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
         self._connect_module()
@@ -378,7 +381,11 @@ class Run:
     def _ask_for_data(self, begun: BegunEpoch) -> Iterator[StepBatches]:
         if begun.rng is not None:
             restore_rng(begun.rng, self.world.device)
-        steps = iter(()) if self.state.epoch_end else self.data.iter_steps(self.state, self.stack.sampling)
+        steps: Iterator[StepBatches] = iter(())
+        if not self.state.epoch_end:
+            steps = self.data.iter_steps(self.state, self.stack.sampling)
+            warn_of_other_samples(self._saved_samples, self.data, self.context, within=begun.goes_on)
+            self._saved_samples = {}
         self.beginnings.settle(begun.before_hooks, begun.before_loader)
         return steps
 
@@ -645,8 +652,9 @@ class Run:
         begun = self._begun if self._begun is not None and self._begun.epoch == state.epoch else None
         begin = self.beginnings.old_states(begun, over=self.is_over)
         made = make_checkpoint(context, plan, lambda: states, self.epoch_rng, loader_state, begin, pinned=pinned)
-        if self.data.sample_hashes:
-            made.metadata = {**(made.metadata or {}), SAMPLES: hash_samples(self.data.sample_hashes)}
+        samples = comparable_samples(self.data, within=begun is not None and not state.epoch_end)
+        if samples:
+            made.metadata = {**(made.metadata or {}), SAMPLES: samples}
         return made
 
     def _refuse_diverged(self, outcome: str) -> None:
@@ -677,7 +685,7 @@ class Run:
             return
         if mode == "full":
             check_resumable(checkpoint, context, plan)
-            warn_of_other_samples(checkpoint, self.data, context)
+            self._saved_samples = (checkpoint.metadata or {}).get(SAMPLES) or {}
             update_state(checkpoint.trainer_state)
         else:
             self.loop.update_state(saved, fresh_optimizers=False, log=self.log)
