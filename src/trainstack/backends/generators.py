@@ -67,7 +67,7 @@ class _Search:
         parts = dict(module.named_modules())
         for name, part in parts.items():
             for key, value in list(vars(part).items()):
-                if key not in _OF_EVERY_MODULE:
+                if key not in _OF_EVERY_MODULE and type(value) not in _LEAVES:
                     self.look(f"{name}.{key}" if name else key, value, DEPTH)
         scopes = dict.fromkeys(kind.__module__ for part in parts.values() for kind in type(part).__mro__)
         for scope in scopes:

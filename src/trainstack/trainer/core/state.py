@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
 from typing import Any
 
@@ -43,8 +43,8 @@ class RunState:
         samples_in_epoch: samples consumed in `epoch` over all processes: the cursor of the data order.
         batches_in_epoch: micro-batches consumed in `epoch` on this process.
         epoch_end: the part of the end of `epoch` that came last, see `EpochEnd`.
-        validated: loaders finished of the validation after `epoch`; -1 while it trains, until its hooks have run.
-        validating: loaders finished of a validation within `epoch`; -1 while none is under way.
+        validates: whether a validation within `epoch` is under way.
+        finished_loaders: names of the loaders that are finished of the validation under way, within or after `epoch`.
         validated_step: the global step of the last validation of the training that has finished.
         due_part: the part that came last of what is due after the last global step, see `DuePart`; 0 when all is done.
         interrupted: whether an exception came before all that is due after the last global step was done.
@@ -64,8 +64,8 @@ class RunState:
     samples_in_epoch: int = 0
     batches_in_epoch: int = 0
     epoch_end: int = 0
-    validated: int = -1
-    validating: int = -1
+    validates: bool = False
+    finished_loaders: list[str] = field(default_factory=list)
     validated_step: int = 0
     due_part: int = 0
     interrupted: bool = False
@@ -79,7 +79,7 @@ class RunState:
         self.last_epoch = self.epoch
         self.epoch += 1
         self.steps_in_epoch = self.samples_in_epoch = self.batches_in_epoch = 0
-        self.epoch_end, self.validated, self.order = 0, -1, ""
+        self.epoch_end, self.order = 0, ""
 
     def begin_epoch_end(self, part: EpochEnd) -> bool:
         """Whether `part` of the end of the epoch is still to come. From now on it counts as done.
@@ -98,36 +98,23 @@ class RunState:
         self.due_part = int(part)
         return True
 
-    @property
-    def loaders_done(self) -> int:
-        """Loaders finished of the validation under way, within or after the epoch."""
-        return max(0, self.validating if self.validated < 0 else self.validated)
-
-    def finish_loader(self) -> None:
-        """One more loader of the validation under way is finished."""
-        if self.validated < 0:
-            self.validating = self.loaders_done + 1
-        else:
-            self.validated += 1
-
     def finish_validation(self) -> None:
         """The validation under way, within or after the epoch, has finished all loaders."""
-        self.validated_step = self.global_step
-        if self.validated < 0:
-            self.validating = -1
-        else:
+        self.validated_step, self.finished_loaders = self.global_step, []
+        if not self.validates:
             self.epoch_end = max(self.epoch_end, int(EpochEnd.VALIDATION))
+        self.validates = False
 
-    def get_state(self) -> dict[str, int | str]:
+    def get_state(self) -> dict[str, Any]:
         """All of it."""
         return asdict(self)
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `get_state` returned; other keys are ignored."""
-        for field in fields(self):
-            if field.name in state:
-                kind: Any = type(getattr(self, field.name))
-                setattr(self, field.name, kind(state[field.name]))
+        for one in fields(self):
+            if one.name in state:
+                kind: Any = type(getattr(self, one.name))
+                setattr(self, one.name, kind(state[one.name]))
 
 
 class UserState(dict[str, Any]):

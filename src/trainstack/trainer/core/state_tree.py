@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 
 from trainstack.checkpointing.difference import differences
 
@@ -166,12 +166,42 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def memory_of(tensors: Iterable[Tensor]) -> set[int]:
     """The addresses of the storages of `tensors`, as far as they have memory."""
-    return {t.untyped_storage().data_ptr() for t in tensors if _has_memory(t)} - {0}
+    return {t.untyped_storage().data_ptr() for t in tensors if _is_plain(t) or _has_memory(t)} - {0}
 
 
 def lies_in(value: Any, memory: set[int]) -> bool:
     """Whether `value` is a tensor in one of the storages of `memory_of`."""
-    return isinstance(value, Tensor) and _has_memory(value) and value.untyped_storage().data_ptr() in memory
+    has_memory = _is_plain(value) or (isinstance(value, Tensor) and _has_memory(value))
+    return has_memory and value.untyped_storage().data_ptr() in memory
+
+
+class _Packed:
+    """Values of small tensors of one dtype and device, in one copy: one by one they would take most of the time."""
+
+    def __init__(self, tensors: Mapping[Path, Tensor]) -> None:
+        self.shapes = {path: tensor.shape for path, tensor in tensors.items()}
+        self._copy = _joined(tensors.values())
+
+    def changed(self, found: Mapping[Path, Any]) -> dict[Path, Tensor]:
+        """Those that have another value in `found`, or are not there."""
+        now = [found.get(path) for path in self.shapes]
+        known = [one for one in now if _is_plain(one) and one.dtype is self._copy.dtype]
+        shapes = list(self.shapes.values())
+        if [one.shape for one in known] == shapes and same(_joined(known), self._copy):
+            return {}
+        values = zip(self.shapes, self._copy.split([shape.numel() for shape in shapes]), shapes, now, strict=True)
+        parts = ((path, part.view(shape), other) for path, part, shape, other in values)
+        return {path: part.clone() for path, part, other in parts if not (_is_plain(other) and same(part, other.data))}
+
+
+def _joined(tensors: Iterable[Tensor]) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _is_plain(value: Any) -> bool:
+    known = type(value) in (Tensor, Parameter) and value.layout is torch.strided  # what is lazy is of another class
+    return known and not (value.is_meta or value.is_quantized)
 
 
 class OldState:
@@ -189,24 +219,33 @@ class OldState:
         self._containers = small_containers(state)
         found = leaves(state, self._containers)
         self._paths = set(found)
-        self._weights = {path for path, leaf in found.items() if is_weight(leaf)}
         self._values: dict[Path, Any] = {}
+        self._others: list[Path] = []  # weights that cannot be packed
+        kinds: dict[Any, dict[Path, Tensor]] = {}
         for path, leaf in found.items():
-            if size_of(leaf) <= SMALL:
+            if _is_plain(leaf) and is_weight(leaf):
+                if leaf.nbytes <= SMALL:
+                    kinds.setdefault((leaf.dtype, leaf.device), {})[path] = leaf
+            elif size_of(leaf) <= SMALL:
                 with suppress(Exception):  # what cannot be copied is left out
                     self._values[path] = _deep_copy(leaf)
+                self._others += [path] if is_weight(leaf) else []
+        self._packed = [_Packed(kind) for kind in kinds.values()]
 
     @property
     def has_weights(self) -> bool:
-        """Whether values of parameters are held."""
-        return not self._weights.isdisjoint(self._values)
+        """Whether values of parameters are held, changed or not."""
+        return bool(self._packed or self._others)
 
     def drop_unchanged_weights(self, state: Mapping[str, Any]) -> None:
         """Drop the parameters that have the same value in `state`."""
         found = leaves(state, self._containers)
-        for path in list(self._weights & self._values.keys()):
-            if path in found and same(self._values[path], found[path]):
+        for path in self._others:
+            if path in found and path in self._values and same(self._values[path], found[path]):
                 del self._values[path]
+        for packed in self._packed:
+            self._values |= packed.changed(found)
+        self._packed, self._others = [], []
 
     def differing(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
         """What `state` has to get back from here, as a checkpoint can hold it; None for nothing."""
@@ -216,6 +255,7 @@ class OldState:
             for path, value in self._values.items()
             if path not in found or not same(value, found[path])
         ]
+        old += [[list(path), value] for packed in self._packed for path, value in packed.changed(found).items()]
         added = [list(path) for path in found if path not in self._paths]
         return {"values": old, "added": added} if old or added else None
 

@@ -106,7 +106,9 @@ class TrainingData:
     Attributes:
         plan: the run's step arithmetic.
         loader: what the module returned last.
-        sample_hashes: of three fixed samples by index, once `hash_samples` was called.
+        sample_hashes: of three fixed samples by index, of the loader for the plan, if somebody has set them.
+        epoch_hashes: the same of the loader for the epoch under way, if `hashes_epochs`.
+        hashes_epochs: whether somebody compares them.
         loader_state: the state of a loader that keeps one.
         training_set: what the layers of the stack may know of the data.
     """
@@ -128,6 +130,8 @@ class TrainingData:
         self._custom_order_logged = self._lengths_differ_logged = self._choice_logged = False
         self.loader: Any = None
         self.sample_hashes: Samples = {}
+        self.epoch_hashes: Samples = {}
+        self.hashes_epochs = False
         self._overfit = OverfitSubset(args.overfit_batches, args.global_batch_size(world.size), seed)
         self._sharding = args.data_sharding_of(Stage.TRAIN)
         presharded = self._sharding == "loader"
@@ -190,6 +194,8 @@ class TrainingData:
                 f"{type(self._module).__name__}.get_train_dataloader returned None. Return a DataLoader: "
                 "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))."
             )
+        if self.hashes_epochs:  # now, since samples may depend on the state that the epoch begins with
+            self.epoch_hashes = self.hash_samples()
         reason, self._cursor = unsupported_order_reason(loader), None
         set_epoch(loader, state.epoch, in_own_order=reason is not None)
         if sampling is not None:
@@ -236,9 +242,9 @@ class TrainingData:
             return None
         return self._cursor.share(epoch, first)
 
-    def hash_samples(self) -> None:
-        """Fill `sample_hashes`. A resumed run does it at the same moment as the run before, when the run is made."""
-        self.sample_hashes = sample_hashes(self.loader, self._seed)
+    def hash_samples(self) -> Samples:
+        """Hashes of three fixed samples of `loader`."""
+        return sample_hashes(self.loader, self._seed)
 
     def micro_batch(self, state: RunState) -> MicroBatchInfo:
         """The micro-batch that `train_step` is called for."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from itertools import islice
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch.utils.data import SequentialSampler
@@ -66,6 +65,29 @@ class StopRequests(Protocol):
         """Stop on all processes, if any has been asked to."""
 
 
+class BegunValidation(Protocol):
+    """What has happened already of the beginning of a validation.
+
+    Attributes:
+        announced: whether the subscribers of `VALIDATION_BEGIN` have been called in this process.
+    """
+
+    announced: bool
+
+
+class Validations(Protocol):
+    """What a validation within training asks of `Beginnings`, which belongs to the folder above."""
+
+    def validation(self) -> AbstractContextManager[BegunValidation]:
+        """A block for the calls that begin a validation; they act once on the state."""
+
+    def whole_or_undone(self) -> AbstractContextManager[None]:
+        """A block that leaves no trace in states if it raises."""
+
+    def end_validation(self) -> None:
+        """The validation has finished."""
+
+
 class Evaluator:
     """Runs the steps of validation, test and prediction, between training steps or by themselves.
 
@@ -75,6 +97,7 @@ class Evaluator:
         data: has the plan, and the samples of `overfit_batches`.
         hooks: of the module.
         stopper: asked in validations that are a part of training.
+        validations: keeps the state from before a validation that is a part of training.
         work: gives the workload as it is now.
 
     Attributes:
@@ -90,12 +113,13 @@ class Evaluator:
         data: TrainingData,
         hooks: Hooks,
         stopper: StopRequests,
+        validations: Validations,
         work: Callable[[], Workload],
     ) -> None:
         self.metrics = metrics
         self._context, self._data, self._hooks, self._stopper, self._work = context, data, hooks, stopper, work
-        self._logged = set[str]()
-        self.has_validated = self._has_begun = False
+        self._validations, self._logged = validations, set[str]()
+        self.has_validated = False
         self._under_way = set[Stage]()
 
     def loaders_of(self, stage: Stage) -> dict[str, Any]:
@@ -110,8 +134,13 @@ class Evaluator:
 
     def validate(self, reporter: Reporter) -> None:
         """A validation within or after an epoch of training; nothing if the module has no data for it."""
-        with self._isolated_rng():
-            loaders = self.loaders_of(Stage.VAL)
+        with self._validations.validation() as begun:
+            with self._isolated_rng():
+                loaders = self.loaders_of(Stage.VAL)
+            if loaders and not begun.announced:
+                begun.announced = True
+                with isolated_rng(self._seed(Stage.VAL), self._context.world.device), self._only_one(Stage.VAL):
+                    self._context.events.fire(Event.VALIDATION_BEGIN)
         if loaders:
             self.evaluate(Stage.VAL, loaders, keep=self._hooks.val_outputs, reporter=reporter)
         else:
@@ -182,22 +211,24 @@ class Evaluator:
         announced = stage is Stage.VAL and only is None
         hook = hooks.end_val_epoch if announced else None
         step, collected, was_busy = state.global_step, EvaluationOutputs(), context.busy
-        seed = mix(state.seed, stage.value, step, world.rank)
-        with self._evaluating(stage, seed, announced, reporter is not None):
+        seed, in_training = self._seed(stage), reporter is not None
+        with self._evaluating(stage, seed, announced, in_training):
             self.metrics.check_loaders(list(loaders))
             context.busy = True
-            done = 0 if reporter is None else state.loaders_done
+            done = state.finished_loaders if in_training else ()
+            left = {key: loader for key, loader in loaders.items() if key not in done}
             try:
                 with evaluation_pass(context.stack, self._work()):
-                    for key, loader in islice(loaders.items(), done, None):
+                    for key, loader in left.items():
                         val_step = calls_val_step(context.module, context.val_step)
                         with isolated_rng(seed, world.device), eval_mode(context.module), val_step:
-                            outputs, values = self._evaluate(stage, key, loader, keep, reporter, only)
+                            with self._validations.whole_or_undone() if in_training else nullcontext():
+                                outputs, values = self._evaluate(stage, key, loader, keep, reporter, only)
                             collected.metrics |= self._record(stage, key, values, history or context.history)
                             if keep:
                                 collected[key] = outputs
-                            if reporter is not None:
-                                state.finish_loader()
+                            if in_training:
+                                state.finished_loaders = [*state.finished_loaders, key]
                             if hook is not None:
                                 hook(step, *(as_arguments(outputs) if keep and hooks.val_outputs else ()), key=key)
             finally:
@@ -209,13 +240,12 @@ class Evaluator:
         """A block inside callbacks' contexts, and between the events of a validation if it is `announced`.
 
         Subscribers draw from separate generators, like all of an evaluation. One that is broken off does not end, and
-        one that only tries out a few batches is not announced. One that goes on in the same process has begun already.
+        one that only tries out a few batches is not announced. One that is a part of training has begun already.
         """
         context, events = self._context, self._context.events
         with isolated_rng(seed, context.world.device):
             with self._only_one(stage):
-                if announced and not (in_training and self._has_begun):
-                    self._has_begun |= in_training
+                if announced and not in_training:
                     events.fire(Event.VALIDATION_BEGIN)
                 with events.evaluation_contexts():
                     yield
@@ -229,7 +259,8 @@ class Evaluator:
     def _finish(self) -> None:
         """A validation of the training has finished."""
         self._context.state.finish_validation()
-        self.has_validated, self._has_begun = True, False
+        self._validations.end_validation()
+        self.has_validated = True
 
     @contextmanager
     def _only_one(self, stage: Stage) -> Iterator[None]:
@@ -245,6 +276,10 @@ class Evaluator:
             yield
         finally:
             self._under_way.discard(stage)
+
+    def _seed(self, stage: Stage) -> int:
+        state = self._context.state
+        return mix(state.seed, stage.value, state.global_step, self._context.world.rank)
 
     def _isolated_rng(self) -> AbstractContextManager[None]:
         return isolated_rng(mix(self._context.state.seed), self._context.world.device)

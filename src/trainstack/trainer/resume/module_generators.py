@@ -30,11 +30,9 @@ def without_generators(old: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """What `OldState.differing` returned, less what belongs to generators; None for nothing."""
     if old is None:
         return None
-    kept = {
-        "values": [[path, value] for path, value in old["values"] if path[0] != GENERATORS],
-        "added": [path for path in old["added"] if path[0] != GENERATORS],
-    }
-    return kept if kept["values"] or kept["added"] else None
+    values = [[path, value] for path, value in old["values"] if path[0] != GENERATORS]
+    kept = {**old, "values": values, "added": [path for path in old["added"] if path[0] != GENERATORS]}
+    return kept if any(kept.values()) else None
 
 
 def put_back_generators(module: nn.Module, states: Mapping[str, Any]) -> list[str]:

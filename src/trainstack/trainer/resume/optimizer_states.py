@@ -21,6 +21,7 @@ from trainstack.backends.optimizer_state import (
 )
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.state_tree import copied, same
 from trainstack.trainer.resume.group_matching import Groups, match_groups
 from trainstack.trainer.schedulers.stepping import Schedules
 
@@ -35,7 +36,7 @@ class OptimizerStates:
     Beside these there may be `"joined"`, names of parameters that were added during training; `"ordered"`, True where
     the state fits the order of the parameters only; and `"state_dict"` in place of `"state"`, where the optimizer has a
     form of its own. `"made"` holds the options with which the groups were made. The record of a scheduler names its
-    class and the number of its optimizer.
+    class and the number of its optimizer; its `"made"` holds what it was made with.
 
     Args:
         work: has the optimizers and the module. The optimizers have the parameters that they were made with.
@@ -46,6 +47,7 @@ class OptimizerStates:
         self._work, self._schedules = work, schedules
         self._made = [[_options_of(group) for group in one.param_groups] for one in work.optimizers]
         self._first = [[p for group in one.param_groups for p in group["params"]] for one in work.optimizers]
+        self._made_schedulers = [_settings_of(one) for one in schedules.schedulers]
         self._is_whole = False
 
     @contextmanager
@@ -77,9 +79,10 @@ class OptimizerStates:
                     "class": type(one).__name__,
                     "optimizer": _number_of(getattr(one, "optimizer", None), optimizers),
                     "waited": count,
+                    "made": made,
                     "state": one.state_dict(),
                 }
-                for one, count in zip(schedulers, waited, strict=True)
+                for one, count, made in zip(schedulers, waited, self._made_schedulers, strict=True)
             ],
         }
 
@@ -229,7 +232,9 @@ class OptimizerStates:
         for position, source in enumerate(_match_schedulers(wanted, records)):
             scheduler, number, record = schedulers[position], numbers[position], records[source]
             what = f"scheduler {position} ({type(scheduler).__name__})"
-            _warn_if_length_differs(what, scheduler, record["state"], log)
+            then = record.get("made", {})
+            _warn_if_length_differs(what, self._made_schedulers[position], then, log)
+            self._made_schedulers[position] = then
             order = None if number is None else orders[number]
             state = record["state"] if order is None else _in_order(what, scheduler, record["state"], order)
             try:
@@ -314,13 +319,18 @@ def _one_in_order(key: str, value: Any, order: Sequence[int]) -> Any:
     return value
 
 
-def _warn_if_length_differs(what: str, scheduler: Any, state: Mapping[str, Any], log: RunLogger) -> None:
+def _settings_of(scheduler: Any) -> dict[str, Any]:
+    """The length of a new scheduler, and the attributes of the objects that give its rates, which they may change."""
+    state = scheduler.state_dict()
+    return {key: copied(state[key]) for key in ("total_steps", "T_max", "total_iters", "lr_lambdas") if key in state}
+
+
+def _warn_if_length_differs(what: str, mine: _Record, theirs: _Record, log: RunLogger) -> None:
     """Say that a schedule goes on as it was laid when the run began, also where the run has become longer since."""
-    mine = scheduler.state_dict()
-    for key in ("total_steps", "T_max", "total_iters", "lr_lambdas"):
-        if key in mine and key in state and not _same(mine[key], state[key]):
+    for key in mine:
+        if key in theirs and not same(mine[key], theirs[key]):
             log.warning(
-                f"{what} was made with {key}={mine[key]!r}; the run goes on with the checkpoint's {state[key]!r}. To "
+                f"{what} was made with {key}={mine[key]!r}; the run goes on with the checkpoint's {theirs[key]!r}. To "
                 "lay the schedule anew over the epochs that are left, write reset_optimizers_schedulers=True."
             )
 

@@ -156,20 +156,39 @@ def hash_samples(samples: Samples) -> dict[str, str]:
     return {index: hash_text(repr(numbers)) for index, numbers in samples.items()}
 
 
-def warn_of_other_samples(checkpoint: Checkpoint, data: TrainingData, context: RunContext) -> None:
-    """Warn if the dataset has other samples than when the checkpoint was written, or in another order."""
-    before = (checkpoint.metadata or {}).get(SAMPLES) or {}
-    now = hash_samples(data.sample_hashes)
-    if not now or not context.world.is_main or all(now.get(index, known) == known for index, known in before.items()):
+def comparable_samples(data: TrainingData, *, within: bool) -> dict[str, str]:
+    """The hashes for a checkpoint within an epoch, or between two.
+
+    Between epochs there are none where the samples have changed since the run was made, since they may change again.
+    """
+    return hash_samples(data.epoch_hashes) if within or data.epoch_hashes == data.sample_hashes else {}
+
+
+def warn_of_other_samples(before: Mapping[str, str], data: TrainingData, context: RunContext, *, within: bool) -> None:
+    """Warn if an epoch that resumes has other samples than when the checkpoint was written, or in another order.
+
+    Args:
+        before: the hashes in the checkpoint.
+        data: has been asked for the data of the epoch.
+        context: of the run.
+        within: whether the checkpoint lies within the epoch. Otherwise what began the epoch may have changed the data.
+    """
+    if not before:
+        return
+    known = [hash_samples(data.epoch_hashes), *([] if within else [hash_samples(data.sample_hashes)])]
+    if any(all(now.get(i, one) == one for i, one in before.items()) for now in known):
         return
     random, is_unchanged = random_places(data.loader, context.state.seed)
-    differing = [index for index, known in before.items() if now.get(index, known) != known and not random.get(index)]
+    now = known[0]
+    differing = [index for index, one in before.items() if now.get(index, one) != one and not random.get(index)]
     if differing and is_unchanged:
+        harm = "Samples that were trained on may come again in this epoch, and others never. "
         context.log.warning(
             f"the training data set is not what it was when the checkpoint was written: of the samples "
             f"{', '.join(before)}, which are compared, {', '.join(differing)} differ{'s' * (len(differing) == 1)}. "
-            "Samples that were trained on may come again in this epoch, and others never. Check that files are listed "
-            "in a fixed order (sorted) and that the data and its preprocessing are the same."
+            f"{harm if within else 'If the module does not choose its data by epoch: '}"
+            f"{'C' if within else 'c'}heck that files are listed in a fixed order (sorted) and that the data and its "
+            "preprocessing are the same."
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainstack.backends import Workload
+from trainstack.backends.optimizer_state import parameter_names
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.state_tree import copied, lies_in, memory_of, same
 from trainstack.trainer.resume.module_generators import get_generator_states, put_back_generators
@@ -103,17 +104,57 @@ def _copied(state: Any, memory: set[int], on_host: bool) -> Any:
     return state if lies_in(state, memory) else copied(state, on_host=on_host)
 
 
+def optimized_parameters(work: Workload) -> list[Tensor]:
+    """The parameters in the groups of the optimizers, as they are now."""
+    return [p for optimizer in work.optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def name_joined(work: Workload, before: Iterable[Tensor]) -> list[str]:
+    """The names of the parameters that the optimizers hold and that are not in `before`."""
+    known = set(map(id, before))
+    joined = [p for p in optimized_parameters(work) if id(p) not in known]
+    if not joined:
+        return []
+    names, originals = parameter_names(work.module), work.params.find_originals()
+    return [names[id_][0] for p in joined if (id_ := id(originals.get(id(p), p))) in names]
+
+
+def take_out(work: Workload, names: Collection[str]) -> None:
+    """Let the optimizers hold the parameters of these names no more, nor groups of them alone.
+
+    Those whose groups a `RunSnapshot` cannot put back are left as they are.
+    """
+    if not names:
+        return
+    taken, known, originals = set(names), parameter_names(work.module), work.params.find_originals()
+    for optimizer in work.optimizers:
+        groups = []
+        for group in optimizer.param_groups if _has_plain_state(optimizer) else ():
+            members = group["params"]
+            left = [p for p in members if taken.isdisjoint(known.get(id(originals.get(id(p), p)), ()))]
+            if len(left) < len(members):
+                group["params"] = left
+            if left or not members:
+                groups.append(group)
+        if groups:
+            optimizer.param_groups[:] = groups
+
+
 def _parts_of(optimizer: Any) -> list[Optimizer]:
     """The optimizer, and the one of this rank that a divided optimizer wraps; that alone has a state."""
     return [optimizer, optimizer.optim] if is_divided(optimizer) else [optimizer]
 
 
 def _snapshot_of(optimizer: Optimizer, on_host: bool, with_tensors: bool) -> _StateSnapshot | _StateDictSnapshot:
-    kind = type(optimizer)
-    own = kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
-    if own or not with_tensors or is_divided(optimizer):
+    if _has_plain_state(optimizer) or not with_tensors or is_divided(optimizer):
         return _StateSnapshot(optimizer, on_host, with_tensors)
     return _StateDictSnapshot(optimizer, on_host)
+
+
+def _has_plain_state(optimizer: Optimizer) -> bool:
+    """Whether groups and state are all that `optimizer` has."""
+    kind = type(optimizer)
+    return kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
 
 
 class _StateSnapshot:
@@ -145,8 +186,11 @@ class _StateSnapshot:
     def restore(self) -> None:
         """Make the optimizer what it was."""
         optimizer = self._optimizer
-        optimizer.param_groups[:] = [group for group, _ in self._groups]
-        for group, kept in self._groups:
+        # A group that was taken out and added again stays the new object, which user code may hold.
+        again = {tuple(map(id, group["params"])): group for group in optimizer.param_groups if group["params"]}
+        groups = [(again.get(tuple(map(id, kept["params"][1])), group), kept) for group, kept in self._groups]
+        optimizer.param_groups[:] = [group for group, _ in groups]
+        for group, kept in groups:
             parameters, members = kept["params"]
             parameters[:] = members
             group.clear()

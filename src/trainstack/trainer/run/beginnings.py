@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from trainstack.errors import annotate
 from trainstack.trainer.context import RunContext
@@ -14,12 +16,20 @@ from trainstack.trainer.core.random_state import capture_rng, restore_rng
 from trainstack.trainer.core.state_tree import OldState, copied, lies_in, memory_of, with_old_values
 from trainstack.trainer.events import Event
 from trainstack.trainer.resume.module_generators import without_generators
-from trainstack.trainer.resume.run_snapshot import RunSnapshot, put_back_user_states, user_states
+from trainstack.trainer.resume.run_snapshot import (
+    RunSnapshot,
+    name_joined,
+    optimized_parameters,
+    put_back_user_states,
+    take_out,
+    user_states,
+)
 from trainstack.trainer.run.loop import TrainLoop
 
 AGAIN = (
-    "raised while the run goes on and calls again what began its training or its epoch. The optimizers have their "
-    "present groups. Where a hook adds one, write: if len(self.opt.param_groups) < 2: self.opt.add_param_group(...)"
+    "raised while the run goes on and calls again what began its training or its epoch. Optimizers with a state_dict of "
+    "another form than torch's have their present groups. Where a hook adds one, write: "
+    "if len(self.opt.param_groups) < 2: self.opt.add_param_group(...)"
 )
 
 
@@ -33,6 +43,7 @@ class BegunEpoch:
         modes: of the parts whose modes the hooks have changed.
         rng: the random state after the hooks; None before.
         before_hooks, before_loader: the state at these moments.
+        optimized: the parameters that the optimizers held before the hooks.
     """
 
     epoch: int
@@ -41,6 +52,20 @@ class BegunEpoch:
     rng: Mapping[str, Any] | None = None
     before_hooks: OldState | None = None
     before_loader: OldState | None = None
+    optimized: Sequence[Tensor] | None = None
+
+
+@dataclass(slots=True)
+class BegunValidation:
+    """What the beginning of a validation within training has left in this process.
+
+    Attributes:
+        announced: whether the subscribers of `VALIDATION_BEGIN` have been called in this process.
+        before: the state from before its loaders were asked for.
+    """
+
+    announced: bool = False
+    before: OldState | None = None
 
 
 class Beginnings:
@@ -61,6 +86,7 @@ class Beginnings:
         self._old_training: Mapping[str, Any] | None = None
         self._training_rng: Mapping[str, Any] | None = None
         self._training_has_begun = False
+        self._validation: BegunValidation | None = None
 
     def old_states(self, begun: BegunEpoch | None, *, over: bool) -> dict[str, Any]:
         """What a checkpoint keeps: the differences of the state now to those from before the calls.
@@ -71,18 +97,28 @@ class Beginnings:
             begun: the epoch under way; None if it has not begun.
             over: whether the training ends here.
         """
-        before = None if begun is None else begun.before_hooks
-        epoch = None if before is None else before.differing(user_states(self._context))
-        training = self._old_training
-        if self._context.stack.is_private:
-            epoch, training = without_generators(epoch), without_generators(training)
-        return {
-            "over": over,
-            "training": training,
-            "training_rng": self._training_rng,
-            "epoch": epoch,
-            "in_epoch": begun is not None,
+        old = {
+            "training": self._old_training,
+            "epoch": None if begun is None else self._differing(begun.before_hooks, begun.optimized),
+            "validation": None if self._validation is None else self._differing(self._validation.before),
         }
+        if self._context.stack.is_private:
+            old = {name: without_generators(one) for name, one in old.items()}
+        return {
+            **old,
+            "over": over,
+            "training_rng": self._training_rng,
+            "in_epoch": begun is not None,
+            "in_validation": self._validation is not None,
+        }
+
+    def _differing(
+        self, before: OldState | None, optimized: Sequence[Tensor] | None = None
+    ) -> Mapping[str, Any] | None:
+        """What the state now has to get back of that from `before`, when optimizers held the `optimized` parameters."""
+        old = None if before is None else before.differing(user_states(self._context))
+        joined = [] if optimized is None else name_joined(self._loop.work, optimized)
+        return {"values": [], "added": [], **(old or {}), "joined": joined} if joined else old
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Take back what `old_states` returned; None for nothing."""
@@ -94,8 +130,11 @@ class Beginnings:
 
     def pop_epoch(self) -> tuple[bool, Mapping[str, Any] | None]:
         """Whether the checkpoint lies within an epoch, be it before its first step, and the old state; once."""
-        loaded, self._loaded = self._loaded, {**self._loaded, "in_epoch": False, "epoch": None}
-        return bool(loaded.get("in_epoch")), loaded.get("epoch")
+        return self._pop("epoch")
+
+    def _pop(self, name: str) -> tuple[bool, Mapping[str, Any] | None]:
+        loaded, self._loaded = self._loaded, {**self._loaded, f"in_{name}": False, name: None}
+        return bool(loaded.get(f"in_{name}")), loaded.get(name)
 
     @contextmanager
     def train_begin(self, *, over: bool) -> Iterator[None]:
@@ -119,12 +158,11 @@ class Beginnings:
                 with self.replay(self._old_training, on_all=context.events.has_foreign(Event.TRAIN_BEGIN)):
                     yield
             else:
-                before = self.take()
+                before, optimized = self.take(), optimized_parameters(self._loop.work)
                 try:
                     yield
                 finally:
-                    if before is not None:
-                        self._old_training = copied(before.differing(user_states(context)))
+                    self._old_training = copied(self._differing(before, optimized))
         finally:
             self._training_has_begun |= not over
             if again:
@@ -133,6 +171,52 @@ class Beginnings:
     def end_training(self) -> None:
         """The training has reached its end; another one may follow."""
         self._training_has_begun = False
+
+    @contextmanager
+    def validation(self) -> Iterator[BegunValidation]:
+        """A block that asks for the loaders of a validation and fires `VALIDATION_BEGIN`; each acts once on the state.
+
+        One that was broken off begins again on the state from before it.
+        """
+        begun = self._validation
+        if begun is not None:
+            with self.replay(None, on_all=self._is_all_changed(begun)):
+                self.put_back(begun.before)
+                yield begun
+            return
+        begun, (goes_on, old) = BegunValidation(), self._pop("validation")
+        with self.replay(old, on_all=self._is_all_changed(begun)) if goes_on else nullcontext():
+            begun.before = self.take()
+            try:
+                yield begun
+            except BaseException:
+                if goes_on or begun.announced:
+                    self._validation = begun
+                else:  # the loaders could not be made
+                    self.put_back(begun.before)
+                raise
+        self._validation = begun
+        self.settle(begun.before)
+
+    def _is_all_changed(self, begun: BegunValidation) -> bool:
+        return not begun.announced and self._context.events.has_foreign(Event.VALIDATION_BEGIN)
+
+    def end_validation(self) -> None:
+        """The validation of the training that was under way has finished."""
+        self._validation = None
+
+    @contextmanager
+    def whole_or_undone(self) -> Iterator[None]:
+        """A block that leaves no trace in states if it raises, as the pass over a loader that is broken off."""
+        before = self.take()
+        try:
+            yield
+        except BaseException as error:
+            try:
+                self.put_back(before)
+            except Exception as failure:
+                annotate(error, f"also, while states were put back: {type(failure).__name__}: {failure}")
+            raise
 
     def take(self) -> OldState | None:
         """The state of now; None where a `get_state` fails, since a hook may have yet to make what it returns."""
@@ -179,6 +263,7 @@ class Beginnings:
         try:
             with context.sink.mute(context.state):
                 self._put_back(old)
+                take_out(loop.work, (old or {}).get("joined", ()))
                 yield
         except ValueError as error:
             annotate(error, AGAIN)

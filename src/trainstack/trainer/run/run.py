@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,12 +48,13 @@ from trainstack.trainer.resume.restoring import (
     SAMPLES,
     check_resumable,
     check_schedules,
-    hash_samples,
+    comparable_samples,
     restore_module,
     rng_of_rank,
     warn_of_differences,
     warn_of_other_samples,
 )
+from trainstack.trainer.resume.run_snapshot import optimized_parameters
 from trainstack.trainer.resume.saving import Saver, make_checkpoint
 from trainstack.trainer.run.agreement import (
     agree_on_start,
@@ -115,6 +117,7 @@ class Run:
     """
 
     _begun: BegunEpoch | None = None
+    _saved_samples: Mapping[str, str] = MappingProxyType({})  # of the checkpoint, for the next epoch to compare
     _compare_values = True  # before the next step
     _compared_at = -1  # the last global step after which the weights of all ranks were compared
     _epoch_unsaved = _ranks_are_separate = False
@@ -134,7 +137,8 @@ class Run:
             self.data = TrainingData(module, args, world, state.seed, self.log, self.stack.public_dataset_size)
         self._saves = context.checkpointer.is_due(0, force=True)
         if (self._saves or world.size > 1) and not self.stack.is_private:  # private samples leave no trace anywhere
-            self.data.hash_samples()
+            self.data.sample_hashes = self.data.hash_samples()
+            self.data.hashes_epochs = self._saves and world.is_main and bool(self.data.sample_hashes)
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
         self._connect_module()
@@ -154,6 +158,7 @@ class Run:
             data=self.data,
             hooks=self.hooks,
             stopper=stopper,
+            validations=self.beginnings,
             work=lambda: self.loop.work,
         )
         self.may_be_nonfinite = nonfinite_buffers(self.stack, module)
@@ -249,7 +254,6 @@ class Run:
         if state.begin_epoch_end(EpochEnd.LOSS):
             reporter.end_training_epoch(state, self.loop.meter)
         if state.begin_epoch_end(EpochEnd.HOOKS):
-            state.validated = 0
             self._end_train_epoch()
         if state.epoch_end < EpochEnd.VALIDATION and self.validation.after_epoch(state.epoch):
             self.evaluator.validate(reporter)  # which may be broken off
@@ -278,7 +282,7 @@ class Run:
         if self._compare_values:
             agree_on_values(self.context)
             self._compare_values = False
-        goes_on = state.interrupted or state.validating >= 0  # or a validation was broken off there
+        goes_on = state.interrupted or state.validates  # or a validation was broken off there
         self._attended = -1 if goes_on else state.global_step
         state.due_part = state.due_part if goes_on else 0
         try:
@@ -359,6 +363,7 @@ class Run:
         self.modes.restore()
         if self._saves or not calls:  # in this process, only the loader is asked for again
             begun.before_hooks = begun.before_loader = self.beginnings.take()
+            begun.optimized = optimized_parameters(self.loop.work)
         try:
             call_all(calls)
         except PeerError:
@@ -376,7 +381,11 @@ class Run:
     def _ask_for_data(self, begun: BegunEpoch) -> Iterator[StepBatches]:
         if begun.rng is not None:
             restore_rng(begun.rng, self.world.device)
-        steps = iter(()) if self.state.epoch_end else self.data.iter_steps(self.state, self.stack.sampling)
+        steps: Iterator[StepBatches] = iter(())
+        if not self.state.epoch_end:
+            steps = self.data.iter_steps(self.state, self.stack.sampling)
+            warn_of_other_samples(self._saved_samples, self.data, self.context, within=begun.goes_on)
+            self._saved_samples = {}
         self.beginnings.settle(begun.before_hooks, begun.before_loader)
         return steps
 
@@ -447,8 +456,8 @@ class Run:
         if state.due_part < DuePart.VALIDATION:
             is_due = self.validation.is_due(step, state.steps_in_epoch, self.world.comm)  # may ask a function
             state.begin_due(DuePart.VALIDATION)
-            state.validating = 0 if is_due else -1
-        if state.validating >= 0:
+            state.validates = bool(is_due)
+        if state.validates:
             self._validate_within(reporter)
         self._save_if_due(reporter, save, save_every)
         state.due_part, state.interrupted, self._attended = 0, False, step
@@ -490,7 +499,7 @@ class Run:
     def _validate_within(self, reporter: Reporter) -> None:
         """Validate at a step boundary; one that is broken off is gone on with when the run is."""
         self.evaluator.validate(reporter)
-        self.state.validating = -1
+        self.state.validates = False
         reporter.end_validation(self.state)
 
     def _set_next_due_step(self, reporter: Reporter, save_every: int | None) -> None:
@@ -521,7 +530,7 @@ class Run:
         state, plan = self.state, self.data.plan
         if plan.max_steps is None:
             return state.epoch >= plan.epochs
-        if state.epoch_end or state.validating >= 0 or state.interrupted or state.global_step < plan.max_steps:
+        if state.epoch_end or state.validates or state.interrupted or state.global_step < plan.max_steps:
             return False
         return not state.steps_in_epoch or plan.ends_within_epoch(state.global_step, state.steps_in_epoch)
 
@@ -643,8 +652,9 @@ class Run:
         begun = self._begun if self._begun is not None and self._begun.epoch == state.epoch else None
         begin = self.beginnings.old_states(begun, over=self.is_over)
         made = make_checkpoint(context, plan, lambda: states, self.epoch_rng, loader_state, begin, pinned=pinned)
-        if self.data.sample_hashes:
-            made.metadata = {**(made.metadata or {}), SAMPLES: hash_samples(self.data.sample_hashes)}
+        samples = comparable_samples(self.data, within=begun is not None and not state.epoch_end)
+        if samples:
+            made.metadata = {**(made.metadata or {}), SAMPLES: samples}
         return made
 
     def _refuse_diverged(self, outcome: str) -> None:
@@ -675,7 +685,7 @@ class Run:
             return
         if mode == "full":
             check_resumable(checkpoint, context, plan)
-            warn_of_other_samples(checkpoint, self.data, context)
+            self._saved_samples = (checkpoint.metadata or {}).get(SAMPLES) or {}
             update_state(checkpoint.trainer_state)
         else:
             self.loop.update_state(saved, fresh_optimizers=False, log=self.log)
