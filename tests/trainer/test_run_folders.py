@@ -279,6 +279,18 @@ def test_a_folder_with_anything_of_a_run_is_refused_with_three_ways(left: str) -
         assert way in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["save_dir", "model_state_save_dir", "tb_log_dir"])
+def test_a_run_in_another_folder_of_the_arguments_is_refused_with_the_name_of_that_argument(name: str) -> None:
+    is_log = name == "tb_log_dir"
+    group = ts.WriterArguments(tb_log_dir="other") if is_log else ts.DefaultCheckpointerArguments(**{name: "other"})
+    changes = {"writer_args" if is_log else "checkpointer_args": group}
+    trained(output_dir="first", **changes)
+
+    with pytest.raises(ts.ConfigurationError, match=f"^{name}='other' holds a run already") as caught:
+        make(output_dir="second", **changes).train()
+    assert f"{name}='other-2'" in str(caught.value)
+
+
 def test_other_files_in_the_folder_are_no_run() -> None:
     Path("mine").mkdir()
     Path("mine", "notes.txt").write_text("mine")

@@ -265,20 +265,28 @@ class RunDirectory:
 
     def _make_room(self, args: TrainerArguments, trace: Path, *, restarts: bool) -> None:
         if not (args.overwrite or restarts):
-            ways = [
-                f"output_dir={_beside(self.path)!r} for another folder, or none for a new folder in 'runs'",
-                "overwrite=True, without resume, to delete that run and begin anew",
-            ]
+            name, other = self._argument_of(trace)
+            ways = [other, "overwrite=True, without resume, to delete that run and start again"]
             if args.resume is False:
                 ways.insert(0, "resume='auto' to continue that run")
             nothing = ", without a checkpoint that could be resumed"
             if args.resume is False or self._saved_in(self.path):
                 nothing = ""
             raise ConfigurationError(
-                f"output_dir={shortest(self.path)!r} holds a run already ({shortest(trace)}){nothing}, and a new run "
+                f"{name} holds a run already ({shortest(trace)}){nothing}, and a new run "
                 f"never replaces the files of another. Write one of these in TrainerArguments: {'; '.join(ways)}."
             )
         self._delete_run()
+
+    def _argument_of(self, trace: Path) -> tuple[str, str]:
+        """The argument that has led to `trace`, and another value for it."""
+        if trace.is_relative_to(self.path):
+            other = f"output_dir={_beside(self.path)!r} for another folder, or none for a new folder in 'runs'"
+            return f"output_dir={shortest(self.path)!r}", other
+        if trace.is_relative_to(self.log_dir):
+            return f"tb_log_dir={shortest(self.log_dir)!r}", f"writer_args with tb_log_dir={_beside(self.log_dir)!r}"
+        name = "save_dir" if trace.parent == self._checkpoint_places()[0] else "model_state_save_dir"
+        return f"{name}={shortest(trace.parent)!r}", f"checkpointer_args with {name}={_beside(trace.parent)!r}"
 
     def _checkpoint_places(self) -> list[Path]:
         one = self._checkpointer
