@@ -286,7 +286,7 @@ def _match_schedulers(wanted: Sequence[tuple[str, int | None]], records: Sequenc
 
 
 _BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
-"""What the schedulers of torch 2.13.0 hold for each group, in lists."""
+"""The attributes of torch 2.13.0's schedulers that are lists with an item for each group."""
 
 
 def _in_order(what: str, scheduler: Any, state: Any, order: Sequence[int]) -> Any:
@@ -315,13 +315,13 @@ def _one_in_order(key: str, value: Any, order: Sequence[int]) -> Any:
 
 
 def _warn_if_length_differs(what: str, scheduler: Any, state: Mapping[str, Any], log: RunLogger) -> None:
-    """Say that a schedule goes on as it was laid when the run began, also where the run has become longer since."""
+    """Log that a schedule keeps the length from the beginning of the run, also if the run is longer now."""
     mine = scheduler.state_dict()
     for key in ("total_steps", "T_max", "total_iters", "lr_lambdas"):
         if key in mine and key in state and not _same(mine[key], state[key]):
             log.warning(
                 f"{what} was made with {key}={mine[key]!r}; the run goes on with the checkpoint's {state[key]!r}. To "
-                "lay the schedule anew over the epochs that are left, write reset_optimizers_schedulers=True."
+                "make a new schedule over the epochs that are left, write reset_optimizers_schedulers=True."
             )
 
 
