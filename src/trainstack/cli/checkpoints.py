@@ -315,5 +315,5 @@ def _scrub(args: argparse.Namespace) -> int:
 
 def _folders_at(path: Path) -> list[Path]:
     if not path.is_dir() or is_checkpoint_directory(path):
-        raise CheckpointNotFoundError(f"{path} is not a folder of checkpoints. Give that folder, or the folder of a run.")
+        raise CheckpointNotFoundError(f"{path} is not a folder of checkpoints. Give that folder, or one of a run.")
     return [folder for folder in (path, path / "checkpoints") if folder.is_dir()]
