@@ -1,7 +1,7 @@
 """Which plain values an annotation takes, and how a text on the command line becomes one of them.
 
-A kind makes text, numbers, bools, lists and dicts, and dataclasses that the annotation itself names. A value never
-decides what is made of it: an annotation that takes objects alone, such as `nn.Module` or `Callable`, takes no plain
+A kind makes text, numbers, bools, lists and dicts, and dataclasses that the annotation itself names. The annotation
+alone decides the type of the result. One that takes objects only, such as `nn.Module` or `Callable`, takes no plain
 value.
 """
 
@@ -31,7 +31,7 @@ class Place:
 
     Attributes:
         name: `"--epochs"`, `"TRAINSTACK_EPOCHS"` or `"run.yaml: epochs"`.
-        mark: what is between the name and the value.
+        mark: the text between the name and the value.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Kind:
 
     @classmethod
     def of(cls, annotation: Any) -> Kind:
-        """The kind of an annotation, as `get_type_hints` gives it. What takes objects alone takes nothing."""
+        """The kind of an annotation, as `get_type_hints` gives it. One that takes objects only takes no value."""
         if annotation in (Any, object):
             return cls(anything=True)
         origin, inner = get_origin(annotation) or annotation, get_args(annotation)
@@ -105,10 +105,10 @@ class Kind:
         return only_none and not (self.items or self.values or self.fields or self.anything)
 
     def text(self, text: str, place: Place) -> Any:
-        """What `text`, of the command line or the environment, says.
+        """The value of `text`, which is from the command line or the environment.
 
         Raises:
-            ConfigurationError: it says nothing of this kind.
+            ConfigurationError: it is not a value of this kind.
         """
         if self._has_text_alone:
             return None if text == "null" and None in self.types else self.value(text, place)
@@ -198,7 +198,7 @@ class Kind:
 
     @property
     def words(self) -> str:
-        """What to write, in words."""
+        """The values that this kind takes, in words."""
         named = {float: "a number", int: "a whole number", str: "text", Path: "a path"}
         kinds = self.types - {int} if float in self.types else self.types
         kinds = kinds - {Path} if str in kinds else kinds
@@ -212,7 +212,7 @@ class Kind:
 
 
 def _joined(kinds: Sequence[Kind]) -> Kind:
-    """A kind that takes what one of `kinds` takes."""
+    """A kind that takes the values of each of `kinds`."""
     return Kind(
         types=frozenset().union(*(kind.types for kind in kinds)),
         choices=tuple(dict.fromkeys(choice for kind in kinds for choice in kind.choices)),

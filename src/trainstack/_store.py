@@ -57,12 +57,12 @@ class StoreSilentError(TrainstackError):
 def run_with_clock(call: Callable[[], T], timeout_s: float, look: Callable[[], None] | None = None) -> T:
     """`call()` in a daemon thread, for which this thread waits so that signal handlers run.
 
-    A thread that does not come back is left behind. It does not keep Python from its exit.
+    A thread that does not return is abandoned; it is a daemon, so Python can exit.
 
     Args:
         call: what may block.
         timeout_s: how long to wait for it.
-        look: called about twice a second in the meantime; what it raises ends the wait. The call then has a thread that
+        look: called about twice a second in the meantime; its exception ends the wait. The call then has a thread that
             Python knows, because it is long.
 
     Raises:
@@ -101,7 +101,7 @@ class TimedStore:
         store: of torch. It is shared by all threads, of which one at a time can wait for an answer.
         timeout_s: for each request.
         deadline: on the monotonic clock, after which no request waits any more.
-        pending: the requests under way, by a key of their own, with the time at which they were made.
+        pending: the requests under way, by a unique key, with the time at which they were made.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class TimedStore:
         return self._ask(read)
 
     def compare_set(self, key: str, before: str, text: str) -> None:
-        """Store `text` under `key` if that holds `before`; "" stands for a key that does not exist."""
+        """Store `text` under `key` if that holds `before`; "" means that the key does not exist."""
         self._ask(lambda: self.raw.compare_set(key, before, text))
 
     def add(self, key: str, amount: int) -> int:
@@ -174,7 +174,7 @@ class TimedStore:
         Raises:
             TimeoutError: some do not exist in time.
         """
-        # a second more for the last request, so that a key that is missing is told from a store that is silent
+        # a second more for the last request, which tells a missing key from a store that does not answer
         store, pause, deadline = self.within(seconds + 1.0), _PAUSE_S, time.monotonic() + seconds
         while (found := store.find_all(keys)) is None:
             time.sleep(pause)
@@ -204,7 +204,7 @@ class TimedStore:
             raise StoreSilentError(self.silence(seconds)) from None
 
     def silence(self, seconds: float) -> str:
-        """What to say of a store that has not answered for so many seconds, or for longer."""
+        """The message about a store that has not answered for so many seconds or longer."""
         point, here = address_of(self.raw), socket.gethostname()
         host = point.rpartition(":")[0]
         return (

@@ -1,8 +1,8 @@
 """YAML as plain values: text, numbers, bools, None, lists and dicts with text as keys.
 
-The reader walks over the events of PyYAML's parser and makes each value itself. It imports nothing, looks up no name
-and knows no tag. What could make a short text expensive or ambiguous is refused: anchors, merges, tags, deep nesting,
-duplicate keys, numbers of many digits.
+The reader builds each value from the events of PyYAML's parser. It imports no module, looks up no name and knows no
+tag. It refuses features that make a short text expensive or ambiguous: anchors, merges, tags, deep nesting, duplicate
+keys, numbers of many digits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_yaml(path: str | PathLike[str]) -> dict[str, Plain]:
     """The mapping in the YAML file `path`; an empty file is an empty one.
 
     Raises:
-        ConfigurationError: there is no such file, it is no text in UTF-8, or no mapping that `parse_yaml` reads.
+        ConfigurationError: the file does not exist, is not UTF-8 text, or has no mapping that `parse_yaml` reads.
     """
     name = os.fspath(path)
     values = parse_yaml(_text_of(name), name)
@@ -76,7 +76,7 @@ def parse_yaml(text: str, where: str) -> Plain:
         where: what errors begin with: the name of the file, for example.
 
     Raises:
-        ConfigurationError: it is not valid YAML, or holds what is refused; with the line, and the keys above the value.
+        ConfigurationError: it is not valid YAML, or has a refused feature; with the line, and the keys above the value.
     """
     import yaml
 

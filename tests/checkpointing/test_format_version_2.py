@@ -76,7 +76,7 @@ def test_the_hashes_of_tensor_files_and_the_root_are_as_documented(tmp_path: Pat
         assert body["files"][file]["hash"] == digest((path / file).read_bytes())
 
 
-def test_the_root_tells_values_names_and_shapes_apart_and_not_the_order(tmp_path: Path) -> None:
+def test_the_root_depends_on_values_names_and_shapes_and_not_on_the_order(tmp_path: Path) -> None:
     def root(**tensors: torch.Tensor) -> str | None:
         path = write_model(tensors, tmp_path, "a")
         return manifest.read(path / "MANIFEST.json").root
@@ -101,7 +101,7 @@ def test_a_flipped_bit_is_named_by_tensor_and_range(tmp_path: Path, element: int
     assert re.search(named, read_back(path) or "")
 
 
-def test_each_rank_has_files_of_its_own(tmp_path: Path) -> None:
+def test_each_rank_has_separate_files(tmp_path: Path) -> None:
     shared = torch.arange(3.0)
     ranks = [{"generator": shared, "n": 1}, {"generator": shared + 1}, {"plain": [1, (2,)]}]
     saved = replace(make_checkpoint(1), rank_states=ranks, run_id="abc")
@@ -127,7 +127,7 @@ def test_the_number_of_ranks_comes_back(tmp_path: Path, ranks: list[dict[str, An
     assert read_checkpoint(path).rank_states == ranks
 
 
-def test_a_tensor_name_that_a_module_and_a_rank_have_is_told_apart(tmp_path: Path) -> None:
+def test_tensors_of_a_module_and_a_rank_with_one_name_are_distinguished(tmp_path: Path) -> None:
     saved = Checkpoint(
         module_interface_state={"rank_states.0.x": torch.zeros(2), "rng_state": torch.ones(1)},
         rng_state={"y": torch.zeros(1)},
@@ -243,7 +243,7 @@ def test_a_folder_with_pickles_is_refused_with_the_call_that_reads_them(tmp_path
     ],
     ids=str,
 )
-def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_values_that_could_not_be_read_back_are_not_written(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError):
         write_checkpoint(replace(make_checkpoint(1), **changes), tmp_path, "a")
     assert not list(tmp_path.iterdir())

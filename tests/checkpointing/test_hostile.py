@@ -278,7 +278,9 @@ def test_no_case_of_the_campaign_is_a_fault(tmp_path: Path) -> None:
         assert report.answers["refused"] + report.answers["CheckpointDamagedError"] > cases
 
 
-def test_the_campaign_notices_what_it_looks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_campaign_finds_accepted_damages_and_unexpected_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hostile_checkpoints, "verify_checkpoint", lambda path: None)
     assert hostile_checkpoints.damage(20, 0, tmp_path).faults
 

@@ -257,7 +257,7 @@ def test_a_manifest_is_not_read_again_while_it_is_the_same(root: Path, monkeypat
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
-def test_a_file_system_that_cannot_sync_folders_is_said_once(
+def test_a_file_system_that_cannot_sync_folders_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     real = os.fsync
@@ -280,7 +280,7 @@ def test_a_file_system_that_cannot_sync_folders_is_said_once(
     assert caplog.text.count("cannot force the names of files to the disk") == 1
 
 
-def test_a_file_system_that_does_not_tell_its_space_is_said_once(
+def test_a_file_system_without_a_figure_of_free_space_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(_: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_beginning_is_no_checkpoint(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == []
 
 
-def test_what_another_run_has_written_since_the_choice_is_noticed(tmp_path: Path) -> None:
+def test_a_checkpoint_that_another_run_wrote_since_the_choice_is_an_error(tmp_path: Path) -> None:
     run_once(tmp_path, 1)
     slow = checkpointer(tmp_path)
     assert mark_of(slow.load("auto")) == 1

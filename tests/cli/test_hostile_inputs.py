@@ -186,7 +186,7 @@ def test_a_variable_of_the_environment_runs_nothing(
         "compile: {backend: trace_left.function, options: {}}",
     ],
 )
-def test_what_could_run_code_later_is_left_to_code(text: str, tmp_path: Path) -> None:
+def test_options_that_could_run_code_are_set_in_code_alone(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ts.ConfigurationError, match=r"(compile|backend_options|distributed_training_args)"):
         ts.TrainerArguments.from_yaml(tmp_path / "run.yaml")

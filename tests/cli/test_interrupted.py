@@ -62,7 +62,7 @@ def test_a_killed_run_is_started_again_so_often(
         assert main(["interrupted", str(tmp_path), "--or-killed", "3"]) == expected
 
 
-def test_what_is_no_run_is_trouble(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.json").write_text("[]")
     assert main(["interrupted", str(tmp_path)]) == 2
     assert main(["interrupted", str(tmp_path), "--since", "yesterday"]) == 2
@@ -106,7 +106,7 @@ def run_script(block: str, folder: Path, code: int, answer: int) -> tuple[int, l
 
 @pytest.mark.processes
 @pytest.mark.parametrize("block", BLOCKS)
-def test_batch_scripts_end_with_the_code_of_srun_and_requeue_what_was_interrupted(
+def test_batch_scripts_end_with_the_code_of_srun_and_requeue_interrupted_runs(
     block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)

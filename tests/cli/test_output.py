@@ -246,7 +246,7 @@ def test_an_error_is_json_where_json_was_asked_for(tmp_path: Path, capsys: pytes
 
 @pytest.mark.processes
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["trian"], ["--nonsense"]])
-def test_what_needs_no_torch_does_not_import_it(words: list[str]) -> None:
+def test_commands_that_need_no_torch_do_not_import_it(words: list[str]) -> None:
     probe = (
         "import sys, time; from trainstack.cli.main import main\n"
         f"try: main({words!r})\nexcept SystemExit: pass\n"

@@ -138,7 +138,9 @@ def test_a_wrong_variable_is_refused(
     assert line in capsys.readouterr().err
 
 
-def test_what_is_meant_is_taken(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_the_right_kind_are_taken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRAINSTACK_FAST_PATHS", "1")
     words = ["--epochs", "1e3", "--writers", "csv", "--clip-grads", "0", "--max-steps", "1e4", "--monitor", "null"]
     more = [
@@ -186,7 +188,7 @@ class TestPlan:
         assert main(["plan", "--samples", "8", "--train-batch-size=2", "--drop-last"]) == 0
         assert "4 in 1 epoch" in capsys.readouterr().out
 
-    def test_what_training_refuses_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_plan_refuses_the_same_arguments_as_training(self, capsys: pytest.CaptureFixture[str]) -> None:
         for words, line in (
             (["--samples", "10", "--train_batch_size", "64", "--drop_last"], "leaves no global step"),
             (["--samples", "9", "--train_batch_size", "6", "--processes", "4"], "cannot be divided among 4 processes"),
@@ -223,7 +225,7 @@ class TestPlan:
         ("%YAML 9.9\n---\n", "this is not valid YAML"),
     ],
 )
-def test_what_could_be_a_bomb_is_refused_at_its_line(text: str, line: str) -> None:
+def test_expensive_yaml_is_refused_with_its_line(text: str, line: str) -> None:
     with pytest.raises(ts.ConfigurationError) as refused:
         parse_yaml(text, "run.yaml")
     assert str(refused.value).startswith("run.yaml")
@@ -231,7 +233,7 @@ def test_what_could_be_a_bomb_is_refused_at_its_line(text: str, line: str) -> No
     assert len(str(refused.value)) < 400
 
 
-def test_plain_scalars_are_what_they_look_like() -> None:
+def test_plain_scalars_have_the_expected_types() -> None:
     wide = "\uff11\uff12"  # digits, but not those of numbers here
     numbers = "1, -2, 0x1F, 1_000, 1e-3, .5, 1., .inf, -.INF"
     text = f"[{numbers}, yes, off, null, ~, 010, 1:00:00, 2001-01-01, '1', =, '<<', {wide}, 1__0, 1_]"

@@ -81,7 +81,7 @@ def test_files_and_members_that_a_page_names_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     sources = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in tracked_python()}
     files = re.findall(r"`([\w/]+\.py)`", text)
-    members = re.findall(r"`([A-Z]\w+)\.(\w+)`", text)
+    members = re.findall(r"`([A-Z]\w*[a-z]\w*)\.(\w+)`", text)
     assert files
     gone = [file for file in files if not any(f"/{path}".endswith(f"/{file}") for path in sources)]
     gone += [

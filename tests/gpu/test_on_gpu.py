@@ -121,7 +121,7 @@ class SeesSums(Classifier):
 
 
 @on_gpu
-def test_a_pinned_buffer_may_be_filled_anew(tmp_path: Path) -> None:
+def test_a_pinned_buffer_may_be_refilled(tmp_path: Path) -> None:
     module = SeesSums()
     train(module, tmp_path, device=DEVICE, log_every=100)
     assert [float(one) for one in module.sums] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]

@@ -134,7 +134,7 @@ def test_a_damaged_record_leads_to_no_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"record_xxh3_128": 1}', "null", "1e999"])
-def test_what_is_no_record_is_none(text: str, tmp_path: Path) -> None:
+def test_a_file_without_a_valid_record_is_none(text: str, tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text(text)
 
     assert read_record(tmp_path) is None
@@ -157,7 +157,7 @@ def test_auto_leaves_a_run_alone_that_other_words_have_started(monkeypatch: pyte
     assert make(resume="auto").output_dir == unfinished.output_dir
 
 
-def test_sessions_without_a_script_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_without_a_script_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     unfinished = stop_at(3, epochs=2)
     assert make(resume="auto").output_dir == unfinished.output_dir
@@ -230,7 +230,7 @@ def test_a_path_continues_in_the_folder_of_its_run() -> None:
     assert make(resume=str(finished.output_dir), resume_mode="weights").output_dir != finished.output_dir
 
 
-def test_a_new_run_tells_of_one_that_is_not_finished(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_run_logs_an_unfinished_one(caplog: pytest.LogCaptureFixture) -> None:
     unfinished = stop_at(3, epochs=2)
     caplog.clear()
     trained(epochs=2)
@@ -279,6 +279,18 @@ def test_a_folder_with_anything_of_a_run_is_refused_with_three_ways(left: str) -
         assert way in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["save_dir", "model_state_save_dir", "tb_log_dir"])
+def test_a_run_in_another_folder_of_the_arguments_is_refused_with_the_name_of_that_argument(name: str) -> None:
+    is_log = name == "tb_log_dir"
+    group = ts.WriterArguments(tb_log_dir="other") if is_log else ts.DefaultCheckpointerArguments(**{name: "other"})
+    changes = {"writer_args" if is_log else "checkpointer_args": group}
+    trained(output_dir="first", **changes)
+
+    with pytest.raises(ts.ConfigurationError, match=f"^{name}='other' holds a run already") as caught:
+        make(output_dir="second", **changes).train()
+    assert f"{name}='other-2'" in str(caught.value)
+
+
 def test_other_files_in_the_folder_are_no_run() -> None:
     Path("mine").mkdir()
     Path("mine", "notes.txt").write_text("mine")
@@ -316,7 +328,7 @@ def test_overwrite_and_resume_contradict_each_other(resume: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["overwrite", "private_files"])
-def test_what_is_no_flag_is_refused(name: str) -> None:
+def test_values_that_are_not_flags_are_refused(name: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=f"{name}='yes'"):
         make(**{name: "yes"})
 
@@ -329,7 +341,7 @@ def test_a_folder_of_checkpoints_elsewhere_counts_as_well() -> None:
         trained(checkpointer_args=saving)
 
 
-def test_what_only_evaluates_is_not_refused() -> None:
+def test_trainers_that_only_evaluate_are_not_refused() -> None:
     trained(output_dir="kept")
     before = contents(Path("kept"))
     make(output_dir="kept").validate()
@@ -337,7 +349,7 @@ def test_what_only_evaluates_is_not_refused() -> None:
     assert contents(Path("kept")) == before
 
 
-def test_a_start_from_another_run_is_refused_where_a_third_lies() -> None:
+def test_a_start_from_another_run_is_refused_in_the_folder_of_a_third() -> None:
     trained(output_dir="source")
     trained(output_dir="kept")
 

@@ -22,7 +22,7 @@ Names = Sequence[Sequence[str | None]]
 def parameter_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
     """All names of each parameter of `module`, by its id; a tied parameter has several, in the order of the module.
 
-    What `torch.compile` adds to names is left out.
+    Prefixes that `torch.compile` adds are left out.
     """
     found: dict[int, tuple[str, ...]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -71,7 +71,7 @@ def name_optimizer_state(state: Mapping[str, Any], names: Names) -> dict[str, An
 
 
 def number_optimizer_state(named: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """What `load_state_dict` takes, of a state under names.
+    """The numbered state for `load_state_dict`, from a state under names.
 
     Args:
         named: what `name_optimizer_state` returned, its groups in the order of the optimizer.

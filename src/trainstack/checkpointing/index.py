@@ -1,8 +1,8 @@
 """What is known of a tensor file without its tensors: the header, and the chunk hashes by name and range of elements.
 
-The header is that of the safetensors format: 8 bytes of its length, and JSON with dtype, shape and place of each
-tensor. A chunk is `CHUNK_BYTES` of the contiguous row-major bytes of a tensor, or what is left of them at its end. So
-the chunks of a tensor depend on its values, dtype and shape alone, and not on how it lies in files or on ranks.
+The header is that of the safetensors format: 8 bytes of its length, and JSON with dtype, shape and offsets of each
+tensor. A chunk has `CHUNK_BYTES` of the contiguous row-major bytes of a tensor; the last one may be shorter. So the
+chunks of a tensor depend on its values, dtype and shape alone, and not on its place in files or on ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainstack.errors import CheckpointDamagedError
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """What the index says of a tensor.
+    """The entry of a tensor in the index.
 
     Attributes:
         dtype: its name in the header of a safetensors file.
@@ -58,11 +58,11 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileIndex:
-    """What the index says of a tensor file.
+    """The entry of a tensor file in the index.
 
     Attributes:
         header: the hash of the header, with the 8 bytes of its length.
-        tensors: by name, in the order in which they lie in the file.
+        tensors: by name, in the order of the file.
     """
 
     header: str
@@ -75,7 +75,7 @@ class FileIndex:
         return digest("\n".join([self.header, *hashes]).encode())
 
     def chunks(self, start: int, targets: Mapping[str, memoryview] | None = None) -> Iterator[Chunk]:
-        """The parts of the file that hold tensors; the first lies at `start`. `targets` take the bytes by name."""
+        """The parts of the file that hold tensors; the first begins at `start`. `targets` take the bytes by name."""
         for name, entry in self.tensors.items():
             view = None if targets is None else targets.get(name)
             total = math.prod(entry.shape)
@@ -114,7 +114,7 @@ def render(files: Mapping[str, FileIndex]) -> bytes:
 
 
 def root_of(files: Iterable[FileIndex]) -> str:
-    """Return the hash over all chunks of all tensors, ordered by name and range, whatever file they lie in."""
+    """Return the hash over all chunks of all tensors, ordered by name and range, whatever their files are."""
     entries = sorted((item for file in files for item in file.tensors.items()), key=lambda item: item[0])
     lines = (
         json.dumps([name, entry.dtype, entry.shape, place, value])
@@ -134,11 +134,11 @@ def parse(data: bytes, path: Path) -> dict[str, FileIndex]:
     try:
         body = json.loads(data)
         if type(body) is not dict or (body.get("hash"), body.get("chunk_bytes")) != (ALGORITHM, CHUNK_BYTES):
-            raise ValueError(f"it is no index of {ALGORITHM} over chunks of {CHUNK_BYTES} bytes")
+            raise ValueError(f"it is not an index of {ALGORITHM} over chunks of {CHUNK_BYTES} bytes")
         found = {file: _file_index(value) for file, value in _items(body.get("files"))}
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointDamagedError(
-            f"{path} is no index of a checkpoint: {error}. Load another checkpoint."
+            f"{path} is not an index of a checkpoint: {error}. Load another checkpoint."
         ) from error
     return found
 
@@ -147,14 +147,14 @@ def _file_index(body: Any) -> FileIndex:
     tensors = {name: _entry(name, value) for name, value in _items(body.get("tensors") if type(body) is dict else None)}
     index = build(FileIndex, body, tensors=tensors)
     if not is_digest(index.header):
-        raise ValueError("the hash of a header is none")
+        raise ValueError("the hash of a header is not a hash")
     return index
 
 
 def _entry(name: str, body: Any) -> TensorEntry:
     entry = build(TensorEntry, body)
     if entry.dtype not in ITEM_BYTES or len(entry.shape) > MAX_DIMENSIONS:
-        raise ValueError(f"dtype or shape of {short(name)} are unknown")
+        raise ValueError(f"the dtype or shape of {short(name)} is unknown")
     elements = math.prod(entry.shape)
     count = max(1, -(-elements * entry.item_size // CHUNK_BYTES))
     if count != len(entry.chunks) or not all(map(is_digest, entry.chunks.values())):

@@ -21,7 +21,7 @@ from trainstack.checkpointing.lease_file import LeaseRecord, Seen
 from trainstack.errors import CheckpointError, LeaseError
 
 BEAT_S = 2.0
-"""The longest time between two heartbeats: a second run learns so quickly that the first one lives."""
+"""The longest time between two heartbeats: so quickly a second run finds that the first one is alive."""
 
 _LEAST_BEATS = 6
 """So many heartbeats fall into the timeout of a lease, so that a slow file system does not cost it."""
@@ -64,7 +64,7 @@ class _Hold:
         return lease_file.overwrite(self.directory, self.record)
 
     def claim_again(self) -> Seen | None:
-        """Take the next counter, as anybody else would; returns the lease of another process that has the directory."""
+        """Take the next counter, like any other process; returns the lease of another owner, if there is one."""
         seen, mine = lease_file.look(self.directory), self.record
         if seen is not None and (seen.record is None or seen.record.token != mine.token) and not seen.is_free:
             return seen
@@ -111,8 +111,8 @@ class Lease:
         Args:
             directories: checkpoints are written into the last one; its counter is that of the lease.
             timeout_s: others replace this lease after so many seconds without a heartbeat.
-            say: is told once that this process waits.
-            is_interrupted: asked while it waits.
+            say: called once with a message that this process waits.
+            is_interrupted: called while it waits.
 
         Raises:
             LeaseError: another process owns one of them, or `is_interrupted` ended the waiting.
@@ -131,7 +131,7 @@ class Lease:
 
     @property
     def counter(self) -> int:
-        """Rises with each owner of the directory: the fencing token of what is written."""
+        """Rises with each owner of the directory: the fencing token of its checkpoints."""
         return self._holds[-1].record.counter if self._holds else 0
 
     def watch(self, wake: Callable[[], None]) -> None:
@@ -270,11 +270,11 @@ def _wait_for_silence(
                 "lease."
             )
         if is_interrupted():
-            raise LeaseError(f"the waiting for the lease of {directory} was interrupted. {seen.words} holds it.")
+            raise LeaseError(f"the wait for the lease of {directory} was interrupted. {seen.words} holds it.")
         if not said and waited > min(2 * BEAT_S, allowed / 2):
             said = True
             say(
-                f"{directory} is held by {seen.words}, which has not released it and shows no sign of life. It is "
+                f"{directory} is held by {seen.words}, which has not released it and sends no heartbeat. It is "
                 f"taken over after {allowed:g} s of silence."
             )
 
@@ -283,5 +283,5 @@ def _describe_loss(hold: _Hold, successor: Seen, timeout_s: float) -> str:
     mine = hold.record
     return (
         f"{hold.directory}: {successor.words} has taken it over (lease {successor.counter} after {mine.counter}), "
-        f"because process {mine.pid} on {mine.host} gave no sign of life for {timeout_s:g} s or its lease was deleted"
+        f"because process {mine.pid} on {mine.host} sent no heartbeat for {timeout_s:g} s or its lease was deleted"
     )

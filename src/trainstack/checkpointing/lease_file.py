@@ -243,7 +243,7 @@ def _write_new(path: Path, data: bytes) -> None:
 def overwrite(directory: Path, record: LeaseRecord) -> bool:
     """Write `record` into its file, in place; False if the file is gone.
 
-    In place, because clients of NFS look an open file up anew, and may remember a name for a minute.
+    In place: clients of NFS read a file again when they open it, but may cache a directory entry for a minute.
     """
     try:
         descriptor = os.open(_path(directory, record.counter), os.O_WRONLY)
@@ -257,7 +257,7 @@ def overwrite(directory: Path, record: LeaseRecord) -> bool:
 
 
 def clear(directory: Path, record: LeaseRecord) -> None:
-    """Delete what lower counters and those who came too late have left."""
+    """Delete the files of lower counters, and temporary files of processes that came too late."""
     with suppress(OSError):
         for name in os.listdir(directory):
             match = _NAME.fullmatch(name)

@@ -1,4 +1,4 @@
-"""Opening of regular files only, and bounds on what is read from them.
+"""Opening of regular files only, and bounds on their contents.
 
 A folder of checkpoints may hold anything: a FIFO blocks who opens it, a link to `/dev/zero` never ends, a sparse file
 of 4 TiB costs nothing to make.
@@ -99,7 +99,7 @@ def check_memory(path: Path, needed: int) -> None:
 
 _CONTAINER_BYTES = 300
 _TEXT_FACTOR = 12
-"""What a JSON text becomes in Python, at most: a dict of one item takes 184 bytes, and a number of 4 digits 28."""
+"""Bounds on the memory of a JSON text in Python: a dict of one item takes 184 bytes, a number of 4 digits 28."""
 
 
 def check_json_memory(path: Path, data: bytes) -> None:

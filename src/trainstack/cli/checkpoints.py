@@ -203,5 +203,5 @@ def _scrub(args: argparse.Namespace) -> int:
 
 def _folders_at(path: Path) -> list[Path]:
     if not path.is_dir() or is_checkpoint_directory(path):
-        raise CheckpointNotFoundError(f"{path} is no folder of checkpoints. Give the folder they lie in, or a run's.")
+        raise CheckpointNotFoundError(f"{path} is not a folder of checkpoints. Give that folder, or one of a run.")
     return [folder for folder in (path, path / "checkpoints") if folder.is_dir()]

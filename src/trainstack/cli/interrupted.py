@@ -18,7 +18,7 @@ _YES, _NO = 0, 1
 
 def add(subparsers: Any) -> None:
     """Add the command."""
-    about = "exit with 0 if the newest session of a run was interrupted by a signal, so that the job goes on; else 1"
+    about = "exit with 0 if the newest session of a run was interrupted by a signal: start its job again; else 1"
     parser = subparsers.add_parser("interrupted", help=about, description=about)
     parser.add_argument("directory", metavar="RUN_DIR", type=Path, help="the output_dir of a run")
     parser.add_argument(

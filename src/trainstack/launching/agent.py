@@ -34,7 +34,7 @@ class AgentThread(threading.Thread):
     Args:
         config: a `LaunchConfig` of torch.
         call: the pickled function with its arguments.
-        output: what is seen of the processes.
+        output: the streams of the processes that are shown.
 
     Attributes:
         error: what the agent raised; None if it ended well, or has not ended.

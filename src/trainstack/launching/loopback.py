@@ -12,7 +12,7 @@ NAME = "trainstack-loopback"
 def register_loopback_rendezvous() -> str:
     """Make torch's agent know the rendezvous; the name to write as `rdzv_backend`.
 
-    torch 2.13.0: the stores of its own backend `c10d` listen on all interfaces, whatever the endpoint.
+    torch 2.13.0: the stores of its backend `c10d` listen on all interfaces, whatever the endpoint.
     """
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 

@@ -1,7 +1,7 @@
 """Arguments from plain values: those of a file, of environment variables and of words on the command line.
 
 Only kinds of values decide, and the names that are registered; nothing that was written is imported, called or
-evaluated. What runs code of another's choice when it is set is left to code: `CODE_ONLY` lists it.
+evaluated. Fields that can run code are set in code alone: `CODE_ONLY` lists them.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class PlainInputs:
         return kind if len(path) == 1 or kind.fields is None else kinds_of(kind.fields)[path[1]]
 
     def _nested(self, path: Path) -> type | str | None:
-        """What the names below `path` belong to; None if the value is one."""
+        """The owner of the names below `path`; None if the value itself is plain."""
         if len(path) > 1:
             return None
         return path[0] if path[0] in self._other else kinds_of(self._cls)[path[0]].fields

@@ -36,7 +36,7 @@ LOG_FILES = (
     "trackio-run.json",
     "wandb-run.json",
 )
-"""What writers and the report write into the folder of the logs. A privacy ledger is never deleted."""
+"""Files of writers and the report in the folder of the logs. A privacy ledger is never deleted."""
 
 _finished: Counter[tuple[str, str, str]] = Counter()
 """How many runs of a script and module this process has trained to their end."""
@@ -45,7 +45,7 @@ _finished: Counter[tuple[str, str, str]] = Counter()
 class RunDirectory:
     """The folder of one run: how it is chosen, recorded and refused. Paths are absolute from the beginning.
 
-    `choose` and `claim` are for the main process. What `choose` returns is told to all, which then `settle`.
+    The main process calls `choose` and `claim`. All processes get the result of `choose` and call `settle`.
     Nothing is written before `claim`.
 
     Args:
@@ -146,7 +146,7 @@ class RunDirectory:
         if resume is False and unfinished and (newest := self._saved_in(unfinished[0])):
             say(
                 f"the run in {shortest(unfinished[0])} is not finished (global step {newest[0].global_step}). This run "
-                "begins anew, in another folder. To continue that one write TrainerArguments(resume='auto')."
+                "begins in another folder. To continue that one write TrainerArguments(resume='auto')."
             )
         return str(root / self._new_name(record))
 
@@ -168,7 +168,7 @@ class RunDirectory:
         return known
 
     def _done_before(self, mine: list[tuple[Path, RunRecord]]) -> list[Path]:
-        """The finished run that this one is, where a later one of the same script is not: of folds that are trained."""
+        """The finished run with the number of this one, if a later run of the script, such as a fold, is unfinished."""
         number = self._describe().number
         goes_on = any(other.number > number and not other.finished for _, other in mine)
         return [folder for folder, other in mine if goes_on and other.number == number]
@@ -178,13 +178,13 @@ class RunDirectory:
         return replace(one, number=_finished[one.made_by])
 
     def _new_name(self, record: RunRecord) -> str:
-        """Sortable by time, readable, and unlike that of any other run that begins in the same second."""
+        """A readable name that sorts by time, and is unique among runs that begin in the same second."""
         name = re.sub(r"[^A-Za-z0-9]+", "", type(self._module).__name__)[:40] or "run"
         date, time = record.began[:19].split("T")
         return f"{date}_{time.replace(':', '')}_{name}_{secrets.token_hex(3)}"
 
     def may_note(self, args: TrainerArguments) -> bool:
-        """Whether the report may say that a start ended before its first step; it never does so to another run's."""
+        """Whether the report may say that a start ended before its first step; never in the report of another run."""
         if self._path is None or args.output_dir is None or self._is_claimed:
             return self._is_claimed
         if args.resume is not False:
@@ -198,7 +198,7 @@ class RunDirectory:
 
         Args:
             args: of the run.
-            continues: whether a checkpoint was loaded that lies in the folder, so that its run goes on.
+            continues: whether a checkpoint in the folder was loaded, so that this run continues it.
             earlier_records: how many records the history has.
 
         Raises:
@@ -249,7 +249,7 @@ class RunDirectory:
             self._is_written = True
 
     def protect(self, args: TrainerArguments) -> None:
-        """Let all files below the folders of the run be readable by its user alone, if `args` say so."""
+        """Make all files below the folders of the run readable for its user only, if `args` say so."""
         if args.private_files is True or (args.private_files == "auto" and self._private):
             for one in (self.path, self.log_dir, *self._checkpoint_places()):
                 keep_private(one)
@@ -265,20 +265,28 @@ class RunDirectory:
 
     def _make_room(self, args: TrainerArguments, trace: Path, *, restarts: bool) -> None:
         if not (args.overwrite or restarts):
-            ways = [
-                f"output_dir={_beside(self.path)!r} for another folder, or none for a new folder in 'runs'",
-                "overwrite=True, without resume, to delete that run and begin anew",
-            ]
+            name, other = self._argument_of(trace)
+            ways = [other, "overwrite=True, without resume, to delete that run and start again"]
             if args.resume is False:
                 ways.insert(0, "resume='auto' to continue that run")
             nothing = ", without a checkpoint that could be resumed"
             if args.resume is False or self._saved_in(self.path):
                 nothing = ""
             raise ConfigurationError(
-                f"output_dir={shortest(self.path)!r} holds a run already ({shortest(trace)}){nothing}, and a new run "
+                f"{name} holds a run already ({shortest(trace)}){nothing}, and a new run "
                 f"never replaces the files of another. Write one of these in TrainerArguments: {'; '.join(ways)}."
             )
         self._delete_run()
+
+    def _argument_of(self, trace: Path) -> tuple[str, str]:
+        """The argument that has led to `trace`, and another value for it."""
+        if trace.is_relative_to(self.path):
+            other = f"output_dir={_beside(self.path)!r} for another folder, or none for a new folder in 'runs'"
+            return f"output_dir={shortest(self.path)!r}", other
+        if trace.is_relative_to(self.log_dir):
+            return f"tb_log_dir={shortest(self.log_dir)!r}", f"writer_args with tb_log_dir={_beside(self.log_dir)!r}"
+        name = "save_dir" if trace.parent == self._checkpoint_places()[0] else "model_state_save_dir"
+        return f"{name}={shortest(trace.parent)!r}", f"checkpointer_args with {name}={_beside(trace.parent)!r}"
 
     def _checkpoint_places(self) -> list[Path]:
         one = self._checkpointer
@@ -290,11 +298,11 @@ class RunDirectory:
         return one.checkpoints_below(folder) if isinstance(one, DefaultCheckpointer) else []
 
     def _traces(self, args: TrainerArguments) -> list[Path]:
-        """What an earlier run has left where this one would write."""
+        """Files of an earlier run in the folders of this one."""
         record = [self.path / FILE_NAME]
         logs = [
             self.log_dir / name for name in LOG_FILES if name != RUN_JSON
-        ]  # a start that was ended may have left it
+        ]  # a start that ended early may have written it
         events = event_files(self.log_dir / "tensorboard")
         found = [path for path in [*record, *logs] if path.is_file()] + events
         checkpointer = self._checkpointer
@@ -303,7 +311,7 @@ class RunDirectory:
         return found
 
     def _delete_run(self) -> None:
-        """Delete the files that a run writes, and nothing else; the record last, so that a kill leaves a trace."""
+        """Delete only files that a run writes; the record last, so that an interrupted deletion is found."""
         if isinstance(self._checkpointer, DefaultCheckpointer):
             self._checkpointer.delete_run()
         for path in event_files(self.log_dir / "tensorboard"):
@@ -318,7 +326,7 @@ class RunDirectory:
 
 
 def _restarts(args: TrainerArguments, record: RunRecord, known: RunRecord | None) -> bool:
-    """Whether this start repeats one of the same run that was ended before its first checkpoint."""
+    """Whether this start repeats a start of the same run that ended before its first checkpoint."""
     goes_on = args.resume is not False and args.resume_mode == "full"
     return goes_on and known is not None and not known.finished and known.identity == record.identity
 
@@ -338,7 +346,7 @@ def _iterate_records(root: Path) -> Iterator[tuple[Path, RunRecord]]:
 
 
 def _run_around(path: Path) -> Path | None:
-    """The folder of the run that `path` lies in, or is: a checkpoint, a pointer or a folder of these."""
+    """The folder of the run that contains `path`, or is `path`: a checkpoint, a pointer or a folder of these."""
     return next((one for one in (path, *list(path.parents)[:2]) if read_record(one) is not None), None)
 
 

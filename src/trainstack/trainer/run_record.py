@@ -1,4 +1,4 @@
-"""`RunRecord`, what a run writes into its folder when it begins."""
+"""`RunRecord`, the file that a run writes into its folder when it begins."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _SELF_HASH = "record_xxh3_128"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What tells a run from others. The file holds its own hash, so that a damaged one is never believed.
+    """The identity of a run. The file has its own hash, so a damaged one is not used.
 
     Attributes:
         script: the file that Python was started with, relative to the folder where it was started, or the notebook;
-            unlike any other in a session without a name.
+            unique in a session without a name.
         module: file and name of the module's class.
-        words: a hash of the words after the script, but for those that say how to resume.
+        words: a hash of the words after the script, except `--resume` and `--overwrite`.
         number: how many runs of the same script and module this process had finished before.
-        order: above those of all earlier runs in the same place; the highest is the newest, whatever the clock says.
+        order: higher than in all earlier runs of the same folder; the highest is the newest, whatever the clock says.
         began: UTC, ISO 8601.
         finished: whether the training came to its end.
         earlier_records: how many records the history had before the run began; its logs leave them out.
@@ -86,7 +86,7 @@ def describe_run(module: object, root: Path, number: int) -> RunRecord:
 
 
 _SESSION = os.environ.setdefault("_TRAINSTACK_SESSION", uuid.uuid4().hex)
-"""Stands for a session that has neither a script nor a notebook; processes that it starts belong to it."""
+"""Identifies a session without a script or a notebook, and the processes that it starts."""
 
 
 def _script(root: Path) -> str:

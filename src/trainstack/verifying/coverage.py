@@ -12,7 +12,7 @@ from trainstack.verifying.trial import Moment, Surroundings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What is drawn from for each process."""
+    """The options from which each process draws."""
 
     threads: tuple[int | None, ...] = (None,)
     workers: tuple[int | None, ...] = (None,)
@@ -30,12 +30,12 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What is known of the unbroken training.
+    """Facts of the uninterrupted training.
 
     Attributes:
         place: its folder.
         seconds, steps, steps_per_epoch: its length; `steps_per_epoch` is 0 if unknown.
-        first_save: a step after which there is a checkpoint to go on from.
+        first_save: a step after which there is a checkpoint to resume from.
         workers: of its training loaders.
         untracked: attributes of the module that it changed and did not save.
         first_kind: the kind of the first kill, as a position in their rotation.

@@ -1,4 +1,4 @@
-"""Trainings that are killed and resumed, beside one that is not."""
+"""Trainings that are killed and resumed, and one that is not interrupted."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from trainstack.verifying.trial import Moment, Surroundings, read_facts, start_t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSetup:
-    """What is put to the test.
+    """The training that is tested.
 
     Attributes:
         backend: the backend string.
-        nproc: how many processes find each other; None for one that stands alone.
+        nproc: how many processes train together; None for a single one.
         call_in: pickled `(module_factory, (args,))` of a training that keeps everything in this folder, and saves in
             the background or not.
         context: of `multiprocessing`: how processes are started.
         timeout_s: seconds for each process.
         async_save: whether the training saves in the background.
         may_save_otherwise: whether it may also save in the other way.
-        compare: tells where the training in one folder leaves that in another; None if it does not.
-        self_test: whether one more training goes on with a parameter that is not restored, to test the comparison.
+        compare: returns the first difference of the trainings in two folders; None if there is none.
+        self_test: whether one more training continues with a parameter that is not restored, to test the comparison.
         vary: whether threads, loader workers and the way to save differ between the processes; PYTHONHASHSEED always
             does.
     """
@@ -54,7 +54,7 @@ class TrialSetup:
     vary: bool = True
 
     def start(self, place: Path, folder: Path, surroundings: Surroundings, *, breaks: bool = False) -> Any:
-        """A training in `place` that leaves word in `folder`, as a context manager."""
+        """A training in `place` that reports to `folder`, as a context manager."""
         call = self.call_in(place, surroundings.async_save)
         return start_trial(call, folder, self.nproc, self.context, self.timeout_s, surroundings, breaks=breaks)
 
@@ -147,7 +147,7 @@ def _with_threads(choices: Choices, subject: TrialSetup, draw: random.Random, fo
 def _blind_to(subject: TrialSetup, outline: Outline, folder: Path) -> str:
     """The parameter that may be forgotten without a difference, and "" if a difference shows, as it should.
 
-    The unbroken training goes on from its last checkpoint but one, with one parameter as `__init__` makes it.
+    The uninterrupted training resumes from its last checkpoint but one, with one parameter as `__init__` makes it.
     """
     place, words = folder / "broken", folder / "process-broken"
     shutil.copytree(outline.place, place)
@@ -213,6 +213,6 @@ def _check_saved(place: Path) -> None:
     found = checkpoints_of(place)
     if not found or found[-1].sequence <= 2:  # the beginning of the run has the first number
         raise ConfigurationError(
-            "verify_resume: the training saves only once, at its end, so there is nothing to go on from. Write "
+            "verify_resume: the training saves only once, at its end, so there is no checkpoint to resume from. Write "
             "checkpointer_args=DefaultCheckpointerArguments(every_n_steps=...), or more epochs."
         )

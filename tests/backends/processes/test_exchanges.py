@@ -43,7 +43,7 @@ def test_values_of_all_sizes_reach_all_ranks_and_a_refused_one_ends_the_exchange
     assert ranks[0]["sums"] == [expected] * 3, "in the order of the ranks"
 
 
-def test_ranks_in_different_exchanges_are_told_where_each_is() -> None:
+def test_ranks_in_different_exchanges_raise_an_error_with_the_place_of_each() -> None:
     ranks = run_world(2, wire.apart)
 
     assert ranks[0] == ranks[1]

@@ -32,7 +32,7 @@ def test_on_one_host_no_socket_of_the_run_listens_to_others() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("restarts", [0, 1])  # with restarts rank 0 hosts the store, without them the agent does
-def test_launch_listens_to_nobody_else_and_shares_a_secret(restarts: int) -> None:
+def test_launch_listens_on_the_loopback_address_only_and_shares_a_token(restarts: int) -> None:
     """Sec-2."""
     for found in ts.launch(networks.launched, nproc=2, max_restarts=restarts):
         assert found["listens"]

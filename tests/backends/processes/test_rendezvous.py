@@ -91,7 +91,7 @@ class TestRuns:
             assert place is not None
             assert is_on_one_host(place, environ) is one_host
 
-    def test_what_an_earlier_group_has_left_is_not_believed(self) -> None:
+    def test_entries_of_an_earlier_group_are_ignored(self) -> None:
         meeting = Meeting()
         for number in range(3):
             late = meeting.come(member("A", f"{number}-1"), 1)  # it sees the round before
@@ -176,7 +176,7 @@ class TestOpening:
         )
         assert "ConfigurationError: device='cuda'" in str(heard.value)
 
-    def test_a_rank_that_ends_without_a_word_is_waited_for_until_the_clock_runs_out(self) -> None:
+    def test_ranks_wait_the_whole_time_for_a_rank_that_ends_without_a_report(self) -> None:
         over = threading.Event()
         try:
             with pytest.raises(
@@ -186,7 +186,7 @@ class TestOpening:
         finally:
             over.set()
 
-    def test_a_store_that_is_gone_ends_the_wait(self) -> None:
+    def test_a_lost_store_ends_the_wait(self) -> None:
         over = threading.Event()
         server = TCPStore(LOOPBACK, 0, is_master=True)
         client = TCPStore(LOOPBACK, server.port)

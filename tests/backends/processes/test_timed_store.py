@@ -94,7 +94,7 @@ def test_a_signal_handler_runs_while_the_store_is_silent(behind_proxy: Any) -> N
     assert time.monotonic() - begin < patience(2)
 
 
-def test_what_is_raised_in_the_thread_and_by_a_look_is_raised_here() -> None:
+def test_exceptions_of_the_thread_and_of_a_look_are_raised_here() -> None:
     with pytest.raises(ZeroDivisionError):
         run_with_clock(lambda: 1 // 0, 5)
 
@@ -105,7 +105,7 @@ def test_what_is_raised_in_the_thread_and_by_a_look_is_raised_here() -> None:
         run_with_clock(lambda: time.sleep(3), 30, look)
 
 
-def test_a_port_at_which_nobody_answers_ends_the_rendezvous_in_time() -> None:
+def test_a_port_without_an_answer_ends_the_rendezvous_in_time() -> None:
     """torch 2.13.0: the client of a store has no limit there (P-S10)."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -145,7 +145,7 @@ def test_tensors_in_unusual_states() -> None:
         assert torch.equal(sent(base * 2), base * 2)
 
 
-def test_a_message_has_memory_of_its_own_and_holds_a_large_tensor_once() -> None:
+def test_a_message_shares_no_memory_and_has_a_large_tensor_once() -> None:
     tensor = torch.zeros(300, 300)
     message = encode([tensor, tensor, tensor.detach(), tensor[1:]])
 
@@ -228,7 +228,7 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_what_has_no_encoding_is_refused_with_its_place_and_type(what: str) -> None:
+def test_values_without_an_encoding_are_refused_with_their_place_and_type(what: str) -> None:
     value = REFUSED[what]
     with pytest.raises(ts.ModuleContractError) as raised:
         encode({"a": [1, Point(At("outputs['b']", [value]))]}, "the outputs")
@@ -239,7 +239,7 @@ def test_what_has_no_encoding_is_refused_with_its_place_and_type(what: str) -> N
     assert "allow_pickle" in text
 
 
-def test_what_contains_itself_is_refused() -> None:
+def test_values_that_contain_themselves_are_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)
 

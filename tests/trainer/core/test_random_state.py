@@ -97,7 +97,7 @@ def test_each_generator_of_another_rank_depends_on_the_same_one_of_rank_0_alone(
     assert [one != other for one, other in zip(numbers[0], numbers[1], strict=True)] == [i == which for i in range(3)]
 
 
-def test_a_loader_draws_from_generators_of_its_own_and_the_process_does_not_notice() -> None:
+def test_a_loader_draws_from_separate_generators_and_leaves_those_of_the_process() -> None:
     def numbers() -> Any:
         yield from ([*draws(), *draws()] for _ in range(3))
 

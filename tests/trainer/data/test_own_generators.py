@@ -168,7 +168,7 @@ def test_samples_and_epochs_draw_different_numbers(tmp_path: Path) -> None:
     assert len({number for numbers in drawn[-48:] for number in numbers}) == 3 * 48
 
 
-def test_what_cannot_be_seeded_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_generators_that_cannot_be_seeded_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     jitter = Jitter()
     jitter.kinds["system"] = random.SystemRandom()
     trained(tmp_path, Augmented(jitter))
@@ -229,7 +229,7 @@ def test_generators_in_global_containers_and_objects_are_found() -> None:
     ]
 
 
-def test_what_is_not_searched_whole_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_objects_that_are_not_searched_completely_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def unsearched(owner: Any) -> list[str]:
         paths: dict[int, str] = {}
         find_generators(owner, "owner", unsearched=paths)
@@ -286,7 +286,7 @@ class Shuffled(RandomSampler):
 
 
 @pytest.mark.parametrize("kind", ["iterable", "sampler"])
-def test_a_stream_of_its_own_is_seeded_for_each_epoch(kind: str, tmp_path: Path) -> None:
+def test_a_loader_with_its_own_order_is_seeded_for_each_epoch(kind: str, tmp_path: Path) -> None:
     seen = []
     for stops in ((None,), (3, 6, None)):
         inputs: list[list[float]] = []

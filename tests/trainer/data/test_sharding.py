@@ -127,7 +127,7 @@ def test_ranks_train_on_parts_of_their_own_to_the_end_of_the_longest(
 
 @together
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_run_over_parts_of_its_ranks_goes_on_within_the_epoch(accumulation: int, tmp_path: Path) -> None:
+def test_a_run_over_parts_of_its_ranks_resumes_within_the_epoch(accumulation: int, tmp_path: Path) -> None:
     shape: dict[str, Any] = {"ends": [0, 3, 24], "accumulation": accumulation}
     whole = run_world(2, streams.parts, **shape)
     changes = {"every_step": True, "directory": str(tmp_path)}
@@ -279,7 +279,7 @@ def test_objects_that_come_twice_are_called_once() -> None:
     ],
 )
 @pytest.mark.parametrize("whole", [True, False])
-def test_the_digest_tells_batches_apart(one: Any, other: Any, whole: bool) -> None:
+def test_the_digest_differs_for_different_batches(one: Any, other: Any, whole: bool) -> None:
     values = []
     for batch in (one, one, other):
         digest = StreamDigest()
@@ -289,7 +289,7 @@ def test_the_digest_tells_batches_apart(one: Any, other: Any, whole: bool) -> No
     assert values[0] == values[1] != values[2]
 
 
-def test_the_digest_takes_what_it_cannot_read_by_its_class() -> None:
+def test_the_digest_takes_other_objects_by_their_class() -> None:
     digest = StreamDigest()
     for odd in (torch.empty(0, 3), torch.zeros(2, device="meta"), torch.eye(3).to_sparse(), {1, 2}, object(), len, []):
         digest.add(odd)

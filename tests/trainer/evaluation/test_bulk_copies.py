@@ -51,7 +51,7 @@ def test_copies_do_not_grow_with_the_number_of_batches() -> None:
     assert copies(of_shapes(1)) == copies(of_shapes(50)) == 1
 
 
-def test_what_waits_on_the_device_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_that_wait_on_the_device_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collector, "_BYTES_WAITING", 1000)
     fetched: list[int] = []
     original = collector.pack

@@ -52,7 +52,7 @@ class Adds(Classifier):
             raise InterruptedError
 
 
-def test_a_hook_that_adds_a_group_again_is_told_how_to_ask(tmp_path: Path) -> None:
+def test_a_hook_that_adds_a_group_again_gets_an_error_with_the_condition_to_write(tmp_path: Path) -> None:
     for expected in (InterruptedError, ValueError):
         module: Any = Adds(numbers(32), optimizer=lambda parameters, lr: torch.optim.SGD([*parameters][1:], lr=lr))
         module.extra = torch.nn.Parameter(torch.zeros(2))

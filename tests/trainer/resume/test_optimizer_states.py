@@ -83,7 +83,7 @@ LOG = RunLogger("ERROR")
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("seed", range(4))
-def test_permuted_parameters_and_groups_go_on_with_the_same_bits(kind: str, seed: int) -> None:
+def test_permuted_parameters_and_groups_resume_with_the_same_bits(kind: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
 
     def shuffled(items: Sequence[Any]) -> list[Any]:
@@ -456,7 +456,7 @@ def test_a_module_that_collects_names_in_a_set_resumes_under_any_hash_seed(tmp_p
 
 
 @pytest.mark.processes
-def test_a_zero_optimizer_goes_on_with_the_same_bits_in_another_order(tmp_path: Path) -> None:
+def test_a_zero_optimizer_resumes_with_the_same_bits_in_another_order(tmp_path: Path) -> None:
     for ranks in run_world(2, rank_states.zero, directory=str(tmp_path)):
         assert ranks["resumed"] == ranks["unbroken"]
 

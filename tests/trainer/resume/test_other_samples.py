@@ -64,7 +64,7 @@ def test_the_same_samples_are_no_warning(tmp_path: Path, dataset: Any, caplog: p
     assert not resumed(tmp_path, dataset, again, caplog)
 
 
-def test_random_samples_that_look_alike_for_two_fetches_are_no_warning(
+def test_random_samples_that_are_equal_in_two_fetches_cause_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not resumed(tmp_path, Coin("000000111"), Coin("111111000"), caplog)

@@ -96,7 +96,7 @@ def test_a_part_is_put_into_the_place_of_its_leaves() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_each_rank_goes_on_with_its_own_state(size: int, tmp_path: Path) -> None:
+def test_each_rank_resumes_with_its_own_state(size: int, tmp_path: Path) -> None:
     ranks = run_world(size, rank_states.resumed, directory=str(tmp_path))
     for rank in ranks:
         assert rank["resumed"] == rank["unbroken"]

@@ -111,7 +111,7 @@ def test_a_difference_is_refused_before_the_first_step_with_its_name(tmp_path: P
 
 
 @pytest.mark.parametrize("case", ALLOWED)
-def test_what_may_differ_trains_to_the_same_weights(tmp_path: Path, case: str) -> None:
+def test_arguments_that_may_differ_give_the_same_weights(tmp_path: Path, case: str) -> None:
     ranks = run_world(2, agreement.differs, directory=str(tmp_path), case=case)
 
     assert [rank["error"] for rank in ranks] == [None, None]
@@ -343,7 +343,7 @@ def test_counts_in_an_array_of_a_data_set_are_those_of_the_training(tmp_path: Pa
     assert data.counts.tolist() == data.tensor.tolist() == [1] * 9
 
 
-def test_the_copy_tells_a_fetch_that_draws_from_each_kind_of_generator() -> None:
+def test_the_copy_shows_fetches_that_draw_from_each_kind_of_generator() -> None:
     for rng in (random.Random(1), np.random.RandomState(1), np.random.default_rng(1), torch.Generator(), [0.0]):
         before = _Contents([rng, torch.zeros(3), np.zeros(3)])
         assert before.equals(_Contents([rng, torch.zeros(3), np.zeros(3)]))

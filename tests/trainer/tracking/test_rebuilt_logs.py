@@ -58,7 +58,7 @@ def test_rows_are_those_of_the_unbroken_run_after_any_loss(kind: type[CsvWriter]
     assert sorted(path.name for path in tmp_path.iterdir()) in (["metrics", "whole"], ["metrics", "metrics.1", "whole"])
 
 
-def test_only_what_was_lost_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_lost_rows_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "metrics.csv"
     write(CsvWriter(file), run_info(tmp_path, None), RECORDS)
     write(CsvWriter(file), run_info(tmp_path, KEPT), RECORDS[KEPT:])

@@ -76,7 +76,7 @@ def all_gather_with_grad(tensor: Tensor) -> tuple[Tensor, int]:
         All rows in the order of the ranks, of shape `(all rows, ...)`, and the place of this rank's first row in them.
 
     Raises:
-        ModuleContractError: `tensor` has no rows to join, or the rows of the ranks are not alike; on all ranks.
+        ModuleContractError: `tensor` has no rows to join, or the rows of ranks differ in shape or dtype; on all ranks.
     """
     if not tensor.dim():
         raise ModuleContractError("all_gather_with_grad was given a 0-dim tensor. Give it shape (rows, ...).")
@@ -92,7 +92,7 @@ def all_gather_with_grad(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _row_counts(tensor: Tensor, group: dist.ProcessGroup) -> list[int]:
-    """The number of rows of each rank; refuses rows that are not alike."""
+    """The number of rows of each rank; refuses rows of different shapes or dtypes."""
     row = zlib.crc32(f"{tuple(tensor.shape[1:])} {tensor.dtype}".encode())
     facts = torch.zeros(dist.get_world_size(group), 2, dtype=torch.long, device=tensor.device)
     facts[dist.get_rank(group)] = torch.tensor([len(tensor), row], device=tensor.device)

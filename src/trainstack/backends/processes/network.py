@@ -20,7 +20,7 @@ _log = logging.getLogger("trainstack")
 
 
 def local_address_to(host: str) -> str | None:
-    """The address of this host on the way to another one; no packet is sent. None where there is no way."""
+    """The address of this host on the way to another one; no packet is sent. None if there is no route."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

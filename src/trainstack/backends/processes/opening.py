@@ -28,7 +28,7 @@ GROUP_MARGIN_S = 10.0
 reports where each rank is."""
 
 _GRACE_S = 3.0
-"""For a rank to leave word after the connections of another one have broken, and for the others to read it."""
+"""The time for a rank to report that another one lost its connections, and for the others to read it."""
 
 _log = logging.getLogger("trainstack")
 
@@ -49,7 +49,7 @@ class Opening:
     gloo waits for its connections five times as long as its time-out, and knows nothing of a rank that has failed.
 
     Args:
-        words: where a rank leaves word of its failure, below a prefix of this opening.
+        words: the store in which ranks report failures, below a prefix of this opening.
         rank: of this process.
         size: how many there are.
         timeout_s: the clock of `run`.
@@ -81,7 +81,7 @@ class Opening:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Leave word of a failure here. Rank 0, which may host the store, waits until the others have read it."""
+        """Report a failure of this rank. Rank 0, which may host the store, waits until the others have read it."""
         if isinstance(error, PeerError):
             return
         text = f"{self._rank}\n{socket.gethostname()}\n{type(error).__name__}: {error}"

@@ -11,11 +11,11 @@ from torch import Tensor
 from trainstack.backends.processes.world import World
 
 _BUCKET_BYTES = 32 << 20
-"""What a broadcast takes in addition to the tensors themselves, at most, unless one is larger."""
+"""The most memory of a broadcast in addition to the tensors themselves, unless one of them is larger."""
 
 
 def broadcast_coalesced(world: World, tensors: Sequence[Tensor]) -> None:
-    """Give each of `tensors` the values of rank 0, in place; all processes call it together, with alike tensors.
+    """Give each of `tensors` the values of rank 0, in place; all processes call it together, with equal shapes.
 
     Bytes are sent, so that gloo and nccl take every dtype, and many tensors at once: models have hundreds of buffers of
     a few numbers. Tensors that are not dense may have other sizes on other processes, so each is sent by itself.

@@ -1,4 +1,4 @@
-"""What a rank says when others do not answer: where each rank is, on which host, and what the reason may be."""
+"""The report of a rank when others do not answer: the place and host of each rank, and the probable reason."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def encode_place(text: str) -> str:
 
 
 def decode_place(said: str | None, silent: bool) -> Place:
-    """A place from the store; None where the rank has never said anything."""
+    """A place from the store; None if the rank has never written one."""
     if said is None:
         return Place(host="", when=time.time(), text="nothing", silent=silent)
     return Place(**{**json.loads(said), "silent": silent})
 
 
 def short_message(error: BaseException) -> str:
-    """The text of gloo's error without what helps nobody."""
+    """The text of gloo's error without the place in torch's source and gloo's hints."""
     return _WHERE_TORCH_SAW_IT.sub("", str(error)).partition(". This is typically")[0].strip()
 
 
@@ -73,7 +73,7 @@ def missing_peers(rank: int, message: str, places: Mapping[int, Place]) -> str:
 
     Args:
         rank: of this process.
-        message: what gloo said, which tells a cut network from a process that ended.
+        message: of gloo's error, which tells a cut network from a process that ended.
         places: of all ranks.
     """
     here = places[rank].host

@@ -57,9 +57,9 @@ class GradientReducer(nn.Module):
         self.entry = _Entry(module)
         self._comm, self._group, self._broadcast, self._comm_hook = comm, group, broadcast, comm_hook
         self._options = dict(options)
-        self._wrapper: list[DistributedDataParallel] = []  # in a list, so that it is no submodule
+        self._wrapper: list[DistributedDataParallel] = []  # in a list, so that it is not a submodule
         self._known: list[int] = []
-        self._holds: list[nn.Parameter] = []  # of `_known`, whose ids nobody else gets while they are here
+        self._holds: list[nn.Parameter] = []  # of `_known`, whose ids stay unique while they are referenced
         self._apart: dict[str, Tensor] = {}
         self.finds_unused = bool(options.get("find_unused_parameters"))
         self.syncs = True
@@ -82,7 +82,7 @@ class GradientReducer(nn.Module):
         if not self._wrapper:
             return self.entry(batch=batch, **rest)
         wrapper = self._wrapper[0]
-        # torch 2.13.0: what `no_sync` sets, and whether a forward pass begins with a broadcast of buffers.
+        # torch 2.13.0: the attribute of `no_sync`, and whether a forward pass begins with a broadcast of buffers.
         wrapper.require_backward_grad_sync = self.syncs
         if self._apart and wrapper.require_forward_param_sync and self.shares_buffers:
             buffers = [buffer for name, buffer in self.entry.named_buffers() if name in self._apart]
@@ -117,7 +117,7 @@ class GradientReducer(nn.Module):
                 )
 
     def _wrap(self, shared: set[int]) -> None:
-        """Make a wrapper; the parameters whose `id` is in `shared` are alike on all ranks already."""
+        """Make a wrapper; the parameters whose `id` is in `shared` are equal on all ranks already."""
         for wrapper in self._wrapper:
             # torch 2.13.0: there are no public names. The first call raises where the last reduction is not finished,
             # as it does in each forward pass. The hooks may last as long as the parameters.
@@ -152,7 +152,7 @@ class GradientReducer(nn.Module):
         counts: bool,
         uneven: bool,
     ) -> None:
-        """`backward(loss)`, and in the last pass of a step what the wrapper cannot do.
+        """`backward(loss)`; in the last pass of a step also the reductions that the wrapper cannot do.
 
         Args:
             parameters: of the module, as they are after the forward pass.
@@ -242,7 +242,7 @@ class GradientReducer(nn.Module):
 
 
 class _Entry(nn.Module):
-    """What `DistributedDataParallel` wraps. It opens a borrowed batch after the wrapper has broadcast the buffers."""
+    """The module that `DistributedDataParallel` wraps. It opens a borrowed batch after the broadcast of buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ class At(NamedTuple):
 
 @dataclass(slots=True)
 class Message:
-    """What `encode` makes of a value.
+    """The result of `encode`.
 
     Attributes:
         head: its structure and all that is small; it begins with the sizes of itself and of the blobs.
@@ -83,7 +83,7 @@ class Message:
 
 
 def encode(value: Any, root: str = "the value", *, allow_pickle: bool = False) -> Message:
-    """Encode `value`, of exact types: a subclass of dict is no dict here.
+    """Encode `value`, of exact types: a subclass of dict does not count as a dict.
 
     Args:
         value: what to send.
@@ -318,7 +318,7 @@ class _Encoder:
             flat = (
                 value.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8) if whole else None
             )
-        except RuntimeError:  # a dtype without storage of its own bytes
+        except RuntimeError:  # a dtype without a storage
             flat = None
         if flat is None:
             self._refuse(value)
@@ -352,7 +352,7 @@ class _Encoder:
             return
         if key not in self._seen:
             self._seen[key] = len(self.blobs)
-            self._alive.append(value)  # no other tensor may get its address meanwhile
+            self._alive.append(value)  # so that no other tensor gets its address
             self.blobs.append(flat)
         self._tag(">", struct.pack("<Q", self._seen[key]))
 
@@ -493,7 +493,7 @@ class _Decoder:
         for _ in range(self._count(9)):
             field = self._text()
             if not field.isidentifier() or field.startswith("__"):
-                raise _damaged(f"{field!r} is no name of a field")
+                raise _damaged(f"{field!r} is not the name of a field")
             values[field] = self.get()
         if kind == "tuple":
             known = cls is not None and getattr(cls, "_fields", None) == tuple(values)
@@ -512,7 +512,7 @@ class _Decoder:
         return shape
 
     def _raw(self, make: Callable[[Tensor], Any], key: tuple[Any, ...]) -> Any:
-        """What `make` does with the bytes of a tensor; what shared a blob is one object again."""
+        """The result of `make` for the bytes of a tensor; values that shared a blob are one object again."""
         if bytes(self._take(1)) == b"<":
             data = self._bytes()
             flat = torch.empty(len(data), dtype=torch.uint8, device="cpu")
@@ -535,7 +535,7 @@ class _Decoder:
         parts = []
         for _ in names:
             if bytes(self._take(1)) != b"X":
-                raise _damaged("a part of a sparse tensor is no tensor")
+                raise _damaged("a part of a sparse tensor is not a tensor")
             parts.append(self._tensor())
         # Indices out of range would make torch read and write memory of others.
         if layout is torch.sparse_coo:
@@ -548,7 +548,7 @@ class _Decoder:
     def _numpy_dtype(self) -> np.dtype[Any]:
         name = self._text()
         if not _NUMPY_DTYPE.fullmatch(name):
-            raise _damaged(f"{name!r} is no dtype of an array")
+            raise _damaged(f"{name!r} is not a dtype of an array")
         return np.dtype(name)
 
     def _numpy_scalar(self) -> Any:

@@ -14,7 +14,7 @@ MAX_REPORTED = 8
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What is not equal on all ranks.
+    """A difference between ranks.
 
     Attributes:
         name: of the first item that differs, in the order of rank 0.
@@ -52,7 +52,7 @@ def gather_differences(
 
 
 def find_difference(comm: Communicator, items: Mapping[str, str]) -> Difference | None:
-    """What is not equal on all ranks, the same answer on all of them; None if everything is."""
+    """The difference between the ranks, the same answer on all of them; None if all items are equal."""
     if comm.size == 1:
         return None
     reports, names = gather_differences(comm, items, MAX_REPORTED)

@@ -115,7 +115,7 @@ def _has_memory(tensor: Tensor) -> bool:
 def copied(value: Any, *, on_host: bool = False) -> Any:
     """A deep copy, without the graphs of tensors; with `on_host`, tensors are copied to the CPU.
 
-    What cannot be copied, such as a lock, is the same object in the copy.
+    An object that cannot be copied, such as a lock, is the same object in the copy.
     """
     try:
         return _deep_copy(value, on_host)
@@ -207,8 +207,8 @@ def _is_plain(value: Any) -> bool:
 class OldState:
     """The leaves of a state as they are now, to be put back into a later state.
 
-    What is large and what cannot be copied is left out. Otherwise an epoch would hold a second copy of averages and
-    caches, and each checkpoint in it.
+    Large leaves and those that cannot be copied are left out. Otherwise an epoch, and each checkpoint in it, would have
+    a second copy of averages and caches.
 
     Args:
         state: nested dicts.
@@ -248,7 +248,7 @@ class OldState:
         self._packed, self._others = [], []
 
     def differing(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What `state` has to get back from here, as a checkpoint can hold it; None for nothing."""
+        """The leaves that `state` has to get back from here, as a checkpoint can hold it; None for nothing."""
         found = leaves(state, self._containers)
         old = [
             [list(path), value]

@@ -49,7 +49,7 @@ def sample_hashes(loader: Any, seed: int) -> Samples:
 
 
 def random_places(loader: Any, seed: int) -> tuple[Samples, bool]:
-    """Fetch the samples of `sample_hashes` several times, for those that have random numbers of their own.
+    """Fetch the samples of `sample_hashes` several times, to find those with random numbers that are not seeded.
 
     Returns:
         the numbers that were not always the same, and whether the fetches changed nothing in the copy: a generator of
@@ -142,7 +142,7 @@ class _Limited(io.BytesIO):
 
 
 class _Copier(pickle.Pickler):
-    """Writes all but what is shared. The bytes never leave this process."""
+    """Writes all objects except shared ones. The bytes never leave this process."""
 
     def __init__(self, sink: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
         super().__init__(sink, protocol=5, buffer_callback=buffers.append)

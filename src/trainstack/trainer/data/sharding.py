@@ -1,4 +1,4 @@
-"""Data that is split by rank: what is declared, what can be seen, and digests that find the rest."""
+"""Data that is split by rank: declarations, known splitters, and digests that find other differences."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_not_presharded(loader: Any, world_size: int, declared: str, stage: str
 
 
 def _find_split(loader: Any) -> str | None:
-    """What splits the data by rank, as the beginning of a sentence; None if nothing is known to."""
+    """The known splitter of the data, as the beginning of a sentence; None if there is none."""
     datasets = list(datasets_in(getattr(loader, "dataset", None)))
     for owner in (*samplers_of(loader), *datasets, loader):
         # torch, Lightning and timm have the first name, accelerate and transformers the second.
@@ -80,7 +80,7 @@ _SAMPLED_ELEMENTS = 2048
 
 
 class StreamDigest:
-    """A running digest of the batches that one rank has read from a loader with an order of its own.
+    """A running digest of the batches that one rank has read from a loader that keeps its own order.
 
     It is made on the host, of the loader's batches as they come. Tensors of a device are not read. Of large tensors it
     takes elements at equal distances, unless `whole` asks for all.
@@ -125,7 +125,7 @@ def _digest(item: Any, value: int, whole: bool, depth: int) -> int:
 
 
 def _parts(item: Any) -> Iterator[Any]:
-    """What a container holds, in an order that does not depend on the process."""
+    """The items of a container, in an order that does not depend on the process."""
     if isinstance(item, np.ndarray):
         yield from item.reshape(-1).tolist()
     elif isinstance(item, Mapping):

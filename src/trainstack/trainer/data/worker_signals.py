@@ -51,7 +51,7 @@ def signals_wait(context: Any) -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """In a worker: ignore what is sent to the whole group, so that the parent can finish its step."""
+    """In a worker: ignore signals to the whole group, so that the parent can finish its step."""
     for number in group_signals():
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):

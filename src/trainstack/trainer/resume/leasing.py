@@ -23,7 +23,7 @@ class DirectoryOwner:
 
     Attributes:
         held: whether the lease is held; the same on all processes.
-        is_interrupted: asked while the main process waits for another one's lease to end.
+        is_interrupted: called while the main process waits for another one's lease to end.
     """
 
     def __init__(self, context: RunContext, run_on_rank_zero: Callable[[Callable[[], None], str], Any]) -> None:
@@ -101,7 +101,7 @@ def writes_files(context: RunContext) -> bool:
 
 
 def _directories(context: RunContext) -> list[Path]:
-    """`output_dir`, and where checkpoints go if that lies elsewhere; checkpoints go into the last one."""
+    """`output_dir`, and the folder of checkpoints if that is elsewhere; checkpoints go into the last one."""
     output_dir = context.output_dir
     checkpointer = context.checkpointer
     if not isinstance(checkpointer, DefaultCheckpointer) or not checkpointer.args.checkpoint:

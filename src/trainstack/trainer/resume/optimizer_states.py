@@ -291,7 +291,7 @@ def _match_schedulers(wanted: Sequence[tuple[str, int | None]], records: Sequenc
 
 
 _BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
-"""What the schedulers of torch 2.13.0 hold for each group, in lists."""
+"""The attributes of torch 2.13.0's schedulers that are lists with an item for each group."""
 
 
 def _in_order(what: str, scheduler: Any, state: Any, order: Sequence[int]) -> Any:
@@ -326,12 +326,12 @@ def _settings_of(scheduler: Any) -> dict[str, Any]:
 
 
 def _warn_if_length_differs(what: str, mine: _Record, theirs: _Record, log: RunLogger) -> None:
-    """Say that a schedule goes on as it was laid when the run began, also where the run has become longer since."""
+    """Log that a schedule keeps the length from the beginning of the run, also if the run is longer now."""
     for key in mine:
         if key in theirs and not same(mine[key], theirs[key]):
             log.warning(
                 f"{what} was made with {key}={mine[key]!r}; the run goes on with the checkpoint's {theirs[key]!r}. To "
-                "lay the schedule anew over the epochs that are left, write reset_optimizers_schedulers=True."
+                "make a new schedule over the epochs that are left, write reset_optimizers_schedulers=True."
             )
 
 

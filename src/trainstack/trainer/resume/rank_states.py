@@ -18,7 +18,7 @@ from trainstack.trainer.core.fingerprints import checksums, hash_text
 Place = tuple[Any, ...]
 """The keys that lead to a leaf of a state tree."""
 Part = dict[Any, Any] | list[Any]
-"""What one rank has in place of the leaves that differ: a tree of dicts, in which a list stands for a leaf. The list
+"""The leaves of one rank that differ: a tree of dicts, in which each leaf is a list. The list
 holds the value, or nothing where the rank has no such leaf."""
 
 _DICTS = (dict, OrderedDict)
@@ -75,7 +75,7 @@ class _Leaves:
         self._tensors = list[tuple[Place, Tensor]]()
 
     def add(self, value: Any, place: Place) -> bool:
-        """Add what is at `place`; whether a replicated tensor was in it."""
+        """Add the value at `place`; returns whether a replicated tensor was in it."""
         if type(value) in _DICTS and len(place) < _MAX_DEPTH:
             opened = [self.add(item, (*place, key)) for key, item in value.items()]
             is_open = any(opened)

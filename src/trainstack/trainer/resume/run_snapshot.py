@@ -1,4 +1,4 @@
-"""`RunSnapshot` keeps in memory what a checkpoint keeps of a run on this rank, and puts it back."""
+"""`RunSnapshot` keeps the state of a run on this rank in memory, and restores it."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def put_back_user_states(context: RunContext, states: Mapping[str, Any]) -> None
 
 
 class RunSnapshot:
-    """What a checkpoint keeps of a run: states of the user's, optimizers, schedulers, layers, counters, history.
+    """The state of a run as in a checkpoint: user states, optimizers, schedulers, layers, counters, history.
 
-    `restore` calls `update_state` or `load_state_dict` of what has another state by then, and of nothing else. Random
-    states are left to the caller. No other rank is asked.
+    `restore` calls `update_state` or `load_state_dict` only of objects whose state has changed. The caller restores
+    random states. There is no communication with other ranks.
 
     Args:
         context: of the run.
         work: has the optimizers; their states are put back into the same tensors.
-        schedules: of the run; None if they stand still.
-        shared: tensors that are not copied, because nothing changes them or somebody else restores them.
+        schedules: of the run; None if they do not step.
+        shared: tensors that are not copied, because they do not change or the caller restores them.
         on_host: copy tensors to the host's memory.
         keeps_moments: whether values of the tensors in optimizers are kept, which may be twice the size of the model.
     """
@@ -90,7 +90,7 @@ class RunSnapshot:
                     scheduler.load_state_dict(state)
             if self._schedules.get_counts() != self._counts:
                 self._schedules.update_counts(self._counts)
-        # What a private run has spent is never taken back.
+        # The spent budget of a private run is never reduced.
         if not context.stack.is_private and not same(context.stack.get_state(), self._layers):
             context.stack.update_state(self._layers)
         context.state.update_state(self._counters)
@@ -98,7 +98,7 @@ class RunSnapshot:
 
 
 def _copied(state: Any, memory: set[int], on_host: bool) -> Any:
-    """A copy of `state` that shares what lies in `memory`, whose owner restores it."""
+    """A copy of `state` that shares tensors in `memory`, whose owner restores them."""
     if type(state) in (dict, OrderedDict):
         return type(state)((key, _copied(value, memory, on_host)) for key, value in state.items())
     return state if lies_in(state, memory) else copied(state, on_host=on_host)
@@ -205,7 +205,7 @@ class _StateSnapshot:
 
 
 class _StateDictSnapshot:
-    """What an optimizer with methods of its own says is its state."""
+    """The state dict of an optimizer that overrides its methods."""
 
     def __init__(self, optimizer: Optimizer, on_host: bool) -> None:
         self._optimizer, self._state = optimizer, copied(optimizer.state_dict(), on_host=on_host)

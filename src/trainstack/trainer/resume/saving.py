@@ -323,7 +323,7 @@ _waits: WeakKeyDictionary[Communicator, int] = WeakKeyDictionary()
 def wait_for_rank_zero(world: World, what: str, longest_s: float) -> Iterator[None]:
     """A block that rank 0 carries out; the others pass through it at once and wait at its end. All ranks enter it.
 
-    The wait ends when rank 0 has left the block, when it has sent no sign of life for some seconds, or when the store
+    The wait ends when rank 0 has left the block, when it has sent no heartbeat for some seconds, or when the store
     is gone. In the last two cases the collective that follows reports what happened, within its own time limit.
 
     Args:

@@ -1,4 +1,4 @@
-"""What all ranks must have alike when they train, and at which moments they compare it."""
+"""The items that must be equal on all ranks when they train, and the moments of their comparison."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _LENGTH = f"the length{_OF_DATASET}"
 def _arguments(context: RunContext) -> Iterator[tuple[str, str]]:
     yield "backend", context.stack.spec
     for field in dataclasses.fields(context.args):
-        if field.name in MAY_DIFFER or field.name == "backend":  # "auto" and what it stands for are the same
+        if field.name in MAY_DIFFER or field.name == "backend":  # "auto" and the string it resolves to are the same
             continue
         value = getattr(context.args, field.name)
         if field.name == "max_time" and value is not None:
@@ -69,7 +69,7 @@ def _arguments(context: RunContext) -> Iterator[tuple[str, str]]:
 
 
 def agree_on_setup(context: RunContext) -> None:
-    """Compare what is known before anything is read or prepared: arguments, versions, module and callbacks.
+    """Compare arguments, versions, module and callbacks, before any file is read or prepared.
 
     Raises:
         ConfigurationError: something differs between ranks.
@@ -95,14 +95,14 @@ def agree_on_setup(context: RunContext) -> None:
 
 
 def _hooks(module: Any) -> Iterator[str]:
-    """The names of the hooks that `module` defines: with one that only some ranks have, the others wait for ever."""
+    """The names of the hooks that `module` defines: if only some ranks have one, the others would wait forever."""
     for name in dir(CallbackInterface):
         if name.startswith("on_") and overridden(module, name) is not None:
             yield name
 
 
 def _callbacks(context: RunContext) -> Items:
-    """Classes in their order, and the settings of the library's own: users' callbacks may keep what differs by rank."""
+    """Classes in their order, and the settings of the library's own: users' callbacks may differ by rank."""
     callbacks = context.events.callbacks
     items = {
         "the callbacks": shorten(", ".join(type(callback).__qualname__ for callback in callbacks.values())) or "none"
@@ -261,7 +261,7 @@ def _values(module: nn.Module) -> Items:
 
 
 def agree_on_start(context: RunContext, data: TrainingData, work: Workload, schedules: Schedules) -> None:
-    """Compare, as `train()` begins, what may have changed since: arguments, plan, place in the run, settings.
+    """Compare the items that may have changed when `train()` begins: arguments, plan, place in the run, settings.
 
     Raises:
         ConfigurationError: something differs between ranks.

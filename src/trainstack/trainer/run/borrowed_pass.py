@@ -1,4 +1,4 @@
-"""`bind_borrowed_pass` runs a micro-batch that leaves no trace on this rank."""
+"""`bind_borrowed_pass` runs a micro-batch that does not change the state of this rank."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def bind_borrowed_pass(
     collectors: Sequence[OutputCollector],
     end_backward: Callable[..., Any] | None,
 ) -> BorrowedPass:
-    """What runs a borrowed micro-batch: the passes, hooks and collectives of a real one, with weight 0.
+    """A function that runs a borrowed micro-batch: the passes, hooks and collectives of a real one, with weight 0.
 
     Buffers, random states, logs and outputs are restored. Plain attributes that user code writes are not.
 
     Args:
         stack, work, state: of the loop.
         collectors: get the structure of the outputs, without a row.
-        end_backward: called after the backward pass; None for nobody.
+        end_backward: called after the backward pass; may be None.
     """
     module, device = work.module, work.world.device
     snapshot = ModuleSnapshot(module)

@@ -42,7 +42,7 @@ class TrainingModes:
         if self._private:
             if module.keep_modes:
                 raise ConfigurationError(
-                    f"{type(module).__name__}.keep_modes is True and the run is private. What it promises was checked "
+                    f"{type(module).__name__}.keep_modes is True and the run is private. Its guarantee was checked "
                     "in training mode, so all parts train in it. Write keep_modes = False."
                 )
             return Decision(dict.fromkeys(module.modules(), True), (), ())
@@ -64,6 +64,6 @@ class TrainingModes:
         return {p: mode for p, mode in get_modes(self._module).items() if self._modes.get(p, mode) is not mode}
 
     def undo(self, changes: Modes) -> None:
-        """Undo `changes`, which hooks have made for an epoch, where they still hold; they are no choice for the next
-        `train()`."""
+        """Undo `changes` that hooks have made for an epoch and that are still set; the next `train()` does not
+        use them."""
         set_modes(self._module, {p: self._modes.get(p, mode) for p, mode in changes.items() if p.training is mode})

@@ -36,7 +36,7 @@ class TensorBoardWriter(Writer):
     folder in there, `run-1`, `run-2` and so on, so that two runs do not become one curve.
 
     When a run is resumed, its files are cut off after the points of the checkpoint, and a new file continues them.
-    Where one of these points is missing or damaged, all are written anew from the history in the checkpoint, and the
+    Where one of these points is missing or damaged, all are rewritten from the history in the checkpoint, and the
     log says so. Each point is there once.
 
     Events are written at once, without the thread of a `SummaryWriter`. To wait for that thread at each log point took
@@ -163,7 +163,7 @@ class TensorBoardWriter(Writer):
 
 
 def _bits(message: Any) -> bytes:
-    """What tells two messages apart, also where a value is nan."""
+    """A key that differs for two messages, also if a value is nan."""
     return bytes(message.SerializeToString(deterministic=True))
 
 
