@@ -17,8 +17,8 @@ from pathlib import Path
 from trainstack.checkpointing import temp_dirs
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
-from trainstack.checkpointing.directory import CheckpointInfo, has_its_files, read_entry
-from trainstack.checkpointing.lookup import checkpoints_of_run, refresh_pointers
+from trainstack.checkpointing.directory import CheckpointInfo, Contents, has_its_files, read_entry
+from trainstack.checkpointing.lookup import checkpoints_of_run, of_run, refresh_pointers
 from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
 from trainstack.checkpointing.verification import read_back
 
@@ -41,8 +41,8 @@ class Retention:
     say: LogFn
     verify_owner: Callable[[], None] = lambda: None
 
-    def apply(self) -> None:
-        """Set the pointers, and delete the checkpoints that need not be kept.
+    def apply(self, contents: Contents) -> None:
+        """Set the pointers, and delete the checkpoints that need not be kept, of those in `contents`.
 
         A failure is said and is no error: the checkpoint that was just written is safe.
 
@@ -50,7 +50,7 @@ class Retention:
             LeaseError: another process has taken the directory over; what it needs is not deleted.
         """
         try:
-            run = checkpoints_of_run(self.directory, self.args.file_prefix)
+            run = of_run(contents, self.args.file_prefix)
             doomed = self.to_delete(run)
             self.verify_owner()
             kept = [info for info in run if info not in doomed]
