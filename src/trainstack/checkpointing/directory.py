@@ -169,7 +169,7 @@ def _look_at(place: str) -> tuple[Path, Entry]:
     except OSError as error:
         path = Path(place)
         return path, _without_manifest(path, error)
-    mark = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    mark = version_of(status)
     known = _known.get(place)
     if known is not None and known[0] == mark:
         return known[1], known[2]
@@ -178,6 +178,11 @@ def _look_at(place: str) -> tuple[Path, Entry]:
     if time.time() - status.st_ctime > _COARSE_S:
         _known[place] = mark, path, entry
     return path, entry
+
+
+def version_of(status: os.stat_result) -> tuple[int, ...]:
+    """Inode, size and times of a file: equal for a file that was not written since."""
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _without_manifest(path: Path, error: OSError) -> Entry:

@@ -167,22 +167,11 @@ def commit(
     With a `lease`, nothing gets its name once another process owns the directory.
     `sequence` is above those of all that is in `directory`; who does not know it lets the directory be scanned.
     """
-    if not name or name.startswith(".") or any(mark in name for mark in "/\\\0"):
-        raise CheckpointError(f"{name!r} cannot name a checkpoint: write a plain name such as 'checkpoint-7'.")
+    _check_name(directory, name)
     final = directory / name
-    if os.path.lexists(final) and not listing.is_checkpoint_directory(final):
-        raise CheckpointError(
-            f"{final} exists and is not a checkpoint, so it is not replaced. "
-            "Move it away, or give another path; that of a run's checkpoints follows from save_dir and file_prefix."
-        )
     try:
         filesystem.make_directories(directory)
-        free, needed = filesystem.free_bytes(directory), payload.size
-        if free is not None and free < needed:
-            raise CheckpointError(
-                f"a checkpoint of about {needed:,} bytes does not fit into {directory}: {free:,} bytes are free. "
-                "Free space, or set save_dir to another disk."
-            )
+        _check_free(directory, payload.size)
         temporary = temp_dirs.claim_temp_dir(directory, temp_dirs.TEMPORARY, name)
         try:
             if sequence is None:
@@ -206,6 +195,26 @@ def commit(
             "Free space or mend the directory, or set save_dir to another one."
         ) from error
     return final
+
+
+def _check_name(directory: Path, name: str) -> None:
+    if not manifest.is_plain_name(name):
+        raise CheckpointError(f"{name!r} cannot name a checkpoint: write a plain name such as 'checkpoint-7'.")
+    final = directory / name
+    if os.path.lexists(final) and not listing.is_checkpoint_directory(final):
+        raise CheckpointError(
+            f"{final} exists and is not a checkpoint, so it is not replaced. "
+            "Move it away, or give another path; that of a run's checkpoints follows from save_dir and file_prefix."
+        )
+
+
+def _check_free(directory: Path, needed: int) -> None:
+    free = filesystem.free_bytes(directory)
+    if free is not None and free < needed:
+        raise CheckpointError(
+            f"a checkpoint of about {needed:,} bytes does not fit into {directory}: {free:,} bytes are free. "
+            "Free space, or set save_dir to another disk."
+        )
 
 
 _written_here: set[Path] = set()
