@@ -275,16 +275,19 @@ def test_leftovers_of_dead_writers_are_cleared_and_those_of_the_living_are_not(t
     import subprocess
     import sys
 
-    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead, zombie = [subprocess.Popen([sys.executable, "-c", ""]) for _ in range(2)]
     dead.wait()
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and still has its pid
     token = "0" * 32
     host = socket.gethostname().replace("-", "_")
-    for left in (f".tmp-a-{host}-{dead.pid}-{token}", f".tmp-b-{host}-{os.getppid()}-{token}", ".tmp-mine",
-                 f".tmp-c-otherhost-{dead.pid}-{token}", f".tmp-d-otherhost-{dead.pid}-{token}"):  # fmt: skip
+    own = [f".tmp-a-{host}-{dead.pid}", f".tmp-z-{host}-{zombie.pid}", f".tmp-b-{host}-{os.getppid()}"]
+    foreign = [f".tmp-c-otherhost-{dead.pid}", f".tmp-d-otherhost-{dead.pid}"]
+    for left in (".tmp-mine", *(f"{begin}-{token}" for begin in own + foreign)):
         (tmp_path / left).mkdir()
         (tmp_path / left / "MANIFEST.json").write_text("trainstack-checkpoint")
     os.utime(tmp_path / f".tmp-d-otherhost-{dead.pid}-{token}", (0, 0))
     checkpointer(tmp_path).save(make_checkpoint(1), 1)
+    zombie.wait()
     assert [name[:6] for name in names(tmp_path)] == [".tmp-b", ".tmp-c", ".tmp-m", "checkp"]
 
 

@@ -308,7 +308,7 @@ def test_what_fails_after_a_save_is_a_warning(
         save_all(saver, [1.0])
     assert f"the pointer {tmp_path / 'last'} could not be written" in caplog.text
     with monkeypatch.context() as patch:
-        patch.setattr(retention, "checkpoints_of_run", refuse)
+        patch.setattr(retention, "of_run", refuse)
         save_all(saver, [2.0], first=2)
     assert "no older checkpoint was deleted" in caplog.text
     assert steps(tmp_path) == {1, 2}

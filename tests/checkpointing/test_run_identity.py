@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -14,10 +15,12 @@ from tests.checkpointing.support import flip_bit, make_checkpoint, mark_of
 from trainstack.checkpointing import (
     DefaultCheckpointer,
     DefaultCheckpointerArguments,
+    Lease,
     filesystem,
     list_checkpoints,
     read_checkpoint,
     retention,
+    write_checkpoint,
 )
 from trainstack.checkpointing.directory import scan
 from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
@@ -97,7 +100,7 @@ def test_every_damage_of_a_beginning_makes_auto_refuse_and_list_the_runs(tmp_pat
             saver.load("auto")
         assert str(entry) in str(raised.value)
         assert f"run {first.run_id}: its newest checkpoint is {tmp_path / 'checkpoint-000000002'}" in str(raised.value)
-        saver._retention.apply()
+        saver._retention.apply(scan(tmp_path))
         assert len(list_checkpoints(tmp_path)) == 2  # while it is not known whose they are, nothing is deleted
         shutil.rmtree(entry)
         shutil.copytree(kept, entry)
@@ -111,7 +114,7 @@ def test_a_damaged_beginning_before_the_newest_checkpoint_does_no_harm(tmp_path:
     for entry in begun(tmp_path):
         flip_bit(entry / "MANIFEST.json", 40)
     assert mark_of(checkpointer(tmp_path).load("auto")) == 3
-    checkpointer(tmp_path, keep_last=1, keep_best=0)._retention.apply()
+    checkpointer(tmp_path, keep_last=1, keep_best=0)._retention.apply(scan(tmp_path))
     assert [info.global_step for info in list_checkpoints(tmp_path)] == [1, 3]
 
 
@@ -223,6 +226,62 @@ def test_scrub_reads_everything(tmp_path: Path, capsys: pytest.CaptureFixture[st
     flip_bit(begun(tmp_path)[0] / "MANIFEST.json", 3)
     assert main(["checkpoints", "scrub", str(tmp_path), "--json"]) == 1
     assert main(["checkpoints", "scrub", str(tmp_path / "checkpoint-000000002")]) == 2
+
+
+@pytest.mark.parametrize("keep_last", [None, 2])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_of_the_owner_lists_the_checkpoints_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int | None, background: bool
+) -> None:
+    folder = tmp_path / "checkpoints"
+    saver = checkpointer(folder, keep_last=keep_last, async_save=background)
+    saver.load(None)
+    saver.lease = Lease.acquire([tmp_path])
+    listed: list[str] = []
+    scandir = os.scandir
+
+    def note(path: Any = ".") -> Any:
+        listed.append(str(path))  # rmtree gives a descriptor
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", note)
+    saver.begin_run(resumed=False)
+    assert listed.count(os.fspath(folder)) == 1
+    try:
+        for step in range(1, 6):
+            listed.clear()
+            saver.save(make_checkpoint(step, step=step), step)
+            saver.finish()
+            assert listed.count(os.fspath(folder)) == (2 if step == 1 else 1)  # the first looks for leftovers
+    finally:
+        saver.lease.release()
+    infos = list_checkpoints(folder)
+    assert [info.global_step for info in infos] == ([1, 2, 3, 4, 5] if keep_last is None else [4, 5])
+    assert len({info.sequence for info in infos}) == len(infos)
+    assert saver.last() == infos[-1]
+
+
+def test_what_a_save_adds_to_a_list_of_checkpoints_is_what_a_scan_finds(tmp_path: Path) -> None:
+    run_once(tmp_path, 1, 2)
+    flip_bit(tmp_path / "checkpoint-000000001" / "MANIFEST.json", 40)
+    for step in (3, 1, 2):  # a new one, one in place of a damaged one, one in place of an intact one
+        before = scan(tmp_path)
+        path = write_checkpoint(make_checkpoint(step, step=step), tmp_path, f"checkpoint-{step:09d}")
+        added, found = before.including(path), scan(tmp_path)
+        assert (added.intact, added.begun, list(added.broken)) == (found.intact, found.begun, list(found.broken))
+
+
+def test_a_save_into_a_folder_that_cannot_be_listed_is_an_error_of_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = run_once(tmp_path, 1)
+
+    def refuse(path: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot be listed: .*Permission denied.*set save_dir"):
+        saver.save(make_checkpoint(2, step=2), 2)
 
 
 def test_a_save_does_not_slow_down_with_the_number_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from trainstack.checkpointing.arguments import DEFAULT_MONITOR, DefaultCheckpoin
 from trainstack.checkpointing.async_writer import BackgroundWriter, HostBuffers
 from trainstack.checkpointing.directory import (
     CheckpointInfo,
+    Contents,
     beginnings,
     has_prefix,
     name_of,
@@ -154,7 +155,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._background.wait()  # one that was abandoned may still be deleting older ones
         if not self.args.checkpoint:
             return
-        contents, prefix = scan(self.save_dir), self.args.file_prefix
+        contents, prefix = self._scan(), self.args.file_prefix
         earlier, newest = with_prefix(contents, prefix), newest_entry(contents, prefix)
         if self._loaded_at is not None and newest is not None and newest.sequence > self._loaded_at:
             raise CheckpointError(
@@ -174,9 +175,10 @@ class DefaultCheckpointer(AbstractCheckpointer):
         if self.lease is not None:
             self.lease.set_run_id(self._run_id)
         if self._run_id is not None and self._run_id != current:
-            write_begin(self.save_dir, prefix, self._run_id, self.lease)
+            begin = write_begin(self.save_dir, prefix, self._run_id, self.lease, contents.highest + 1)
+            contents = contents.including(begin)
         self._loaded_at = None
-        self._retention.apply()
+        self._retention.apply(contents)
         if earlier and begins and not self.args.delete_existing_checkpoints:  # each that is deleted is named then
             self._warn_of_earlier_run(earlier)
 
@@ -268,13 +270,23 @@ class DefaultCheckpointer(AbstractCheckpointer):
     def _commit(self, payload: Payload, name: str, abandoned: threading.Event | None = None) -> None:
         """Write a checkpoint, and do what is to be done after each; in the background with `async_save`."""
         try:
-            path = commit(payload, self.save_dir, name, abandoned, self.lease)
+            contents = self._scan()  # the one look at all checkpoints: it costs more the more are kept
+            path = commit(payload, self.save_dir, name, abandoned, self.lease, contents.highest + 1)
             self._log(logging.INFO, f"saved {path}")
-            self._retention.apply()
+            self._retention.apply(contents.including(path))
         except BaseException as error:
             if abandoned is not None:  # perhaps nobody asks any more
                 self._log(logging.ERROR, f"saving {name} in the background failed: {error}")
             raise
+
+    def _scan(self) -> Contents:
+        try:
+            return scan(self.save_dir)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoints in {self.save_dir} cannot be listed: {error}. Mend the directory, or set save_dir to "
+                "another one."
+            ) from error
 
     def _wait_for_last(self) -> None:
         """Wait for a save in the background, and say how long that took."""

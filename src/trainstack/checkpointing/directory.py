@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainstack._files import local_path
@@ -76,6 +76,15 @@ class Contents:
         told = [number for path in self.broken_begins if (number := begin_number(path)) is not None]
         return max([0, *told, *(info.sequence for info in (*self.intact, *self.begun))])
 
+    def including(self, path: Path) -> Contents:
+        """The same after this process has written the entry `path`, in place of one of that name if there was one."""
+        infos = [[info for info in found if info.path != path] for found in (self.intact, self.begun)]
+        broken = {other: error for other, error in self.broken.items() if other != path}
+        contents = replace(self, intact=infos[0], begun=infos[1], broken=broken)
+        _sort_in(contents, path, read_entry(path))
+        _put_newest_first(contents)
+        return contents
+
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """Return the checkpoints and model exports in `directory`, oldest first.
@@ -101,15 +110,18 @@ def scan(directory: Path) -> Contents:
     """
     contents = Contents()
     try:
-        paths = sorted(Path(entry.path) for entry in os.scandir(directory) if not _is_plain(entry))
+        found = [entry for entry in os.scandir(directory) if not entry.name.startswith(temp_dirs.TEMPORARY)]
     except (FileNotFoundError, NotADirectoryError):
         return contents
-    for path in paths:
-        if not path.name.startswith(temp_dirs.TEMPORARY):
-            _sort_in(contents, path, read_entry(path))
+    for place in sorted(entry.path for entry in found if not _is_plain(entry)):
+        _sort_in(contents, *_look_at(place))
+    _put_newest_first(contents)
+    return contents
+
+
+def _put_newest_first(contents: Contents) -> None:
     for found in (contents.intact, contents.begun):
         found.sort(key=lambda info: (info.sequence, info.created), reverse=True)
-    return contents
 
 
 def _is_plain(entry: os.DirEntry[str]) -> bool:
@@ -120,12 +132,11 @@ def _is_plain(entry: os.DirEntry[str]) -> bool:
 
 
 def _sort_in(contents: Contents, path: Path, found: Entry) -> None:
-    is_begin = begin_number(path) is not None
     if isinstance(found, CheckpointInfo):
         (contents.begun if found.kind == "begin" else contents.intact).append(found)
     elif isinstance(found, CheckpointMismatchError):
         contents.newer[path] = found
-    elif is_begin:
+    elif begin_number(path) is not None:
         reason = found or f"it has no {manifest.FILE_NAME}"
         contents.broken_begins[path] = (
             reason if isinstance(reason, CheckpointDamagedError) else CheckpointDamagedError(f"{path}: {reason}.")
@@ -139,9 +150,8 @@ def _sort_in(contents: Contents, path: Path, found: Entry) -> None:
 Entry = CheckpointInfo | CheckpointDamagedError | CheckpointMismatchError | str | None
 """What an entry of a directory is; a text says what is odd about it, and None stands for a folder of something else."""
 
-_known: dict[Path, tuple[tuple[int, ...], Entry]] = {}
-"""What was read, with inode, size and times of the manifest then."""
-
+_known: dict[str, tuple[tuple[int, ...], Path, Entry]] = {}
+"""What was read by path, with inode, size and times of the manifest then."""
 
 _COARSE_S = 0.1
 """A file that changed so recently may change again without another time: systems count in ticks of some ms."""
@@ -149,25 +159,37 @@ _COARSE_S = 0.1
 
 def read_entry(path: Path) -> Entry:
     """Say what `path`, an entry of a directory, is; never raises."""
+    return _look_at(os.fspath(path))[1]
+
+
+def _look_at(place: str) -> tuple[Path, Entry]:
+    """As `read_entry`. A text comes in, and the `Path` made before goes out: one takes longer to make than all else."""
     try:
-        status = os.stat(f"{path}/{manifest.FILE_NAME}")
-    except FileNotFoundError:
-        return _without_manifest(path)
-    except NotADirectoryError:
-        return "it is neither a file nor a folder"
+        status = os.stat(f"{place}/{manifest.FILE_NAME}")
     except OSError as error:
-        return _unreadable(path, error)
-    mark = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    known = _known.get(path)
+        path = Path(place)
+        return path, _without_manifest(path, error)
+    mark = version_of(status)
+    known = _known.get(place)
     if known is not None and known[0] == mark:
-        return known[1]
+        return known[1], known[2]
+    path = Path(place)
     entry = _read_entry(path)
     if time.time() - status.st_ctime > _COARSE_S:
-        _known[path] = mark, entry
-    return entry
+        _known[place] = mark, path, entry
+    return path, entry
 
 
-def _without_manifest(path: Path) -> Entry:
+def version_of(status: os.stat_result) -> tuple[int, ...]:
+    """Inode, size and times of a file: equal for a file that was not written since."""
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _without_manifest(path: Path, error: OSError) -> Entry:
+    if isinstance(error, NotADirectoryError):
+        return "it is neither a file nor a folder"
+    if not isinstance(error, FileNotFoundError):
+        return _unreadable(path, error)
     if os.path.islink(path) and not os.path.exists(path):
         return "it is a link to nothing"
     if not os.path.isfile(path / manifest.TREE_FILE):
@@ -254,11 +276,6 @@ def has_its_files(info: CheckpointInfo) -> bool:
         return False
 
 
-def next_sequence(directory: Path) -> int:
-    """Return a number above those of all that is in `directory`."""
-    return scan(directory).highest + 1
-
-
 _BEGIN = re.compile(r"(?P<prefix>.+)-begin-(?P<number>\d{9,})")
 
 
@@ -279,9 +296,12 @@ def begin_number(path: Path, prefix: str | None = None) -> int | None:
     return int(match["number"]) if match and prefix in (None, match["prefix"]) else None
 
 
+_NUMBER = re.compile(r"-\d+(\..+)?")
+
+
 def has_prefix(name: str, prefix: str) -> bool:
     """Say whether a checkpointer with `prefix` gives names such as `name` to checkpoints."""
-    return re.fullmatch(re.escape(prefix) + r"-\d+(\..+)?", name) is not None
+    return name.startswith(prefix) and _NUMBER.fullmatch(name, len(prefix)) is not None
 
 
 def name_of(path: Path) -> str:

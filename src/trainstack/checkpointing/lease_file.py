@@ -12,7 +12,7 @@ import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from trainstack._files import file_mode
 from trainstack._files import make_directories as make_folders
@@ -108,7 +108,7 @@ class Seen:
         record = self.record
         if record is None:
             return False
-        return record.released or (self.is_here and process_state(record.pid, record.started) == "dead")
+        return record.released or (self.is_here and is_dead(record.pid, record.started))
 
     @property
     def words(self) -> str:
@@ -152,23 +152,26 @@ def _start_of(pid: int | str) -> str:
     return ""
 
 
-def process_state(pid: int, started: str) -> Literal["dead", "alive"]:
-    """Whether the process that had this pid then has ended; one that ended and was not waited for is dead."""
+def is_dead(pid: int, started: str = "") -> bool:
+    """Whether the process that had this pid then has ended; one that ended and was not waited for is dead.
+
+    Without `started` any process that has the pid now is taken for it.
+    """
     if os.name == "nt":
-        return "alive"  # os.kill would end it
+        return False  # os.kill would end it
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return "dead"
+        return True
     except (OSError, OverflowError):
         pass  # of another user
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except ProcessLookupError:
-        return "dead"
+        return True
     except OSError:
-        return "alive"  # hidden, or no Linux
-    return "dead" if fields[0] in "ZX" or (started and fields[19] != started) else "alive"
+        return False  # hidden, or no Linux
+    return fields[0] in "ZX" or bool(started and fields[19] != started)
 
 
 def look(directory: Path) -> Seen | None:

@@ -44,19 +44,19 @@ def open_regular(path: Path) -> FileIO:
     return handle
 
 
-def read_small(path: Path, limit: int = MAX_SMALL_BYTES) -> bytes:
+def read_small(path: Path) -> bytes:
     """Return the content of a small regular file.
 
     Raises:
-        OSError: as `open_regular`, or the file has more than `limit` bytes.
+        OSError: as `open_regular`, or the file has more than `MAX_SMALL_BYTES`.
     """
     with open_regular(path) as handle:
-        parts, left = [], limit + 1
+        parts, left = [], MAX_SMALL_BYTES + 1
         while left and (part := handle.read(min(left, 1 << 20))):
             parts.append(part)
             left -= len(part)
     if not left:
-        raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", os.fspath(path))
+        raise OSError(errno.EFBIG, f"it has more than {MAX_SMALL_BYTES:,} bytes", os.fspath(path))
     return b"".join(parts)
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from trainstack.checkpointing import temp_dirs
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
-from trainstack.checkpointing.directory import CheckpointInfo, has_its_files, read_entry
-from trainstack.checkpointing.lookup import checkpoints_of_run, refresh_pointers
+from trainstack.checkpointing.directory import CheckpointInfo, Contents, has_its_files, read_entry, version_of
+from trainstack.checkpointing.lookup import checkpoints_of_run, of_run, refresh_pointers
 from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
 from trainstack.checkpointing.verification import read_back
 
@@ -39,10 +39,10 @@ class Retention:
     directory: Path
     args: DefaultCheckpointerArguments
     say: LogFn
-    verify_owner: Callable[[], None] = lambda: None
+    verify_owner: Callable[[], None]
 
-    def apply(self) -> None:
-        """Set the pointers, and delete the checkpoints that need not be kept.
+    def apply(self, contents: Contents) -> None:
+        """Set the pointers, and delete the checkpoints that need not be kept, of those in `contents`.
 
         A failure is said and is no error: the checkpoint that was just written is safe.
 
@@ -50,7 +50,7 @@ class Retention:
             LeaseError: another process has taken the directory over; what it needs is not deleted.
         """
         try:
-            run = checkpoints_of_run(self.directory, self.args.file_prefix)
+            run = of_run(contents, self.args.file_prefix)
             doomed = self.to_delete(run)
             self.verify_owner()
             kept = [info for info in run if info not in doomed]
@@ -106,10 +106,9 @@ _damaged: set[CheckpointInfo] = set()
 def verify_once(path: Path) -> str | None:
     """What is wrong with the checkpoint at `path`; None if nothing is. Reads it from the disk, once in a process."""
     try:
-        status = os.stat(path / MANIFEST)
+        mark = version_of(os.stat(path / MANIFEST))
     except OSError as error:
         return str(error)
-    mark = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     known = _verified.get(path)
     if known is None or known[0] != mark:
         known = _verified[path] = mark, read_back(path)

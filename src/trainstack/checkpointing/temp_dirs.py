@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainstack.checkpointing import filesystem
+from trainstack.checkpointing.lease_file import is_dead
 
 TEMPORARY = ".tmp-"
 REPLACED = ".old-"
@@ -77,23 +78,10 @@ def _is_dead(path: Path) -> bool:
     match = _PATTERN.fullmatch(path.name)
     if match is None or match["token"] in _claimed:
         return False
-    if match["host"] == _host() and not _is_alive(int(match["pid"])):
+    pid = int(match["pid"])
+    if match["host"] == _host() and (pid == os.getpid() or is_dead(pid)):  # left behind by a save of ours that failed
         return True
     try:
         return time.time() - path.stat().st_mtime > 24 * 3600  # of another host: no save takes a day
     except OSError:
         return False
-
-
-def _is_alive(pid: int) -> bool:
-    if pid == os.getpid():
-        return False  # a token of ours that is not in use: left behind by a save that failed
-    if os.name == "nt":
-        return True  # os.kill would end the process there; age decides
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
-    return True

@@ -11,7 +11,7 @@ from pathlib import Path
 from trainstack._files import local_path
 from trainstack.checkpointing import index, manifest
 from trainstack.checkpointing.checksums import read_file
-from trainstack.checkpointing.directory import CheckpointInfo, info_of, is_checkpoint_directory, scan
+from trainstack.checkpointing.directory import CheckpointInfo, info_of, is_checkpoint_directory, read_manifest, scan
 from trainstack.checkpointing.field_types import short
 from trainstack.checkpointing.format import RANK_STATES, Json
 from trainstack.checkpointing.index import FileIndex, check_tensors
@@ -90,7 +90,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
             newest = min(inside, key=lambda info: info.kind)  # a checkpoint rather than a model export
             raise CheckpointNotFoundError(f"{what} Name one of those in it, such as {newest.path}.")
         raise CheckpointNotFoundError(f"{what} Give the directory of a checkpoint.{hint_of_pickles(root)}")
-    return root, manifest.read(root / manifest.FILE_NAME)
+    return root, read_manifest(root)
 
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -9,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +34,7 @@ from trainstack.errors import CheckpointError, LeaseError, UnsupportedStateError
 Made = TypeVar("Made")
 
 
+@functools.cache  # to find the metadata of a package takes a millisecond, and each save asks
 def library_versions() -> dict[str, str]:
     """Return the versions of what a checkpoint depends on, to be read by a person."""
     try:
@@ -151,7 +152,12 @@ class Payload:
 
 
 def commit(
-    payload: Payload, directory: Path, name: str, abandoned: threading.Event | None = None, lease: Lease | None = None
+    payload: Payload,
+    directory: Path,
+    name: str,
+    abandoned: threading.Event | None = None,
+    lease: Lease | None = None,
+    sequence: int | None = None,
 ) -> Path:
     """Write `payload` as `directory/name` and return that path; raises CheckpointError.
 
@@ -159,26 +165,18 @@ def commit(
     of that name is renamed away, the new one renamed into its place, and the parent forced to the disk.
     If `abandoned` is set on the way, the writing ends soon, with a CheckpointError and as if it had not begun.
     With a `lease`, nothing gets its name once another process owns the directory.
+    `sequence` is above those of all that is in `directory`; who does not know it lets the directory be scanned.
     """
-    if not name or name.startswith(".") or any(mark in name for mark in "/\\\0"):
-        raise CheckpointError(f"{name!r} cannot name a checkpoint: write a plain name such as 'checkpoint-7'.")
+    _check_name(directory, name)
     final = directory / name
-    if os.path.lexists(final) and not listing.is_checkpoint_directory(final):
-        raise CheckpointError(
-            f"{final} exists and is not a checkpoint, so it is not replaced. "
-            "Move it away, or give another path; that of a run's checkpoints follows from save_dir and file_prefix."
-        )
     try:
         filesystem.make_directories(directory)
-        free, needed = filesystem.free_bytes(directory), payload.size
-        if free is not None and free < needed:
-            raise CheckpointError(
-                f"a checkpoint of about {needed:,} bytes does not fit into {directory}: {free:,} bytes are free. "
-                "Free space, or set save_dir to another disk."
-            )
+        _check_free(directory, payload.size)
         temporary = temp_dirs.claim_temp_dir(directory, temp_dirs.TEMPORARY, name)
         try:
-            sequence = _fill(temporary, payload, name, abandoned, 0 if lease is None else lease.counter)
+            if sequence is None:
+                sequence = listing.scan(directory).highest + 1
+            _fill(temporary, payload, name, abandoned, sequence, 0 if lease is None else lease.counter)
             if lease is None and payload.kind == "checkpoint" and payload.global_step is not None:
                 _refuse_given_up(final, sequence, payload.global_step)
             _swap(temporary, final, lease)
@@ -197,6 +195,26 @@ def commit(
             "Free space or mend the directory, or set save_dir to another one."
         ) from error
     return final
+
+
+def _check_name(directory: Path, name: str) -> None:
+    if not manifest.is_plain_name(name):
+        raise CheckpointError(f"{name!r} cannot name a checkpoint: write a plain name such as 'checkpoint-7'.")
+    final = directory / name
+    if os.path.lexists(final) and not listing.is_checkpoint_directory(final):
+        raise CheckpointError(
+            f"{final} exists and is not a checkpoint, so it is not replaced. "
+            "Move it away, or give another path; that of a run's checkpoints follows from save_dir and file_prefix."
+        )
+
+
+def _check_free(directory: Path, needed: int) -> None:
+    free = filesystem.free_bytes(directory)
+    if free is not None and free < needed:
+        raise CheckpointError(
+            f"a checkpoint of about {needed:,} bytes does not fit into {directory}: {free:,} bytes are free. "
+            "Free space, or set save_dir to another disk."
+        )
 
 
 _written_here: set[Path] = set()
@@ -219,24 +237,25 @@ def _refuse_given_up(final: Path, sequence: int, step: int) -> None:
             )
 
 
-def _fill(temporary: Path, payload: Payload, name: str, abandoned: threading.Event | None, lease: int) -> int:
-    """Write the files of the checkpoint in `temporary`; returns the number that its manifest has."""
-    sequence = listing.next_sequence(temporary.parent)
+def _fill(
+    temporary: Path, payload: Payload, name: str, abandoned: threading.Event | None, sequence: int, lease: int
+) -> None:
+    """Write the files of the checkpoint in `temporary`."""
     filesystem.make_directory(temporary)
-    put = partial(_put, temporary, abandoned=abandoned)
+    put = functools.partial(_put, temporary, abandoned=abandoned)
     files: dict[str, FileRecord] = {}
     indices: dict[str, FileIndex] = {}
     for file, part in payload.parts.items():
-        size, indices[file] = put(file, partial(write_tensors, part=part))
+        size, indices[file] = put(file, functools.partial(write_tensors, part=part))
         files[file] = FileRecord(size=size, hash=indices[file].combined)
     texts = dict(payload.texts)
     if payload.kind != "begin":
         texts[manifest.INDEX_FILE] = index.render(indices)
     for file, text in texts.items():
-        put(file, partial(_write_text, text=text))
+        put(file, functools.partial(_write_text, text=text))
         files[file] = FileRecord(size=len(text), hash=digest(text))
     if payload.readme is not None:
-        put("README.md", partial(_write_text, text=payload.readme))
+        put("README.md", functools.partial(_write_text, text=payload.readme))
     content = Manifest(
         kind=payload.kind,
         name=name,
@@ -251,9 +270,8 @@ def _fill(temporary: Path, payload: Payload, name: str, abandoned: threading.Eve
         files=files,
         root=None if payload.kind == "begin" else index.root_of(indices.values()),
     )
-    put(manifest.FILE_NAME, partial(_write_text, text=manifest.render(content)))
+    put(manifest.FILE_NAME, functools.partial(_write_text, text=manifest.render(content)))
     filesystem.sync_directory(temporary)
-    return sequence
 
 
 def _write_text(writer: FileWriter, text: bytes) -> None:
@@ -357,11 +375,11 @@ def pack(checkpoint: Checkpoint) -> Payload:
     )
 
 
-def write_begin(directory: Path, prefix: str, run_id: str, lease: Lease | None) -> Path:
+def write_begin(directory: Path, prefix: str, run_id: str, lease: Lease | None, sequence: int) -> Path:
     """Write the entry that says that the run `run_id` begins here; as `commit`."""
-    name = listing.begin_name(prefix, listing.next_sequence(directory))
+    name = listing.begin_name(prefix, sequence)
     payload = Payload(kind="begin", parts={}, texts={}, global_step=0, plan=None, metadata={}, run_id=run_id)
-    return commit(payload, directory, name, lease=lease)
+    return commit(payload, directory, name, lease=lease, sequence=sequence)
 
 
 def write_model(
