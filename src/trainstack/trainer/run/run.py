@@ -49,6 +49,7 @@ from trainstack.trainer.resume.restoring import (
     check_resumable,
     check_schedules,
     comparable_samples,
+    must_have_settings,
     restore_module,
     rng_of_rank,
     warn_of_differences,
@@ -686,6 +687,7 @@ class Run:
         if mode == "full":
             check_resumable(checkpoint, context, plan)
             self._saved_samples = (checkpoint.metadata or {}).get(SAMPLES) or {}
+            self.loop.optimizer_states.same_settings = must_have_settings(checkpoint, context)
             update_state(checkpoint.trainer_state)
         else:
             self.loop.update_state(saved, fresh_optimizers=False, log=self.log)
