@@ -192,7 +192,7 @@ class _Packed:
         for (path, shape), other in zip(self.shapes.items(), now, strict=True):
             part = self._copy[first : first + shape.numel()].view(shape)
             first += shape.numel()
-            if not (_is_plain(other) and same(part, other.detach().as_subclass(Tensor))):
+            if not (_is_plain(other) and same(part, other.detach())):
                 changed[path] = part.clone()
         return changed
 
