@@ -180,6 +180,13 @@ class StopTraining(Exception):
         self.reason = reason
 
 
+OTHER_RUN = (
+    "resume='auto' continues a run of the same settings alone. Write resume=True to go on with those of the "
+    "checkpoint, or another output_dir to begin a new run."
+)
+"""The end of an error about a setting that would be without effect."""
+
+
 def annotate(error: BaseException, note: str) -> None:
     """Attach `note` to `error` in place; Python prints it below the traceback (from 3.11 on)."""
     notes = list(getattr(error, "__notes__", ()))

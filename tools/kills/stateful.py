@@ -298,6 +298,7 @@ class Case(NamedTuple):
 CASES = {
     "curriculum": Case(Curriculum, (Counts,)),
     "rank-generators": Case(OfItsRank, (Counts,)),
+    # without clipping: the norm is a sum in the order of the parameters, so another order may change its last bit
     "shuffled": Case(Shuffled, ema=True, arguments={"clip_grads": False}),
     "fitted": Case(Fitted, arguments={"fit_micro_batch": True, "sanity_val_steps": 1}),
     "plateau": Case(Plateau, (Counts,), ema=True),

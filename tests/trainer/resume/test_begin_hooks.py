@@ -40,25 +40,66 @@ def test_so_it_does_on_each_of_two_processes(place: str, tmp_path: Path) -> None
     assert unbroken[0]["kept"] == unbroken[1]["kept"]
 
 
+class OwnForm(torch.optim.SGD):
+    """An optimizer with a `state_dict` of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict()
+
+
 class Adds(Classifier):
-    """Adds a group in a hook, and stops at step 2."""
+    """Adds a parameter group in the hook of each epoch and holds it, without asking whether it is there."""
+
+    def __init__(self, make: Any, stops: set[int]) -> None:
+        super().__init__(numbers(32), optimizer=make)
+        self.extra = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+        self.stops = stops
+
+    def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
+        self.optimizer = self.make_optimizer(self.net.parameters(), lr=0.1)
+        return self.optimizer, None
 
     def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
-        if epoch == 0:
-            self.trainer.optimizers[0].add_param_group({"params": [self.extra]})
+        if epoch == 2:
+            self.optimizer.param_groups[0]["params"].append(self.extra[2])
+        else:
+            self.optimizer.add_param_group({"params": [self.extra[epoch]], "weight_decay": 0.1})
+        self.added = self.optimizer.param_groups[-1]
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        return super().train_step(global_step, batch, device) * sum(one.square().sum() for one in self.extra)
 
     def on_end_train_step(self, global_step: int) -> None:
-        if global_step == 2:
+        self.added["lr"] *= 0.9
+        if global_step in self.stops:
+            self.stops.remove(global_step)
             raise InterruptedError
 
 
-def test_a_hook_that_adds_a_group_again_gets_an_error_with_the_condition_to_write(tmp_path: Path) -> None:
-    for expected in (InterruptedError, ValueError):
-        module: Any = Adds(numbers(32), optimizer=lambda parameters, lr: torch.optim.SGD([*parameters][1:], lr=lr))
-        module.extra = torch.nn.Parameter(torch.zeros(2))
-        module.trainer = ts.Trainer(module, arguments(tmp_path, checkpointer_args=EVERY_STEP, resume="auto"))
-        with pytest.raises(expected) as caught:
-            module.trainer.train()
-        module.trainer.close()
+def adding(folder: Path, stops: set[int], make: Any = torch.optim.AdamW) -> None:
+    """Train 3 epochs of 4 steps over all interruptions."""
+    stops = set(stops)
+    while True:
+        args = arguments(folder, epochs=3, checkpointer_args=EVERY_STEP, resume="auto")
+        trainer = ts.Trainer(Adds(make, stops), args)
+        try:
+            trainer.train()
+            return
+        except InterruptedError:
+            continue
+        finally:
+            trainer.close()
+
+
+def test_a_hook_may_add_a_group_without_asking(tmp_path: Path) -> None:
+    adding(tmp_path / "unbroken", set())
+    adding(tmp_path / "broken", {2, 5, 6, 10})
+
+    assert unlike(tmp_path / "unbroken", tmp_path / "broken") == []
+
+
+def test_with_an_optimizer_of_another_form_it_is_told_how_to_ask(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="more than one") as caught:
+        adding(tmp_path, {2}, OwnForm)
 
     assert "if len(self.opt.param_groups) < 2" in "".join(caught.value.__notes__)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers
@@ -62,6 +62,59 @@ def test_the_same_samples_are_no_warning(tmp_path: Path, dataset: Any, caplog: p
     again = type(dataset)() if not isinstance(dataset, TensorDataset) else numbers(41)
 
     assert not resumed(tmp_path, dataset, again, caplog)
+
+
+class Curriculum(Classifier):
+    """Trains on samples that a counter in its state chooses, which advances at `place`."""
+
+    place, level = "hook", 0
+
+    def __init__(self, dataset: Any, place: str = "hook") -> None:
+        super().__init__(dataset)
+        self.place = place
+
+    def _at(self, place: str) -> None:
+        self.level += self.place == place
+
+    def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
+        self._at("hook")
+
+    def on_end_train_step(self, global_step: int) -> None:
+        self._at("step")
+
+    def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+        self._at("loader")
+        part = Subset(self.dataset, range(self.level, self.level + 24))
+        return DataLoader(part, sampler=sampler(part), batch_size=batch_size)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"weights": super().get_state(), "level": self.level}
+
+    def update_state(self, state: Any) -> None:
+        if state:
+            super().update_state(state["weights"])
+            self.level = state["level"]
+
+
+@pytest.mark.parametrize("place", ["hook", "loader", "step"])
+def test_samples_that_the_state_chooses_are_no_warning(
+    place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
+    for steps in (2, 4, 6, 7, 8):  # within and between the epochs of three steps
+        args = arguments(tmp_path, max_steps=steps, resume="auto", checkpointer_args=saving)
+        ts.Trainer(Curriculum(numbers(41), place), args).train()
+
+    assert "is not what it was when" not in caplog.text
+
+
+def test_other_samples_than_in_the_epoch_before_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for dataset, epochs in ((numbers(41), 1), (flipped(), 2)):
+        saving = ts.DefaultCheckpointerArguments()
+        args = arguments(tmp_path, epochs=epochs, resume="auto", checkpointer_args=saving)
+        ts.Trainer(Classifier(dataset), args).train()
+
+    assert "0, 40 differ. If the module does not choose its data by epoch: check that files" in caplog.text
 
 
 def test_random_samples_that_are_equal_in_two_fetches_cause_no_warning(

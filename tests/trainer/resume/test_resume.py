@@ -145,6 +145,15 @@ def test_a_resumed_run_keeps_the_seed_it_began_with(tmp_path: Path, caplog: pyte
     assert "goes on with it; seed=9 is not used" in caplog.text
 
 
+@pytest.mark.parametrize(("lr", "seed", "said"), [(0.5, 0, "made with lr=0.5"), (0.1, 9, "seed=9 was given")])
+def test_auto_continues_no_run_of_other_settings(lr: float, seed: int, said: str, tmp_path: Path) -> None:
+    saving = ts.DefaultCheckpointerArguments()
+    train(Classifier(), tmp_path, checkpointer_args=saving)
+
+    with pytest.raises(ts.CheckpointMismatchError, match=rf"{said}.*Write resume=True .* another output_dir"):
+        train(Classifier(lr=lr), tmp_path, checkpointer_args=saving, resume="auto", seed=seed, epochs=2)
+
+
 @pytest.mark.spec("PMT-16")
 def test_optimizers_and_schedulers_can_start_anew(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(keep_last=None)

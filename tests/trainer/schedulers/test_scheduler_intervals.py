@@ -312,3 +312,34 @@ def test_an_error_in_a_factory_says_whose_it_is(tmp_path: Path) -> None:
         train(Scheduled(functools.partial(lrs.StepLR, size=3)), tmp_path)
 
     assert "raised when StepLR was called with the optimizer to make scheduler 0" in caught.value.__notes__
+
+
+class Rate:
+    """A rate that depends on how often it was asked for."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.asked = scale, torch.zeros(2)
+
+    def __call__(self, step: int) -> float:
+        self.asked += 1
+        return self.scale / (1 + float(self.asked[0]))
+
+
+class Asked(Classifier):
+    scale = 1.0
+
+    def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, Rate(self.scale))
+
+
+def test_a_rate_that_counts_its_calls_is_no_other_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saving = ts.DefaultCheckpointerArguments()
+    for epochs in (1, 2, 3):
+        train(Asked(), tmp_path, epochs=epochs, checkpointer_args=saving, resume="auto")
+    assert "lr_lambdas" not in caplog.text
+
+    other = Asked()
+    other.scale = 2.0
+    train(other, tmp_path, epochs=4, checkpointer_args=saving, resume="auto")
+    assert "was made with lr_lambdas=[{'scale': 2.0" in caplog.text

@@ -184,14 +184,17 @@ class _Packed:
 
     def changed(self, found: Mapping[Path, Any]) -> dict[Path, Tensor]:
         """Those that have another value in `found`, or are not there."""
-        now = [found.get(path) for path in self.shapes]
+        now: list[Any] = [found.get(path) for path in self.shapes]
         known = [one for one in now if _is_plain(one) and one.dtype is self._copy.dtype]
-        shapes = list(self.shapes.values())
-        if [one.shape for one in known] == shapes and same(_joined(known), self._copy):
+        if [one.shape for one in known] == list(self.shapes.values()) and same(_joined(known), self._copy):
             return {}
-        values = zip(self.shapes, self._copy.split([shape.numel() for shape in shapes]), shapes, now, strict=True)
-        parts = ((path, part.view(shape), other) for path, part, shape, other in values)
-        return {path: part.clone() for path, part, other in parts if not (_is_plain(other) and same(part, other.data))}
+        changed, first = dict[Path, Tensor](), 0
+        for (path, shape), other in zip(self.shapes.items(), now, strict=True):
+            part = self._copy[first : first + shape.numel()].view(shape)
+            first += shape.numel()
+            if not (_is_plain(other) and same(part, other.detach())):
+                changed[path] = part.clone()
+        return changed
 
 
 def _joined(tensors: Iterable[Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ from trainstack.backends.optimizer_state import (
     number_optimizer_state,
     parameter_names,
 )
-from trainstack.errors import CheckpointMismatchError
+from trainstack.errors import OTHER_RUN, CheckpointMismatchError
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.state_tree import copied, same
 from trainstack.trainer.resume.group_matching import Groups, match_groups
@@ -41,6 +41,10 @@ class OptimizerStates:
     Args:
         work: has the optimizers and the module. The optimizers have the parameters that they were made with.
         schedules: have the schedulers, which have written their first values into the optimizers.
+
+    Attributes:
+        same_settings: whether `update_state` refuses optimizers that were made with other settings. Otherwise they go
+            on with those of the checkpoint, and a warning says so.
     """
 
     def __init__(self, work: Workload, schedules: Schedules) -> None:
@@ -48,7 +52,7 @@ class OptimizerStates:
         self._made = [[_options_of(group) for group in one.param_groups] for one in work.optimizers]
         self._first = [[p for group in one.param_groups for p in group["params"]] for one in work.optimizers]
         self._made_schedulers = [_settings_of(one) for one in schedules.schedulers]
-        self._is_whole = False
+        self._is_whole = self.same_settings = False
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -211,11 +215,18 @@ class OptimizerStates:
         for mine, theirs in zip(now, then, strict=False):
             scheduled = "initial_lr" in mine and "initial_lr" in theirs
             for key in sorted(set(mine) & set(theirs) - {"lr" if scheduled else "initial_lr"}):
-                if not _same(mine[key], theirs[key]):
-                    log.warning(
-                        f"{what} was made with {key.removeprefix('initial_')}={mine[key]!r}; the run goes on with the "
-                        f"checkpoint's {theirs[key]!r}. To use the new one, write reset_optimizers_schedulers=True."
+                if _same(mine[key], theirs[key]):
+                    continue
+                made = f"{what} was made with {key.removeprefix('initial_')}={mine[key]!r}"
+                if self.same_settings:
+                    raise CheckpointMismatchError(
+                        f"{made}, and that of the run in this folder with {theirs[key]!r}. {OTHER_RUN} To use the new "
+                        "value from here on, write reset_optimizers_schedulers=True."
                     )
+                log.warning(
+                    f"{made}; the run goes on with the checkpoint's {theirs[key]!r}. To use the new one, write "
+                    "reset_optimizers_schedulers=True."
+                )
         self._made[number] = then
 
     def _load_schedulers(

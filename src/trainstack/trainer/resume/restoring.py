@@ -16,7 +16,7 @@ from trainstack.checkpointing import Checkpoint, WarmStartReport, warm_start
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
 from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
-from trainstack.errors import CheckpointMismatchError
+from trainstack.errors import OTHER_RUN, CheckpointMismatchError
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.fingerprints import hash_text
 from trainstack.trainer.core.logs import RunLogger
@@ -133,7 +133,8 @@ def check_resumable(checkpoint: Checkpoint, context: RunContext, plan: TrainingP
     """Refuse a checkpoint of other data, and warn of other differences.
 
     Raises:
-        CheckpointMismatchError: it is of another data set, or of a loader that has to be split as it was.
+        CheckpointMismatchError: it is of another data set, of a loader that has to be split as it was, or of a run with
+            another seed that was not named.
     """
     state, log = context.state, context.log
     error = (checkpoint.metadata or {}).get(EXCEPTION)
@@ -143,8 +144,21 @@ def check_resumable(checkpoint: Checkpoint, context: RunContext, plan: TrainingP
             "on from it is not what an unbroken run would be. For that, resume from the newest checkpoint before it."
         )
     check_plan(checkpoint, plan, state, log)
+    if state.seed != context.args.seed and must_have_settings(checkpoint, context):
+        raise CheckpointMismatchError(
+            f"the run in this folder began with seed={state.seed}, and seed={context.args.seed} was given. {OTHER_RUN}"
+        )
     if state.seed != context.args.seed:
         log.warning(f"the run began with seed={state.seed} and goes on with it; seed={context.args.seed} is not used.")
+
+
+def must_have_settings(checkpoint: Checkpoint, context: RunContext) -> bool:
+    """Whether a setting that would be without effect is refused: whoever writes "auto" has not named that run.
+
+    On another number of ranks a script may scale its learning rate; the run goes on with that of the checkpoint.
+    """
+    ranks = (checkpoint.rng_state or {}).get("ranks", ())
+    return context.args.resume == "auto" and len(ranks) == context.world.size
 
 
 SAMPLES = "samples"

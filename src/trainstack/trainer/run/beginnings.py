@@ -27,8 +27,8 @@ from trainstack.trainer.resume.run_snapshot import (
 from trainstack.trainer.run.loop import TrainLoop
 
 AGAIN = (
-    "raised while the run goes on and calls again what began its training or its epoch. Optimizers with a state_dict of "
-    "another form than torch's have their present groups. Where a hook adds one, write: "
+    "raised while the run goes on and calls again what began its training or its epoch. Optimizers with a state_dict "
+    "of another form than torch's have their present groups. Where a hook adds one, write: "
     "if len(self.opt.param_groups) < 2: self.opt.add_param_group(...)"
 )
 

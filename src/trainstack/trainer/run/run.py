@@ -49,6 +49,7 @@ from trainstack.trainer.resume.restoring import (
     check_resumable,
     check_schedules,
     comparable_samples,
+    must_have_settings,
     restore_module,
     rng_of_rank,
     warn_of_differences,
@@ -136,9 +137,7 @@ class Run:
         with isolated_rng(mix(state.seed), world.device):
             self.data = TrainingData(module, args, world, state.seed, self.log, self.stack.public_dataset_size)
         self._saves = context.checkpointer.is_due(0, force=True)
-        if (self._saves or world.size > 1) and not self.stack.is_private:  # private samples leave no trace anywhere
-            self.data.sample_hashes = self.data.hash_samples()
-            self.data.hashes_epochs = self._saves and world.is_main and bool(self.data.sample_hashes)
+        self._hash_samples()
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
         self._connect_module()
@@ -164,6 +163,11 @@ class Run:
         self.may_be_nonfinite = nonfinite_buffers(self.stack, module)
         if isinstance(context.checkpointer, DefaultCheckpointer) and context.checkpointer.args.checkpoint:
             check_storable_buffers(module)
+
+    def _hash_samples(self) -> None:
+        if (self._saves or self.world.size > 1) and not self.stack.is_private:  # private samples leave no trace
+            self.data.sample_hashes = self.data.hash_samples()
+            self.data.hashes_epochs = self._saves and self.world.is_main and bool(self.data.sample_hashes)
 
     def _connect_module(self) -> None:
         """Give the module the plan, the place where it logs, and a view of the step under way."""
@@ -686,6 +690,7 @@ class Run:
         if mode == "full":
             check_resumable(checkpoint, context, plan)
             self._saved_samples = (checkpoint.metadata or {}).get(SAMPLES) or {}
+            self.loop.optimizer_states.same_settings = must_have_settings(checkpoint, context)
             update_state(checkpoint.trainer_state)
         else:
             self.loop.update_state(saved, fresh_optimizers=False, log=self.log)
