@@ -69,7 +69,7 @@ def test_only_lost_rows_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
     write(CsvWriter(file), run_info(tmp_path, KEPT), RECORDS[KEPT:])
 
     assert ["lacked rows" in r.message for r in caplog.records] == [True, False]
-    assert "was gone: it was written anew from the history" in caplog.records[1].message
+    assert "was gone: it was rewritten from the history" in caplog.records[1].message
 
 
 def points(folder: Path) -> list[tuple[str, int, float]]:
