@@ -55,7 +55,7 @@ def _text_of(path: str) -> str:
         raise ConfigurationError(f"{path!r} cannot be read: {error}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ConfigurationError(f"{path!r} is no regular file. Write the arguments to a file and name that.")
+        raise ConfigurationError(f"{path!r} is not a regular file. Write the arguments to a file and name that.")
     with os.fdopen(descriptor, "rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:

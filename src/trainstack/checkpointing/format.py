@@ -105,9 +105,9 @@ def check_shape(shape: Any) -> int:
         ValueError: torch has no such tensors, not even without elements.
     """
     if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
-        raise ValueError(f"the shape is no list of at most {MAX_DIMENSIONS} lengths")
+        raise ValueError(f"the shape is not a list of at most {MAX_DIMENSIONS} lengths")
     if not all(type(length) is int and 0 <= length < 2**63 for length in shape):
-        raise ValueError("a length of the shape is no integer from 0 to 2^63 - 1")
+        raise ValueError("a length of the shape is not an integer from 0 to 2^63 - 1")
     if math.prod(length or 1 for length in shape) >= 2**63:
         raise ValueError("the shape has too many elements")
     return math.prod(shape)

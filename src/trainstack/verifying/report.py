@@ -118,7 +118,7 @@ class ResumeReport:
         if self.blind_to:
             return (
                 f"not proved: a training whose {self.blind_to!r} was not restored ended with the same bits, so the "
-                "comparison would not see what is forgotten. Do steps change the weights at all?"
+                "comparison would not see missing state. Do steps change the weights at all?"
             )
         of = "" if self.counting >= self.asked else f" of {self.asked}"
         count = f"{self.counting}{of} kill{'s' * (self.counting != 1 or bool(of))}"

@@ -69,7 +69,7 @@ def test_only_lost_rows_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
     write(CsvWriter(file), run_info(tmp_path, KEPT), RECORDS[KEPT:])
 
     assert ["lacked rows" in r.message for r in caplog.records] == [True, False]
-    assert "was gone: it was written anew from the history" in caplog.records[1].message
+    assert "was gone: it was rewritten from the history" in caplog.records[1].message
 
 
 def points(folder: Path) -> list[tuple[str, int, float]]:
@@ -101,7 +101,7 @@ def test_points_are_there_once_after_any_loss(tmp_path: Path, caplog: pytest.Log
         if place % 8 == 0 or left is None or len(left) > len(data):
             assert points(folder) == expected, left
         shutil.rmtree(folder)
-    assert "written anew from the history" in caplog.text
+    assert "rewritten from the history" in caplog.text
 
 
 def test_points_that_are_no_number_do_not_count_as_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

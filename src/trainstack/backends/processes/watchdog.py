@@ -256,7 +256,7 @@ class PeerWatchdog(threading.Thread):
         except RuntimeError:
             return (
                 f"rank {self._rank} has lost touch with another process ({message}).\nThe group's store is gone as "
-                "well, so nobody can be asked: the process that hosts it (rank 0, or the agent of torchrun) has ended. "
+                "well, so ranks cannot report: the process that hosts it (rank 0, or the agent of torchrun) has ended. "
                 f"It was at {self._failed_at}"
             )
         return (

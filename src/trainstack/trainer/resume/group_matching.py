@@ -14,7 +14,7 @@ from trainstack.trainer.module_checks import shortened
 
 _HOW = (
     "State belongs to a parameter by its name. Give the parameters the names and groups that they had, or write "
-    "reset_optimizers_schedulers=True to start the optimizers anew."
+    "reset_optimizers_schedulers=True to start with new optimizer states."
 )
 
 

@@ -82,7 +82,7 @@ def restore_generators(context: RunContext, ranks: Sequence[Mapping[str, Any]]) 
         if own:
             context.log.warning(
                 f"the module's generators {', '.join(own)} differ between the ranks, and the checkpoint has those of "
-                f"{len(saved)} rank{'s' * (len(saved) > 1)}. Each of the {world.size} ranks seeds them anew, by the "
+                f"{len(saved)} rank{'s' * (len(saved) > 1)}. Each of the {world.size} ranks seeds them again, by the "
                 "seed of the run, the step and the rank."
             )
     if failed:

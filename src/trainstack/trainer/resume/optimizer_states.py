@@ -25,7 +25,7 @@ from trainstack.trainer.core.state_tree import copied, same
 from trainstack.trainer.resume.group_matching import Groups, match_groups
 from trainstack.trainer.schedulers.stepping import Schedules
 
-_HOW = "Make the same ones, or write reset_optimizers_schedulers=True to start them anew."
+_HOW = "Make the same ones, or write reset_optimizers_schedulers=True to start with new ones."
 _Record = Mapping[str, Any]
 
 

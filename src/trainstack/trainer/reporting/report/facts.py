@@ -118,11 +118,11 @@ def _session(entry: Mapping[str, Any]) -> Session:
         if len(memory) != 2:  # of the host and of the device
             raise ValueError("a sample has not four values")
     if not all(type(step) is int and 0 <= step < _MOST_STEPS for step in steps):
-        raise ValueError("a step is no count")
+        raise ValueError("a step is not a count")
     if not all(type(one) in (int, float) and abs(one) < _LAST_TIME for one in numbers):  # not nan either
-        raise ValueError("a time or a size is no number that can be")
+        raise ValueError("a time or a size is not a valid number")
     if not isinstance(made.status, str) or not isinstance(made.reason, str | None):
-        raise ValueError("a status or a reason is no text")
+        raise ValueError("a status or a reason is not a text")
     return made
 
 
@@ -147,7 +147,7 @@ def _checked(facts: RunFacts) -> RunFacts:
     texts = [facts.name, facts.backend, facts.device, facts.monitor, facts.stack, facts.checkpoints or ""]
     texts += [facts.privacy or "", *(text for row in (*facts.plan, *facts.environment) for text in row)]
     if not all(isinstance(text, str) for text in texts) or not isinstance(facts.private, bool):
-        raise ValueError("a fact is no text")
+        raise ValueError("a fact is not a text")
     if (
         not isinstance(facts.arguments, dict)
         or _is_deep(facts.arguments)

@@ -113,7 +113,7 @@ class RowWriter(Writer):
         self._write_anew(run)
         if run.resume_step is not None:
             RunLogger().warning(
-                f"{self.path} {'was gone' if lost else 'lacked rows, or had damaged ones'}: it was written anew from "
+                f"{self.path} {'was gone' if lost else 'lacked rows, or had damaged ones'}: it was rewritten from "
                 "the history in the checkpoint."
             )
         return open_file(self.path, "ab")

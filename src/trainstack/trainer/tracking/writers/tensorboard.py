@@ -118,7 +118,7 @@ class TensorBoardWriter(Writer):
             remove_file(path)
         if run.resume_step is not None:
             RunLogger().warning(
-                f"the event files in {self.directory} lacked points, or had damaged ones: they were written anew from "
+                f"the event files in {self.directory} lacked points, or had damaged ones: they were rewritten from "
                 "the history in the checkpoint."
             )
 
