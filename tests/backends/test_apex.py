@@ -260,7 +260,7 @@ def with_apex(wheel: Path, level: str, *command: str) -> subprocess.CompletedPro
 @pytest.mark.parametrize(
     ("level", "suites"),
     [
-        ("O0", CONTRACT),
+        pytest.param("O0", CONTRACT, marks=pytest.mark.long),
         ("O1", [*CONTRACT, *OTHERS]),
         ("O2", CONTRACT),
         ("O3", []),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import os
 import shutil
-import subprocess
-import sys
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,15 @@ def test_files_reach_the_disk_before_the_name_does(tmp_path: Path, monkeypatch: 
 @pytest.mark.spec("F116")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
-@pytest.mark.parametrize("in_background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize(
+    ("in_background", "name"),
+    [
+        (False, NAMES["same name"]),
+        (True, NAMES["new name"]),
+        pytest.param(False, NAMES["new name"], marks=pytest.mark.long),
+        pytest.param(True, NAMES["same name"], marks=pytest.mark.long),
+    ],
+)
 def test_the_process_ends_before_any_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, in_background: bool
 ) -> None:
@@ -141,13 +149,19 @@ def test_the_process_ends_before_any_call(
         pytest.fail("a save has more calls than the test has points")
 
 
+def ways_to_fail() -> Iterator[Any]:
+    """In the foreground all; in the background two that differ in everything, and the rest in the long run."""
+    for background, lasting, (error, what), name in itertools.product(
+        (False, True), (False, True), ((FULL, "full"), (Crash(), "crash")), NAMES
+    ):
+        words = "background" if background else "foreground", "for good" if lasting else "once", what, name
+        short = lasting == (what == "full") == (name == "new name")
+        marks = [pytest.mark.slow, *([] if short else [pytest.mark.long])] if background else []
+        yield pytest.param(NAMES[name], error, lasting, background, id="-".join(words), marks=marks)
+
+
 @pytest.mark.spec("F116")
-@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
-@pytest.mark.parametrize("error", [FULL, Crash()], ids=["full", "crash"])
-@pytest.mark.parametrize("lasting", [False, True], ids=["once", "for good"])
-@pytest.mark.parametrize(
-    "in_background", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["foreground", "background"]
-)
+@pytest.mark.parametrize(("name", "error", "lasting", "in_background"), list(ways_to_fail()))
 def test_any_call_fails(tmp_path: Path, name: str, error: BaseException, lasting: bool, in_background: bool) -> None:
     for point in POINTS:
         directory = tmp_path / str(point)
@@ -212,32 +226,35 @@ def measured(mark: int, accuracy: float) -> Checkpoint:
     return dataclasses.replace(make_checkpoint(mark, step=mark), metadata={"metrics": {"val/accuracy": accuracy}})
 
 
-SAVER = """
-import sys
-sys.path[:0] = {paths!r}
-from tests.checkpointing.support import make_checkpoint
-from trainstack.checkpointing import DefaultCheckpointer, DefaultCheckpointerArguments
-checkpointer = DefaultCheckpointer(DefaultCheckpointerArguments(save_dir={directory!r}, async_save={background}))
-for mark in range(1, 100000):
-    checkpointer.save(make_checkpoint(mark, step=mark % 3), index=0)
-    print(mark, flush=True)
-"""
+def save_for_ever(directory: Path, in_background: bool, said: int) -> None:
+    """Write the number of each checkpoint that was saved to the pipe `said`."""
+    made = DefaultCheckpointerArguments(save_dir=str(directory), async_save=in_background)
+    checkpointer = DefaultCheckpointer(made)
+    for mark in itertools.count(1):
+        checkpointer.save(make_checkpoint(mark, step=mark % 3), index=0)
+        os.write(said, b"%d\n" % mark)
 
 
 @pytest.mark.processes
 @pytest.mark.spec("F116")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("in_background", [False, True], ids=["foreground", "background"])
 def test_a_killed_process_loses_nothing_that_it_said_was_saved(tmp_path: Path, in_background: bool) -> None:
-    code = SAVER.format(paths=sys.path, directory=str(tmp_path), background=in_background)
     for kill in range(4):
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        said = [int(process.stdout.readline()) for _ in range(1 + in_background)]
-        time.sleep(0.05 + 0.037 * kill)
-        process.kill()
-        said += [int(line) for line in process.stdout.read().split()]
-        process.stdout.close()
-        process.wait()
+        heard, said_to = os.pipe()
+        child = os.fork()
+        if child == 0:
+            with suppress(BaseException):
+                save_for_ever(tmp_path, in_background, said_to)
+            os._exit(1)
+        os.close(said_to)
+        with open(heard) as pipe:
+            said = [int(pipe.readline()) for _ in range(1 + in_background)]
+            time.sleep(0.05 + 0.037 * kill)
+            os.kill(child, signal.SIGKILL)
+            said += [int(line) for line in pipe]
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         surely = said[-1] - in_background  # the next save begins when the last one is safe
         assert surely <= newest(tmp_path) <= said[-1] + 1
     expect_recovery(tmp_path)

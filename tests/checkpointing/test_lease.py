@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.checkpointing.support import make_checkpoint, mark_of
+from tests.helpers.patience import patience
 from trainstack.checkpointing import DefaultCheckpointer, DefaultCheckpointerArguments, Lease, lease, lease_file
 from trainstack.checkpointing.writing import commit, pack
 from trainstack.errors import CheckpointError, LeaseError
@@ -54,16 +56,15 @@ def stop_renewing(one: Lease) -> None:
 
 
 def test_a_second_owner_is_refused_with_host_pid_run_and_age(tmp_path: Path, take: Callable[..., Lease]) -> None:
-    first = take()
+    first = take(timeout_s=60.0)
     first.set_run_id("abc")
     first.verify()
     before = time.monotonic()
     with pytest.raises(LeaseError) as raised:
-        take()
-    assert time.monotonic() - before < SHORT_S
-    host = lease_file.this_process()["host"]
-    owner = f"process {os.getpid()} on {host} (run abc)"
-    assert f"{tmp_path} is in use by another run: {owner} holds it for 0 s" in str(raised.value)
+        take(timeout_s=60.0)
+    assert time.monotonic() - before < patience(SHORT_S)
+    owner = f"process {os.getpid()} on {lease_file.this_process()['host']} (run abc)"
+    assert re.search(rf"{tmp_path} is in use by another run: {re.escape(owner)} holds it for \d s", str(raised.value))
     first.verify()
     assert first.counter == 1
 
@@ -95,7 +96,7 @@ def test_a_dead_process_of_this_host_is_replaced_at_once(tmp_path: Path, take: C
     assert take().counter == 4
     leave_dead(tmp_path / "reused", **{**here, "started": "1"}, timeout_s=60.0)  # another process has its pid now
     assert take(tmp_path / "reused").counter == 4
-    assert time.monotonic() - before < 1
+    assert time.monotonic() - before < patience(1)
 
 
 @pytest.mark.processes
@@ -109,7 +110,7 @@ def test_a_process_that_was_killed_and_not_waited_for_is_dead(tmp_path: Path, ta
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # a zombie: it has a pid still
     before = time.monotonic()
     assert take().counter == 2
-    assert time.monotonic() - before < 1
+    assert time.monotonic() - before < patience(1)
     os.waitpid(child, 0)
 
 
@@ -118,7 +119,7 @@ def test_a_silent_owner_elsewhere_is_replaced_after_its_timeout(tmp_path: Path, 
     said: list[str] = []
     before = time.monotonic()
     assert take(say=said.append, timeout_s=60.0).counter == 4
-    assert SHORT_S <= time.monotonic() - before < 3 * SHORT_S
+    assert SHORT_S <= time.monotonic() - before < patience(SHORT_S)
     (line,) = said
     assert "process 7 on elsewhere, which has not released it" in line
     assert f"taken over after {SHORT_S:g} s of silence" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -245,18 +246,23 @@ def test_the_module_runs_as_the_command(trained: Path) -> None:
     assert done.stdout.count("intact") == 3
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("said", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)], ids=str
 )
-def test_colours_only_in_a_terminal_and_unless_told_not_to(said: dict[str, str], coloured: bool, trained: Path) -> None:
+def test_colours_only_in_a_terminal_and_unless_told_not_to(
+    said: dict[str, str], coloured: bool, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leader, follower = pty.openpty()
-    environment = {**os.environ, "NO_COLOR": "", "TERM": "xterm-256color", "COLUMNS": "200", **said}
-    command = [sys.executable, "-m", "trainstack", "checkpoints", "ls", str(trained)]
-    subprocess.run(command, stdout=follower, env=environment, timeout=patience(30), check=True)
-    os.close(follower)
-    out = os.read(leader, 1 << 16).decode()
+    for name, value in {"NO_COLOR": "", "TERM": "xterm-256color", "COLUMNS": "200", **said}.items():
+        monkeypatch.setenv(name, value)
+    with os.fdopen(follower, "w") as terminal, contextlib.redirect_stdout(terminal):
+        assert main(["checkpoints", "ls", str(trained)]) == 0
+    read = b""
+    with contextlib.suppress(OSError):  # at the end
+        while data := os.read(leader, 1 << 16):
+            read += data
     os.close(leader)
+    out = read.decode()
 
     assert "checkpoint-000000012" in out
     assert ("\x1b[" in out) is coloured

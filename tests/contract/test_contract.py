@@ -57,9 +57,16 @@ def test_accumulation_equals_the_large_batch(spec: str, tmp_path: Path) -> None:
 
 @every_stack_and_switch
 @pytest.mark.spec("F109", "FN-32")
-@pytest.mark.parametrize("stop_at", [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 6, 7, 11))])
+@pytest.mark.parametrize(
+    "stop_at",
+    [
+        4,
+        *(pytest.param(step, marks=pytest.mark.slow) for step in (6, 7)),
+        *(pytest.param(step, marks=pytest.mark.long) for step in (1, 11)),
+    ],
+)
 def test_stop_and_resume_equals_an_unbroken_run(spec: str, stop_at: int, tmp_path: Path) -> None:
-    """6 steps an epoch: within an epoch, and under `make test` also at its end and beside the ends."""
+    """6 steps an epoch: within an epoch, under `make test` at its end and after it, and beside the ends of the run."""
     torch.manual_seed(5)
     saving = ts.DefaultCheckpointerArguments(every_n_steps=stop_at)
     stopped = Stops(stochastic(), arguments(tmp_path, checkpointer_args=saving, backend=spec, **MADE), stop_at)

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import trainstack as ts
-from tests.helpers.patience import patience
+from tests.helpers.scripts import run_python
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run(directory: Path, script: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *arguments],
-        cwd=directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=patience(60),
-    )
+    done = run_python(str(EXAMPLES / script), *arguments, cwd=directory)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

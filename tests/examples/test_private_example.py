@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.patience import patience
+from tests.helpers.scripts import run_python
 from trainstack.backends.dp import PrivacyStatement
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "private.py"
@@ -20,15 +17,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "private.py"
 @pytest.mark.slow
 @pytest.mark.spec("PMB-13")
 def test_a_short_run_keeps_its_budget_and_learns_on_both_data_sets(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--epsilons", "3", "--epochs", "4", "--runs", "1"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=patience(60),
-    )
+    done = run_python(str(SCRIPT), "--epsilons", "3", "--epochs", "4", "--runs", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     said = {
         (name, spent): float(quality)

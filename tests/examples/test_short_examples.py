@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.patience import patience
+from tests.helpers.scripts import run_python
 from trainstack import read_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,15 +18,7 @@ NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.name not in H
 
 
 def run(directory: Path, script: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / script), *arguments],
-        cwd=directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=patience(60),
-    )
+    done = run_python("-W", "error", str(EXAMPLES / script), *arguments, cwd=directory)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

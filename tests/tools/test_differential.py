@@ -34,8 +34,8 @@ from trainstack.trainer.tracking.history import RunHistory
 pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
-PARTS, CASES = 4, 200
-RANK_CASES = 60
+PARTS, EACH = 8, 25
+RANK_PARTS, EACH_ON_RANKS = 2, 15
 MOST_TRIES_ON_RANKS = 12
 MOST_TRIES = 40
 """A broken library has to show within so many trainings."""
@@ -46,9 +46,8 @@ MOST_TRIES = 40
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_trainings_equal_a_plain_loop(part: int) -> None:
-    each = CASES // PARTS
     differ = []
-    for case in islice(cases_of(SEED), part * each, (part + 1) * each):
+    for case in islice(cases_of(SEED), part * EACH, (part + 1) * EACH):
         found = run_case(case)
         if found:
             differ.append("\n".join([case.describe(), *found[:3]]))
@@ -229,9 +228,10 @@ def battery() -> RankBattery:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("size", SIZES)
-def test_random_trainings_on_several_ranks_equal_one_process(size: int, battery: RankBattery) -> None:
+@pytest.mark.parametrize("part", range(RANK_PARTS))
+def test_random_trainings_on_several_ranks_equal_one_process(part: int, size: int, battery: RankBattery) -> None:
     differ = []
-    for chosen in islice(chosen_cases(SEED, size), RANK_CASES // len(SIZES)):
+    for chosen in islice(chosen_cases(SEED, size), part * EACH_ON_RANKS, (part + 1) * EACH_ON_RANKS):
         found = battery.run(chosen)
         if found:
             differ.append("\n".join([chosen.case().describe(), *found[:3]]))

@@ -19,9 +19,14 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """What the training ends with where nothing disturbs it."""
+    return two_jobs.undisturbed(tmp_path_factory.mktemp("reference"))
+
+
 @pytest.mark.parametrize("number", range(len(two_jobs.EXPECTED)))
-def test_one_of_two_jobs_owns_the_directory(number: int, tmp_path: Path) -> None:
-    reference = two_jobs.undisturbed(tmp_path / "reference")
+def test_one_of_two_jobs_owns_the_directory(number: int, reference: dict[str, torch.Tensor], tmp_path: Path) -> None:
     two_jobs.run_case(number, 0, reference, tmp_path)
 
 

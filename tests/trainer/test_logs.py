@@ -7,17 +7,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
+from tests.helpers.patience import patience
+from tests.helpers.scripts import run_python
 from trainstack.trainer.core.logs import RunLogger
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    """Run `program` in a process of its own, where nothing has configured logging."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
+def run(program: str, *, imports: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run `program` in a process of its own, where nothing has configured logging; a new one for what `imports` do."""
+    new: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": patience(60)}
+    done = subprocess.run([sys.executable, "-c", program], **new) if imports else run_python("-c", program)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -40,7 +44,7 @@ trainstack.Trainer  # the first use of a name imports the packages
 logger = logging.getLogger("trainstack")
 print(logger.level, [isinstance(handler, logging.NullHandler) for handler in logger.handlers])
 """
-    assert run(program).stdout == "0 [True]\n"
+    assert run(program, imports=True).stdout == "0 [True]\n"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -48,7 +52,8 @@ print(logger.level, [isinstance(handler, logging.NullHandler) for handler in log
 def test_a_level_of_the_application_survives(when: str) -> None:
     level = "import logging\nlogging.basicConfig(format='%(message)s')\nLOGGER.setLevel(logging.WARNING)\n"
     level = level.replace("LOGGER", "logging.getLogger('trainstack')")
-    done = run(level + SAY if when == "before" else "import trainstack\n" + level + SAY)
+    before = when == "before"
+    done = run(level + SAY if before else "import trainstack\n" + level + SAY, imports=before)
 
     assert done.stderr == "a warning\n"
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import trainstack as ts
 from tests.helpers import launched
 from tests.helpers.modules import Classifier, numbers
+from tests.helpers.scripts import run_python
 from trainstack.checkpointing import Lease
 from trainstack.checkpointing.directory import list_checkpoints
 from trainstack.trainer import run_directory, run_record
@@ -461,7 +462,7 @@ print("through")
 def run_script(resume: str, *, quiet: bool = False) -> subprocess.CompletedProcess[str]:
     Path("train.py").write_text(SCRIPT.replace("RESUME", resume))
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **({"QUIET": "1"} if quiet else {})}
-    return subprocess.run([sys.executable, "train.py"], env=environ, capture_output=True, text=True, timeout=120)
+    return run_python("train.py", env=environ)
 
 
 @pytest.mark.processes

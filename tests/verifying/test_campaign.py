@@ -17,10 +17,10 @@ pytestmark = pytest.mark.distributed
     "subject",
     [
         Subject("curriculum", "sp", True),
-        Subject("shuffled", "sp", False),
+        pytest.param(Subject("shuffled", "sp", False), marks=pytest.mark.long),
         Subject("rank-generators", "ddp", False),
         Subject("fitted", "sp", True),
-        Subject("plateau", "sp", False),
+        pytest.param(Subject("plateau", "sp", False), marks=pytest.mark.long),
     ],
     ids=lambda subject: f"{subject.case}-{subject.backend}",
 )

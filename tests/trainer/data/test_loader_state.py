@@ -90,9 +90,17 @@ def own_generator(data: Any, sampler: Any, size: int) -> Any:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize(
+    ("stops", "lasting"),
+    [
+        ((2, 4, 7), True),
+        ((9, 13), False),
+        pytest.param((2, 4, 7), False, marks=pytest.mark.long),
+        pytest.param((9, 13), True, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("make", [shuffled(0), given_sampler, own_generator], ids=["shuffle", "sampler", "generator"])
-@pytest.mark.parametrize("stops", [(2, 4, 7), (9, 13)], ids=str)
 def test_the_rest_of_the_run_is_that_of_an_unbroken_one(
     stops: tuple[int, ...], make: Any, lasting: bool, tmp_path: Path
 ) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainstack as ts
+from tests.helpers.costs import cpu_s, least_ratio
 from tests.helpers.modules import Classifier, arguments, numbers
 from trainstack.backends import fast_paths
 
@@ -128,19 +128,12 @@ def test_the_counter_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.spec("F123", "PMB-05")
 def test_collecting_validation_outputs_takes_linear_time(tmp_path: Path) -> None:
-    def seconds(batches: int) -> float:
-        module = Evaluated(batches)
-        trainer = ts.Trainer(module, arguments(tmp_path, val_batch_size=1))
-        trainer.validate()
-        best = float("inf")
-        for _ in range(3):
-            start = time.process_time()
-            outputs = trainer.validate()
-            best = min(best, time.process_time() - start)
-        assert outputs["default"][0].shape == (batches, 32)
-        return best
+    def cost(batches: int) -> Callable[[], float]:
+        trainer = ts.Trainer(Evaluated(batches), arguments(tmp_path, val_batch_size=1))
+        assert trainer.validate()["default"][0].shape == (batches, 32)
+        return lambda: cpu_s(trainer.validate)
 
-    assert seconds(4000) / seconds(1000) < 5
+    assert least_ratio(cost(4000), cost(1000), 5) <= 5
 
 
 class Evaluated(Classifier):

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.scripts import run_python
 from trainstack.errors import ConfigurationError, MissingExtraError
 from trainstack.trainer.tracking.history import Record
 from trainstack.trainer.tracking.writers import (
@@ -95,8 +96,7 @@ def test_csv_survives_a_process_that_is_killed_and_continues_as_if_it_had_not_be
         "for step in range(1, 8): writer.write([Record('loss', 1 / step, step, 0)])\n"
         "os._exit(1)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 1
+    assert run_python("-c", code).returncode == 1
     with path.open("a") as file:
         file.write("8,0,loss,0.1")  # the row that the crash tore
     resumed = CsvWriter(path)

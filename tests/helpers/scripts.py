@@ -1,0 +1,32 @@
+"""Running programs in forks of a process that has imported torch, which saves seconds in each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tests.helpers.processes import run_world
+from tests.helpers.workers.scripts import run_program
+
+
+def run_python(
+    *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run([sys.executable, *arguments], capture_output=True, text=True)` returns.
+
+    For programs of which it does not matter that torch and trainstack have been imported.
+
+    Args:
+        arguments: a script or `-c` and code, after `-W error` perhaps, and the program's arguments.
+        cwd, env: as of `subprocess.run`.
+        timeout: in seconds, on an idle machine.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"cwd": str(cwd or Path.cwd()), "environment": dict(os.environ if env is None else env)}
+        (code,) = run_world(
+            1, run_program, fresh=True, timeout=timeout, arguments=[*arguments], folder=folder, **options
+        )
+        printed, said = (Path(folder, str(number)).read_text() for number in (1, 2))
+        return subprocess.CompletedProcess([*arguments], code, printed, said)
