@@ -25,7 +25,7 @@ COMMANDS = {
     "plan": "print how a global batch is split and how many steps a run has",
     "doctor": "say what is installed, and try backend strings on this machine, each in one step of a small model",
     "report": "write a page about a run, or one that compares several: curves, arguments, checkpoints",
-    "interrupted": "exit with 0 if the newest session of a run was interrupted by a signal, so that the job goes on; "
+    "interrupted": "exit with 0 if the newest session of a run was interrupted by a signal: start its job again; "
     "else 1",
     "checkpoints": "list, verify, show and compare checkpoints and model exports",
     "privacy": "epsilon, noise or steps of private training; an audit of it",
