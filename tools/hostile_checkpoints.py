@@ -495,6 +495,7 @@ def hostile(cases: int, seed: int, folder: Path, commands: bool = True) -> Repor
     path = folder / "hostile" / "checkpoint-000000001"
     path.mkdir(parents=True)
     path.with_name("honest").symlink_to(folder / "honest")
+    repr(torch.zeros(1))  # torch imports a part of itself for the first one (2.13.0)
     read_in_every_way(folder / "honest")
     if commands:
         run_command(folder / "honest")

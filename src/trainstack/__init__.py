@@ -4,10 +4,12 @@ The first use of a name imports the packages, and with them torch. `import train
 command line can answer without torch.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trainstack._lazy import gc_paused, lazy_imports
+from trainstack._terminal import EscapeFilter
 
 if TYPE_CHECKING:
     from trainstack import backends, checkpointing, errors, trainer
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from trainstack.verifying import Divergence, KillEvent, ResumeReport, verify_resume
 
 __version__ = "0.1.0"
+
+logging.getLogger("trainstack").addFilter(EscapeFilter())
 
 if TYPE_CHECKING:
     __all__ = [

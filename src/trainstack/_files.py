@@ -58,14 +58,14 @@ _private: set[str] = set()
 
 def keep_private(folder: Path) -> None:
     """From now on, let only the owner read what this process creates in `folder`, and `folder` itself."""
-    _private.add(os.path.abspath(folder))
+    _private.add(os.path.realpath(folder))
     if folder.is_dir():
         os.chmod(folder, 0o700)
 
 
 def is_private(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is, or lies in, a folder that `keep_private` was given."""
-    full = os.path.abspath(path) if _private else ""
+    full = os.path.realpath(path) if _private else ""
     return any(full == folder or full.startswith(folder + os.sep) for folder in _private)
 
 

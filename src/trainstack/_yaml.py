@@ -92,6 +92,26 @@ def parse_yaml(text: str, where: str) -> Plain:
         raise ConfigurationError(f"{where}: this is not valid YAML: {' '.join(str(error).split())}") from error
 
 
+_PLAIN_TEXT = re.compile(r"[A-Za-z_./][\w./-]*", re.ASCII)
+
+
+def write_yaml(value: Plain) -> str:
+    """The YAML text from which `parse_yaml` reads `value`; lists and dicts that occur twice are written twice."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def represent(dumper: Any, text: str) -> Any:
+        is_plain = _PLAIN_TEXT.fullmatch(text) and parse_yaml(text, "") == text
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain else '"')
+
+    Dumper.add_representer(str, represent)
+    text: str = yaml.dump(value, Dumper=Dumper, sort_keys=False)
+    return text
+
+
 class _Reader:
     """Makes values of events.
 

@@ -17,6 +17,7 @@ import torch
 
 import trainstack as ts
 from tests.helpers.patience import patience
+from trainstack import _terminal
 from trainstack.checkpointing import Checkpoint
 from trainstack.cli import printing
 from trainstack.cli.main import COMMANDS, _parser, main
@@ -104,13 +105,13 @@ def test_no_character_that_a_terminal_obeys_is_printed(
         for more in ([], ["--json"]):
             main(["checkpoints", *words, *more])
             shown = capsys.readouterr()
-            assert not printing._UNSAFE.search(shown.out.replace("\n", "")), (words, more)
+            assert not _terminal._UNSAFE.search(shown.out.replace("\n", "")), (words, more)
     main(["checkpoints", "show", f"{tmp_path}/{text}"])
     main(["train", f"{text}.py:x"])
     main([text])
     said = capsys.readouterr().err
     assert said.count("\n") == 3
-    assert not printing._UNSAFE.search(said.replace("\n", ""))
+    assert not _terminal._UNSAFE.search(said.replace("\n", ""))
 
 
 @pytest.mark.parametrize(
@@ -297,3 +298,12 @@ def test_the_list_of_commands_says_what_their_own_help_says(command: str) -> Non
     choices = next(action.choices for action in parser._actions if isinstance(action.choices, dict))
     own = choices[command]
     assert own.description == COMMANDS[command].replace("%", "%%")
+
+
+def test_a_training_logs_names_of_files_as_escapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "\x1b]0;owned\x07\u202e").symlink_to("nowhere")
+    ts.list_checkpoints(tmp_path)
+    assert "\\x1b]0;owned\\x07\\u202e" in caplog.text
+    assert "\x1b" not in caplog.text

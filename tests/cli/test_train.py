@@ -213,3 +213,65 @@ def test_help_lists_the_options_with_what_they_mean(capsys: pytest.CaptureFixtur
             main(["train", *words])
         assert ended.value.code in (0, None)
         assert expected in " ".join(capsys.readouterr().out.split())
+
+
+DEFAULTS = """
+import enum
+import numpy as np
+from my import Line
+
+class Colour(str, enum.Enum):
+    RED = "red"
+
+SHARED = [1, 2]
+
+def make(rate="1e-3", big="1e5", words="*a &b !c", seen="yes", one=SHARED, two=SHARED, half=np.float64(0.5),
+         colour=Colour.RED, limit=float("inf"), kind=int):
+    assert (rate, big, words, seen, one, two) == ("1e-3", "1e5", "*a &b !c", "yes", [1, 2], [1, 2])
+    assert type(half) is np.float64 and colour is Colour.RED and limit == float("inf") and kind is int
+    return Line()
+"""
+
+
+def test_the_printed_file_is_read_whatever_the_defaults_of_the_module_are(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("defaults.py").write_text(DEFAULTS)
+    assert main(["train", "defaults.py:make", "--print_config"]) == 0
+    Path("printed.yaml").write_text(capsys.readouterr().out)
+    assert main(["train", "defaults.py:make", *QUIET, "--epochs", "1", "--config", "printed.yaml"]) == 0
+    sys.modules.pop("defaults")
+
+
+@pytest.mark.parametrize("number", ["-1e-3", "-.5", "-3", "-.inf"])
+def test_a_negative_number_needs_no_equals_sign(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = printed_config(capsys, "--module.lr", number)["module"]
+    assert isinstance(module, dict)
+    assert module["lr"] == float(number.replace(".inf", "inf"))
+
+
+@pytest.mark.parametrize("name", ["queue", "code", "torch"])
+def test_a_file_with_the_name_of_a_module_that_others_import_is_refused(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sys.modules.get(name)
+    Path(f"{name}.py").write_text(FILE)
+    assert main(["train", f"{name}.py:Line", *QUIET]) == 2
+    assert "Rename the file" in capsys.readouterr().err
+    assert sys.modules.get(name) is before
+
+
+def test_a_variable_that_stands_for_two_parameters_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("two.py").write_text("from my import Line\ndef make(lr=0.1, LR=0.2):\n    return Line()\n")
+    monkeypatch.setenv("TRAINSTACK_MODULE__LR", "0.3")
+    assert main(["train", "two.py:make", *QUIET]) == 2
+    assert "--module.lr and --module.LR" in capsys.readouterr().err
+    sys.modules.pop("two")
+
+
+def test_a_variable_in_small_letters_is_answered_with_the_one_in_capitals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRAINSTACK_epochs", "3")
+    assert main(["train", "my.py:Line", *QUIET]) == 2
+    assert "Did you mean TRAINSTACK_EPOCHS?" in capsys.readouterr().err

@@ -79,3 +79,12 @@ def test_folders_elsewhere_are_private_as_well(tmp_path: Path) -> None:
     train(tmp_path / "run", private_files=True, checkpointer_args=saving)
 
     assert modes(tmp_path / "saved") == modes(tmp_path / "m") == PRIVATE
+
+
+def test_a_private_folder_is_private_by_each_of_its_names(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    trainer = train(tmp_path / "link", private_files=True)
+    trainer.export(tmp_path / "real" / "by-its-real-path")
+
+    assert modes(tmp_path / "real") == PRIVATE

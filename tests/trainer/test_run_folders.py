@@ -154,8 +154,16 @@ def test_auto_leaves_a_run_alone_that_other_words_have_started(monkeypatch: pyte
     unfinished = stop_at(3, epochs=2)
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.001"])
     assert make(resume="auto").output_dir != unfinished.output_dir
-    monkeypatch.setattr(sys, "argv", ["train.py", "--resume", "auto", "--lr", "0.5"])
-    assert make(resume="auto").output_dir == unfinished.output_dir
+    for resuming in (
+        ["--resume", "auto"],
+        ["--resume"],
+        ["--resume=auto"],
+        ["--overwrite", "false", "--resume", "true"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["train.py", *resuming, "--lr", "0.5"])
+        assert make(resume="auto").output_dir == unfinished.output_dir
+        monkeypatch.setattr(sys, "argv", ["train.py", *resuming, "--lr", "1"])
+        assert make(resume="auto").output_dir != unfinished.output_dir
 
 
 def test_sessions_without_a_script_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:

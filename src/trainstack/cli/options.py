@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trainstack._kinds import Kind, Place
@@ -77,7 +77,7 @@ class Inputs:
         Raises:
             ConfigurationError: a name is unknown, or a value is of another kind.
         """
-        given = self._parser.parse_args(words)
+        given = self._parser.parse_args(_attach_numbers(words, self._paths))
         files = [environ["TRAINSTACK_CONFIG"]] if "TRAINSTACK_CONFIG" in environ else []
         for file in (*files, *given.config):
             values = read_yaml(file)
@@ -91,16 +91,25 @@ class Inputs:
         return given
 
     def _read_variables(self, environ: Mapping[str, str]) -> None:
-        known = {PREFIX + "__".join(path).upper(): path for path in self._paths.values()}
+        known: dict[str, list[Path]] = {}
+        for path in self._paths.values():
+            known.setdefault(PREFIX + "__".join(path).upper(), []).append(path)
         for name in sorted(environ):
             if not name.upper().startswith(PREFIX) or name in OTHER_VARIABLES:
                 continue
             if self._makes_module is None and name.startswith(f"{PREFIX}MODULE__"):
                 continue
             if name not in known:
-                text = unknown("the environment", name, [*known, *OTHER_VARIABLES], "variable")
+                meant = name.upper()
+                text = unknown(
+                    "the environment", name, [meant] if meant in known else [*known, *OTHER_VARIABLES], "variable"
+                )
                 raise ConfigurationError(f"{text} Unset it, or write the name of an option in capitals.")
-            self._plain.add_text(known[name], environ[name], Place(name, "="))
+            path, *others = known[name]
+            if others:
+                options = " and ".join("--" + ".".join(each) for each in (path, *others))
+                raise ConfigurationError(f"{name} stands for {options} alike. Unset it, and write the option.")
+            self._plain.add_text(path, environ[name], Place(name, "="))
 
     def arguments(self) -> TrainerArguments:
         """The arguments of all that was read."""
@@ -134,10 +143,34 @@ class Inputs:
             defaults = {
                 name: parameter.default
                 for name, parameter in inspect.signature(self._makes_module).parameters.items()
-                if isinstance(parameter.default, str | int | float | list | dict | None)
+                if _is_plain(parameter.default)
             }
             values["module"] = {**defaults, **self.parameters(target)}
         return values
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a file can hold `value`. An enum or a number of numpy is left out: the file would change its class."""
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (str, bool, int, float)
+
+
+_NUMBER = re.compile(r"-(\.?[0-9]|\.(inf|nan)$)", re.IGNORECASE)
+
+
+def _attach_numbers(words: Sequence[str], options: Iterable[str]) -> list[str]:
+    """`--lr=-1e-3` for `--lr -1e-3`: argparse takes such a number for an option (Python 3.11)."""
+    attached: list[str] = []
+    known = {f"--{name}" for name in options}
+    for word in words:
+        if _NUMBER.match(word) and attached and attached[-1] in known:
+            attached[-1] += f"={word}"
+        else:
+            attached.append(word)
+    return attached
 
 
 def _metavar(kind: Kind) -> str:

@@ -1,7 +1,6 @@
 """Output of commands: JSON, tables, lines and errors. No command writes to a stream in another way.
 
-Characters that a terminal would obey, or that hide or reorder text, are printed as their escapes: names, metrics and
-messages may come from files of others.
+All text is escaped (`trainstack/_terminal.py`): names, metrics and messages may come from files of others.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ import difflib
 import json
 import math
 import os
-import re
 import shutil
 import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
+
+from trainstack._terminal import escape
 
 FAILED = 1
 """The exit code of damage, a difference, or a training that failed."""
@@ -27,17 +27,6 @@ TROUBLE = 2
 
 JSON_FORMAT = 1
 """Rises when a key of the JSON output is removed or means something else."""
-
-_UNSAFE = re.compile(
-    "[\x00-\x1f\x7f-\x9f"  # C0, DEL, C1
-    "\u061c\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff"  # of direction, of lines, without a width
-    "\ud800-\udfff\U000e0000-\U000e007f]"  # halves of characters, tags
-)
-
-
-def escape(text: str) -> str:
-    """`text` in one line, with the escapes of characters that a terminal would obey or that hide or reorder text."""
-    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def print_json(value: Mapping[str, Any]) -> None:

@@ -98,14 +98,24 @@ def _why_not(made_by: Any, name: str, source: ModuleType) -> str | None:
     return None
 
 
+_from_files: set[str] = set()
+"""The modules that this process has made of files: another file of that name may replace one."""
+
+
 def _run_file(file: Path) -> ModuleType:
     if not file.is_file():
         raise ConfigurationError(f"there is no file {file}. {FORM}")
+    if file.stem in sys.stdlib_module_names or (file.stem in sys.modules and file.stem not in _from_files):
+        raise ConfigurationError(
+            f"{file} has the name of the module {file.stem!r}, which other code would then import from this file. "
+            "Rename the file."
+        )
     sys.path.insert(0, str(file.parent.resolve()))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
     source = importlib.util.module_from_spec(spec)
+    _from_files.add(file.stem)
     sys.modules[file.stem] = source  # a loader's workers and pickle look it up by this name
     spec.loader.exec_module(source)
     return source

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trainstack._yaml import write_yaml
 from trainstack.cli.main import Parser
 from trainstack.cli.options import Inputs
 from trainstack.cli.printing import FAILED, print_lines, print_traceback
@@ -52,9 +53,7 @@ def _train(target: str | None, options: list[str]) -> None:
     assert makes_module is not None
     arguments, parameters = inputs.arguments(), inputs.parameters(target)
     if given.print_config:
-        import yaml
-
-        print_lines(yaml.safe_dump(inputs.as_file(target), sort_keys=False).rstrip())
+        print_lines(write_yaml(inputs.as_file(target)).rstrip())
         return
     from trainstack.trainer import Trainer, seed_everything
 

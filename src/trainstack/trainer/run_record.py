@@ -100,13 +100,17 @@ def _script(root: Path) -> str:
     return "trainstack" if own else _relative(file, root)  # the command has two files
 
 
+_VALUES = ("auto", "true", "false", "yes", "no", "1", "0")
+"""Words behind `--resume` and `--overwrite` that belong to them. Any other word may be an argument of the script."""
+
+
 def _words(words: Sequence[str]) -> str:
-    kept, skips = list[str](), False
+    kept, may_be_value = list[str](), False
     for word in words:
-        name = word.partition("=")[0].lstrip("-").replace("_", "-")
-        if not skips and name not in ("resume", "overwrite"):
+        is_option = word.partition("=")[0].lstrip("-").replace("_", "-") in ("resume", "overwrite")
+        if not is_option and not (may_be_value and word.lower() in _VALUES):
             kept.append(word)
-        skips = not skips and name == "resume" and "=" not in word
+        may_be_value = is_option and "=" not in word
     return digest(json.dumps(kept).encode())
 
 
