@@ -68,7 +68,7 @@ HEAVY = (
     "torch._dynamo",
     *(f"trainstack.backends.{name}" for name in ("dp.budget", "dp.mechanism", "dp.modes", "privacy_statement")),
 )
-IMPORT_BUDGET_S = 0.35
+IMPORT_BUDGET_S = 0.25
 
 
 # --- reading the source

@@ -308,7 +308,9 @@ class TrainerBackend(ABC):
         """Make the stack ready for `train_dl` and `validate_dl`, without a `Trainer`."""
         self._refuse_skipped()
         if TrainerBackend.runner_class is None:
-            import_module("trainstack.trainer")  # which sets it; the direction of imports is the other one
+            import_module(
+                "trainstack.trainer.run.loop_runner"
+            )  # which sets it; the direction of imports is the other one
         make = TrainerBackend.runner_class
         if make is None:
             raise ConfigurationError(
