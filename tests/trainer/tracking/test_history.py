@@ -470,17 +470,6 @@ def test_records_are_given_as_arrays_for_plots_and_as_plain_lists() -> None:
     assert history.to_dict() == {"loss": {"value": [0.5, 0.25, 0.125], "step": [3, 6, 9], "epoch": [1, 1, 0]}}
 
 
-def test_flushed_records_of_a_step_are_counted_by_name() -> None:
-    history = RunHistory()
-    for step in (4, 5, 5):
-        history.update_metric("a", 1.0, step=step)
-    history.update_metric("b", 1.0, step=4)
-    history.flush()
-    history.update_metric("a", 1.0, step=5)
-    assert history.flushed_at(5) == {"a": 2}
-    assert history.flushed_at(6) == {}
-
-
 def test_values_at_a_step_are_the_newest_of_the_metrics_that_end_there() -> None:
     history = RunHistory()
     history.update_metric("old", 1.0, step=4)

@@ -83,6 +83,3 @@ class DataLoaderRunner:
             )
         assert evaluation.outputs is not None
         return evaluation.outputs.all_outputs
-
-
-TrainerBackend.runner_class = DataLoaderRunner

@@ -202,13 +202,6 @@ class RunHistory:
         """How many records were flushed."""
         return sum(column.flushed for column in self._columns.values())
 
-    def flushed_at(self, step: int) -> dict[str, int]:
-        """How many records of each metric belong to `step` and were flushed."""
-        self._read_pending()
-        columns = self._columns.items()
-        counts = {name: int(np.count_nonzero(np.array(c.steps)[: c.flushed] == step)) for name, c in columns}
-        return {name: count for name, count in counts.items() if count}
-
     def get_state(self) -> dict[str, Any]:
         """Everything recorded, in order of arrival. Few records are converted, however many there are.
 
