@@ -99,7 +99,7 @@ def write_yaml(value: Plain) -> str:
     """The YAML text from which `parse_yaml` reads `value`; lists and dicts that occur twice are written twice."""
     import yaml
 
-    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    class Dumper(yaml.SafeDumper):
         def ignore_aliases(self, data: Any) -> bool:
             return True
 

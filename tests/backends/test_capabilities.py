@@ -146,10 +146,3 @@ print(stack.get_global_steps_completed())
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
 
     assert (done.stdout.strip(), done.stderr) == ("0", "")
-
-
-def test_without_a_driver_the_error_names_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ts.TrainerBackend, "runner_class", None)
-
-    with pytest.raises(ts.ConfigurationError, match=r"import trainstack\.trainer"):
-        ts.build_trainer_backend("sp").init(ts.TrainerBackendArguments(model=Classifier(), optimizers=[]))

@@ -1,5 +1,8 @@
 """Execution of a training step: layers, the backend string, the stack built from it."""
 
+from typing import TYPE_CHECKING
+
+from trainstack._lazy import lazy_imports
 from trainstack.backends.amp import Amp
 from trainstack.backends.apex import AmpApex
 from trainstack.backends.base import (
@@ -24,11 +27,15 @@ from trainstack.backends.processes.environment import (
     launch_help,
     process_info_of_group,
 )
-from trainstack.backends.processes.rendezvous import rendezvous_store
 from trainstack.backends.processes.world import World
 from trainstack.backends.single_process import SingleProcess, move_to_device
 from trainstack.backends.spec import legal_specs, parse_spec, register_layer, register_trainer_backend, unregister
 from trainstack.backends.workload import Clipping, Workload
+
+if TYPE_CHECKING:
+    from trainstack.backends.processes.rendezvous import rendezvous_store
+
+__getattr__ = lazy_imports(__name__, {"rendezvous_store": "trainstack.backends.processes.rendezvous"})
 
 __all__ = [
     "VERBS",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
@@ -96,7 +96,6 @@ class TrainerBackend(ABC):
     configured_by: ClassVar[Mapping[type, str]] = {}
     hides_losses: bool = False
     requires_state: ClassVar[bool] = False
-    runner_class: ClassVar[Callable[[TrainerBackend, TrainerBackendArguments], LoopRunner] | None] = None
     _runner: LoopRunner | None = None
     _owner: weakref.ref[Any] | None = None
 
@@ -307,14 +306,8 @@ class TrainerBackend(ABC):
     def init(self, args: TrainerBackendArguments) -> None:
         """Make the stack ready for `train_dl` and `validate_dl`, without a `Trainer`."""
         self._refuse_skipped()
-        if TrainerBackend.runner_class is None:
-            import_module("trainstack.trainer")  # which sets it; the direction of imports is the other one
-        make = TrainerBackend.runner_class
-        if make is None:
-            raise ConfigurationError(
-                "nothing is there to drive a backend without a Trainer: import trainstack.trainer."
-            )
-        self._runner = make(self, args)
+        driver = import_module("trainstack.trainer.run.loop_runner")  # by its name: imports go the other way
+        self._runner = driver.DataLoaderRunner(self, args)
 
     def train_dl(self, dataloader: Any, callback: Any) -> Any:
         """Train on every batch of `dataloader` once; returns the collected outputs of `train_step`.

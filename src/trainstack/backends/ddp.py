@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -45,13 +45,15 @@ from trainstack.backends.processes.opening import (
 )
 from trainstack.backends.processes.packing import broadcast_coalesced
 from trainstack.backends.processes.reducer import CommHook, GradientReducer
-from trainstack.backends.processes.rendezvous import Rendezvous, rendezvous
 from trainstack.backends.processes.world import DeviceChoice, World, pick_device
 from trainstack.backends.spec import register_layer
 from trainstack.backends.workload import Workload
 from trainstack.errors import ConfigurationError, annotate
 from trainstack.ranks import own_part
 from trainstack.stage import Stage
+
+if TYPE_CHECKING:
+    from trainstack.backends.processes.rendezvous import Rendezvous
 
 _SET_HERE = {"module", "process_group", "device_ids", "output_device"}
 
@@ -143,6 +145,8 @@ class DDP(AbstractTrainerBackendDecorator):
         if place is None:
             opening = Opening(own_part("open"), dist.get_rank(), dist.get_world_size(), self._rendezvous_s)
         else:
+            from trainstack.backends.processes.rendezvous import rendezvous
+
             found = rendezvous(place, self._rendezvous_s, self._environ, self._run_id)
             opening = Opening(found.words, place.rank, place.size, self._rendezvous_s)
         try:

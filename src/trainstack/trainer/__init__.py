@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from trainstack._lazy import lazy_imports
-from trainstack.backends import TrainerBackend
 from trainstack.stage import Stage
 from trainstack.trainer import schedulers
 from trainstack.trainer.abstract_trainer import AbstractTrainer
@@ -14,13 +13,9 @@ from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.random_state import seed_everything
 from trainstack.trainer.core.state import UserState
 from trainstack.trainer.evaluation.collector import OutputCollector
-from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
 from trainstack.trainer.evaluation.metrics import Metric
 from trainstack.trainer.events import Callback, Event, Events, Filter, call_filter
 from trainstack.trainer.module_interface import CallbackInterface, MicroBatchInfo, ModuleInterface
-from trainstack.trainer.run.loop_runner import DataLoaderRunner
-from trainstack.trainer.run.lr_finder import LRFinderResult
-from trainstack.trainer.run.view import RunView
 from trainstack.trainer.schedulers import SchedulerConfig, build_scheduler, placeholders
 from trainstack.trainer.tracking.history import Record, RunHistory
 from trainstack.trainer.tracking.progress import ProgressDisplay
@@ -43,13 +38,17 @@ from trainstack.trainer.trainer import Trainer, find_lr
 if TYPE_CHECKING:
     from trainstack.trainer import callbacks
     from trainstack.trainer.arg_matching import apply_mapping, call_with_matching_args
+    from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
+    from trainstack.trainer.run.lr_finder import LRFinderResult
+    from trainstack.trainer.run.view import RunView
     from trainstack.trainer.supervised import SupervisedModule, build_optimizer
-
-TrainerBackend.runner_class = DataLoaderRunner
 
 __getattr__ = lazy_imports(
     __name__,
     {
+        "EvaluationOutputs": "trainstack.trainer.evaluation.evaluator",
+        "LRFinderResult": "trainstack.trainer.run.lr_finder",
+        "RunView": "trainstack.trainer.run.view",
         "SupervisedModule": "trainstack.trainer.supervised",
         "apply_mapping": "trainstack.trainer.arg_matching",
         "build_optimizer": "trainstack.trainer.supervised",

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from trainstack._keywords import SuggestsNames, check_known_fields
-from trainstack._yaml import read_yaml
 from trainstack.backends import Clipping, DifferentialPrivacyArguments, DistributedTrainingArguments, parse_spec
 from trainstack.backends.processes.world import DeviceChoice
 from trainstack.backends.spec import known_layers, registered_backend
@@ -27,7 +26,6 @@ from trainstack.trainer.argument_checks import (
     resolve_backend,
 )
 from trainstack.trainer.core.intervals import Every, ValidateEvery
-from trainstack.trainer.plain_arguments import PlainInputs
 from trainstack.trainer.tracking.progress import ProgressDisplay
 
 
@@ -339,6 +337,9 @@ class TrainerArguments(metaclass=SuggestsNames):
                 values that are too deep, or holds a wrong key or value. Options that can run code are refused:
                 `allow_pickle`, and `options` of `compile`.
         """
+        from trainstack._yaml import read_yaml
+        from trainstack.trainer.plain_arguments import PlainInputs
+
         inputs = PlainInputs(cls)
         inputs.add_mapping(read_yaml(path), str(path))
         made: TrainerArguments = inputs.arguments()

@@ -34,21 +34,12 @@ from trainstack.trainer.core.intervals import whole_steps
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.state import RunState, UserState
-from trainstack.trainer.data.loading import explain_worker_deaths
-from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
-from trainstack.trainer.evaluation.loader_pass import named_loaders
 from trainstack.trainer.events import Callback, Event, Events, Filter
 from trainstack.trainer.events.bus import check_event
 from trainstack.trainer.module_checks import check_parts
 from trainstack.trainer.module_interface import ModuleInterface
-from trainstack.trainer.reporting.reporter import Reporter
 from trainstack.trainer.resume.restoring import restore_module, select_resume_state, start_from_weights
 from trainstack.trainer.resume.saving import Saver, check_storable, save_after_exception
-from trainstack.trainer.run.agreement import agree_on_setup
-from trainstack.trainer.run.lr_finder import LRFinderResult, try_rates
-from trainstack.trainer.run.memory_fitting import fit_micro_batch
-from trainstack.trainer.run.preflight import already_finished_message, check_can_train, import_for_optimizers
-from trainstack.trainer.run.run import Run
 from trainstack.trainer.run.stopping import (
     Request,
     Stopped,
@@ -59,12 +50,16 @@ from trainstack.trainer.run.stopping import (
     stop_after,
     stop_on_signals,
 )
-from trainstack.trainer.run.view import RunView
 from trainstack.trainer.run_directory import RunDirectory
 from trainstack.trainer.tracking.history import RunHistory
 
 if TYPE_CHECKING:
     from trainstack.backends.privacy_statement import PrivacyStatement
+    from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
+    from trainstack.trainer.reporting.reporter import Reporter
+    from trainstack.trainer.run.lr_finder import LRFinderResult
+    from trainstack.trainer.run.run import Run
+    from trainstack.trainer.run.view import RunView
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -214,6 +209,9 @@ class Trainer(AbstractTrainer):
 
     def _train_until_stopped(self, run: Run) -> Request | None:
         """Train in a run that is ready; returns a signal that came too late to be heeded, if there is one."""
+        from trainstack.trainer.data.loading import explain_worker_deaths
+        from trainstack.trainer.reporting.reporter import Reporter
+
         context, saver, stopper = self._context, self._saver, self._stopper
         reporter = Reporter(context)
         self._training = True
@@ -241,6 +239,9 @@ class Trainer(AbstractTrainer):
         return late
 
     def _train(self, run: Run, reporter: Reporter) -> None:
+        from trainstack.trainer.run.memory_fitting import fit_micro_batch
+        from trainstack.trainer.run.preflight import already_finished_message, check_can_train
+
         context, state, saver, stopper = self._context, self.state, self._saver, self._stopper
         plan, work, every = run.data.plan, run.loop.work, self.checkpointer.every_n_steps
         save_every = None if every is None else whole_steps("every_n_steps", every, plan)
@@ -333,9 +334,13 @@ class Trainer(AbstractTrainer):
                 raise
             finally:
                 self._making_ready = False
-        return cast(Run, self._run)
+        return cast("Run", self._run)
 
     def _make_ready(self, to_train: bool) -> None:
+        from trainstack.trainer.run.agreement import agree_on_setup
+        from trainstack.trainer.run.preflight import import_for_optimizers
+        from trainstack.trainer.run.run import Run
+
         if self.world.size > 1:
             import_for_optimizers()
         agree_on_setup(self._context)
@@ -396,6 +401,8 @@ class Trainer(AbstractTrainer):
 
         A dict of loaders gives a dict of outputs.
         """
+        from trainstack.trainer.evaluation.loader_pass import named_loaders
+
         with self._context.fail_together():
             evaluator = self._ready().evaluator
             outputs = evaluator.evaluate(Stage.PREDICT, named_loaders(dataloader, "the caller of predict"), keep=True)
@@ -556,6 +563,8 @@ class Trainer(AbstractTrainer):
     @property
     def view(self) -> RunView:
         """Counters, sizes and loaders of the run, to be read."""
+        from trainstack.trainer.run.view import RunView
+
         return RunView(self._ready())
 
     @property
@@ -863,6 +872,8 @@ def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: 
         raise ConfigurationError(
             f"find_lr(start={start}, end={end}, steps={steps}): write 0 < start < end, and at least 3 steps."
         )
+    from trainstack.trainer.run.lr_finder import try_rates
+
     run = trainer._ready()
     return try_rates(run.context, run.data, run.loop.work, run.modes.decide().modes, start, end, steps)
 

@@ -16,7 +16,7 @@ from torch import nn
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
 from tests.helpers.workers import RANK
-from trainstack.backends.processes import communicator
+from trainstack.backends.processes import wire
 
 LIMIT_S = {"ddp": {"timeout_s": 3.0}}
 
@@ -146,10 +146,10 @@ def hostile(path: str) -> str:
     stack = ts.build_trainer_backend("ddp")
     comm = stack.open("cpu").comm
     said, bomb = [], pickle.dumps(Leaves(path))
-    inside = communicator.encode(Leaves(path), allow_pickle=True)
+    inside = wire.encode(Leaves(path), allow_pickle=True)
     for message in (bomb, inside.head):
         fake = mock.Mock(head=message, blobs=[], classes={}, packed=lambda message=message: message)
-        with mock.patch.object(communicator, "encode", return_value=fake) if RANK == 1 else mock.MagicMock():
+        with mock.patch.object(wire, "encode", return_value=fake) if RANK == 1 else mock.MagicMock():
             said.append(error_of(lambda: comm.gather(None, "a gather")))
     stack.close()
     return "\n".join(said)

@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, weights
-from trainstack.trainer.data.own_generators import find_generators
+from trainstack.backends.generator_search import find_generators
 
 GLOBAL = np.random.default_rng(5)
 
@@ -195,12 +195,12 @@ def test_generators_are_found_where_users_keep_them() -> None:
         return float(GLOBAL.random())
 
     def paths(owner: Any) -> list[str]:
-        return list(find_generators(owner, "owner"))
+        return list(find_generators(owner=owner).by_path)
 
     assert paths([Slots()]) == ["owner[0].rng"]
     assert paths(OfClass()) == ["owner.rng"]
-    assert paths(closed) == ["owner.rng"]
-    assert paths(named) == ["owner.GLOBAL"]
+    assert paths(closed) == ["owner(rng)"]
+    assert paths(named) == ["global GLOBAL"]
     assert len(paths(partial(closed, rng))) == 1
     assert len(paths(Jitter().__call__)) == 5
     assert paths({"a": [1, "text", torch.ones(2), np.ones(2), random, np.random, torch.default_generator]}) == []
@@ -222,18 +222,16 @@ def test_generators_in_global_containers_and_objects_are_found() -> None:
     def named() -> float:
         return IN_DICT["rng"].random() + IN_LIST[0].random() + float(torch.rand((), generator=IN_OBJECT.inner))
 
-    assert list(find_generators(named, "owner")) == [
-        "owner.IN_DICT['rng']",
-        "owner.IN_LIST[0]",
-        "owner.IN_OBJECT.inner",
+    assert list(find_generators(owner=named).by_path) == [
+        "global IN_DICT['rng']",
+        "global IN_LIST[0]",
+        "global IN_OBJECT.inner",
     ]
 
 
 def test_objects_that_are_not_searched_completely_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def unsearched(owner: Any) -> list[str]:
-        paths: dict[int, str] = {}
-        find_generators(owner, "owner", unsearched=paths)
-        return list(paths.values())
+        return find_generators(owner=owner).unsearched
 
     deep = Holder(random.Random(0))
     for _ in range(9):

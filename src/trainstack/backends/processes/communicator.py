@@ -21,7 +21,6 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainstack._store import TimedStore
 from trainstack.backends.processes.watchdog import PeerWatchdog
-from trainstack.backends.processes.wire import blob_sizes, decode, decode_packed, encode
 from trainstack.errors import ModuleContractError, PeerError
 
 
@@ -204,6 +203,8 @@ class GroupCommunicator(Communicator):
         what = what or _calling_function()
         if self.size == 1:
             return [value]
+        from trainstack.backends.processes.wire import decode_packed, encode
+
         try:
             message = encode(value, f"{what}: the value", allow_pickle=self._allow_pickle)
         except ModuleContractError as error:
@@ -226,6 +227,8 @@ class GroupCommunicator(Communicator):
             return value
         if self.rank != 0:
             return self._receive(what)
+        from trainstack.backends.processes.wire import encode
+
         try:
             message = encode(value, f"{what}: the value", allow_pickle=self._allow_pickle)
         except ModuleContractError as error:
@@ -260,6 +263,8 @@ class GroupCommunicator(Communicator):
 
     def _receive(self, what: str) -> Any:
         """What rank 0 sends: into memory of its own for each large tensor."""
+        from trainstack.backends.processes.wire import blob_sizes, decode
+
         flags, length, head = self._meet(what, b"", _BROADCAST)[0]
         if length > _INLINE:
             head = self._broadcast_bytes(_room(length), 0)

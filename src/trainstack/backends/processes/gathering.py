@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from trainstack.backends.processes.communicator import Communicator
-from trainstack.backends.processes.wire import At
 from trainstack.errors import ModuleContractError
 
 
@@ -108,6 +107,8 @@ def _describe(place: str, leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         leaf = leaf.reshape(1) if leaf.dim() == 0 else leaf
         return ("tensor", leaf.shape[0], tuple(leaf.shape[1:]), leaf.dtype, str(leaf.device))
+    from trainstack.backends.processes.wire import At
+
     return ("objects", At(place, list(leaf)) if isinstance(leaf, list) else [At(place, leaf)])
 
 

@@ -7,15 +7,17 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.distributed import DistError
 
 from trainstack._store import StoreSilentError, TimedStore, run_with_clock
 from trainstack.backends.processes.network import VARIABLE, interfaces, is_loopback
-from trainstack.backends.processes.rendezvous import Member
 from trainstack.errors import PeerError, annotate
+
+if TYPE_CHECKING:
+    from trainstack.backends.processes.rendezvous import Member
 
 T = TypeVar("T")
 

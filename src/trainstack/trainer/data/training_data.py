@@ -23,7 +23,7 @@ from trainstack.trainer.data.epochs import set_epoch
 from trainstack.trainer.data.fixed_samples import Samples, sample_hashes
 from trainstack.trainer.data.loader_state import LoaderState, missing_state_description
 from trainstack.trainer.data.loading import Fetcher, PartOfDataset, loading_options
-from trainstack.trainer.data.own_generators import WHOLE_EPOCH, own_generators
+from trainstack.trainer.data.own_generators import WHOLE_EPOCH, can_be_seeded, own_generators
 from trainstack.trainer.data.presharded import PreshardedSource
 from trainstack.trainer.data.sample_counts import SampleCounter
 from trainstack.trainer.data.sharding import StreamCheck, check_not_presharded
@@ -155,12 +155,11 @@ class TrainingData:
             )
 
     def _warn_of_unseedable(self, loader: Any) -> None:
-        generators = own_generators(loader)
-        paths, unsearched = generators.unseedable(), generators.unsearched()
-        if unsearched:
-            more = f" and {len(unsearched) - 3} more" if len(unsearched) > 3 else ""
+        found = own_generators(loader).search()
+        paths = [*found.without_state, *(path for path, one in found.by_path.items() if not can_be_seeded(one))]
+        if found.unsearched:
             self._log.warning(
-                f"{', '.join(unsearched[:3])}{more}: too large or too deep to be searched whole for random generators. "
+                f"{found.describe_unsearched()}: too large or too deep to be searched whole for random generators. "
                 "Those that were not found are not seeded, so a resume may draw other samples. Keep the generators in "
                 "attributes of the data set."
             )

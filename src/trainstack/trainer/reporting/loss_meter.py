@@ -53,7 +53,6 @@ class LossMeter:
 
     Args:
         read: the verb of the stack that brings values to the host.
-        skip_nonfinite: a non-finite loss is no error where its step moved nothing.
         per_record_clipped: a non-finite loss is no error at all, for it had no influence; it counts as 0.
         hide_loss: losses are not recorded.
         comm: how the processes of the run talk.
@@ -71,7 +70,6 @@ class LossMeter:
         self,
         read: Callable[[Sequence[Tensor]], list[float]],
         *,
-        skip_nonfinite: bool = False,
         per_record_clipped: bool = False,
         hide_loss: bool = False,
         comm: Communicator | None = None,
@@ -79,7 +77,7 @@ class LossMeter:
         fast_paths: bool = True,
     ) -> None:
         self._read_values = read
-        self._skip_nonfinite, self._per_record_clipped, self._hide_loss = skip_nonfinite, per_record_clipped, hide_loss
+        self._per_record_clipped, self._hide_loss = per_record_clipped, hide_loss
         self._comm, self._weights, self._fast_paths = comm or Communicator(), weights, fast_paths
         self.entries: list[StepEntry] = []
         self.rates: tuple[int, list[float | Tensor]] | None = None

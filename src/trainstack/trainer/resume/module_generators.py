@@ -7,12 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from trainstack.backends.generators import (
-    find_generators,
-    get_generator_state,
-    seed_generator,
-    set_generator_state,
-)
+from trainstack.backends.generator_search import find_generators
+from trainstack.backends.generators import get_generator_state, seed_generator, set_generator_state
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.fingerprints import hash_text, hash_value
 from trainstack.trainer.core.order import mix
@@ -104,8 +100,8 @@ def warn_of_unreachable(context: RunContext) -> None:
             f"{', '.join(found.without_state)}: random numbers of the operating system have no state, so a resumed run "
             "draws others. Use random.Random, numpy.random.default_rng or torch.Generator."
         )
-    if not found.is_complete:
+    if found.unsearched:
         context.log.warning(
-            "the module holds too many objects to look through for random generators. Those that were not found are "
-            "not saved: return their states from get_state."
+            f"in the module, {found.describe_unsearched()}: too large or too deep to be searched whole for random "
+            "generators. Those that were not found are not saved: return their states from get_state."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
@@ -24,13 +24,15 @@ from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.random_state import capture_rng, isolated_rng
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.data.fixed_samples import Samples, random_places
-from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.resume.own_states import CALLBACKS, LAYERS, MODULE, USER, take_own_states
 from trainstack.trainer.resume.saving import EXCEPTION
 from trainstack.trainer.schedulers.building import counts_at_end
 from trainstack.trainer.schedulers.stepping import Schedules
 from trainstack.trainer.torch_settings import cpu_settings, merge_settings, precision_in_force
+
+if TYPE_CHECKING:
+    from trainstack.trainer.data.fixed_samples import Samples
+    from trainstack.trainer.data.training_data import TrainingData
 
 _OF_OPTIMIZERS = ("optimizers", "schedulers")
 
@@ -192,6 +194,8 @@ def warn_of_other_samples(before: Mapping[str, str], data: TrainingData, context
     known = [hash_samples(data.epoch_hashes), *([] if within else [hash_samples(data.sample_hashes)])]
     if any(all(now.get(i, one) == one for i, one in before.items()) for now in known):
         return
+    from trainstack.trainer.data.fixed_samples import random_places
+
     random, is_unchanged = random_places(data.loader, context.state.seed)
     now = known[0]
     differing = [index for index, one in before.items() if now.get(index, one) != one and not random.get(index)]

@@ -96,7 +96,6 @@ class TrainLoop:
         unmeasured = work.clipping.kind == "none" and not (measures_every_step or skip_nonfinite or bounded)
         self.meter = LossMeter(
             stack.read,
-            skip_nonfinite=skip_nonfinite,
             per_record_clipped=bounded,
             hide_loss=any(layer.hides_losses for layer in stack.layers()),
             comm=work.world.comm,

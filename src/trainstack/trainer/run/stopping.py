@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -22,9 +22,11 @@ from trainstack.errors import PeerError, Preempted
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.intervals import NEVER, seconds_of
 from trainstack.trainer.core.logs import RunLogger
-from trainstack.trainer.run.loop import TrainLoop
 from trainstack.trainer.run.quiet_interrupt import quiet_interrupt
 from trainstack.trainer.tracking.writers.console import Pace
+
+if TYPE_CHECKING:
+    from trainstack.trainer.run.loop import TrainLoop
 
 POLL_S = 0.5
 """How often a process looks whether another one has been asked to stop."""

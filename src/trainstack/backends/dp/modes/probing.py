@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainstack.backends.dp.modes.base import full_float32
-from trainstack.backends.generators import find_generators, get_generator_state, set_generator_state
+from trainstack.backends.generator_search import find_generators
+from trainstack.backends.generators import get_generator_state, set_generator_state
 
 
 class RandomStates:
