@@ -143,6 +143,7 @@ def test_whatever_a_step_changes_is_put_back(trial: str, tmp_path: Path) -> None
     def states() -> dict[str, Any]:
         taken = copied(vars(trainer._take_checkpoint()))
         del taken["rng_state"]["ranks"][0]["begin"]
+        taken["metadata"].pop("samples", None)  # hashed when training begins
         return taken  # type: ignore[no-any-return]
 
     trainer.on(ts.Event.TRAIN_BEGIN)(lambda trainer: before.append(states()))
