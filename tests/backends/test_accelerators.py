@@ -117,7 +117,7 @@ ON_HOST = {
     "backends/processes/communicator.py": 1,  # bytes that gloo has received on the host
     "backends/processes/reducer.py": 1,  # a name
     "checkpointing/difference.py": 1,  # two files
-    "checkpointing/format.py": 1,  # a name
+    "checkpointing/encoding.py": 1,  # a name
 }
 
 
