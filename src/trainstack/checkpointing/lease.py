@@ -47,7 +47,15 @@ class _Hold:
 
     def __init__(self, directory: Path, record: LeaseRecord, made: list[Path]) -> None:
         self.directory, self.record, self.made = directory, record, made
-        self.began = time.monotonic()
+        self.began, self._folder = time.monotonic(), _identity(directory)
+
+    def find_other_folder(self) -> Seen | None:
+        """The lease in the folder to which the path leads now, if that is the folder of another run; else None."""
+        if _identity(self.directory) in (None, self._folder):
+            return None
+        seen = lease_file.look(self.directory)
+        is_mine = seen is None or (seen.record is not None and seen.record.token == self.record.token)
+        return None if is_mine else seen
 
     def find_successor(self) -> Seen | None:
         """The lease of another process that has taken this directory; None if there is none."""
@@ -72,9 +80,18 @@ class _Hold:
         lease_file.make_directories(self.directory)
         if not lease_file.claim(self.directory, record):
             return lease_file.look(self.directory)
-        self.record = record
+        self.record, self._folder = record, _identity(self.directory)
         lease_file.clear(self.directory, record)
         return None
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    """Device and inode of the folder to which the path leads now; None without a folder."""
+    try:
+        status = os.stat(directory)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 class Lease:
@@ -128,6 +145,11 @@ class Lease:
             raise
         lease._thread.start()
         return lease
+
+    def owns(self, directory: Path) -> bool:
+        """Whether `directory` is one of those of this lease."""
+        with self._guard:
+            return any(_identity(directory) == _identity(hold.directory) for hold in self._holds)
 
     @property
     def counter(self) -> int:
@@ -213,6 +235,9 @@ class Lease:
             return
         began, expired = now_s(), self._age_s() >= _TRUST * self.timeout_s
         for hold in self._holds:
+            if (other := hold.find_other_folder()) is not None:
+                self._failure = _describe_other_folder(hold, other)
+                return
             successor = hold.find_successor()
             if successor is None and (expired or not hold.beat()):
                 successor = hold.claim_again()
@@ -277,6 +302,13 @@ def _wait_for_silence(
                 f"{directory} is held by {seen.words}, which has not released it and sends no heartbeat. It is "
                 f"taken over after {allowed:g} s of silence."
             )
+
+
+def _describe_other_folder(hold: _Hold, other: Seen) -> str:
+    return (
+        f"{hold.directory}: the path leads to another folder now, which belonged to {other.words}, because a link was "
+        "changed or a folder was moved"
+    )
 
 
 def _describe_loss(hold: _Hold, successor: Seen, timeout_s: float) -> str:
