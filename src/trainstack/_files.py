@@ -152,4 +152,4 @@ def make_directories(path: Path) -> None:
 
 def is_inside(path: Path, folder: Path) -> bool:
     """Whether `path` is `folder` or in it, behind all links."""
-    return path.resolve().is_relative_to(folder.resolve())
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))  # `resolve` fails on a circle of links

@@ -200,7 +200,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
             logging.WARNING,
             f"{self.save_dir} has {count} of an earlier run. This run neither goes on from there nor replaces any. "
             f"To go on from the newest write resume={str(earlier[0].path)!r}; to keep runs apart give this one another "
-            "output_dir.",
+            "output_dir, or another save_dir if that is given.",
         )
 
     @property
@@ -224,9 +224,9 @@ class DefaultCheckpointer(AbstractCheckpointer):
         return sorted(path for place in places for path in self._written(place))
 
     def delete_run(self, folder: Path, run_id: str | None) -> None:
-        """Delete the checkpoints, exports and pointers of the run `run_id`, its beginnings last: a kill leaves a trace.
+        """Delete the checkpoints and exports of the run `run_id`, its beginnings last: a kill leaves a trace.
 
-        Inside `folder`, that of the run, those without a readable id are deleted as well; all of them if `run_id` is None.
+        Inside `folder`, that of the run, those without a readable id are deleted as well; all if `run_id` is None.
         """
         for place in self._places:
             inside = is_inside(place, folder)
@@ -356,7 +356,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """Write an export of `model_state`; `load` never takes it for a point to resume from.
 
         The name is made of the prefix and the global step, or the index if the step is not known. An export of other
-        weights, or of another run, that has this name already is not replaced: the new one gets a number behind its name.
+        weights, or of another run, that has this name already is not replaced: the new one gets a number behind it.
         """
         if not self.args.checkpoint:
             return None

@@ -47,15 +47,7 @@ class _Hold:
 
     def __init__(self, directory: Path, record: LeaseRecord, made: list[Path]) -> None:
         self.directory, self.record, self.made = directory, record, made
-        self.began, self._folder = time.monotonic(), _identity(directory)
-
-    def find_other_folder(self) -> Seen | None:
-        """The lease in the folder to which the path leads now, if that is the folder of another run; else None."""
-        if _identity(self.directory) in (None, self._folder):
-            return None
-        seen = lease_file.look(self.directory)
-        is_mine = seen is None or (seen.record is not None and seen.record.token == self.record.token)
-        return None if is_mine else seen
+        self.began = time.monotonic()
 
     def find_successor(self) -> Seen | None:
         """The lease of another process that has taken this directory; None if there is none."""
@@ -72,26 +64,20 @@ class _Hold:
         return lease_file.overwrite(self.directory, self.record)
 
     def claim_again(self) -> Seen | None:
-        """Take the next counter, like any other process; returns the lease of another owner, if there is one."""
+        """Take the next counter; returns the lease of another owner, if there is one.
+
+        A released one counts too: then the path leads to the folder of another run, by a link that was changed.
+        """
         seen, mine = lease_file.look(self.directory), self.record
-        if seen is not None and (seen.record is None or seen.record.token != mine.token) and not seen.is_free:
+        if seen is not None and (seen.record is None or seen.record.token != mine.token):
             return seen
         record = replace(mine, counter=max(mine.counter, 0 if seen is None else seen.counter) + 1, beat=mine.beat + 1)
         lease_file.make_directories(self.directory)
         if not lease_file.claim(self.directory, record):
             return lease_file.look(self.directory)
-        self.record, self._folder = record, _identity(self.directory)
+        self.record = record
         lease_file.clear(self.directory, record)
         return None
-
-
-def _identity(directory: Path) -> tuple[int, int] | None:
-    """Device and inode of the folder to which the path leads now; None without a folder."""
-    try:
-        status = os.stat(directory)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 class Lease:
@@ -149,7 +135,7 @@ class Lease:
     def owns(self, directory: Path) -> bool:
         """Whether `directory` is one of those of this lease."""
         with self._guard:
-            return any(_identity(directory) == _identity(hold.directory) for hold in self._holds)
+            return any(os.path.realpath(directory) == os.path.realpath(hold.directory) for hold in self._holds)
 
     @property
     def counter(self) -> int:
@@ -235,9 +221,6 @@ class Lease:
             return
         began, expired = now_s(), self._age_s() >= _TRUST * self.timeout_s
         for hold in self._holds:
-            if (other := hold.find_other_folder()) is not None:
-                self._failure = _describe_other_folder(hold, other)
-                return
             successor = hold.find_successor()
             if successor is None and (expired or not hold.beat()):
                 successor = hold.claim_again()
@@ -290,9 +273,9 @@ def _wait_for_silence(
         if now.data != seen.data:
             raise LeaseError(
                 f"{directory} is in use by another run: {now.words} holds it{now.age_words}, and renewed its lease "
-                f"within the last {max(waited, 0.1):.1f} s. Give this run another output_dir, or end that process "
-                "first; if it dies, the directory is free at once on its host, and elsewhere after the timeout of its "
-                "lease."
+                f"within the last {max(waited, 0.1):.1f} s. Give this run another output_dir (or the save_dir or "
+                "tb_log_dir that leads there), or end that process first; if it dies, the directory is free at once on "
+                "its host, and elsewhere after the timeout of its lease."
             )
         if is_interrupted():
             raise LeaseError(f"the wait for the lease of {directory} was interrupted. {seen.words} holds it.")
@@ -304,16 +287,15 @@ def _wait_for_silence(
             )
 
 
-def _describe_other_folder(hold: _Hold, other: Seen) -> str:
-    return (
-        f"{hold.directory}: the path leads to another folder now, which belonged to {other.words}, because a link was "
-        "changed or a folder was moved"
-    )
-
-
 def _describe_loss(hold: _Hold, successor: Seen, timeout_s: float) -> str:
     mine = hold.record
+    if successor.counter <= mine.counter:
+        return (
+            f"{hold.directory}: it has the lease of {successor.words} now, because a link or a folder was changed so "
+            "that the path leads to the folder of another run, or its lease was deleted"
+        )
     return (
         f"{hold.directory}: {successor.words} has taken it over (lease {successor.counter} after {mine.counter}), "
-        f"because process {mine.pid} on {mine.host} sent no heartbeat for {timeout_s:g} s or its lease was deleted"
+        f"because process {mine.pid} on {mine.host} sent no heartbeat for {timeout_s:g} s, its lease was deleted, or "
+        "the path leads to another folder now"
     )

@@ -231,12 +231,15 @@ class RunDirectory:
 
         Raises:
             ConfigurationError: the folder holds another run.
+            CheckpointNotFoundError: the run there has saved checkpoints, and none is found.
             CheckpointError: the folder cannot be written.
         """
         if self._is_claimed or args.fast_dev_run:
             return
         try:
             self._claim(args, continues, earlier_records)
+        except CheckpointNotFoundError:
+            raise
         except OSError as error:
             raise CheckpointError(
                 f"the folder of the run {self.path} cannot be written: {error}. Free space, mend the folder, or write "
