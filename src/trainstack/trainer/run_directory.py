@@ -347,11 +347,13 @@ class RunDirectory:
         ways = [self._another_folder(args), f"overwrite=True, without resume, to delete {what} and start again"]
         if can_continue and args.resume is False:
             ways.insert(0, "resume='auto' to continue that run")
-        nothing = "" if can_continue or not is_run else ", without a checkpoint that could be resumed"
-        holds = "a run already" if is_run else "a file that a run would replace"
+        nothing = "" if can_continue else ", without a checkpoint that could be resumed"
+        name, first = f"output_dir={shortest(self.path)!r}", shortest(traces[0])
+        advice = f"Write one of these in TrainerArguments: {'; '.join(ways)}."
+        if not is_run:
+            return ConfigurationError(f"{name} holds a file that a run would replace ({first}). {advice}")
         return ConfigurationError(
-            f"output_dir={shortest(self.path)!r} holds {holds} ({shortest(traces[0])}){nothing}, and a new run never "
-            f"replaces the files of another. Write one of these in TrainerArguments: {'; '.join(ways)}."
+            f"{name} holds a run already ({first}){nothing}, and a new run never replaces the files of another. {advice}"
         )
 
     def _error_of_lost_checkpoints(self, args: TrainerArguments) -> CheckpointNotFoundError:
