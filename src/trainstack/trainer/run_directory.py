@@ -353,7 +353,8 @@ class RunDirectory:
         if not is_run:
             return ConfigurationError(f"{name} holds a file that a run would replace ({first}). {advice}")
         return ConfigurationError(
-            f"{name} holds a run already ({first}){nothing}, and a new run never replaces the files of another. {advice}"
+            f"{name} holds a run already ({first}){nothing}, and a new run never replaces the files of another. "
+            f"{advice}"
         )
 
     def _error_of_lost_checkpoints(self, args: TrainerArguments) -> CheckpointNotFoundError:
