@@ -39,7 +39,7 @@ ORDER = (
     "trainer/data",
     "trainer/schedulers",
     "trainer/events",
-    "trainer/{run_record,run_directory,context,module_checks}.py",
+    "trainer/{run_record,run_files,run_directory,context,module_checks}.py",
     "trainer/reporting",
     "trainer/evaluation",
     "trainer/callbacks",

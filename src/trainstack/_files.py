@@ -148,3 +148,8 @@ def make_directories(path: Path) -> None:
         make_directories(path.parent)
     path.mkdir(folder_mode(path), exist_ok=True)
     sync_directory(path.parent)
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether `path` is `folder` or in it, behind all links."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))  # `resolve` fails on a circle of links

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from tests.helpers.scripts import run_python
 from trainstack.checkpointing import Lease
 from trainstack.checkpointing.directory import list_checkpoints
 from trainstack.trainer import run_directory, run_record
+from trainstack.trainer.callbacks import BestCheckpoint
 from trainstack.trainer.run_record import FILE_NAME, RunRecord, read_record
 
 NOTHING: dict[str, Any] = {"writers": [], "checkpointer_args": ts.DefaultCheckpointerArguments(checkpoint=False)}
@@ -149,6 +151,36 @@ def test_auto_leaves_a_run_alone_that_is_under_way() -> None:
     assert make(resume="auto").output_dir == unfinished.output_dir
 
 
+@pytest.mark.parametrize("ending", ["_backup", ".bak"])
+def test_auto_passes_over_a_copy_of_a_run(ending: str, caplog: pytest.LogCaptureFixture) -> None:
+    unfinished = stop_at(3, epochs=2)
+    copy = unfinished.output_dir.with_name(unfinished.output_dir.name + ending)
+    shutil.copytree(unfinished.output_dir, copy)
+    begin_another_process()
+
+    assert make(epochs=2, resume="auto").output_dir == unfinished.output_dir
+    assert any(copy.name in record.message and "passed over" in record.message for record in caplog.records)
+    again = trained(epochs=2, resume=str(copy))  # a copy that is named becomes a run
+    assert again.output_dir == copy
+    record = read_record(copy)
+    assert record is not None
+    assert record.folder == copy.name
+
+
+def test_a_run_that_another_process_has_just_begun_to_train_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinished = stop_at(3, epochs=2)
+    other = Lease.acquire([unfinished.output_dir])
+    monkeypatch.setattr(run_directory, "is_held_here", lambda _: False)  # as at the moment before
+    begin_another_process()
+    second = trained(epochs=2, resume="auto")
+    with pytest.raises(ts.LeaseError):
+        make(epochs=2, resume=str(unfinished.output_dir)).train()
+    other.release()
+
+    assert second.output_dir != unfinished.output_dir
+    assert second.output_dir.parent == unfinished.output_dir.parent
+
+
 def test_auto_leaves_a_run_alone_that_other_words_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.5"])
     unfinished = stop_at(3, epochs=2)
@@ -274,30 +306,37 @@ def test_two_runs_at_once_get_two_folders(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("left", [FILE_NAME, "metrics.csv", "report.html", "checkpoints/checkpoint-000000002"])
-def test_a_folder_with_anything_of_a_run_is_refused_with_three_ways(left: str) -> None:
+def test_a_folder_with_anything_of_a_run_is_refused_with_the_ways_that_work(left: str) -> None:
     trained(output_dir="kept")
     for path in [Path("kept", name) for name in contents(Path("kept"))]:
         if not str(path.relative_to("kept")).startswith(left):
             path.unlink()
+    if not left.startswith("checkpoints"):
+        shutil.rmtree("kept/checkpoints")
     before = contents(Path("kept"))
 
-    with pytest.raises(ts.ConfigurationError, match="holds a run already") as caught:
+    with pytest.raises(ts.ConfigurationError, match="output_dir='kept' holds a") as caught:
         make(output_dir="kept").train()
     assert contents(Path("kept")) == before
-    for way in ("resume='auto'", "output_dir='kept-2'", "overwrite=True"):
+    for way in ("output_dir='kept-2'", "overwrite=True"):
         assert way in str(caught.value)
+    can_continue = left.startswith("checkpoints")
+    assert ("resume='auto'" in str(caught.value)) == can_continue
+    if can_continue:
+        trained(output_dir="kept", resume="auto")
+    else:
+        with pytest.raises(ts.ConfigurationError, match="output_dir='kept' holds a"):
+            make(output_dir="kept", resume="auto").train()
+    trained(output_dir="kept", overwrite=True)
 
 
-@pytest.mark.parametrize("name", ["save_dir", "model_state_save_dir", "tb_log_dir"])
-def test_a_run_in_another_folder_of_the_arguments_is_refused_with_the_name_of_that_argument(name: str) -> None:
-    is_log = name == "tb_log_dir"
-    group = ts.WriterArguments(tb_log_dir="other") if is_log else ts.DefaultCheckpointerArguments(**{name: "other"})
-    changes = {"writer_args" if is_log else "checkpointer_args": group}
-    trained(output_dir="first", **changes)
+def test_a_file_that_a_run_would_replace_is_not_called_a_run() -> None:
+    Path("mine").mkdir()
+    Path("mine", "metrics.csv").write_text("a,b\n1,2\n")
 
-    with pytest.raises(ts.ConfigurationError, match=f"^{name}='other' holds a run already") as caught:
-        make(output_dir="second", **changes).train()
-    assert f"{name}='other-2'" in str(caught.value)
+    with pytest.raises(ts.ConfigurationError, match=r"a file that a run would replace .*delete metrics\.csv, even if"):
+        make(output_dir="mine").train()
+    assert Path("mine", "metrics.csv").read_text() == "a,b\n1,2\n"
 
 
 def test_other_files_in_the_folder_are_no_run() -> None:
@@ -324,6 +363,18 @@ def test_overwrite_deletes_the_run_and_nothing_else() -> None:
     assert (anew.output_dir / "metrics.csv").read_bytes() == (fresh.output_dir / "metrics.csv").read_bytes()
 
 
+def test_overwrite_keeps_a_folder_best_that_the_run_has_not_written() -> None:
+    for name, is_own in (("first", True), ("second", False)):
+        args = make(output_dir=name, epochs=2).args
+        ts.Trainer(Classifier(numbers(16)), args, callbacks=[BestCheckpoint("train/loss")] if is_own else []).train()
+    ts.export_model(Classifier(numbers(16)), "second/best")
+    for name in ("first", "second"):
+        Path(name, "best", "thesis.tex").write_text("mine")
+        trained(output_dir=name, overwrite=True)
+    assert not Path("first/best").exists()
+    assert Path("second/best/thesis.tex").exists()
+
+
 def test_overwrite_of_an_empty_folder_is_a_plain_start() -> None:
     trained(output_dir="new", overwrite=True)
 
@@ -340,14 +391,6 @@ def test_overwrite_and_resume_contradict_each_other(resume: Any) -> None:
 def test_values_that_are_not_flags_are_refused(name: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=f"{name}='yes'"):
         make(**{name: "yes"})
-
-
-def test_a_folder_of_checkpoints_elsewhere_counts_as_well() -> None:
-    saving = ts.DefaultCheckpointerArguments(save_dir="shared")
-    trained(checkpointer_args=saving)
-
-    with pytest.raises(ts.ConfigurationError, match="holds a run already"):
-        trained(checkpointer_args=saving)
 
 
 def test_trainers_that_only_evaluate_are_not_refused() -> None:
@@ -383,6 +426,82 @@ def test_a_start_after_a_kill_before_the_first_checkpoint_replaces_its_own_files
     names = {name.split(".tfevents.")[0] for name in contents(again.output_dir)}
     assert names == {name.split(".tfevents.")[0] for name in contents(whole.output_dir)}
     assert len(json.loads((again.output_dir / "run.json").read_text())["sessions"]) == 1
+
+
+@pytest.mark.parametrize("place", [{}, {"output_dir": "kept"}, {"checkpointer_args": "elsewhere"}])
+def test_a_run_whose_checkpoints_are_away_does_not_begin_again(place: dict[str, Any]) -> None:
+    if "checkpointer_args" in place:  # as a disk that is not mounted
+        place = {"output_dir": "kept", "checkpointer_args": ts.DefaultCheckpointerArguments(save_dir="elsewhere")}
+    killed = stop_at(3, epochs=2, resume="auto", **place)
+    checkpoints = Path("elsewhere") if "checkpointer_args" in place else killed.output_dir / "checkpoints"
+    before = contents(killed.output_dir)
+    checkpoints.rename("away")
+    for _ in range(2):
+        begin_another_process()
+        with pytest.raises(ts.CheckpointNotFoundError, match="A start at step 0 would delete the logs") as caught:
+            make(epochs=2, resume="auto", **place).train()
+        assert ("checkpoints has none" if checkpoints.name == "checkpoints" else "elsewhere has none") in str(
+            caught.value
+        )
+    checkpoints.mkdir(exist_ok=True)
+    after = contents(killed.output_dir)
+    assert {name: data for name, data in after.items() if name in before} == {
+        name: data for name, data in before.items() if not name.startswith("checkpoints/")
+    }
+    for path in Path("away").iterdir():
+        path.rename(checkpoints / path.name)
+    again = trained(epochs=2, resume="auto", **place)
+    assert again.output_dir == killed.output_dir
+
+
+def test_a_run_whose_checkpoints_are_away_continues_where_they_are() -> None:
+    stop_at(3, epochs=2, resume="auto", output_dir="kept")
+    Path("kept/checkpoints").rename("away")
+    begin_another_process()
+    saving = ts.DefaultCheckpointerArguments(save_dir="away")
+
+    again = trained(epochs=2, resume="auto", output_dir="kept", checkpointer_args=saving)
+    assert again.global_steps_finished == 4
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_record_tells_that_a_checkpoint_was_saved(in_background: bool) -> None:
+    saving = ts.DefaultCheckpointerArguments(async_save=in_background)
+    record = read_record(stop_at(1, output_dir="first", epochs=2, checkpointer_args=saving).output_dir)
+    assert record is not None
+    assert not record.saved
+    record = read_record(stop_at(4, output_dir="second", epochs=2, checkpointer_args=saving).output_dir)
+    assert record is not None
+    assert record.saved
+    trainer = make(output_dir="third", checkpointer_args=saving)
+    trainer.save_checkpoint(force=True)  # outside of train()
+    record = read_record(trainer.output_dir)
+    assert record is not None
+    assert record.saved
+    assert record.run_id == trainer.checkpointer.run_id  # type: ignore[attr-defined]
+
+
+def test_a_checkpointer_of_the_user_that_finds_nothing_does_not_begin_again() -> None:
+    class Forgets(ts.AbstractCheckpointer):
+        def load(self, *_: Any) -> ts.Checkpoint:
+            return ts.Checkpoint()
+
+        def save(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def save_model(self, *_: Any, **__: Any) -> None:
+            pass
+
+    def start(step: int) -> None:
+        trainer = ts.Trainer(Classifier(numbers(16)), make(output_dir="kept", resume="auto").args, "sp", Forgets())
+        trainer.on(ts.Event.TRAIN_STEP_END)(lambda trainer, _: 1 / (step - trainer.state.global_step) and None)
+        trainer.save_checkpoint(force=True)
+        trainer.train()
+
+    with pytest.raises(ZeroDivisionError):
+        start(1)
+    with pytest.raises(ts.CheckpointNotFoundError, match="the checkpointer finds none"):
+        start(1)
 
 
 def test_another_run_is_not_taken_for_an_earlier_start() -> None:
@@ -424,6 +543,16 @@ def test_a_trainer_that_is_made_in_one_folder_and_trains_in_another(tmp_path: Pa
 
     assert list_checkpoints(tmp_path / "kept" / "checkpoints")
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_current_folder_that_was_deleted_is_needed_for_relative_paths_only(tmp_path: Path) -> None:
+    Path("gone").mkdir()
+    os.chdir("gone")
+    (tmp_path / "gone").rmdir()
+    for changes in ({}, {"output_dir": "kept"}):
+        with pytest.raises(ts.ConfigurationError, match="the current folder does not exist any more"):
+            make(**changes)
+    assert trained(output_dir=str(tmp_path / "kept")).output_dir == tmp_path / "kept"
 
 
 def test_the_record_says_who_made_the_run() -> None:

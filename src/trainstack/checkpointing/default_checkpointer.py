@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainstack._files import is_inside
 from trainstack.checkpointing import retention, temp_dirs
 from trainstack.checkpointing.abstract import AbstractCheckpointer, Checkpoint
 from trainstack.checkpointing.arguments import DEFAULT_MONITOR, DefaultCheckpointerArguments, has_separator
@@ -52,6 +53,9 @@ class DefaultCheckpointer(AbstractCheckpointer):
 
     Attributes:
         lease: the right to write into the directories; None where nobody has taken it.
+        known_run: the id of the run that `load` is to continue in `save_dir`; None for the run that began or saved
+            there last.
+        on_commit: called when a checkpoint is safe; with `async_save` from another thread.
     """
 
     def __init__(self, args: DefaultCheckpointerArguments | None = None) -> None:
@@ -61,6 +65,9 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._prepared: set[Path] = set()
         self._background, self._buffers = BackgroundWriter(), HostBuffers()
         self.lease: Lease | None = None
+        self.known_run: str | None = None
+        self.on_commit: Callable[[], None] = lambda: None
+        self._is_new = False
         self._run_id: str | None = None
         self._loaded_from: Path | None = None
         self._loaded_run: str | None = None
@@ -78,7 +85,8 @@ class DefaultCheckpointer(AbstractCheckpointer):
                 looks, since only that one loads.
         """
         self._run_level = log_level
-        self._run_id = self._loaded_run = self._loaded_at = None
+        self._run_id = self._loaded_run = self._loaded_at = self.known_run = None
+        self._is_new = False
         own_names = type(self).load is not DefaultCheckpointer.load
         if isinstance(resume, bool) or own_names or not has_separator(os.fspath(resume)) or global_rank() != 0:
             return
@@ -137,10 +145,16 @@ class DefaultCheckpointer(AbstractCheckpointer):
     @property
     def run_id(self) -> str | None:
         """Identifies the run whose checkpoints are written; None as long as no run has begun in `save_dir`."""
-        if self._run_id is None:
+        if self._run_id is None and self.loaded_own:
+            self._run_id = self._loaded_run
+        elif self._run_id is None:
             newest = newest_entry(scan(self.save_dir), self.args.file_prefix)
             self._run_id = None if newest is None else newest.run_id
         return self._run_id
+
+    def begin_anew(self) -> None:
+        """Let what is saved from now on be that of a new run."""
+        self._run_id, self._is_new = uuid.uuid4().hex, True
 
     def begin_run(self, *, resumed: bool) -> None:
         """Write, when a run begins afresh or from another directory, which run the directory belongs to from now on.
@@ -169,9 +183,9 @@ class DefaultCheckpointer(AbstractCheckpointer):
             self._run_id = self._loaded_run
         elif self._run_id is None and not resumed and newest in contents.begun and self._asked == "auto":
             self._run_id = current  # the same run, which was killed before its first checkpoint
-        begins = self._run_id is None and not continues
-        if begins:
-            self._run_id = uuid.uuid4().hex
+        if self._run_id is None and not continues:
+            self.begin_anew()
+        begins, self._is_new = self._is_new, False
         if self.lease is not None:
             self.lease.set_run_id(self._run_id)
         if self._run_id is not None and self._run_id != current:
@@ -188,7 +202,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
             logging.WARNING,
             f"{self.save_dir} has {count} of an earlier run. This run neither goes on from there nor replaces any. "
             f"To go on from the newest write resume={str(earlier[0].path)!r}; to keep runs apart give this one another "
-            "output_dir.",
+            "output_dir, or another save_dir if that is given.",
         )
 
     @property
@@ -201,29 +215,42 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """Whether a checkpoint was loaded from where this run saves, so that the run there goes on."""
         return self._loaded_from is not None and self._loaded_from.resolve() == self.save_dir.resolve()
 
-    def checkpoints_below(self, folder: Path) -> list[CheckpointInfo]:
+    def checkpoints_below(self, folder: Path, run_id: str | None) -> list[CheckpointInfo]:
         """The checkpoints, newest first, of a run that has the folder `folder`."""
         place = Path(self.args.save_dir or folder / "checkpoints").absolute()
-        return checkpoints_of_run(place, self.args.file_prefix)
+        return checkpoints_of_run(place, self.args.file_prefix, run_id)
 
-    def written_by_runs(self) -> list[Path]:
-        """The checkpoints and exports that runs with this `file_prefix` have left where this one would save."""
+    def written_by_runs(self, folder: Path) -> list[Path]:
+        """The checkpoints and exports that runs with this `file_prefix` have left in places inside `folder`."""
+        places = [place for place in self._places if is_inside(place, folder)]
+        return sorted(path for place in places for path in self._written(place))
+
+    def delete_run(self, folder: Path, run_id: str | None) -> None:
+        """Delete the checkpoints and exports of the run `run_id`, its beginnings last: a kill leaves a trace.
+
+        Inside `folder`, that of the run, those without a readable id are deleted as well; all if `run_id` is None.
+        """
+        for place in self._places:
+            inside = is_inside(place, folder)
+            for path, owner in [*self._written(place).items(), *beginnings(scan(place), self.args.file_prefix).items()]:
+                if (run_id is not None and owner == run_id) or (inside and (run_id is None or owner is None)):
+                    temp_dirs.discard_dir(path)
+        refresh_pointers(self.save_dir, self.args, self.last(), self.best(), self._log)
+
+    @property
+    def _places(self) -> list[Path]:
+        return list(dict.fromkeys((self.save_dir, self.model_state_save_dir)))
+
+    def _written(self, place: Path) -> dict[Path, str | None]:
+        """The checkpoints and exports that runs with this `file_prefix` have left in `place`, and their run ids."""
         prefix = re.escape(self.args.file_prefix)
         pattern = re.compile(rf"({prefix}-(model-)?\d+(\..+)?|exception-\d+)")
-        found = []
-        for place in dict.fromkeys((self.save_dir, self.model_state_save_dir)):
-            contents = scan(place)
-            paths = [info.path for info in contents.intact] + [*contents.broken, *contents.newer]
-            found += [path for path in paths if pattern.fullmatch(name_of(path)) and not path.is_symlink()]
-        return sorted(found)
-
-    def delete_run(self) -> None:
-        """Delete what `written_by_runs` names, with its pointers, the beginnings last: a kill leaves a trace."""
-        for path in self.written_by_runs():
-            temp_dirs.discard_dir(path)
-        refresh_pointers(self.save_dir, self.args, None, None, self._log)
-        for path in beginnings(scan(self.save_dir), self.args.file_prefix):
-            temp_dirs.discard_dir(path)
+        contents = scan(place)
+        found: dict[Path, str | None] = {info.path: info.run_id for info in contents.intact}
+        found |= dict.fromkeys([*contents.broken, *contents.newer])
+        return {
+            path: owner for path, owner in found.items() if pattern.fullmatch(name_of(path)) and not path.is_symlink()
+        }
 
     def last(self) -> CheckpointInfo | None:
         """The newest checkpoint of this run in `save_dir` whose files are there in their sizes, or None."""
@@ -273,6 +300,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
             contents = self._scan()  # the one look at all checkpoints: it costs more the more are kept
             path = commit(payload, self.save_dir, name, abandoned, self.lease, contents.highest + 1)
             self._log(logging.INFO, f"saved {path}")
+            self.on_commit()
             self._retention.apply(contents.including(path))
         except BaseException as error:
             if abandoned is not None:  # perhaps nobody asks any more
@@ -340,7 +368,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """Write an export of `model_state`; `load` never takes it for a point to resume from.
 
         The name is made of the prefix and the global step, or the index if the step is not known. An export of other
-        weights that has this name already is not replaced: the new one gets a number behind its name.
+        weights, or of another run, that has this name already is not replaced: the new one gets a number behind it.
         """
         if not self.args.checkpoint:
             return None
@@ -356,7 +384,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         owner: dict[str, Any] = {"run_id": self.run_id, "lease": self.lease}
         path = write_model(model_state, directory, name, about, plan=plan, global_step=global_step, **owner)
         before = path if number == 1 else directory / (first if number == 2 else f"{first}.{number - 1}")
-        if before != path and _same_files(before, path):
+        if before != path and _same_export(before, path):
             temp_dirs.discard_dir(path)
             path = before
         self._log(logging.INFO, f"saved {path}")
@@ -382,7 +410,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._asked = resume
         newest = newest_entry(scan(self.save_dir), self.args.file_prefix)
         self._loaded_at = 0 if newest is None else newest.sequence
-        finder = CheckpointFinder(self.args, load_dir, self.save_dir, self._log)
+        finder = CheckpointFinder(self.args, load_dir, self.save_dir, self._log, self.known_run)
         checkpoint = finder.load(resume)
         self._loaded_from = finder.found_in or self._loaded_from
         self._run_id, self._loaded_run = None, checkpoint.run_id
@@ -432,8 +460,10 @@ class DefaultCheckpointer(AbstractCheckpointer):
             _logger.log(level, message)
 
 
-def _same_files(one: Path, other: Path) -> bool:
+def _same_export(one: Path, other: Path) -> bool:
+    """Whether one run has written equal files twice."""
     try:
-        return read_manifest(one).files == read_manifest(other).files
+        first, second = read_manifest(one), read_manifest(other)
+        return (first.files, first.run_id) == (second.files, second.run_id)
     except CheckpointError:
         return False

@@ -284,10 +284,10 @@ def begin_name(prefix: str, sequence: int) -> str:
     return f"{prefix}-begin-{sequence:09d}"
 
 
-def beginnings(contents: Contents, prefix: str) -> list[Path]:
-    """The entries, damaged ones too, that say that runs with this prefix began."""
-    paths = [*(info.path for info in contents.begun), *contents.broken_begins]
-    return [path for path in paths if begin_number(path, prefix) is not None]
+def beginnings(contents: Contents, prefix: str) -> dict[Path, str | None]:
+    """The entries, damaged ones too, that say that runs with this prefix began, and the ids of these runs."""
+    found = {**{info.path: info.run_id for info in contents.begun}, **dict.fromkeys(contents.broken_begins)}
+    return {path: run_id for path, run_id in found.items() if begin_number(path, prefix) is not None}
 
 
 def begin_number(path: Path, prefix: str | None = None) -> int | None:

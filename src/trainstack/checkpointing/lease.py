@@ -64,9 +64,12 @@ class _Hold:
         return lease_file.overwrite(self.directory, self.record)
 
     def claim_again(self) -> Seen | None:
-        """Take the next counter, like any other process; returns the lease of another owner, if there is one."""
+        """Take the next counter; returns the lease of another owner, if there is one.
+
+        A released one counts too: then the path leads to the folder of another run, by a link that was changed.
+        """
         seen, mine = lease_file.look(self.directory), self.record
-        if seen is not None and (seen.record is None or seen.record.token != mine.token) and not seen.is_free:
+        if seen is not None and (seen.record is None or seen.record.token != mine.token):
             return seen
         record = replace(mine, counter=max(mine.counter, 0 if seen is None else seen.counter) + 1, beat=mine.beat + 1)
         lease_file.make_directories(self.directory)
@@ -128,6 +131,11 @@ class Lease:
             raise
         lease._thread.start()
         return lease
+
+    def owns(self, directory: Path) -> bool:
+        """Whether `directory` is one of those of this lease."""
+        with self._guard:
+            return any(os.path.realpath(directory) == os.path.realpath(hold.directory) for hold in self._holds)
 
     @property
     def counter(self) -> int:
@@ -265,9 +273,9 @@ def _wait_for_silence(
         if now.data != seen.data:
             raise LeaseError(
                 f"{directory} is in use by another run: {now.words} holds it{now.age_words}, and renewed its lease "
-                f"within the last {max(waited, 0.1):.1f} s. Give this run another output_dir, or end that process "
-                "first; if it dies, the directory is free at once on its host, and elsewhere after the timeout of its "
-                "lease."
+                f"within the last {max(waited, 0.1):.1f} s. Give this run another output_dir (or the save_dir or "
+                "tb_log_dir that leads there), or end that process first; if it dies, the directory is free at once on "
+                "its host, and elsewhere after the timeout of its lease."
             )
         if is_interrupted():
             raise LeaseError(f"the wait for the lease of {directory} was interrupted. {seen.words} holds it.")
@@ -281,7 +289,13 @@ def _wait_for_silence(
 
 def _describe_loss(hold: _Hold, successor: Seen, timeout_s: float) -> str:
     mine = hold.record
+    if successor.counter <= mine.counter:
+        return (
+            f"{hold.directory}: it has the lease of {successor.words} now, because a link or a folder was changed so "
+            "that the path leads to the folder of another run, or its lease was deleted"
+        )
     return (
         f"{hold.directory}: {successor.words} has taken it over (lease {successor.counter} after {mine.counter}), "
-        f"because process {mine.pid} on {mine.host} sent no heartbeat for {timeout_s:g} s or its lease was deleted"
+        f"because process {mine.pid} on {mine.host} sent no heartbeat for {timeout_s:g} s, its lease was deleted, or "
+        "the path leads to another folder now"
     )

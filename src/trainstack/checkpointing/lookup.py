@@ -35,6 +35,7 @@ def read_newest(
     prefix: str,
     log: Callable[[int, str], None],
     monitor: Monitor | None = None,
+    run_id: str | None = None,
 ) -> tuple[Path, Checkpoint] | None:
     """Return the run's intact checkpoint that was written last, whatever its step, or None if there is none.
 
@@ -43,6 +44,7 @@ def read_newest(
         prefix: only checkpoints that a checkpointer with this `file_prefix` names.
         log: is told of each damaged checkpoint, before an older one is tried, and of each odd entry.
         monitor: return the best by this instead; None also if none has a value of it.
+        run_id: of the run; None for the run that the directory belongs to.
 
     Raises:
         CheckpointDamagedError: there are checkpoints, and all are damaged; or the entry is damaged that says which
@@ -60,7 +62,7 @@ def read_newest(
         if has_prefix(name_of(path), prefix):
             raise mismatch
     broken = [error for path, error in contents.broken.items() if has_prefix(name_of(path), prefix)]
-    candidates = of_run(contents, prefix)
+    candidates = of_run(contents, prefix, run_id)
     if monitor is not None:
         candidates = monitor.rank(candidates)
     for error in broken:
@@ -102,11 +104,13 @@ def damaged_begin(contents: Contents, prefix: str) -> CheckpointDamagedError | N
     return None
 
 
-def of_run(contents: Contents, prefix: str) -> list[CheckpointInfo]:
-    """Return the checkpoints of the run that the directory belongs to, newest first.
+def of_run(contents: Contents, prefix: str, run_id: str | None = None) -> list[CheckpointInfo]:
+    """Return the checkpoints of the run `run_id`, or of the run that the directory belongs to, newest first.
 
     Those without a run id, which nobody's run has written, belong to it as long as no run began after them.
     """
+    if run_id is not None:
+        return [info for info in with_prefix(contents, prefix) if info.run_id == run_id]
     newest = newest_entry(contents, prefix)
     if newest is None or damaged_begin(contents, prefix) is not None:
         return []
@@ -117,9 +121,9 @@ def of_run(contents: Contents, prefix: str) -> list[CheckpointInfo]:
     return [info for info in own if info.sequence > after]
 
 
-def checkpoints_of_run(directory: Path, prefix: str) -> list[CheckpointInfo]:
+def checkpoints_of_run(directory: Path, prefix: str, run_id: str | None = None) -> list[CheckpointInfo]:
     """`of_run` of what is in `directory` now."""
-    return of_run(scan(directory), prefix)
+    return of_run(scan(directory), prefix, run_id)
 
 
 def _refuse_unknown_run(contents: Contents, prefix: str) -> None:
@@ -237,16 +241,26 @@ class CheckpointFinder:
         load_dir: where to look for what is not named, if the run has saved nothing in `save_dir` yet.
         save_dir: what is in here must not be about to be deleted.
         log: takes a level of the logging module and a line.
+        run_id: of the run that saves in `save_dir`; None for the run that this directory belongs to.
 
     Attributes:
         found_in: the directory of the checkpoint that was loaded last; None before.
     """
 
     def __init__(
-        self, args: DefaultCheckpointerArguments, load_dir: Path, save_dir: Path, log: Callable[[int, str], None]
+        self,
+        args: DefaultCheckpointerArguments,
+        load_dir: Path,
+        save_dir: Path,
+        log: Callable[[int, str], None],
+        run_id: str | None = None,
     ) -> None:
         self.args, self._load_dir, self._save_dir, self._log = args, load_dir, save_dir, log
+        self._run_id = run_id
         self.found_in: Path | None = None
+
+    def _run_in(self, directory: Path) -> str | None:
+        return self._run_id if directory.resolve() == self._save_dir.resolve() else None
 
     def load(self, resume: bool | str | os.PathLike[str] | None) -> Checkpoint:
         """What `DefaultCheckpointer.load` returns."""
@@ -280,7 +294,7 @@ class CheckpointFinder:
         if elsewhere.resolve() == self._save_dir.resolve():
             return None
         self._check_not_deleting(self._save_dir)
-        found = read_newest(self._save_dir, self.args.file_prefix, self._log, monitor)
+        found = read_newest(self._save_dir, self.args.file_prefix, self._log, monitor, self._run_id)
         return None if found is None else self._loaded(*found)
 
     def _load_configured(self, required: bool) -> Checkpoint:
@@ -296,10 +310,11 @@ class CheckpointFinder:
 
     def _load_best(self, directory: Path, prefix: str, monitor: Monitor) -> Checkpoint:
         self._check_not_deleting(directory)
-        found = read_newest(directory, prefix, self._log, monitor)
+        run_id = self._run_in(directory)
+        found = read_newest(directory, prefix, self._log, monitor, run_id)
         if found is not None:
             return self._loaded(*found)
-        candidates = checkpoints_of_run(directory, prefix)
+        candidates = checkpoints_of_run(directory, prefix, run_id)
         if not candidates:
             return self._load_newest(directory, required=True, prefix=prefix)  # which says why there is none
         known = ", ".join(sorted({name for info in candidates for name in info.metrics})) or "none"
@@ -311,7 +326,8 @@ class CheckpointFinder:
     def _load_newest(self, directory: Path, required: bool, prefix: str | None = None) -> Checkpoint:
         self._check_not_deleting(directory)
         prefix = self.args.file_prefix if prefix is None else prefix
-        found = read_newest(directory, prefix, self._log)
+        run_id = self._run_in(directory)
+        found = read_newest(directory, prefix, self._log, run_id=run_id)
         if found is not None:
             return self._loaded(*found)
         intact = [info for info in scan(directory).intact if info.kind == "checkpoint"]
@@ -319,10 +335,10 @@ class CheckpointFinder:
         hint = f" There is {others[0]!r}: set file_prefix to match, or name it to load it." if others else ""
         earlier = [info for info in intact if has_prefix(info.name, prefix)]
         if earlier:
-            hint = (
-                " The last run there began afresh and was interrupted before its first checkpoint. To go on from an "
-                f"earlier run, name its checkpoint: resume={str(earlier[0].path)!r}."
-            )
+            why = "The last run there began afresh and was interrupted before its first checkpoint."
+            if run_id is not None:
+                why = "The checkpoints there belong to other runs."
+            hint = f" {why} To go on from one of another run, name it: resume={str(earlier[0].path)!r}."
         usual = prefix == type(self.args)().file_prefix
         what = f"no checkpoint{'' if usual else f' with the file_prefix {prefix!r}'} in {directory}"
         if required:

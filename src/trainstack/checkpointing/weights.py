@@ -37,6 +37,7 @@ def export_model(
     plan: dict[str, Any] | None = None,
     global_step: int | None = None,
     metadata: dict[str, Any] | None = None,
+    run_id: str | None = None,
 ) -> Path:
     """Write weights as the folder `path`: safetensors, JSON, a manifest with hashes, and a README.
 
@@ -49,6 +50,7 @@ def export_model(
         plan: of the training, for the manifest and the README.
         global_step: global steps behind these weights, skipped ones included.
         metadata: whatever else is worth knowing. Plain values, one level of dicts.
+        run_id: of the run that trained the weights, for the manifest.
 
     Returns:
         The absolute path.
@@ -65,7 +67,7 @@ def export_model(
         model = getattr(model, "get_state", model.state_dict)()
     if not isinstance(model, Mapping):
         raise ConfigurationError(f"export_model was given a {type(model).__name__}. Give it a module or a state dict.")
-    return write_model(model, target.parent, target.name, metadata, plan=plan, global_step=global_step)
+    return write_model(model, target.parent, target.name, metadata, plan=plan, global_step=global_step, run_id=run_id)
 
 
 def require_hub() -> None:

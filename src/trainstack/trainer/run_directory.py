@@ -5,38 +5,24 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from trainstack._files import keep_private, make_directories
 from trainstack.checkpointing import AbstractCheckpointer, CheckpointInfo, DefaultCheckpointer
-from trainstack.checkpointing.filesystem import make_directory, remove_file, remove_tree, sync_directory
+from trainstack.checkpointing.filesystem import make_directory, sync_directory
 from trainstack.checkpointing.lease_file import is_held_here
 from trainstack.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from trainstack.trainer.arguments import TrainerArguments
-from trainstack.trainer.run_record import FILE_NAME, RunRecord, describe_run, read_record
-from trainstack.trainer.tracking.writers.tensorboard import event_files
+from trainstack.trainer.run_files import RunFiles
+from trainstack.trainer.run_record import RunRecord, describe_run, read_record
 
 DEFAULT_ROOT = "runs"
 """Where runs without `output_dir` get their folders, in the folder that is current when the trainer is made."""
-
-RUN_JSON = "run.json"
-
-LOG_FILES = (
-    "metrics.csv",
-    "metrics.jsonl",
-    RUN_JSON,
-    "report.html",
-    "privacy_statement.txt",
-    "privacy_statement.json",
-    "mlflow-run.json",
-    "trackio-run.json",
-    "wandb-run.json",
-)
-"""Files of writers and the report in the folder of the logs. A privacy ledger is never deleted."""
 
 _finished: Counter[tuple[str, str, str]] = Counter()
 """How many runs of a script and module this process has trained to their end."""
@@ -61,15 +47,23 @@ class RunDirectory:
     def __init__(
         self, args: TrainerArguments, module: object, checkpointer: AbstractCheckpointer, *, private: bool = False
     ) -> None:
-        self._module, self._checkpointer, self._base, self._private = module, checkpointer, Path.cwd(), private
+        self._module, self._checkpointer, self._private = module, checkpointer, private
         self._path: Path | None = None
         self.resume_from: Path | None = None
-        chosen = args.writer_args.tb_log_dir if args.writer_args else None
-        self._log_dir = Path(chosen).absolute() if chosen else None
         self._is_claimed = self._is_written = False
+        chosen = args.writer_args.tb_log_dir if args.writer_args else None
+        try:
+            self._base = _base_of(args)
+            self._log_dir = Path(chosen).absolute() if chosen else None
+            if args.output_dir is not None:
+                self.settle(Path(args.output_dir).absolute())
+        except FileNotFoundError as error:
+            raise ConfigurationError(
+                "the current folder does not exist any more, so relative paths lead nowhere. Change to a folder that "
+                "exists, or write absolute paths: output_dir, and where they are given save_dir, load_dir, "
+                "model_state_save_dir and tb_log_dir."
+            ) from error
         self._record = describe_run(module, self._base, 0)
-        if args.output_dir is not None:
-            self.settle(Path(args.output_dir).absolute())
 
     @property
     def is_settled(self) -> bool:
@@ -101,6 +95,20 @@ class RunDirectory:
         return self._log_dir or self.path
 
     @property
+    def logs_elsewhere(self) -> bool:
+        """Whether `log_dir` is outside of the folder."""
+        return self._files.logs_elsewhere
+
+    @property
+    def run_id(self) -> str | None:
+        """Of the run that has claimed the folder; None before."""
+        return self._record.run_id or None
+
+    @property
+    def _files(self) -> RunFiles:
+        return RunFiles(self.path, self.log_dir, self._checkpointer)
+
+    @property
     def earlier_records(self) -> int:
         """How many records the history had before the run began."""
         return self._record.earlier_records
@@ -111,14 +119,25 @@ class RunDirectory:
         if isinstance(self._checkpointer, DefaultCheckpointer):
             self._checkpointer.place(path)
 
+    def unsettle(self) -> None:
+        """Let `choose` choose again."""
+        self._path = self.resume_from = None
+
+    def look_for_recorded_run(self) -> None:
+        """Let the checkpointer load only checkpoints of the run that the record in the folder names, if it does."""
+        if isinstance(self._checkpointer, DefaultCheckpointer):
+            record = read_record(self.path)
+            self._checkpointer.known_run = None if record is None else record.run_id or None
+
     # --- choosing ------------------------------------------------------------------------------------------
 
-    def choose(self, args: TrainerArguments, say: Callable[[str], None]) -> str:
+    def choose(self, args: TrainerArguments, say: Callable[[str], None], taken: Collection[Path] = ()) -> str:
         """The folder of a run with these arguments; nothing is made or written.
 
         Args:
             args: of the run.
             say: takes a sentence for the user.
+            taken: folders that other processes own.
 
         Raises:
             CheckpointNotFoundError: the newest run is asked for, and there is none.
@@ -128,10 +147,18 @@ class RunDirectory:
         root, resume = self._base / DEFAULT_ROOT, args.resume
         if args.fast_dev_run:
             return str(root / "fast_dev_run")
-        found = _records_in(root)
         record = self._describe()
+        known_runs = [entry for entry in _records_in(root) if entry[1].made_by == record.made_by]
+        for folder, other in known_runs:
+            if other.folder != folder.name and resume is not False:
+                say(
+                    f"{shortest(folder)} is a copy of the run {other.folder!r}, or that run was renamed, so it is "
+                    f"passed over. To continue it write resume={shortest(folder)!r}."
+                )
         mine = [
-            (folder, other) for folder, other in found if other.made_by == record.made_by and not is_held_here(folder)
+            (folder, other)
+            for folder, other in known_runs
+            if other.folder == folder.name and folder not in taken and not is_held_here(folder)
         ]
         unfinished = [folder for folder, other in mine if not other.finished and other.number == record.number]
         if isinstance(resume, bool) or resume in ("auto", "last", "best"):
@@ -187,9 +214,10 @@ class RunDirectory:
         """Whether the report may say that a start ended before its first step; never in the report of another run."""
         if self._path is None or args.output_dir is None or self._is_claimed:
             return self._is_claimed
-        if args.resume is not False:
-            return True
-        return not self._traces(args)
+        known = read_record(self.path)
+        if self._files.find_log_of_others(None if known is None else known.run_id) is not None:
+            return False
+        return args.resume is not False or not self._find_traces(args)
 
     # --- claiming ------------------------------------------------------------------------------------------
 
@@ -203,12 +231,15 @@ class RunDirectory:
 
         Raises:
             ConfigurationError: the folder holds another run.
+            CheckpointNotFoundError: the run there has saved checkpoints, and none is found.
             CheckpointError: the folder cannot be written.
         """
         if self._is_claimed or args.fast_dev_run:
             return
         try:
             self._claim(args, continues, earlier_records)
+        except CheckpointNotFoundError:
+            raise
         except OSError as error:
             raise CheckpointError(
                 f"the folder of the run {self.path} cannot be written: {error}. Free space, mend the folder, or write "
@@ -216,19 +247,45 @@ class RunDirectory:
             ) from error
 
     def _claim(self, args: TrainerArguments, continues: bool, earlier_records: int) -> None:
-        folder, record = self.path, self._describe()
-        known = read_record(folder)
+        folder, record, found = self.path, self._describe(), read_record(self.path)
+        run_id, known = "" if found is None else found.run_id, found if continues else None
+        if continues and isinstance(self._checkpointer, DefaultCheckpointer):
+            run_id = self._checkpointer.run_id or run_id
+        if isinstance(self._checkpointer, DefaultCheckpointer):
+            self._checkpointer.on_commit = self.note_save
+        self._refuse_logs_of_others(run_id)
         if not continues:
-            if traces := self._traces(args):
-                restarts = not self._saved_in(folder) and _restarts(args, record, known)
-                self._make_room(args, traces[0], restarts=restarts)
-            known = None
+            self._make_room(args, record, found)
+            run_id = self._begin_anew()
         self.protect(args)
         self._make_folders(is_new=args.output_dir is None and known is None and not folder.exists())
         beside = _records_in(folder.parent) if folder.parent == self._base / DEFAULT_ROOT else []
         order = 1 + max((other.order for _, other in beside), default=0)
-        self._record = known or replace(record, order=order, earlier_records=earlier_records)
-        self._is_claimed, self._is_written = True, known is not None
+        new = replace(record, order=order, earlier_records=earlier_records)
+        self._record = replace(known or new, folder=folder.name, run_id=run_id, saved=continues)
+        self._is_claimed, self._is_written = True, known == self._record
+
+    def _begin_anew(self) -> str:
+        """The id of a new run."""
+        if isinstance(self._checkpointer, DefaultCheckpointer):
+            self._checkpointer.begin_anew()
+            return self._checkpointer.run_id or ""
+        return uuid.uuid4().hex
+
+    def _refuse_logs_of_others(self, run_id: str) -> None:
+        log = self._files.find_log_of_others(run_id)
+        if log is not None:
+            raise ConfigurationError(
+                f"tb_log_dir={shortest(self.log_dir)!r} holds logs already ({shortest(log)}) that are not of the run "
+                f"in {shortest(self.path)}, and this run would replace them. Write writer_args with "
+                f"tb_log_dir={_beside(self.log_dir)!r}, or move the logs away."
+            )
+
+    def note_save(self) -> None:
+        """A checkpoint is safe: record it, so that the run never begins again where no checkpoint is found."""
+        if self._is_claimed and not self._record.saved:
+            with suppress(OSError):  # a disk that is full; the next save does it
+                self._set(replace(self._record, saved=True))
 
     def begin(self) -> None:
         """A training begins in the folder that is claimed: record it as not finished."""
@@ -244,9 +301,8 @@ class RunDirectory:
 
     def _set(self, record: RunRecord) -> None:
         if record != self._record or not self._is_written:
-            self._record = record
-            record.write(self.path)
-            self._is_written = True
+            self._files.write_record(record)
+            self._record, self._is_written = record, True
 
     def protect(self, args: TrainerArguments) -> None:
         """Make all files below the folders of the run readable for its user only, if `args` say so."""
@@ -262,31 +318,64 @@ class RunDirectory:
             sync_directory(folder.parent)
         else:
             make_directories(folder)
+        make_directories(self.log_dir)
 
-    def _make_room(self, args: TrainerArguments, trace: Path, *, restarts: bool) -> None:
+    def _make_room(self, args: TrainerArguments, record: RunRecord, known: RunRecord | None) -> None:
+        """Refuse a new run where files of another are, or delete them if that is what the arguments say."""
+        traces = self._find_traces(args)
+        if not traces:
+            return
+        saved = self._saved_in(self.path)
+        is_same = known is not None and not known.finished and known.identity == record.identity
+        restarts = args.resume is not False and args.resume_mode == "full" and is_same and not saved
+        if restarts and known is not None and known.saved:
+            raise self._error_of_lost_checkpoints(args)
         if not (args.overwrite or restarts):
-            name, other = self._argument_of(trace)
-            ways = [other, "overwrite=True, without resume, to delete that run and start again"]
-            if args.resume is False:
-                ways.insert(0, "resume='auto' to continue that run")
-            nothing = ", without a checkpoint that could be resumed"
-            if args.resume is False or self._saved_in(self.path):
-                nothing = ""
-            raise ConfigurationError(
-                f"{name} holds a run already ({shortest(trace)}){nothing}, and a new run "
-                f"never replaces the files of another. Write one of these in TrainerArguments: {'; '.join(ways)}."
-            )
-        self._delete_run()
+            can_continue = bool(saved) or (known is not None and is_same and not known.saved)
+            raise self._refusal(args, traces, is_run=bool(saved) or known is not None, can_continue=can_continue)
+        self._files.delete(None if known is None else known.run_id or None)
 
-    def _argument_of(self, trace: Path) -> tuple[str, str]:
-        """The argument that has led to `trace`, and another value for it."""
-        if trace.is_relative_to(self.path):
-            other = f"output_dir={_beside(self.path)!r} for another folder, or none for a new folder in 'runs'"
-            return f"output_dir={shortest(self.path)!r}", other
-        if trace.is_relative_to(self.log_dir):
-            return f"tb_log_dir={shortest(self.log_dir)!r}", f"writer_args with tb_log_dir={_beside(self.log_dir)!r}"
-        name = "save_dir" if trace.parent == self._checkpoint_places()[0] else "model_state_save_dir"
-        return f"{name}={shortest(trace.parent)!r}", f"checkpointer_args with {name}={_beside(trace.parent)!r}"
+    def _find_traces(self, args: TrainerArguments) -> list[Path]:
+        return self._files.find(with_checkpoints=not args.checkpointer_args.delete_existing_checkpoints)
+
+    def _refusal(
+        self, args: TrainerArguments, traces: list[Path], *, is_run: bool, can_continue: bool
+    ) -> ConfigurationError:
+        """The error that tells which of the possible ways work here."""
+        is_run = is_run or any(path.parent not in (self.path, self.log_dir) for path in traces)
+        what = "that run" if is_run else f"{', '.join(path.name for path in traces)}, even if you have written it,"
+        ways = [self._another_folder(args), f"overwrite=True, without resume, to delete {what} and start again"]
+        if can_continue and args.resume is False:
+            ways.insert(0, "resume='auto' to continue that run")
+        nothing = "" if can_continue else ", without a checkpoint that could be resumed"
+        name, first = f"output_dir={shortest(self.path)!r}", shortest(traces[0])
+        advice = f"Write one of these in TrainerArguments: {'; '.join(ways)}."
+        if not is_run:
+            return ConfigurationError(f"{name} holds a file that a run would replace ({first}). {advice}")
+        return ConfigurationError(
+            f"{name} holds a run already ({first}){nothing}, and a new run never replaces the files of another. "
+            f"{advice}"
+        )
+
+    def _error_of_lost_checkpoints(self, args: TrainerArguments) -> CheckpointNotFoundError:
+        ways = [self._another_folder(args)]
+        if isinstance(self._checkpointer, DefaultCheckpointer):
+            where = f"{shortest(self._checkpointer.save_dir)} has none of them now"
+            ways.insert(0, "checkpointer_args with the save_dir that has them")
+        else:
+            where = "the checkpointer finds none of them now"
+        if args.output_dir is not None:
+            ways.append("overwrite=True, without resume, to delete the run and start again")
+        return CheckpointNotFoundError(
+            f"the run in {shortest(self.path)} has saved checkpoints, and {where}. A start at step 0 would delete the "
+            "logs of the run. If a disk is not mounted or the folder was moved, bring it back and start again. "
+            f"Otherwise write one of these in TrainerArguments: {'; '.join(ways)}."
+        )
+
+    def _another_folder(self, args: TrainerArguments) -> str:
+        if args.output_dir is None:
+            return "resume=False for a new folder in 'runs'"
+        return f"output_dir={_beside(self.path)!r} for another folder, or none for a new folder in 'runs'"
 
     def _checkpoint_places(self) -> list[Path]:
         one = self._checkpointer
@@ -294,41 +383,9 @@ class RunDirectory:
 
     def _saved_in(self, folder: Path) -> list[CheckpointInfo]:
         """The checkpoints of the run in `folder`, newest first."""
-        one = self._checkpointer
-        return one.checkpoints_below(folder) if isinstance(one, DefaultCheckpointer) else []
-
-    def _traces(self, args: TrainerArguments) -> list[Path]:
-        """Files of an earlier run in the folders of this one."""
-        record = [self.path / FILE_NAME]
-        logs = [
-            self.log_dir / name for name in LOG_FILES if name != RUN_JSON
-        ]  # a start that ended early may have written it
-        events = event_files(self.log_dir / "tensorboard")
-        found = [path for path in [*record, *logs] if path.is_file()] + events
-        checkpointer = self._checkpointer
-        if isinstance(checkpointer, DefaultCheckpointer) and checkpointer.args.checkpoint:
-            found += [] if args.checkpointer_args.delete_existing_checkpoints else checkpointer.written_by_runs()
-        return found
-
-    def _delete_run(self) -> None:
-        """Delete only files that a run writes; the record last, so that an interrupted deletion is found."""
-        if isinstance(self._checkpointer, DefaultCheckpointer):
-            self._checkpointer.delete_run()
-        for path in event_files(self.log_dir / "tensorboard"):
-            remove_file(path)
-        for name in LOG_FILES:
-            if (self.log_dir / name).is_file():
-                remove_file(self.log_dir / name)
-        if (self.path / "best" / "MANIFEST.json").is_file():
-            remove_tree(self.path / "best")  # of the callback BestCheckpoint
-        if (self.path / FILE_NAME).is_file():
-            remove_file(self.path / FILE_NAME)
-
-
-def _restarts(args: TrainerArguments, record: RunRecord, known: RunRecord | None) -> bool:
-    """Whether this start repeats a start of the same run that ended before its first checkpoint."""
-    goes_on = args.resume is not False and args.resume_mode == "full"
-    return goes_on and known is not None and not known.finished and known.identity == record.identity
+        one, record = self._checkpointer, read_record(folder)
+        run_id = None if record is None else record.run_id or None
+        return one.checkpoints_below(folder, run_id) if isinstance(one, DefaultCheckpointer) else []
 
 
 def _records_in(root: Path) -> list[tuple[Path, RunRecord]]:
@@ -343,6 +400,15 @@ def _iterate_records(root: Path) -> Iterator[tuple[Path, RunRecord]]:
             record = read_record(folder)
             if record is not None:
                 yield folder, record
+
+
+def _base_of(args: TrainerArguments) -> Path:
+    """The current folder; the given one if that is gone."""
+    with suppress(FileNotFoundError):
+        return Path.cwd()
+    if args.output_dir is None:
+        raise FileNotFoundError
+    return Path(args.output_dir)
 
 
 def _run_around(path: Path) -> Path | None:

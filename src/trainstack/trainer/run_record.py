@@ -35,6 +35,9 @@ class RunRecord:
         began: UTC, ISO 8601.
         finished: whether the training came to its end.
         earlier_records: how many records the history had before the run began; its logs leave them out.
+        folder: the name of the folder of the run; a record in a folder of another name is a copy.
+        run_id: of its checkpoints and exports.
+        saved: whether a checkpoint was saved, so that the run does not begin again where none is found.
     """
 
     script: str
@@ -45,6 +48,9 @@ class RunRecord:
     began: str = ""
     finished: bool = False
     earlier_records: int = 0
+    folder: str = ""
+    run_id: str = ""
+    saved: bool = False
 
     @property
     def made_by(self) -> tuple[str, str, str]:

@@ -344,9 +344,7 @@ class Trainer(AbstractTrainer):
         if self.world.size > 1:
             import_for_optimizers()
         agree_on_setup(self._context)
-        self._saver.choose_directory()
-        if to_train:
-            self._saver.owner.take()
+        self._saver.choose_directory(to_train=to_train)
         checkpoint = select_resume_state(self.load_checkpoints(), self._context)
         restore_module(self.module, checkpoint)
         self.warm_start_report = start_from_weights(

@@ -37,9 +37,9 @@ class DirectoryOwner:
         Raises:
             LeaseError: another process owns one of them.
         """
-        if self.held or self._context.args.fast_dev_run or not writes_files(self._context):
+        if self.held or not self._is_needed:
             return
-        self._run_on_rank_zero(self._acquire, "taking the directory of the run")
+        self._run_on_rank_zero(self.acquire, "taking the directory of the run")
         self.held = True
 
     def release(self) -> None:
@@ -77,8 +77,15 @@ class DirectoryOwner:
         if self._context.lease is not None:
             self._context.lease.check()
 
-    def _acquire(self) -> None:
+    @property
+    def _is_needed(self) -> bool:
+        return not self._context.args.fast_dev_run and writes_files(self._context)
+
+    def acquire(self) -> None:
+        """`take` on the main process alone; the others have to call `take` afterwards."""
         context, args = self._context, self._context.args
+        if context.lease is not None or not self._is_needed:
+            return
         directories = _directories(context)
         if args.output_dir is not None:
             _warn_of_array_task(args.output_dir, os.environ, context.log.warning)
@@ -101,14 +108,18 @@ def writes_files(context: RunContext) -> bool:
 
 
 def _directories(context: RunContext) -> list[Path]:
-    """`output_dir`, and the folder of checkpoints if that is elsewhere; checkpoints go into the last one."""
-    output_dir = context.output_dir
-    checkpointer = context.checkpointer
-    if not isinstance(checkpointer, DefaultCheckpointer) or not checkpointer.args.checkpoint:
-        return [output_dir]
-    save_dir = checkpointer.save_dir
-    inside = save_dir.resolve().is_relative_to(output_dir.resolve())
-    return [output_dir] if inside else [output_dir, save_dir]
+    """`output_dir`, the folder of logs if that is elsewhere, and the folder of checkpoints, which is the last one.
+
+    The folder of checkpoints has a lease even inside `output_dir`: another run may name it as its `save_dir`. Paths
+    stay as they were given, so a link that is changed during the training is noticed.
+    """
+    output_dir, checkpointer = context.output_dir, context.checkpointer
+    found = [output_dir]
+    if context.directory.logs_elsewhere:
+        found.append(context.directory.log_dir)
+    if isinstance(checkpointer, DefaultCheckpointer) and checkpointer.args.checkpoint:
+        found.append(checkpointer.save_dir)
+    return list({os.path.realpath(one): one for one in reversed(found)}.values())[::-1]
 
 
 def _warn_of_array_task(

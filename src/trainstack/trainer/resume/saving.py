@@ -18,10 +18,19 @@ from torch import Tensor
 
 from trainstack._files import local_path
 from trainstack.backends import Communicator, World
-from trainstack.checkpointing import Checkpoint, DefaultCheckpointer, export_model, push_to_hub, write_checkpoint
+from trainstack.checkpointing import (
+    Checkpoint,
+    CheckpointInfo,
+    DefaultCheckpointer,
+    export_model,
+    lease_file,
+    push_to_hub,
+    write_checkpoint,
+)
+from trainstack.checkpointing.directory import read_entry
 from trainstack.checkpointing.encoding import StateEncoder
 from trainstack.checkpointing.weights import read_weights, require_hub
-from trainstack.errors import CheckpointError, PeerError, annotate
+from trainstack.errors import CheckpointError, LeaseError, PeerError, annotate
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.plan import TrainingPlan
@@ -32,6 +41,7 @@ from trainstack.trainer.resume.module_generators import GENERATORS, get_generato
 from trainstack.trainer.resume.own_states import CALLBACKS, DIFFERING, LAYERS, MODULE, USER, comparable
 from trainstack.trainer.resume.rank_states import describe_place, divide_by_rank
 from trainstack.trainer.run_directory import shortest
+from trainstack.trainer.run_record import read_record
 from trainstack.trainer.torch_settings import cpu_settings, merge_settings, precision_in_force
 
 
@@ -118,7 +128,10 @@ class Saver:
     def _hand_over(self, checkpoint: Checkpoint, force: bool) -> str | None:
         self.owner.check()
         self._context.sync_logs()  # a checkpoint is not more durable than the logs that belong to it
-        return self._context.checkpointer.save(checkpoint, self._context.state.last_epoch, force)
+        path = self._context.checkpointer.save(checkpoint, self._context.state.last_epoch, force)
+        if not isinstance(self._context.checkpointer, DefaultCheckpointer):  # which tells by itself when one is safe
+            self._context.directory.note_save()
+        return path
 
     def _capture(self) -> Checkpoint:
         pinned, self.pending_pin = self.pending_pin, False
@@ -134,15 +147,37 @@ class Saver:
             with self._context.events.weight_swap.original_weights():
                 checkpoint, target = self._capture(), local_path(path).absolute()
             if once == "world":
-                self.run_on_rank_zero(partial(_write_at, target, checkpoint), "saving a checkpoint")
+                self.run_on_rank_zero(partial(self._write_at, target, checkpoint), "saving a checkpoint")
                 continue
             failure = None
             try:
                 if world.local_rank == 0:
-                    _write_at(target, checkpoint)
+                    self._write_at(target, checkpoint)
             except Exception as error:
                 failure = error
             world.comm.raise_if_any(failure, "saving a checkpoint")
+
+    def _write_at(self, target: Path, checkpoint: Checkpoint) -> None:
+        """Write `checkpoint` as `target`, unless that would interfere with another run.
+
+        Raises:
+            CheckpointError: `target` is a checkpoint of another run, or another process owns its folder.
+        """
+        checkpointer, lease = self._context.checkpointer, self._context.lease
+        own = checkpointer.run_id if isinstance(checkpointer, DefaultCheckpointer) else None
+        before = read_entry(target)
+        if isinstance(before, CheckpointInfo) and before.run_id not in (None, own):
+            raise CheckpointError(
+                f"save_checkpoint(path={str(target)!r}): a checkpoint of another run has this name "
+                f"(run {before.run_id}), and is not replaced. Write another path."
+            )
+        seen = None if lease is not None and lease.owns(target.parent) else lease_file.look(target.parent)
+        if self._context.world.is_main and seen is not None and not seen.is_free:
+            raise CheckpointError(
+                f"save_checkpoint(path={str(target)!r}): {seen.words} owns {target.parent}, the folder of a run. Write "
+                "a path in another folder."
+            )
+        write_checkpoint(checkpoint, target.parent, target.name)
 
     def stop_message(self) -> str:
         """After which step the run was stopped, where that is saved, and how to go on."""
@@ -172,7 +207,7 @@ class Saver:
                 self.owner.check()
                 context.checkpointer.save_model(module_state, state.last_epoch, **about)
             else:
-                export_model(module_state, path, **about)
+                export_model(module_state, path, run_id=context.directory.run_id, **about)
 
         with self.owner.held_for_writing() if path is None else nullcontext():
             if path is None and getattr(getattr(context.checkpointer, "args", None), "checkpoint", False):
@@ -187,13 +222,33 @@ class Saver:
             self.save_model(plan, path)
             return self.run_on_rank_zero(lambda: push_to_hub(path, repo_id, **options), f"pushing to {repo_id}")
 
-    def choose_directory(self) -> None:
-        """Let the main process choose the folder of the run, and tell all."""
-        context = self._context
-        directory = context.directory
+    def choose_directory(self, *, to_train: bool) -> None:
+        """Let the main process choose the folder of the run, and tell all; own the directories to train in them."""
+        directory = self._context.directory
         if not directory.is_settled:
-            choose = partial(directory.choose, context.args, context.log.info)
+            choose = partial(self._choose_directory, to_train)
             directory.settle(Path(self.run_on_rank_zero(choose, "choosing the folder of the run")))
+        if to_train:
+            self.owner.take()
+
+    def _choose_directory(self, to_train: bool) -> str:
+        """Choose again where another process has just begun to train the run that was chosen."""
+        context, taken = self._context, list[Path]()
+        directory, resume = context.directory, context.args.resume
+        while True:
+            folder = Path(directory.choose(context.args, context.log.info, taken))
+            directory.settle(folder)
+            try:
+                if to_train:
+                    self.owner.acquire()
+                return str(folder)
+            except BaseException as error:
+                directory.unsettle()
+                is_chosen = isinstance(resume, bool) or resume in ("auto", "last", "best")
+                is_free = read_record(folder) is None or self.owner.is_interrupted()
+                if not isinstance(error, LeaseError) or not is_chosen or is_free:
+                    raise
+            taken.append(folder)
 
     def claim_directory(self) -> None:
         """Make the folder of the run this run's before anything is written; see `RunDirectory.claim`."""
@@ -210,11 +265,15 @@ class Saver:
         """What the checkpointer finds, as `args.resume` says; an empty checkpoint if nothing."""
         context = self._context
         asked = () if context.args.resume is False else (context.directory.resume_from or context.args.resume,)
-        found: Any = self.run_on_rank_zero(lambda: context.checkpointer.load(*asked), "loading a checkpoint")
+        found: Any = self.run_on_rank_zero(partial(self._load, *asked), "loading a checkpoint")
         checkpointer = context.checkpointer
         own = checkpointer.loaded_own if isinstance(checkpointer, DefaultCheckpointer) else True
         self._continues = own and not found.is_empty and context.args.resume_mode == "full"
         return found if context.world.is_main else Checkpoint(**vars(found))  # fields travel, classes do not
+
+    def _load(self, *asked: bool | str | os.PathLike[str]) -> Checkpoint:
+        self._context.directory.look_for_recorded_run()
+        return self._context.checkpointer.load(*asked)
 
     def read_weights(self, path: str | os.PathLike[str]) -> dict[str, Tensor]:
         """The tensors at `path`, by name."""
@@ -300,10 +359,6 @@ class Saver:
         except Exception:
             self.saved_at = None  # the failure may be that of an earlier save in the background
             raise
-
-
-def _write_at(target: Path, checkpoint: Checkpoint) -> None:
-    write_checkpoint(checkpoint, target.parent, target.name)
 
 
 _BEAT_S = 1.0

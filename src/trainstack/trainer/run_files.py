@@ -1,0 +1,92 @@
+"""`RunFiles`: which files of runs are in the folders of a run, and the deletion of those of one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainstack._files import is_inside
+from trainstack.checkpointing import AbstractCheckpointer, CheckpointInfo, DefaultCheckpointer
+from trainstack.checkpointing.directory import read_entry
+from trainstack.checkpointing.filesystem import remove_file, remove_tree
+from trainstack.trainer.run_record import FILE_NAME, RunRecord, read_record
+from trainstack.trainer.tracking.writers.tensorboard import event_files
+
+RUN_JSON = "run.json"
+
+LOG_FILES = (
+    "metrics.csv",
+    "metrics.jsonl",
+    RUN_JSON,
+    "report.html",
+    "privacy_statement.txt",
+    "privacy_statement.json",
+    "mlflow-run.json",
+    "trackio-run.json",
+    "wandb-run.json",
+)
+"""Files of writers and the report in the folder of the logs. A privacy ledger is never deleted."""
+
+
+class RunFiles:
+    """The files of runs in the folders of one run.
+
+    Inside the folder of the run every file of a run counts. Elsewhere several runs may save, so only the checkpoints
+    and exports with the id of a run are those of that run. A folder of logs elsewhere holds the logs of one run, and
+    its record.
+
+    Args:
+        folder: of the run.
+        log_dir: where writers and the report write.
+        checkpointer: of the run.
+    """
+
+    def __init__(self, folder: Path, log_dir: Path, checkpointer: AbstractCheckpointer) -> None:
+        self._folder, self._log_dir = folder, log_dir
+        self._checkpointer = checkpointer if isinstance(checkpointer, DefaultCheckpointer) else None
+
+    @property
+    def logs_elsewhere(self) -> bool:
+        """Whether logs are written outside of the folder of the run."""
+        return not is_inside(self._log_dir, self._folder)
+
+    def write_record(self, record: RunRecord) -> None:
+        """Write `record` into the folder of the run, and first into that of the logs if it is elsewhere."""
+        if self.logs_elsewhere:
+            record.write(self._log_dir)
+        record.write(self._folder)
+
+    def find(self, *, with_checkpoints: bool = True) -> list[Path]:
+        """Files of an earlier run in the folder of the run, its checkpoints and exports last."""
+        logs = [] if self.logs_elsewhere else self._find_logs()
+        found = [path for path in [self._folder / FILE_NAME] if path.is_file()] + logs
+        if with_checkpoints and self._checkpointer is not None and self._checkpointer.args.checkpoint:
+            found += self._checkpointer.written_by_runs(self._folder)
+        return found
+
+    def find_log_of_others(self, run_id: str | None) -> Path | None:
+        """A log in a folder outside that of the run, if it is not of the run `run_id`."""
+        if not self.logs_elsewhere:
+            return None
+        record = read_record(self._log_dir)
+        if record is not None and run_id and record.run_id == run_id:
+            return None
+        return next(iter(self._find_logs()), None)
+
+    def delete(self, run_id: str | None) -> None:
+        """Delete the files of the run `run_id`; its record last, so that an interrupted deletion is found."""
+        if self._checkpointer is not None:
+            self._checkpointer.delete_run(self._folder, run_id)
+        for path in [*event_files(self._log_dir / "tensorboard"), *(self._log_dir / name for name in LOG_FILES)]:
+            if path.is_file():
+                remove_file(path)
+        best = read_entry(self._folder / "best")  # of the callback BestCheckpoint
+        if isinstance(best, CheckpointInfo) and run_id is not None and best.run_id == run_id:
+            remove_tree(best.path)
+        for folder in dict.fromkeys((self._log_dir, self._folder)):
+            if (folder / FILE_NAME).is_file():
+                remove_file(folder / FILE_NAME)
+
+    def _find_logs(self) -> list[Path]:
+        names = [name for name in LOG_FILES if name != RUN_JSON]  # a start that ended early may have written it
+        logs = [self._log_dir / name for name in names]
+        return [path for path in logs if path.is_file()] + event_files(self._log_dir / "tensorboard")
