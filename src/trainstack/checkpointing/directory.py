@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainstack._files import local_path
+from trainstack._files import local_path, read_small
 from trainstack.checkpointing import manifest, temp_dirs
 from trainstack.checkpointing.manifest import Kind, Manifest
-from trainstack.checkpointing.regular_files import read_small
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
 
 _logger = logging.getLogger("trainstack")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainstack._files import open_for_reading
 from trainstack.checkpointing import filesystem
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments, Monitor
@@ -212,7 +213,7 @@ def _set(path: Path, data: bytes | None, say: Callable[[int, str], None]) -> Non
 
 def _beginning(path: Path) -> bytes:
     """The content of a pointer; of a file that is none, and may be large, only so much."""
-    with path.open("rb") as file:
+    with open_for_reading(path) as file:
         return file.read(1 << 16)
 
 
