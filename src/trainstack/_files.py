@@ -45,6 +45,8 @@ def expand_path(name: str, path: AnyPath) -> AnyPath:
             "would be made. Write a local path, such as that of a mounted bucket, or keep checkpoints elsewhere by a "
             "checkpointer of your own, Trainer(..., checkpointer=...): docs/guides/checkpointer.md."
         )
+    if "\0" in text:
+        raise ConfigurationError(f"{name}={text!r} has a NUL character, which no path has. Write the path without it.")
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
         raise ConfigurationError(
@@ -53,6 +55,11 @@ def expand_path(name: str, path: AnyPath) -> AnyPath:
     if expanded == text:
         return path
     return expanded if isinstance(path, str) else type(path)(expanded)  # type: ignore[call-arg, return-value]
+
+
+def real_path(path: str | os.PathLike[str]) -> Path:
+    """`Path.resolve`, which raises where links form a loop."""
+    return Path(os.path.realpath(path))
 
 
 def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainstack._files import real_path
 from trainstack.checkpointing import retention, temp_dirs
 from trainstack.checkpointing.abstract import AbstractCheckpointer, Checkpoint
 from trainstack.checkpointing.arguments import DEFAULT_MONITOR, DefaultCheckpointerArguments, has_separator
@@ -162,7 +163,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
                 "resume='auto', which goes on from the newest."
             )
         current = None if newest is None else newest.run_id
-        elsewhere = self._loaded_from is not None and self._loaded_from.resolve() != self.save_dir.resolve()
+        elsewhere = self._loaded_from is not None and real_path(self._loaded_from) != real_path(self.save_dir)
         continues = resumed and not elsewhere
         if self._run_id is None and continues:
             self._run_id = self._loaded_run
@@ -197,7 +198,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
     @property
     def loaded_own(self) -> bool:
         """Whether a checkpoint was loaded from where this run saves, so that the run there goes on."""
-        return self._loaded_from is not None and self._loaded_from.resolve() == self.save_dir.resolve()
+        return self._loaded_from is not None and real_path(self._loaded_from) == real_path(self.save_dir)
 
     def checkpoints_below(self, folder: Path) -> list[CheckpointInfo]:
         """The checkpoints, newest first, of a run that has the folder `folder`."""

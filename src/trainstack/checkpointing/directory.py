@@ -13,7 +13,7 @@ from pathlib import Path
 from trainstack._files import local_path, read_small
 from trainstack.checkpointing import manifest, temp_dirs
 from trainstack.checkpointing.manifest import Kind, Manifest
-from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
+from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
 
 _logger = logging.getLogger("trainstack")
 
@@ -97,12 +97,20 @@ def scan(directory: Path) -> Contents:
     """Read every manifest in `directory`; an absent directory is an empty one.
 
     No entry makes it fail. A manifest that was read before is not read again while inode, size and times are equal.
+
+    Raises:
+        CheckpointError: the system refused to list the directory.
     """
     contents = Contents()
     try:
         paths = sorted(Path(entry.path) for entry in os.scandir(directory) if not _is_plain(entry))
     except (FileNotFoundError, NotADirectoryError):
         return contents
+    except OSError as error:  # without its entries a run would begin anew beside its checkpoints
+        raise CheckpointError(
+            f"the checkpoints in {directory} cannot be listed: {error.strerror or error}. Mend the folder, or name "
+            "another one."
+        ) from error
     for path in paths:
         if not path.name.startswith(temp_dirs.TEMPORARY):
             _sort_in(contents, path, read_entry(path))

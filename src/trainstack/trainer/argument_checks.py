@@ -17,6 +17,7 @@ from trainstack.backends import DifferentialPrivacyArguments, DistributedTrainin
 from trainstack.backends.spec import LayerRecord, expand_auto, registered_backend
 from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.checkpointing.arguments import DEFAULT_MONITOR, Monitor
+from trainstack.checkpointing.lease_file import LONGEST_TIMEOUT_S
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.core.intervals import check_validate_every, is_number_of_steps, seconds_of
 from trainstack.trainer.tracking.progress import ProgressDisplay
@@ -267,6 +268,11 @@ def _check_numbers(args: Unchecked) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
             raise ConfigurationError(f"{name}={value!r}: write a number above 0, or {_OTHERWISE.get(name, 'None')}.")
+    if args.lease_timeout_s > LONGEST_TIMEOUT_S:
+        raise ConfigurationError(
+            f"lease_timeout_s={args.lease_timeout_s!r}: after the loss of a machine a run would wait so long. Write "
+            f"at most {LONGEST_TIMEOUT_S:g} (a day), or {_OTHERWISE['lease_timeout_s']}."
+        )
     if args.clip_grad_value is not None and args.clip_grads and args.max_grad_norm != 1.0:
         raise ConfigurationError(
             f"clip_grad_value={args.clip_grad_value} and max_grad_norm={args.max_grad_norm}: gradients are clipped "

@@ -7,7 +7,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,7 +61,9 @@ class RunDirectory:
     def __init__(
         self, args: TrainerArguments, module: object, checkpointer: AbstractCheckpointer, *, private: bool = False
     ) -> None:
-        self._module, self._checkpointer, self._base, self._private = module, checkpointer, Path.cwd(), private
+        self._module, self._checkpointer, self._private = module, checkpointer, private
+        with _library_error(Path()):  # the current folder may be gone
+            self._base = Path.cwd()
         self._path: Path | None = None
         self.resume_from: Path | None = None
         chosen = args.writer_args.tb_log_dir if args.writer_args else None
@@ -128,7 +130,8 @@ class RunDirectory:
         root, resume = self._base / DEFAULT_ROOT, args.resume
         if args.fast_dev_run:
             return str(root / "fast_dev_run")
-        found = _records_in(root)
+        with _library_error(root):
+            found = _records_in(root)
         record = self._describe()
         mine = [
             (folder, other) for folder, other in found if other.made_by == record.made_by and not is_held_here(folder)
@@ -205,15 +208,9 @@ class RunDirectory:
             ConfigurationError: the folder holds another run.
             CheckpointError: the folder cannot be written.
         """
-        if self._is_claimed or args.fast_dev_run:
-            return
-        try:
-            self._claim(args, continues, earlier_records)
-        except OSError as error:
-            raise CheckpointError(
-                f"the folder of the run {self.path} cannot be written: {error}. Free space, mend the folder, or write "
-                "another output_dir."
-            ) from error
+        if not (self._is_claimed or args.fast_dev_run):
+            with _library_error(self.path):
+                self._claim(args, continues, earlier_records)
 
     def _claim(self, args: TrainerArguments, continues: bool, earlier_records: int) -> None:
         folder, record = self.path, self._describe()
@@ -233,7 +230,8 @@ class RunDirectory:
     def begin(self) -> None:
         """A training begins in the folder that is claimed: record it as not finished."""
         if self._is_claimed:
-            self._set(replace(self._record, finished=False))
+            with _library_error(self.path):
+                self._set(replace(self._record, finished=False))
 
     def end(self, *, finished: bool) -> None:
         """The training has ended; `finished` if it came to its end."""
@@ -251,8 +249,9 @@ class RunDirectory:
     def protect(self, args: TrainerArguments) -> None:
         """Make all files below the folders of the run readable for its user only, if `args` say so."""
         if args.private_files is True or (args.private_files == "auto" and self._private):
-            for one in (self.path, self.log_dir, *self._checkpoint_places()):
-                keep_private(one)
+            with _library_error(self.path):
+                for one in (self.path, self.log_dir, *self._checkpoint_places()):
+                    keep_private(one)
 
     def _make_folders(self, *, is_new: bool) -> None:
         folder = self.path
@@ -323,6 +322,19 @@ class RunDirectory:
             remove_tree(self.path / "best")  # of the callback BestCheckpoint
         if (self.path / FILE_NAME).is_file():
             remove_file(self.path / FILE_NAME)
+
+
+@contextmanager
+def _library_error(folder: Path) -> Iterator[None]:
+    """A block in which an error of the file system becomes a CheckpointError that names `folder`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"the folder {folder} cannot be used: {error}. Free space, mend the folder, or write another output_dir."
+        ) from error
 
 
 def _restarts(args: TrainerArguments, record: RunRecord, known: RunRecord | None) -> bool:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainstack._files import real_path
 from trainstack.checkpointing import DefaultCheckpointer, Lease
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.tracking.writers import StdoutWriter
@@ -107,7 +108,7 @@ def _directories(context: RunContext) -> list[Path]:
     if not isinstance(checkpointer, DefaultCheckpointer) or not checkpointer.args.checkpoint:
         return [output_dir]
     save_dir = checkpointer.save_dir
-    inside = save_dir.resolve().is_relative_to(output_dir.resolve())
+    inside = real_path(save_dir).is_relative_to(real_path(output_dir))
     return [output_dir] if inside else [output_dir, save_dir]
 
 
