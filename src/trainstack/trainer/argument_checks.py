@@ -266,13 +266,10 @@ def _check_numbers(args: Unchecked) -> None:
         value = getattr(args, name)
         if value is None and name in ("clip_grad_value", "stop_grace_s"):
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
-            raise ConfigurationError(f"{name}={value!r}: write a number above 0, or {_OTHERWISE.get(name, 'None')}.")
-    if args.lease_timeout_s > LONGEST_TIMEOUT_S:
-        raise ConfigurationError(
-            f"lease_timeout_s={args.lease_timeout_s!r}: after the loss of a machine a run would wait so long. Write "
-            f"at most {LONGEST_TIMEOUT_S:g} (a day), or {_OTHERWISE['lease_timeout_s']}."
-        )
+        most = LONGEST_TIMEOUT_S if name == "lease_timeout_s" else math.inf
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+            limits = "above 0" if most == math.inf else f"above 0, at most {most:g}"
+            raise ConfigurationError(f"{name}={value!r}: write a number {limits}, or {_OTHERWISE.get(name, 'None')}.")
     if args.clip_grad_value is not None and args.clip_grads and args.max_grad_norm != 1.0:
         raise ConfigurationError(
             f"clip_grad_value={args.clip_grad_value} and max_grad_norm={args.max_grad_norm}: gradients are clipped "
