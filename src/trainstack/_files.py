@@ -1,4 +1,8 @@
-"""Paths that users give, durable directories and atomic writes of files."""
+"""Paths that users give, durable directories, and files: only regular ones are opened, and writes are atomic.
+
+A folder may hold anything: a FIFO blocks who opens it, a link to `/dev/zero` never ends, a sparse file of 4 TiB costs
+nothing to make.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,10 @@ import errno
 import logging
 import os
 import re
+import secrets
+import stat
+from contextlib import suppress
+from io import BufferedRandom, BufferedReader, FileIO
 from pathlib import Path
 from typing import BinaryIO, TypeVar, cast
 
@@ -37,6 +45,8 @@ def expand_path(name: str, path: AnyPath) -> AnyPath:
             "would be made. Write a local path, such as that of a mounted bucket, or keep checkpoints elsewhere by a "
             "checkpointer of your own, Trainer(..., checkpointer=...): docs/guides/checkpointer.md."
         )
+    if "\0" in text:
+        raise ConfigurationError(f"{name}={text!r} has a NUL character, which no path has. Write the path without it.")
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
         raise ConfigurationError(
@@ -45,6 +55,11 @@ def expand_path(name: str, path: AnyPath) -> AnyPath:
     if expanded == text:
         return path
     return expanded if isinstance(path, str) else type(path)(expanded)  # type: ignore[call-arg, return-value]
+
+
+def real_path(path: str | os.PathLike[str]) -> Path:
+    """`Path.resolve`, which raises where links form a loop."""
+    return Path(os.path.realpath(path))
 
 
 def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
@@ -79,13 +94,86 @@ def folder_mode(path: str | os.PathLike[str]) -> int:
     return 0o700 if is_private(path) else 0o777
 
 
-def open_file(path: Path, mode: str) -> BinaryIO:
-    """`path.open(mode)` for binary files, which a folder of `keep_private` keeps from others."""
+MAX_SMALL_BYTES = 16 << 20
+"""The largest manifest or other small file that is read. A manifest has some kilobytes."""
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
+_OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
+
+
+def open_descriptor(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """As `os.open`, for regular files and links to them only; never waits for another process.
+
+    Raises:
+        OSError: it is something else than a regular file, or the system refused.
+    """
+    with suppress(FileNotFoundError):  # `flags` may create it
+        _check_regular(path, os.stat(path))  # before the open, since opening a device may do something
+    descriptor = os.open(path, flags | _OPEN_FLAGS, mode)
+    try:
+        _check_regular(path, os.fstat(descriptor))  # what was looked at before may have been replaced
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", os.fspath(path))
+
+
+def open_regular(path: str | os.PathLike[str]) -> FileIO:
+    """Open a file for reading, without a buffer; as `open_descriptor`."""
+    return FileIO(open_descriptor(path), "rb")
+
+
+def open_for_reading(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a file for reading, with a buffer; as `open_descriptor`."""
+    return BufferedReader(open_regular(path))
+
+
+def open_for_update(path: str | os.PathLike[str]) -> BufferedRandom:
+    """Open a file that exists for reading and writing; as `open_descriptor`."""
+    return BufferedRandom(FileIO(open_descriptor(path, os.O_RDWR), "rb+"))
+
+
+def read_small(path: str | os.PathLike[str], limit: int = MAX_SMALL_BYTES) -> bytes:
+    """Return the content of a small regular file.
+
+    Raises:
+        OSError: as `open_descriptor`, or the file has more than `limit` bytes.
+    """
+    with open_for_reading(path) as handle:
+        content = handle.read(min(limit, os.fstat(handle.fileno()).st_size) + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", os.fspath(path))
+    return content
+
+
+def create_file(path: Path) -> BinaryIO:
+    """Create a binary file that does not exist yet, which a folder of `keep_private` keeps from others."""
 
     def create(name: str, flags: int) -> int:
         return os.open(name, flags, file_mode(name))
 
-    return cast(BinaryIO, open(path, mode, opener=create))
+    return cast(BinaryIO, open(path, "xb", opener=create))
+
+
+def temporary_path(path: Path) -> Path:
+    """A free name beside `path`, to write a file that then replaces it. Deletes the file that a crash has left."""
+    made = path.with_name(f".{path.name}.tmp")
+    if made.is_dir() and not made.is_symlink():  # not ours
+        made = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    made.unlink(missing_ok=True)
+    return made
 
 
 def atomic_write(path: Path, content: bytes, *, durable: bool = False) -> None:
@@ -94,8 +182,8 @@ def atomic_write(path: Path, content: bytes, *, durable: bool = False) -> None:
     A loss of power may lose both, unless it is `durable`.
     """
     # checkpointing/filesystem.py has one for checkpoints, whose every call tests make fail
-    made = path.with_name(f".{path.name}.tmp")
-    with open_file(made, "wb") as file:
+    made = temporary_path(path)
+    with create_file(made) as file:
         file.write(content)
         if durable:
             file.flush()

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Iterator
 from os import PathLike
 from typing import Any
 
+from trainstack._files import read_small
 from trainstack.errors import ConfigurationError
 
 Plain = Any
@@ -48,18 +48,14 @@ def read_yaml(path: str | PathLike[str]) -> dict[str, Plain]:
 
 def _text_of(path: str) -> str:
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a FIFO would block
+        content = read_small(path, MAX_BYTES)
     except FileNotFoundError as error:
         raise ConfigurationError(f"there is no file {path!r} to read arguments from.") from error
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path!r} cannot be read: {error}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ConfigurationError(f"{path!r} is not a regular file. Write the arguments to a file and name that.")
-    with os.fdopen(descriptor, "rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ConfigurationError(f"{path!r} has more than {MAX_BYTES} bytes; a file of arguments has fewer.")
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigurationError(
+            f"{path!r} cannot be read: {reason}. Write the arguments to a file of at most {MAX_BYTES:,} bytes."
+        ) from error
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

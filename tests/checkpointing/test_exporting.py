@@ -87,9 +87,38 @@ def test_the_readme_is_the_users_to_edit(tmp_path: Path) -> None:
     assert ts.verify_checkpoint(export).kind == "model"
 
 
-def test_an_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
+def test_an_export_of_another_state_is_kept_with_what_was_added_to_it(tmp_path: Path) -> None:
+    path = ts.export_model({"w": torch.tensor(1.0)}, tmp_path / "model")
+    for name in ("README.md", "tokenizer.json"):
+        (path / name).write_text("mine")
+    with pytest.raises(
+        CheckpointError, match=r"an export of another state.*Give another path, or write overwrite=True"
+    ):
+        ts.export_model({"w": torch.tensor(2.0)}, path)
+    ts.export_model({"w": torch.tensor(1.0)}, path)
+    assert [(path / name).read_text() for name in ("README.md", "tokenizer.json")] == ["mine", "mine"]
+
+    (path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="overwrite=True"):
+        ts.export_model({"w": torch.tensor(1.0)}, path)
+
+
+def test_a_trainer_does_not_replace_the_export_of_another_run(tmp_path: Path) -> None:
+    for seed, folder in ((1, "a"), (2, "b")):
+        trainer = train(Classifier(seed=seed), tmp_path / folder)
+        if seed == 1:
+            trainer.export(tmp_path / "model")
+    before = ts.read_model(tmp_path / "model")["net.0.bias"]
+    with pytest.raises(CheckpointError, match="not replaced"):
+        trainer.export(tmp_path / "model")
+    assert torch.equal(ts.read_model(tmp_path / "model")["net.0.bias"], before)
+    trainer.export(tmp_path / "model", overwrite=True)
+    assert not torch.equal(ts.read_model(tmp_path / "model")["net.0.bias"], before)
+
+
+def test_an_export_overwrites_an_export_and_nothing_else(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
-        ts.export_model({"w": torch.tensor(value)}, tmp_path / "model")
+        ts.export_model({"w": torch.tensor(value)}, tmp_path / "model", overwrite=True)
     assert ts.read_model(tmp_path / "model")["w"] == 2.0
 
     checkpoint = ts.write_checkpoint(make_checkpoint(1), tmp_path, "checkpoint-1")

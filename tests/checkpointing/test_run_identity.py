@@ -280,7 +280,7 @@ def test_a_save_into_a_folder_that_cannot_be_listed_is_an_error_of_the_library(
         raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(CheckpointError, match=r"cannot be listed: .*Permission denied.*set save_dir"):
+    with pytest.raises(CheckpointError, match=r"cannot be listed: .*Permission denied.*name another"):
         saver.save(make_checkpoint(2, step=2), 2)
 
 

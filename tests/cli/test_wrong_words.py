@@ -80,8 +80,8 @@ ROWS = [
     ([*TRAIN, "--config", "broken.yaml"], "broken.yaml, line 3, column 1: this is not valid YAML"),
     ([*TRAIN, "--config", "many.yaml"], "many.yaml: epochs: many: write a whole number, 0 or more."),
     ([*TRAIN, "--config", "rank.yaml"], "distributed_training_args lacks local_rank, global_rank."),
-    ([*TRAIN, "--config", "."], "'.' is not a regular file."),
-    ([*TRAIN, "--config", "/dev/null"], "'/dev/null' is not a regular file."),
+    ([*TRAIN, "--config", "."], "'.' cannot be read: it is a directory, not a regular file."),
+    ([*TRAIN, "--config", "/dev/null"], "'/dev/null' cannot be read: it is a device, not a regular file."),
     ([*TRAIN, "--module.size", "x"], "--module.size x: write a whole number."),
     ([*TRAIN, "--module.net", "torch.nn.Linear"], "--module.net torch.nn.Linear: this takes an object"),
     (["train", "my.py:needs"], "my.py:needs has to be given 'net', an object, which no option makes. Write a function"),
@@ -247,7 +247,7 @@ def test_plain_scalars_have_the_expected_types() -> None:
 def test_a_large_file_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / "large.yaml", "wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(ts.ConfigurationError, match="has more than 262144 bytes"):
+    with pytest.raises(ts.ConfigurationError, match="has more than 262,144 bytes"):
         read_yaml(tmp_path / "large.yaml")
 
 

@@ -84,7 +84,7 @@ class Best(ts.Callback):
         if trainer.is_training and results.get("val/loss", self.best) < self.best:
             self.best = results["val/loss"]
             with trainer.evaluation_context():
-                trainer.export(Path(trainer.args.output_dir) / "best")
+                trainer.export(Path(trainer.args.output_dir) / "best", overwrite=True)
 
     def on_train_end(self, trainer: AbstractTrainer, status: str) -> None:
         if status == "finished":

@@ -71,7 +71,7 @@ WRONG: dict[str, list[Any]] = {
     "handle_signals": [1, None],
     "stop_grace_s": [0, -1.0, "30", float("nan"), True],
     "rank_zero_timeout_s": [0, -1.0, "30", float("nan"), True, None],
-    "lease_timeout_s": [0, -1.0, "30", float("nan"), True, None],
+    "lease_timeout_s": [0, -1.0, "30", float("nan"), True, None, 86_401, float("inf")],
     "save_on_exception": [1, None],
     "log_level": ["LOUD", "info", 10, None],
     "stats_args": [{}, True, ts.StatsArguments(log_steps=0)],

@@ -39,7 +39,7 @@ def train(folder: Path, **changes: Any) -> ts.Trainer:
     given["writers"] = ["csv", "jsonl", "tensorboard"]
     trainer = ts.Trainer(Classifier(numbers(32)), ts.TrainerArguments(**{**given, **changes}))
     trainer.train()
-    trainer.export(folder / "export")
+    trainer.export(folder / "export", overwrite=True)
     return trainer
 
 

@@ -17,8 +17,9 @@ from typing import BinaryIO
 
 import xxhash
 
+from trainstack._files import open_regular
 from trainstack.checkpointing import filesystem
-from trainstack.checkpointing.regular_files import check_memory, open_regular
+from trainstack.checkpointing.regular_files import check_memory
 from trainstack.errors import CheckpointDamagedError, CheckpointError
 
 ALGORITHM = "xxh3_128"

@@ -13,14 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainstack._files import is_inside
+from trainstack._files import is_inside, real_path
 from trainstack.checkpointing import retention, temp_dirs
 from trainstack.checkpointing.abstract import AbstractCheckpointer, Checkpoint
 from trainstack.checkpointing.arguments import DEFAULT_MONITOR, DefaultCheckpointerArguments, has_separator
 from trainstack.checkpointing.async_writer import BackgroundWriter, HostBuffers
 from trainstack.checkpointing.directory import (
     CheckpointInfo,
-    Contents,
     beginnings,
     has_prefix,
     name_of,
@@ -169,7 +168,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._background.wait()  # one that was abandoned may still be deleting older ones
         if not self.args.checkpoint:
             return
-        contents, prefix = self._scan(), self.args.file_prefix
+        contents, prefix = scan(self.save_dir), self.args.file_prefix
         earlier, newest = with_prefix(contents, prefix), newest_entry(contents, prefix)
         if self._loaded_at is not None and newest is not None and newest.sequence > self._loaded_at:
             raise CheckpointError(
@@ -177,7 +176,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
                 "resume='auto', which goes on from the newest."
             )
         current = None if newest is None else newest.run_id
-        elsewhere = self._loaded_from is not None and self._loaded_from.resolve() != self.save_dir.resolve()
+        elsewhere = self._loaded_from is not None and real_path(self._loaded_from) != real_path(self.save_dir)
         continues = resumed and not elsewhere
         if self._run_id is None and continues:
             self._run_id = self._loaded_run
@@ -213,7 +212,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
     @property
     def loaded_own(self) -> bool:
         """Whether a checkpoint was loaded from where this run saves, so that the run there goes on."""
-        return self._loaded_from is not None and self._loaded_from.resolve() == self.save_dir.resolve()
+        return self._loaded_from is not None and real_path(self._loaded_from) == real_path(self.save_dir)
 
     def checkpoints_below(self, folder: Path, run_id: str | None) -> list[CheckpointInfo]:
         """The checkpoints, newest first, of a run that has the folder `folder`."""
@@ -297,7 +296,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
     def _commit(self, payload: Payload, name: str, abandoned: threading.Event | None = None) -> None:
         """Write a checkpoint, and do what is to be done after each; in the background with `async_save`."""
         try:
-            contents = self._scan()  # the one look at all checkpoints: it costs more the more are kept
+            contents = scan(self.save_dir)  # the one look at all checkpoints: it costs more the more are kept
             path = commit(payload, self.save_dir, name, abandoned, self.lease, contents.highest + 1)
             self._log(logging.INFO, f"saved {path}")
             self.on_commit()
@@ -306,15 +305,6 @@ class DefaultCheckpointer(AbstractCheckpointer):
             if abandoned is not None:  # perhaps nobody asks any more
                 self._log(logging.ERROR, f"saving {name} in the background failed: {error}")
             raise
-
-    def _scan(self) -> Contents:
-        try:
-            return scan(self.save_dir)
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoints in {self.save_dir} cannot be listed: {error}. Mend the directory, or set save_dir to "
-                "another one."
-            ) from error
 
     def _wait_for_last(self) -> None:
         """Wait for a save in the background, and say how long that took."""

@@ -66,6 +66,7 @@ def _leaf(where: str, one: Any, other: Any) -> Iterator[Difference]:
     if kind is not None and one.dtype == other.dtype and one.shape == other.shape:
         if kind is np.ndarray:
             one, other = array_as_tensor(one), array_as_tensor(other)
+        one, other = one.detach().cpu(), other.detach().cpu()
         count = int((_bytes(one) != _bytes(other)).any(1).sum()) if one.numel() else 0
         if count:
             wide = torch.complex128 if one.is_complex() else torch.float64

@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainstack._files import local_path
+from trainstack._files import local_path, read_small
 from trainstack.checkpointing import manifest, temp_dirs
 from trainstack.checkpointing.manifest import Kind, Manifest
-from trainstack.checkpointing.regular_files import read_small
-from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
+from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
 
 _logger = logging.getLogger("trainstack")
 
@@ -107,12 +106,20 @@ def scan(directory: Path) -> Contents:
     """Read every manifest in `directory`; an absent directory is an empty one.
 
     No entry makes it fail. A manifest that was read before is not read again while inode, size and times are equal.
+
+    Raises:
+        CheckpointError: the system refused to list the directory.
     """
     contents = Contents()
     try:
         found = [entry for entry in os.scandir(directory) if not entry.name.startswith(temp_dirs.TEMPORARY)]
     except (FileNotFoundError, NotADirectoryError):
         return contents
+    except OSError as error:  # without its entries a run would begin anew beside its checkpoints
+        raise CheckpointError(
+            f"the checkpoints in {directory} cannot be listed: {error.strerror or error}. Mend the folder, or name "
+            "another one."
+        ) from error
     for place in sorted(entry.path for entry in found if not _is_plain(entry)):
         _sort_in(contents, *_look_at(place))
     _put_newest_first(contents)

@@ -15,8 +15,8 @@ def build(cls: type[Made], body: Any, **given: Any) -> Made:
     Integers are at least 0 and below 2^63: sizes, counters and sequence numbers.
 
     Args:
-        cls: a dataclass; its fields have the types str, int, bool, Any, literals, optional ones, and lists and dicts of
-            those.
+        cls: a dataclass; its fields have the types str, int, bool, float (finite), Any, literals, optional ones, and
+            lists and dicts of those.
         body: what a JSON parser returned.
         given: fields that are not taken from `body`.
 
@@ -59,6 +59,8 @@ def fits_type(value: Any, hint: Any) -> bool:
         return True
     if hint is int:
         return type(value) is int and 0 <= value < 2**63
+    if hint is float:
+        return type(value) in (int, float) and -(2**63) < value < 2**63  # neither inf nor nan
     if origin is Literal:
         return any(type(value) is type(option) and value == option for option in inner)
     if origin in (Union, types.UnionType):

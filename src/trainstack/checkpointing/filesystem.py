@@ -75,7 +75,7 @@ def atomic_write(path: Path, data: bytes) -> None:
     """Make `data` the content of the file `path`, durably. Only one process may do so at a time."""
     # `_files.atomic_write` does not sync; this one survives a loss of power, by calls that tests make fail one by one
     aside = path.with_name(f".tmp-{path.name}")
-    if aside.exists():
+    if os.path.lexists(aside):  # also a link to nothing
         remove_file(aside)
     with open_new(aside) as handle:
         write(handle, data)

@@ -247,8 +247,7 @@ def _acquire(directory: Path, timeout_s: float, say: Say, is_interrupted: Callab
                 return _Hold(directory, record, made)
     except OSError as error:
         raise CheckpointError(
-            f"the directory {directory} of the run cannot be owned: {error}. Make it writable, or give another "
-            "output_dir."
+            f"the directory {directory} of the run cannot be owned: {error}. Mend that, or give another output_dir."
         ) from error
 
 

@@ -8,19 +8,24 @@ import json
 import os
 import re
 import socket
+import stat
 import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainstack._files import file_mode
+from trainstack._files import file_mode, open_descriptor
 from trainstack._files import make_directories as make_folders
+from trainstack.checkpointing.field_types import build
+from trainstack.errors import ConfigurationError
 
 _SIZE = 1024
 """Bytes of a file. Each heartbeat overwrites all of them, so no rest of an older one is left."""
 
-_NAME = re.compile(r"\.lease-(\d{9,18})\.json")
+_NAME = re.compile(r"\.lease-(\d{9}|[1-9]\d{9,17})\.json")
+"""As `_path` writes it, which gives no name for a higher counter."""
+
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -54,6 +59,13 @@ class LeaseRecord:
     held_s: float = 0.0
     released: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuse a timeout that no other process would believe. Raises ConfigurationError."""
+        if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
+            raise ConfigurationError(
+                f"timeout_s={self.timeout_s!r}: write seconds above 0, at most {LONGEST_TIMEOUT_S:g} (a day)."
+            )
+
     def render(self) -> bytes:
         """The bytes of the file."""
         body = {"format": "trainstack-lease", **asdict(self)}
@@ -61,8 +73,8 @@ class LeaseRecord:
         return data.ljust(_SIZE - 1) + b"\n"
 
 
-_LONGEST_S = 86_400.0
-"""The longest timeout of a lease that is believed: a day."""
+LONGEST_TIMEOUT_S = 86_400.0
+"""The longest timeout of a lease: a day."""
 
 _MOST_LOOKS = 100
 """So often is looked again after a lease that was listed is gone."""
@@ -78,12 +90,9 @@ def parse(data: bytes) -> LeaseRecord | None:
         body = json.loads(data)
         if body.pop("sha256") != _hash(body) or body.pop("format") != "trainstack-lease":
             return None
-        record = LeaseRecord(**body)
-        numbers = (record.pid, record.counter, record.beat, record.timeout_s, record.held_s)
-        texts = (record.host, record.machine, record.started, record.token)
-        is_sound = all(type(number) in (int, float) for number in numbers) and all(type(t) is str for t in texts)
-        is_sound = is_sound and type(record.run_id) in (str, type(None))
-        return record if is_sound and 0 < record.timeout_s <= _LONGEST_S else None
+        record = build(LeaseRecord, body)
+        texts = (record.host, record.machine, record.started, record.token, record.run_id or "")
+        return record if all(text.isprintable() for text in texts) else None  # some are printed
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -179,8 +188,8 @@ def look(directory: Path) -> Seen | None:
     for _ in range(_MOST_LOOKS):
         counters = []
         with suppress(FileNotFoundError), os.scandir(directory) as entries:
-            named = ((_NAME.fullmatch(entry.name), entry) for entry in entries)
-            counters = [int(match[1]) for match, entry in named if match and not entry.is_symlink()]
+            named = (_NAME.fullmatch(entry.name) for entry in entries)
+            counters = [int(match[1]) for match in named if match]
         if not counters:
             return None
         counter = max(counters)
@@ -202,11 +211,12 @@ def is_held_here(directory: Path) -> bool:
 
 
 def _read(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    """The content; nothing for a link, or what else is no regular file: a damaged lease."""
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        return b""
+    descriptor = open_descriptor(path)
     try:
         return os.read(descriptor, 4 * _SIZE)
-    except OSError as error:
-        return str(error).encode()  # a folder of that name
     finally:
         os.close(descriptor)
 
@@ -249,7 +259,7 @@ def overwrite(directory: Path, record: LeaseRecord) -> bool:
     In place: clients of NFS read a file again when they open it, but may cache a directory entry for a minute.
     """
     try:
-        descriptor = os.open(_path(directory, record.counter), os.O_WRONLY)
+        descriptor = open_descriptor(_path(directory, record.counter), os.O_WRONLY)
     except FileNotFoundError:
         return False
     try:
@@ -289,4 +299,9 @@ def make_directories(directory: Path) -> list[Path]:
 
 
 def _path(directory: Path, counter: int) -> Path:
-    return directory / f".lease-{counter:09d}.json"
+    """The file of a lease. Raises OSError if no name has so many digits."""
+    path = directory / f".lease-{counter:09d}.json"
+    if _NAME.fullmatch(path.name) is None:
+        before = f".lease-{counter - 1:09d}.json"
+        raise OSError(errno.EOVERFLOW, f"no number follows that of {before}; delete it when no run uses the folder")
+    return path

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainstack._files import open_for_reading, real_path
 from trainstack.checkpointing import filesystem
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments, Monitor
@@ -216,7 +217,7 @@ def _set(path: Path, data: bytes | None, say: Callable[[int, str], None]) -> Non
 
 def _beginning(path: Path) -> bytes:
     """The content of a pointer; of a file that is none, and may be large, only so much."""
-    with path.open("rb") as file:
+    with open_for_reading(path) as file:
         return file.read(1 << 16)
 
 
@@ -291,7 +292,7 @@ class CheckpointFinder:
     def _load_own(self, monitor: Monitor | None) -> Checkpoint | None:
         """The newest or best that a run which began from another directory has saved itself; None if there is none."""
         elsewhere = (self._load_dir / self.args.load_filename).parent if self.args.load_filename else self._load_dir
-        if elsewhere.resolve() == self._save_dir.resolve():
+        if real_path(elsewhere) == real_path(self._save_dir):
             return None
         self._check_not_deleting(self._save_dir)
         found = read_newest(self._save_dir, self.args.file_prefix, self._log, monitor, self._run_id)
@@ -356,7 +357,7 @@ class CheckpointFinder:
         return checkpoint
 
     def _check_not_deleting(self, directory: Path) -> None:
-        if self.args.delete_existing_checkpoints and directory.resolve() == self._save_dir.resolve():
+        if self.args.delete_existing_checkpoints and real_path(directory) == real_path(self._save_dir):
             raise ConfigurationError(
                 f"delete_existing_checkpoints=True would delete what is to be loaded from {directory}. "
                 "Write delete_existing_checkpoints=False to resume, or resume=False to start over."

@@ -13,10 +13,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
+from trainstack._files import MAX_SMALL_BYTES, read_small
 from trainstack.checkpointing.checksums import ALGORITHM, FileRecord, digest, is_digest
 from trainstack.checkpointing.field_types import build, short
 from trainstack.checkpointing.format import Json, PlainDecoder
-from trainstack.checkpointing.regular_files import MAX_SMALL_BYTES, read_small
 from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 
 FILE_NAME = "MANIFEST.json"

@@ -1,63 +1,13 @@
-"""Opening of regular files only, and bounds on their contents.
-
-A folder of checkpoints may hold anything: a FIFO blocks who opens it, a link to `/dev/zero` never ends, a sparse file
-of 4 TiB costs nothing to make.
-"""
+"""Bounds on the memory that the files of a checkpoint take."""
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 
+from trainstack._files import open_regular
 from trainstack.errors import CheckpointDamagedError
-
-MAX_SMALL_BYTES = 16 << 20
-"""The largest manifest or other small file that is read. A manifest has some kilobytes."""
-
-_KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a directory",
-}
-
-
-def open_regular(path: Path) -> FileIO:
-    """Open a regular file for reading, perhaps by a link; never waits for another process.
-
-    Raises:
-        OSError: there is none, it is something else than a regular file, or the system refused.
-    """
-    _check_regular(path, os.stat(path))  # before the open, since opening a device may do something
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    handle = FileIO(os.open(path, flags), "rb")
-    try:
-        _check_regular(path, os.fstat(handle.fileno()))  # what was looked at before may have been replaced
-    except BaseException:
-        handle.close()
-        raise
-    return handle
-
-
-def read_small(path: Path) -> bytes:
-    """Return the content of a small regular file.
-
-    Raises:
-        OSError: as `open_regular`, or the file has more than `MAX_SMALL_BYTES`.
-    """
-    with open_regular(path) as handle:
-        parts, left = [], MAX_SMALL_BYTES + 1
-        while left and (part := handle.read(min(left, 1 << 20))):
-            parts.append(part)
-            left -= len(part)
-    if not left:
-        raise OSError(errno.EFBIG, f"it has more than {MAX_SMALL_BYTES:,} bytes", os.fspath(path))
-    return b"".join(parts)
 
 
 def drop_pages(path: Path) -> None:
@@ -65,12 +15,6 @@ def drop_pages(path: Path) -> None:
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError), open_regular(path) as handle:
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _check_regular(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", os.fspath(path))
 
 
 def available_memory() -> int | None:

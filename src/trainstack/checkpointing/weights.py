@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainstack._files import local_path
-from trainstack.checkpointing.difference import describe
+from trainstack.checkpointing.difference import describe, differences
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
 from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.reading import read_model
@@ -38,11 +38,13 @@ def export_model(
     global_step: int | None = None,
     metadata: dict[str, Any] | None = None,
     run_id: str | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write weights as the folder `path`: safetensors, JSON, a manifest with hashes, and a README.
 
     `read_model(path)` returns them; `init_weights_from=path` starts a training from them; any reader of safetensors
-    opens `model.safetensors`. A folder that is an export already is replaced, whole or not at all.
+    opens `model.safetensors`. An export of the same state at `path` is left as it is, with a README that you have
+    edited and files that you have added.
 
     Args:
         model: a module, whose `get_state()` or else `state_dict()` is taken, or a state dict.
@@ -51,12 +53,13 @@ def export_model(
         global_step: global steps behind these weights, skipped ones included.
         metadata: whatever else is worth knowing. Plain values, one level of dicts.
         run_id: of the run that trained the weights, for the manifest.
+        overwrite: replace an export of another state at `path`, whole or not at all, and delete all files in it.
 
     Returns:
         The absolute path.
 
     Raises:
-        CheckpointError: something else lies there, or the file system refused.
+        CheckpointError: an export of another state or something else is there, or the file system refused.
         UnsupportedStateError: a state holds a value that the format does not.
         ConfigurationError: `model` is neither a module nor a mapping.
     """
@@ -67,7 +70,22 @@ def export_model(
         model = getattr(model, "get_state", model.state_dict)()
     if not isinstance(model, Mapping):
         raise ConfigurationError(f"export_model was given a {type(model).__name__}. Give it a module or a state dict.")
+    if not overwrite and is_checkpoint_directory(target):
+        if _holds(target, model):
+            return target
+        raise CheckpointError(
+            f"{target} is an export of another state, which is not replaced. Give another path, or write "
+            "overwrite=True, which deletes it with all files that were added to it."
+        )
     return write_model(model, target.parent, target.name, metadata, plan=plan, global_step=global_step, run_id=run_id)
+
+
+def _holds(export: Path, state: Mapping[str, Any]) -> bool:
+    """Whether `export` is intact and holds exactly `state`."""
+    try:
+        return not any(differences(read_model(export), dict(state)))
+    except CheckpointError:
+        return False
 
 
 def require_hub() -> None:

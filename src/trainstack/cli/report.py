@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from trainstack._files import real_path
 from trainstack.cli.printing import print_json, print_line
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.reporting.report.facts import REPORT_NAME, replace_file
@@ -29,7 +30,7 @@ def add(subparsers: Any) -> None:
 
 def _report(args: argparse.Namespace) -> int:
     directories = [Path(given) for given in args.directories]
-    resolved = [directory.resolve() for directory in directories]
+    resolved = [real_path(directory) for directory in directories]
     if len(set(resolved)) < len(directories):
         raise ConfigurationError("a run is named twice; name each once.")
     common = os.path.commonpath([path.parent for path in resolved])  # a label is a path without it

@@ -66,8 +66,8 @@ class AbstractTrainer(ABC):
         """Save a checkpoint, at the next step boundary where a step or a hook is under way."""
 
     @abstractmethod
-    def export(self, path: str | os.PathLike[str]) -> None:
-        """Write the module's state as the folder `path`."""
+    def export(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the module's state as the folder `path`; `overwrite` replaces an export of another state there."""
 
     @abstractmethod
     def load_export(self, path: str | os.PathLike[str]) -> None:

@@ -17,6 +17,7 @@ from trainstack.backends import DifferentialPrivacyArguments, DistributedTrainin
 from trainstack.backends.spec import LayerRecord, expand_auto, registered_backend
 from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.checkpointing.arguments import DEFAULT_MONITOR, Monitor
+from trainstack.checkpointing.lease_file import LONGEST_TIMEOUT_S
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.core.intervals import check_validate_every, is_number_of_steps, seconds_of
 from trainstack.trainer.tracking.progress import ProgressDisplay
@@ -265,8 +266,10 @@ def _check_numbers(args: Unchecked) -> None:
         value = getattr(args, name)
         if value is None and name in ("clip_grad_value", "stop_grace_s"):
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
-            raise ConfigurationError(f"{name}={value!r}: write a number above 0, or {_OTHERWISE.get(name, 'None')}.")
+        most = LONGEST_TIMEOUT_S if name == "lease_timeout_s" else math.inf
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+            limits = "above 0" if most == math.inf else f"above 0, at most {most:g}"
+            raise ConfigurationError(f"{name}={value!r}: write a number {limits}, or {_OTHERWISE.get(name, 'None')}.")
     if args.clip_grad_value is not None and args.clip_grads and args.max_grad_norm != 1.0:
         raise ConfigurationError(
             f"clip_grad_value={args.clip_grad_value} and max_grad_norm={args.max_grad_norm}: gradients are clipped "

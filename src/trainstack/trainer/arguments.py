@@ -145,7 +145,7 @@ class TrainerArguments(metaclass=SuggestsNames):
         stop_grace_s: seconds from the signal until a scheduler kills the process; a save that takes more than half of
             them is warned about. By default what TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, or 30.
         lease_timeout_s: seconds without a heartbeat after which another process may take over the directories of
-            this run. A run that died on the same host is replaced at once.
+            this run; at most 86400, a day. A run that died on the same host is replaced at once.
         rank_zero_timeout_s: seconds that the other ranks wait while rank 0 reads or writes files: a checkpoint, an
             export, an upload. The time limit of collectives (`timeout_s` of `ddp`) does not count this time.
         save_on_exception: write what there is after an exception, for a look at it; never resumed from by itself.

@@ -8,7 +8,7 @@ import secrets
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,7 +148,8 @@ class RunDirectory:
         if args.fast_dev_run:
             return str(root / "fast_dev_run")
         record = self._describe()
-        known_runs = [entry for entry in _records_in(root) if entry[1].made_by == record.made_by]
+        with _library_error(root):
+            known_runs = [entry for entry in _records_in(root) if entry[1].made_by == record.made_by]
         for folder, other in known_runs:
             if other.folder != folder.name and resume is not False:
                 say(
@@ -236,15 +237,8 @@ class RunDirectory:
         """
         if self._is_claimed or args.fast_dev_run:
             return
-        try:
+        with _library_error(self.path):
             self._claim(args, continues, earlier_records)
-        except CheckpointNotFoundError:
-            raise
-        except OSError as error:
-            raise CheckpointError(
-                f"the folder of the run {self.path} cannot be written: {error}. Free space, mend the folder, or write "
-                "another output_dir."
-            ) from error
 
     def _claim(self, args: TrainerArguments, continues: bool, earlier_records: int) -> None:
         folder, record, found = self.path, self._describe(), read_record(self.path)
@@ -290,7 +284,8 @@ class RunDirectory:
     def begin(self) -> None:
         """A training begins in the folder that is claimed: record it as not finished."""
         if self._is_claimed:
-            self._set(replace(self._record, finished=False))
+            with _library_error(self.path):
+                self._set(replace(self._record, finished=False))
 
     def end(self, *, finished: bool) -> None:
         """The training has ended; `finished` if it came to its end."""
@@ -307,8 +302,9 @@ class RunDirectory:
     def protect(self, args: TrainerArguments) -> None:
         """Make all files below the folders of the run readable for its user only, if `args` say so."""
         if args.private_files is True or (args.private_files == "auto" and self._private):
-            for one in (self.path, self.log_dir, *self._checkpoint_places()):
-                keep_private(one)
+            with _library_error(self.path):
+                for one in (self.path, self.log_dir, *self._checkpoint_places()):
+                    keep_private(one)
 
     def _make_folders(self, *, is_new: bool) -> None:
         folder = self.path
@@ -386,6 +382,19 @@ class RunDirectory:
         one, record = self._checkpointer, read_record(folder)
         run_id = None if record is None else record.run_id or None
         return one.checkpoints_below(folder, run_id) if isinstance(one, DefaultCheckpointer) else []
+
+
+@contextmanager
+def _library_error(folder: Path) -> Iterator[None]:
+    """A block in which an error of the file system becomes a CheckpointError that names `folder`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"the folder {folder} cannot be used: {error}. Free space, mend the folder, or write another output_dir."
+        ) from error
 
 
 def _records_in(root: Path) -> list[tuple[Path, RunRecord]]:

@@ -8,13 +8,14 @@ import sys
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from trainstack._files import atomic_write
+from trainstack._files import atomic_write, read_small
 from trainstack.checkpointing.checksums import digest
+from trainstack.checkpointing.field_types import build
 
 FILE_NAME = "run-record.json"
 _FORMAT = "trainstack-run-record"
@@ -71,12 +72,11 @@ class RunRecord:
 def read_record(folder: Path) -> RunRecord | None:
     """The record in `folder`; None without one, and for one that is damaged."""
     try:
-        data = (folder / FILE_NAME).read_bytes()
-        body: dict[str, Any] = json.loads(data)
+        body: dict[str, Any] = json.loads(read_small(folder / FILE_NAME))
         signature = body.pop(_SELF_HASH)
         if signature != digest(_dump(body)) or body.pop("format") != _FORMAT:
             return None
-        return RunRecord(**{field.name: body[field.name] for field in fields(RunRecord)})
+        return build(RunRecord, body)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

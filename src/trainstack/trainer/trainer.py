@@ -459,19 +459,21 @@ class Trainer(AbstractTrainer):
         with self._context.fail_together():
             self._saver.save_model(self.plan)
 
-    def export(self, path: str | os.PathLike[str], *, check_finite: bool = True) -> None:
+    def export(self, path: str | os.PathLike[str], *, check_finite: bool = True, overwrite: bool = False) -> None:
         """Write the module's state as the folder `path`, with a README; see `export_model`.
 
         Args:
             path: of the folder.
             check_finite: refuse weights and buffers that became inf or nan.
+            overwrite: replace an export of other weights at `path`, with all files in it.
 
         Raises:
             NonFiniteError: the weights are inf or nan, and `check_finite` is True; nothing was written.
+            CheckpointError: an export of other weights is there; nothing was written.
         """
         if check_finite:
             self._ready().check_finite("No export was written; write check_finite=False to export it as it is.")
-        self._saver.save_model(self.plan, path)
+        self._saver.save_model(self.plan, path, overwrite=overwrite)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trainer:
         """Refuse a copy, which would share the files, the processes and the counters of the run."""

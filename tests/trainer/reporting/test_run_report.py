@@ -19,8 +19,9 @@ from tests.helpers.modules import Classifier, arguments, train
 from trainstack.trainer.reporting.report.chart import Scale, chart
 from trainstack.trainer.reporting.report.facts import RunFacts
 from trainstack.trainer.reporting.report.markup import Markup, tag
-from trainstack.trainer.reporting.report.panels import Panel, Series, panels_of, thin
-from trainstack.trainer.reporting.report.runs import read_run
+from trainstack.trainer.reporting.report.page import page_of
+from trainstack.trainer.reporting.report.panels import MOST_CURVES, Panel, Series, panels_of, thin
+from trainstack.trainer.reporting.report.runs import ReportedRun, read_run
 
 SAVING = ts.DefaultCheckpointerArguments()
 
@@ -159,6 +160,16 @@ class TestEndings:
         (tmp_path / "run.json").write_text(json.dumps(facts))
         run = read_run(tmp_path, "killed")
         assert [panel.title for panel in panels_of([run])] == ["loss", "gradient norm", "learning rate"]
+
+
+def test_a_page_of_very_many_metrics_draws_some_and_says_so() -> None:
+    names = [*(f"m/{number}" for number in range(5000)), "train/loss", "lr", "val/loss"]
+    curves = {name: (np.arange(3), np.ones(3)) for name in names}
+    page = page_of([ReportedRun(label="a", facts=RunFacts(name="a"), curves=curves)])
+    assert page.count("<figure") <= MOST_CURVES
+    assert "300 of 5,003 metrics are drawn." in page
+    assert all(f"<figcaption>{title}" in page for title in ("loss", "learning rate", "m/0"))
+    assert "are drawn" not in page_of([ReportedRun(label="a", facts=RunFacts(name="a"), curves={"m": curves["m/0"]})])
 
 
 @pytest.mark.parametrize("logged", [False, True])

@@ -19,7 +19,7 @@ from tests.helpers.costs import cpu_s, least
 from trainstack.checkpointing.decoding import StateDecoder
 from trainstack.checkpointing.encoding import StateEncoder
 from trainstack.errors import CheckpointDamagedError, ConfigurationError, ModuleContractError
-from trainstack.trainer.tracking.history import Record, RunHistory
+from trainstack.trainer.tracking.history import MetricColumn, Record, RunHistory
 from trainstack.trainer.tracking.record_log import CHUNK
 
 
@@ -480,3 +480,16 @@ def test_values_at_a_step_are_the_newest_of_the_metrics_that_end_there() -> None
     history.update_metric("later", 1.0, step=6)
     assert history.values_at(5) == {"twice": 2.0}
     assert history.values_at(7) == {}
+
+
+def test_many_metrics_are_restored_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    history, count, calls = RunHistory(), 3 * CHUNK, Counter[int]()
+    for number in range(count):
+        history.update_metric(f"m/{number % (count // 2)}", number, step=number)
+    extend = MetricColumn.extend
+    monkeypatch.setattr(MetricColumn, "extend", lambda self, *one: (calls.update([0]), extend(self, *one)))
+    restored = RunHistory()
+    restored.update_state(history.get_state())
+    assert calls[0] <= count
+    assert restored.to_dict() == history.to_dict()
+    assert list(restored.all_records()) == list(history.all_records())

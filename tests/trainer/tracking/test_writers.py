@@ -179,7 +179,7 @@ def test_csv_says_what_is_wrong_with_its_use(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="open already"):
         writer.open(RunInfo(resume_step=None))
     writer.close()
-    with pytest.raises(ConfigurationError, match="not a file"):
+    with pytest.raises(ConfigurationError, match="Remove or rename it, or write another output_dir"):
         CsvWriter(tmp_path).open(RunInfo(resume_step=None))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from trainstack._files import file_mode, local_path, make_directories, sync_directory
+from trainstack._files import file_mode, local_path, make_directories, open_descriptor, sync_directory
 from trainstack.backends.dp.accounting import merge_steps
 from trainstack.backends.dp.epsilon import Entry
 from trainstack.errors import PrivacyLedgerError
@@ -80,7 +80,7 @@ class LedgerFile:
         try:
             if flags & os.O_CREAT:
                 make_directories(self.path.parent)
-            descriptor = os.open(self.path, flags | getattr(os, "O_BINARY", 0), file_mode(self.path) & 0o644)
+            descriptor = open_descriptor(self.path, flags, file_mode(self.path) & 0o644)
             try:
                 yield descriptor
             finally:

@@ -146,7 +146,8 @@ class BestCheckpoint(MonitorCallback):
         monitor: a metric by its exact name, or a function of all that was measured; None for the monitor of the run:
             `args.monitor`, or that of `args.checkpointer_args` ("val/loss" by default).
         mode: "min", "max", or "auto" for what the metric's name tells.
-        path: of the folder; `best` in `trainer.output_dir` if None.
+        path: of the folder; `best` in `trainer.output_dir` if None. An export there is replaced, also that of
+            another run: write another path for each run.
         load_best_at_end: after the last checkpoint is saved and before the model is exported. If `train()` goes on
             later, it does so from the weights trained last.
         min_delta: by how much a value must be better to count.
@@ -177,7 +178,7 @@ class BestCheckpoint(MonitorCallback):
         """Export what is better than all before."""
         if improved:
             with trainer.evaluation_context():
-                trainer.export(self.path_of(trainer))
+                trainer.export(self.path_of(trainer), overwrite=True)
 
     def on_train_end(self, trainer: AbstractTrainer, status: str) -> None:
         """Load the best weights, unless the run is to go on."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainstack._files import real_path
 from trainstack.checkpointing import DefaultCheckpointer, Lease
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.tracking.writers import StdoutWriter
@@ -119,7 +120,7 @@ def _directories(context: RunContext) -> list[Path]:
         found.append(context.directory.log_dir)
     if isinstance(checkpointer, DefaultCheckpointer) and checkpointer.args.checkpoint:
         found.append(checkpointer.save_dir)
-    return list({os.path.realpath(one): one for one in reversed(found)}.values())[::-1]
+    return list({real_path(one): one for one in reversed(found)}.values())[::-1]
 
 
 def _warn_of_array_task(

@@ -332,7 +332,7 @@ def _one_in_order(key: str, value: Any, order: Sequence[int]) -> Any:
 
 def _settings_of(scheduler: Any) -> dict[str, Any]:
     """The length of a new scheduler, and the attributes of the objects that give its rates, which they may change."""
-    state = getattr(scheduler, "state_dict", dict)()  # a run that saves nothing needs none
+    state: dict[str, Any] = getattr(scheduler, "state_dict", dict)()  # a run that saves nothing needs none
     return {key: copied(state[key]) for key in ("total_steps", "T_max", "total_iters", "lr_lambdas") if key in state}
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
+from trainstack._files import real_path
 from trainstack.backends import TrainerBackend, World
 from trainstack.backends.spec import known_layers
 from trainstack.checkpointing import Checkpoint, WarmStartReport, warm_start
@@ -126,7 +127,7 @@ def _checkpoint_of(source: Path) -> Path | None:
     """The checkpoint or export that `source` is, or is a file of, also by a link to that file; None if of neither."""
     if source.is_dir():
         return source if is_checkpoint_directory(source) else None
-    folders = (source.parent, source.resolve().parent)
+    folders = (source.parent, real_path(source).parent)
     own = (folder for folder in folders if (folder / MANIFEST).exists() and is_checkpoint_directory(folder))
     return next(own, None)
 

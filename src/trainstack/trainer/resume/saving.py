@@ -191,7 +191,9 @@ class Saver:
             again += " with resume='auto', or --resume auto"
         return f"{stood}. {where}; to go on, {again}"
 
-    def save_model(self, plan: TrainingPlan, path: str | os.PathLike[str] | None = None) -> None:
+    def save_model(
+        self, plan: TrainingPlan, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False
+    ) -> None:
         """Export the module's state and `plan`, to `path` or where the checkpointer puts exports."""
         context, state = self._context, self._context.state
         about: dict[str, Any] = {
@@ -207,7 +209,7 @@ class Saver:
                 self.owner.check()
                 context.checkpointer.save_model(module_state, state.last_epoch, **about)
             else:
-                export_model(module_state, path, run_id=context.directory.run_id, **about)
+                export_model(module_state, path, run_id=context.directory.run_id, overwrite=overwrite, **about)
 
         with self.owner.held_for_writing() if path is None else nullcontext():
             if path is None and getattr(getattr(context.checkpointer, "args", None), "checkpoint", False):

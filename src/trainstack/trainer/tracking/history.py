@@ -7,7 +7,7 @@ import math
 import operator
 import unicodedata
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
 from typing import Any, NamedTuple
@@ -224,7 +224,7 @@ class RunHistory:
             if len(columns) != len(state["names"]):
                 raise ValueError("a name is there twice")
             log.update_state(state["records"], len(columns))
-            _fill(columns.values(), log)
+            _fill(list(columns.values()), log)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointDamagedError(
                 f"the state of the run history is damaged ({type(error).__name__}: {error}). "
@@ -293,12 +293,15 @@ class RunHistory:
             )
 
 
-def _fill(columns: Iterable[MetricColumn], log: RecordLog) -> None:
+def _fill(columns: Sequence[MetricColumn], log: RecordLog) -> None:
     """Give the empty `columns` the records of `log`, and refuse one that has none."""
     for metrics, steps, epochs, values in log.arrays():
-        for column in columns:
-            mine = metrics == column.number
-            column.extend(values[mine], steps[mine], epochs[mine])
+        order = np.argsort(metrics, kind="stable")
+        numbers, begins = np.unique(metrics[order], return_index=True)
+        ends = [*begins[1:].tolist(), len(order)]
+        for number, begin, end in zip(numbers.tolist(), begins.tolist(), ends, strict=False):
+            mine = order[begin:end]
+            columns[number].extend(values[mine], steps[mine], epochs[mine])
     for column in columns:
         if not column.values:
             raise ValueError(f"the metric {column.name!r} has no record")

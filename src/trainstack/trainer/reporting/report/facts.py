@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainstack._files import atomic_write, make_directories
+from trainstack._files import atomic_write, make_directories, read_small
 from trainstack.errors import ConfigurationError
 
 FILE_NAME = "run.json"
@@ -91,16 +91,21 @@ class RunFacts:
         """
         file = directory / FILE_NAME
         try:
-            values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            values: dict[str, Any] = json.loads(read_small(file, _MOST_BYTES))
             if values.pop("format") != FORMAT:
                 raise ValueError("it is of another format")
             sessions = tuple(_session(entry) for entry in values.pop("sessions"))
             values |= {name: tuple(map(tuple, values[name])) for name in ("plan", "model", "environment")}
             return _checked(cls(**values, sessions=sessions))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-            why = " ".join(str(error).split())[:_LONGEST_REASON]
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+            why = " ".join(str(getattr(error, "strerror", None) or error).split())[:_LONGEST_REASON]
             raise ConfigurationError(f"{file} is not what a run has written: {why}. Delete it.") from error
 
+
+_MOST_BYTES = 1 << 28
+"""A session has about 100 kB in it."""
 
 _LONGEST_REASON = 200
 _MOST_STEPS = 1 << 63

@@ -14,7 +14,7 @@ from trainstack.trainer.core.logs import flatten
 from trainstack.trainer.reporting.report.chart import COLOURS, chart, number
 from trainstack.trainer.reporting.report.facts import Session
 from trainstack.trainer.reporting.report.markup import Markup, join_markup, table, tag
-from trainstack.trainer.reporting.report.panels import panels_of
+from trainstack.trainer.reporting.report.panels import MOST_CURVES, panels_of
 from trainstack.trainer.reporting.report.runs import ReportedRun
 
 
@@ -311,9 +311,12 @@ def _several(runs: Sequence[ReportedRun]) -> Markup:
 def _charts(runs: Sequence[ReportedRun]) -> Markup:
     panels = panels_of(runs)
     left_out = any(run.facts.private for run in runs)
-    note = "The training loss of a private run is not protected by noise and is left out." if left_out else None
+    notes = ["The training loss of a private run is not protected by noise and is left out."] if left_out else []
+    count = len(set().union(*(run.shown_curves for run in runs)))
+    if count > MOST_CURVES:
+        notes.append(f"{MOST_CURVES} of {count:,} metrics are drawn. trainer.history and the logs have all of them.")
     return join_markup(
         tag("h2", "Curves", tag("small", " over global steps; dotted lines end epochs") if len(runs) == 1 else None),
-        tag("p", note, class_="soft") if note else None,
+        *(tag("p", note, class_="soft") for note in notes),
         tag("div", *map(chart, panels), class_="charts") if panels else tag("p", "No metrics.", class_="soft"),
     )

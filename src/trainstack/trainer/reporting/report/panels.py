@@ -11,6 +11,9 @@ import numpy as np
 from trainstack.trainer.reporting.report.runs import Arrays, ReportedRun
 
 MOST_POINTS = 600
+MOST_CURVES = 300
+"""So many metrics of a run are drawn: a page of 100,000 took a minute to write, and no browser shows it."""
+
 _MOST_RATES = 40
 _LAST = {"gradient norm": 1, "learning rate": 2, "steps a second": 4, "memory, GiB": 5}
 _TITLES = {"lr": "learning rate", "schedule/lr": "learning rate", "grad_norm": "gradient norm", "memory": "memory, GiB"}
@@ -45,9 +48,10 @@ def panels_of(runs: Sequence[ReportedRun]) -> list[Panel]:
 
 
 def _of_one(run: ReportedRun) -> list[Panel]:
+    curves = {**run.shown_curves, **_sampled(run)}
     groups: dict[str, dict[str, Arrays]] = {}
-    for name, arrays in {**run.shown_curves, **_sampled(run)}.items():
-        groups.setdefault(_title_of(name), {})[name] = arrays
+    for name in _drawn(curves):
+        groups.setdefault(_title_of(name), {})[name] = curves[name]
     ends = next((tuple(a[0].tolist()) for n, a in run.curves.items() if n.endswith("train/loss_epoch")), ())
     return [
         Panel(
@@ -62,11 +66,18 @@ def _of_one(run: ReportedRun) -> list[Panel]:
 def _of_several(runs: Sequence[ReportedRun]) -> list[Panel]:
     curves = [{**run.shown_curves, **_sampled(run)} for run in runs]
     panels = []
-    for name in sorted(set().union(*curves), key=lambda name: (_place(_title_of(name)), name)):
+    for name in _drawn(set().union(*curves)):
         having = [i for i, own in enumerate(curves) if name in own]
         series = (_series(runs[i].label, *curves[i][name], colour=i) for i in having)
         panels.append(Panel(title=name, series=tuple(series)))
     return panels
+
+
+def _drawn(names: Iterable[str]) -> list[str]:
+    """The metrics that are drawn, in the order of their charts."""
+    ordered = sorted(names, key=lambda name: (_place(_title_of(name)), name))
+    kept = set(sorted(ordered, key=lambda name: _title_of(name) not in ("loss", *_LAST))[:MOST_CURVES])
+    return [name for name in ordered if name in kept]
 
 
 def _title_of(name: str) -> str:

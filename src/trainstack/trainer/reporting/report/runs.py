@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from trainstack._files import real_path
 from trainstack.checkpointing.directory import CheckpointInfo, scan
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.reporting.report.facts import FILE_NAME, RunFacts
@@ -64,7 +65,7 @@ def read_run(directory: Path, label: str) -> ReportedRun:
         raise ConfigurationError(
             f"{directory} has neither metrics.csv nor metrics.jsonl nor {FILE_NAME}. Name the output_dir of a run."
         )
-    facts = facts or RunFacts(name=directory.resolve().name)
+    facts = facts or RunFacts(name=real_path(directory).name)
     curves = read_history(directory).all_arrays() if has_metrics else {}
     return ReportedRun(label=label, facts=facts, curves=curves, checkpoints=checkpoints_of(facts, directory))
 

@@ -5,14 +5,24 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain, islice
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Protocol
 
-from trainstack._files import local_path, make_directories, open_file, sync_directory
+from trainstack._files import (
+    create_file,
+    local_path,
+    make_directories,
+    open_for_reading,
+    open_for_update,
+    sync_directory,
+    temporary_path,
+)
 from trainstack.checkpointing.filesystem import sync_file
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.core.logs import RunLogger
@@ -60,7 +70,10 @@ class RowWriter(Writer):
         if self._file is not None:
             raise ConfigurationError(f"the writer for {path} is open already; close() it first.")
         if path.exists() and not path.is_file():
-            raise ConfigurationError(f"the path {path} is not a file; give the path of a file.")
+            raise ConfigurationError(
+                f"{path} is not a regular file, so no metrics can be written there. Remove or rename it, or write "
+                "another output_dir, or another path where you have made the writer."
+            )
         make_directories(path.parent)
         is_foreign = run.resume_step is None and not self._is_inside(run)
         if path.exists() and path.stat().st_size > 0 and (is_foreign or not self._is_ours()):
@@ -94,14 +107,14 @@ class RowWriter(Writer):
         return self.path.is_relative_to(run.log_dir.absolute())
 
     def _is_ours(self) -> bool:
-        with self.path.open("rb") as file:
-            return self.format.is_ours(file.readline())
+        with open_for_reading(self.path) as file:
+            return self.format.is_ours(file.readline(_LONGEST_ROW))
 
     def _restored(self, run: RunInfo) -> BinaryIO:
         """The file, open at its end, with exactly the rows of the run's records."""
         lost = not self.path.exists()
         if not lost:
-            file = open_file(self.path, "rb+")
+            file = open_for_update(self.path)
             size = self._matching_size(file, run)
             if size is not None:
                 file.truncate(size)
@@ -116,7 +129,9 @@ class RowWriter(Writer):
                 f"{self.path} {'was gone' if lost else 'lacked rows, or had damaged ones'}: it was rewritten from "
                 "the history in the checkpoint."
             )
-        return open_file(self.path, "ab")
+        file = open_for_update(self.path)
+        file.seek(0, os.SEEK_END)
+        return file
 
     def _matching_size(self, file: BinaryIO, run: RunInfo) -> int | None:
         """How many bytes at the beginning of `file` are what the run has written; None if any of them is not."""
@@ -128,8 +143,8 @@ class RowWriter(Writer):
         return size
 
     def _write_anew(self, run: RunInfo) -> None:
-        made = self.path.with_name(f".{self.path.name}.tmp")
-        with open_file(made, "wb") as file:
+        made = temporary_path(self.path)
+        with create_file(made) as file:
             file.writelines(self._pieces(run))
             sync_file(file)
         made.replace(self.path)
@@ -144,12 +159,14 @@ class RowWriter(Writer):
 
 
 _ROWS_A_PIECE = 4096
+_LONGEST_ROW = 1 << 20
+"""Bytes of the longest row that is read; a file without ends of lines would else take all memory."""
 
 
 def free_name(path: Path) -> Path:
     """`path`, which is taken, with the first number that is not: `metrics.csv` becomes `metrics.1.csv`."""
     number = 1
-    while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+    while os.path.lexists(candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")):
         number += 1
     return candidate
 
@@ -256,11 +273,13 @@ def read_history(path: str | PathLike[str]) -> RunHistory:
     file = _file(local_path(path))
     format = _FORMATS.get(file.suffix)
     history = RunHistory()
-    with file.open("rb") as lines:
-        first = lines.readline()
+    with open_for_reading(file) as lines:
+        first = lines.readline(_LONGEST_ROW)
         if format is None or not format.is_ours(first):
             raise ConfigurationError(f"{file} was not written by the writer 'csv' or 'jsonl'; name a file that was.")
-        for line in chain([first], lines):
+        for line in chain([first], iter(partial(lines.readline, _LONGEST_ROW), b"")):
+            if len(line) == _LONGEST_ROW:
+                raise ConfigurationError(f"{file} has a row of {_LONGEST_ROW:,} bytes or more; name another file.")
             record = format.record(line) if line.endswith(b"\n") else None
             if record is not None:
                 with suppress(ConfigurationError):  # a name that no run would have recorded

@@ -13,7 +13,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainstack._files import local_path, make_directories, open_file, sync_directory
+from trainstack._files import (
+    create_file,
+    local_path,
+    make_directories,
+    open_for_reading,
+    open_for_update,
+    sync_directory,
+)
 from trainstack.checkpointing.filesystem import remove_file, sync_file
 from trainstack.errors import ConfigurationError, MissingExtraError
 from trainstack.trainer.core.logs import RunLogger
@@ -26,7 +33,7 @@ _NAME = re.compile(r"events\.out\.tfevents\.(\d{10,})\.\d{9}\.\d+")
 
 def event_files(directory: Path) -> list[Path]:
     """The event files that a `TensorBoardWriter` has written into `directory`, oldest first."""
-    return sorted(path for path in directory.glob("events.*") if _NAME.fullmatch(path.name))
+    return sorted(path for path in directory.glob("events.*") if _NAME.fullmatch(path.name) and path.is_file())
 
 
 class TensorBoardWriter(Writer):
@@ -56,11 +63,13 @@ class TensorBoardWriter(Writer):
         if self._writer is not None:
             raise ConfigurationError(f"the tensorboard writer for {self.directory} is open; close() it.")
         try:
+            from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.summary.writer.record_writer import RecordWriter, masked_crc32c
         except ImportError as error:
             raise MissingExtraError("the tensorboard writer", "tensorboard", "tensorboard") from error
         self._events, self._summaries, self._checksum = event_pb2, summary_pb2, masked_crc32c
+        self._decode_error = DecodeError
         resume_step, fresh = run.resume_step, run.resume_step is None
         elsewhere = not self.directory.is_relative_to(run.log_dir.absolute())
         directory = _run_directory(self.directory, fresh=fresh) if elsewhere else self.directory
@@ -71,7 +80,7 @@ class TensorBoardWriter(Writer):
             directory, files = _run_directory(self.directory, fresh=True), []
             make_directories(directory)
         path = directory / _next_name(files)
-        self._file = open_file(path, "xb")
+        self._file = create_file(path)
         self._writer = RecordWriter(self._file)
         begin = {} if fresh or anew else {"step": (resume_step or 0) + 1}
         self._put(file_version="brain.Event:2", **begin)
@@ -140,7 +149,7 @@ class TensorBoardWriter(Writer):
             torn = end < path.stat().st_size
             if record is None:
                 if torn:
-                    with open_file(path, "rb+") as file:
+                    with open_for_update(path) as file:
                         file.truncate(end)
                 break
             if torn:
@@ -151,15 +160,21 @@ class TensorBoardWriter(Writer):
 
     def _events_in(self, path: Path) -> Iterator[tuple[Any, int]]:
         """The events of a file and the bytes that they take, up to the first that is damaged."""
-        with path.open("rb") as file:
+        with open_for_reading(path) as file:
+            left = os.fstat(file.fileno()).st_size
             while len(head := file.read(12)) == 12:
                 (length,) = struct.unpack_from("<Q", head)
-                if struct.unpack_from("<I", head, 8)[0] != self._checksum(head[:8]):
+                left -= length + 16
+                if left < 0 or struct.unpack_from("<I", head, 8)[0] != self._checksum(head[:8]):
                     return
                 body = file.read(length + 4)
                 if len(body) < length + 4 or struct.unpack("<I", body[length:])[0] != self._checksum(body[:length]):
                     return
-                yield self._events.Event.FromString(body[:length]), 12 + len(body)
+                try:
+                    event = self._events.Event.FromString(body[:length])
+                except self._decode_error:
+                    return
+                yield event, 12 + len(body)
 
 
 def _bits(message: Any) -> bytes:

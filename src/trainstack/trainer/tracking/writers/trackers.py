@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainstack._files import make_directories
+from trainstack._files import make_directories, read_small
 from trainstack.checkpointing.filesystem import atomic_write
 from trainstack.errors import MissingExtraError, annotate
 from trainstack.trainer.core.logs import RunLogger, flatten
@@ -73,10 +73,10 @@ def by_step(records: Sequence[Record]) -> Iterator[tuple[int, int, dict[str, flo
 
 def _read(file: Path) -> str | None:
     try:
-        run = json.loads(file.read_bytes())["run"]
+        run = json.loads(read_small(file))["run"]
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         run = None
     if not isinstance(run, str):
         RunLogger().warning(f"{file} does not say which run to go on with: a new run begins there.")
