@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from trainstack.checkpointing import Checkpoint
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.state_tree import copied
 from trainstack.trainer.events import Callback
 from trainstack.trainer.events.bus import OWN
-from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.module_interface import ModuleInterface, without_wrappers
 from trainstack.trainer.resume.rank_states import Part, apply_part, describe_place, divide_by_rank, places_in
 
 MODULE, CALLBACKS, USER, LAYERS = "module", "callbacks", "user_state", "layers"
@@ -71,7 +75,19 @@ def restore_own_buffers(checkpoint: Checkpoint, context: RunContext) -> None:
     """Give the module the buffers that differ between ranks, after all ranks have begun with those of rank 0."""
     if checkpoint.rank_states:
         own = apply_part(checkpoint.module_interface_state, checkpoint.rank_states[0][MODULE])
-        context.module.update_state(own)
+        context.module.update_state(copy_for_module(context.module, own))
+
+
+def copy_for_module(module: nn.Module, state: Any) -> Any:
+    """A copy of `state` that `update_state` of `module` may keep and write to.
+
+    Parameters are shared where `ModuleInterface.update_state` is not overridden, since it copies their values.
+    """
+    overrides = getattr(type(module), "update_state", None) is not ModuleInterface.update_state
+    if overrides or type(state) not in (dict, OrderedDict):
+        return copied(state)
+    names = {without_wrappers(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    return type(state)((name, value if name in names else copied(value)) for name, value in state.items())
 
 
 def _without_buffers(part: Part, context: RunContext) -> tuple[Part, Part]:

@@ -26,7 +26,7 @@ from trainstack.trainer.core.random_state import capture_rng, isolated_rng
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.data.fixed_samples import Samples, random_places
 from trainstack.trainer.data.training_data import TrainingData
-from trainstack.trainer.resume.own_states import CALLBACKS, LAYERS, MODULE, USER, take_own_states
+from trainstack.trainer.resume.own_states import CALLBACKS, LAYERS, MODULE, USER, copy_for_module, take_own_states
 from trainstack.trainer.resume.saving import EXCEPTION
 from trainstack.trainer.schedulers.building import counts_at_end
 from trainstack.trainer.schedulers.stepping import Schedules
@@ -257,13 +257,13 @@ def _describe_setting(name: str, value: Any) -> str:
 
 
 def restore_module(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Give the module its state.
+    """Give the module a copy of its state, so that what the module then writes to it does not change the checkpoint.
 
     Raises:
         CheckpointMismatchError: the checkpoint is of another model.
     """
     try:
-        module.update_state(checkpoint.module_interface_state)  # type: ignore[operator]
+        module.update_state(copy_for_module(module, checkpoint.module_interface_state))  # type: ignore[operator]
     except RuntimeError as error:
         what = " ".join(str(error).split()).rstrip(". ")
         raise CheckpointMismatchError(
