@@ -42,6 +42,7 @@ from trainstack.trainer.events.bus import check_event
 from trainstack.trainer.module_checks import check_parts
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.reporting.reporter import Reporter
+from trainstack.trainer.resume.module_extras import ModuleExtras
 from trainstack.trainer.resume.restoring import restore_module, select_resume_state, start_from_weights
 from trainstack.trainer.resume.saving import Saver, check_storable, save_after_exception
 from trainstack.trainer.run.agreement import agree_on_setup
@@ -342,6 +343,7 @@ class Trainer(AbstractTrainer):
         self._saver.choose_directory()
         if to_train:
             self._saver.owner.take()
+        self._context.extras = ModuleExtras(self.module)
         checkpoint = select_resume_state(self.load_checkpoints(), self._context)
         restore_module(self.module, checkpoint)
         self.warm_start_report = start_from_weights(

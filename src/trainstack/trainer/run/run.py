@@ -42,6 +42,7 @@ from trainstack.trainer.module_checks import check_optimizers_schedulers, check_
 from trainstack.trainer.module_interface import MicroBatchInfo, StepView
 from trainstack.trainer.reporting.loss_meter import shown_indices
 from trainstack.trainer.reporting.reporter import Reporter
+from trainstack.trainer.resume.module_extras import EXTRAS
 from trainstack.trainer.resume.module_generators import restore_generators
 from trainstack.trainer.resume.own_states import restore_own_buffers
 from trainstack.trainer.resume.restoring import (
@@ -164,6 +165,8 @@ class Run:
         self.may_be_nonfinite = nonfinite_buffers(self.stack, module)
         if isinstance(context.checkpointer, DefaultCheckpointer) and context.checkpointer.args.checkpoint:
             check_storable_buffers(module)
+        if context.extras is not None:
+            context.extras.begin()
 
     def _connect_module(self) -> None:
         """Give the module the plan, the place where it logs, and a view of the step under way."""
@@ -652,6 +655,8 @@ class Run:
         begun = self._begun if self._begun is not None and self._begun.epoch == state.epoch else None
         begin = self.beginnings.old_states(begun, over=self.is_over)
         made = make_checkpoint(context, plan, lambda: states, self.epoch_rng, loader_state, begin, pinned=pinned)
+        if context.extras is not None:
+            context.extras.warn_of_additions(self.log)
         samples = comparable_samples(self.data, within=begun is not None and not state.epoch_end)
         if samples:
             made.metadata = {**(made.metadata or {}), SAMPLES: samples}
@@ -708,5 +713,7 @@ class Run:
         self.saver.saved_at = (state.global_step, state.epoch)
         restore_module(self.module, checkpoint)  # again: get_train_dataloader was called for the plan
         restore_own_buffers(checkpoint, context)
+        if context.extras is not None:
+            context.extras.restore(saved.get(EXTRAS))
         self.events.update_state(checkpoint.callback_states)
         self.events.fire(Event.LOAD_CHECKPOINT, checkpoint)
