@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from types import FunctionType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import numpy as np
@@ -40,11 +40,12 @@ class FoundGenerators:
     is_complete: bool = True
 
 
-def find_generators(*roots: Any) -> FoundGenerators:
+def find_generators(*roots: Any, named: Mapping[str, Any] = MappingProxyType({})) -> FoundGenerators:
     """The generators of `roots`: those of modules and their parts, and those below other objects.
 
     Attributes are looked through, items of lists and dicts, what functions have closed over, and global variables
-    beside the classes of a module's parts. Nothing is called, and no property is read.
+    beside the classes of a module's parts and of `named` objects, whose names begin the paths. Nothing is called, and no
+    property is read.
     """
     found = FoundGenerators()
     search = _Search(found)
@@ -53,6 +54,9 @@ def find_generators(*roots: Any) -> FoundGenerators:
             search.look_through_module(root)
         else:
             search.look("", root, DEPTH)
+    for name, root in named.items():
+        search.look(name, root, DEPTH)
+    search.look_through_globals(type(root) for root in named.values())
     return found
 
 
@@ -69,7 +73,11 @@ class _Search:
             for key, value in list(vars(part).items()):
                 if key not in _OF_EVERY_MODULE and type(value) not in _LEAVES:
                     self.look(f"{name}.{key}" if name else key, value, DEPTH)
-        scopes = dict.fromkeys(kind.__module__ for part in parts.values() for kind in type(part).__mro__)
+        self.look_through_globals(type(part) for part in parts.values())
+
+    def look_through_globals(self, classes: Iterable[type]) -> None:
+        """Look at the global variables of the files in which `classes` and their bases are defined."""
+        scopes = dict.fromkeys(base.__module__ for kind in classes for base in kind.__mro__)
         for scope in scopes:
             if scope.partition(".")[0] not in _LIBRARIES and scope in sys.modules:
                 for key, value in list(vars(sys.modules[scope]).items()):

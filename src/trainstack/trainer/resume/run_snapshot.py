@@ -25,7 +25,7 @@ def user_states(context: RunContext, *, generators: bool = True) -> dict[str, An
     return {
         "module": context.module.get_state(),
         "extras": {} if extras is None or context.stack.is_private else extras.get_values(),
-        "generators": get_generator_states(context.module) if generators else {},
+        "generators": get_generator_states(context) if generators else {},
         "callbacks": context.events.get_state(),
         "user": context.user_state.get_state(),
     }
@@ -37,7 +37,7 @@ def put_back_user_states(context: RunContext, states: Mapping[str, Any]) -> None
         context.module.update_state(states["module"])
     if context.extras is not None:
         context.extras.put_back(states.get("extras", {}))
-    put_back_generators(context.module, states["generators"])
+    put_back_generators(context, states["generators"])
     context.events.put_back(states["callbacks"])
     user, now = states["user"], context.user_state.get_state()
     if not same(now, user):

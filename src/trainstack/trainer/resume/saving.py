@@ -435,7 +435,7 @@ def make_checkpoint(
     """
     rng = {"now": capture_rng(context.world.device), "epoch": epoch_rng, "begin": begin}
     # A private run stores no states of generators: who has them knows what was drawn.
-    rng[GENERATORS] = {} if context.stack.is_private else get_generator_states(context.module)
+    rng[GENERATORS] = {} if context.stack.is_private else get_generator_states(context)
     mine = (rng, loader_state, cpu_settings())
     ranks = context.world.comm.gather(mine, "taking a checkpoint") if after is None else []
     loaders = [loader for _, loader, _ in ranks]
