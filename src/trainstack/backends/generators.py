@@ -44,8 +44,8 @@ def find_generators(*roots: Any, named: Mapping[str, Any] = MappingProxyType({})
     """The generators of `roots`: those of modules and their parts, and those below other objects.
 
     Attributes are looked through, items of lists and dicts, what functions have closed over, and global variables
-    beside the classes of a module's parts and of `named` objects, whose names begin the paths. Nothing is called, and no
-    property is read.
+    beside the classes of a module's parts and of `named` objects, whose names begin the paths. Nothing is called, and
+    no property is read.
     """
     found = FoundGenerators()
     search = _Search(found)

@@ -133,8 +133,8 @@ class ResumeReport:
         where = (
             f"Their checkpoints agree up to step {divergence.same_at} and no longer at step {divergence.diverged_at}."
             if divergence.same_at
-            else f"Their checkpoints differ at step {divergence.diverged_at}, the first step of which both are there. To "
-            "find the step at which they part, write DefaultCheckpointerArguments(keep_last=None)."
+            else f"Their checkpoints differ at step {divergence.diverged_at}, the first step of which both are there. "
+            "To find the step at which they part, write DefaultCheckpointerArguments(keep_last=None)."
         )
         went_on = [kill.resumed_from for kill in self.kills if kill.training == self.trainings and kill.resumed_from]
         if not went_on or divergence.diverged_at <= min(went_on):
@@ -152,8 +152,8 @@ class ResumeReport:
                 "update_state, or register it as a buffer."
             )
         return (
-            f"{where} Among the attributes of the module, its parts and the callbacks, no changed one was found that is "
-            "not saved. Objects of other classes are not compared. Look for what else a step depends on: a global "
+            f"{where} Among the attributes of the module, its parts and the callbacks, no changed one was found that "
+            "is not saved. Objects of other classes are not compared. Look for what else a step depends on: a global "
             "variable, such an object, a data set that changes, a file, the clock. Return its state from the module's "
             "get_state and take it back in update_state."
         )

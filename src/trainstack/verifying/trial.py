@@ -175,7 +175,7 @@ def work(job: Job) -> None:
     with _record_progress(trainer, job.folder) if job.rank == 0 else nullcontext():
         trainer.train()
     if job.rank == 0:
-        states = [one.get_state() for one in (trainer.module, *trainer.events.callbacks.values())]
+        states = [trainer.module.get_state(), *(one.get_state() for one in trainer.events.callbacks.values())]
         names = untracked_state(marks(), before, states)
         facts = {"untracked": names, "workers": max(asked, default=0), "broken": (broken or [""])[0]}
         (job.folder / _FACTS).write_text(json.dumps(facts))

@@ -54,11 +54,17 @@ class ModuleExtras:
             "forms": {name: form for name, form in forms.items() if self._forms.get(name, ...) != form},
         }
 
-    def fit(self, state: Mapping[str, Any]) -> None:
-        """Give buffers the dtypes and shapes that they had when `get_state` returned `state`, before they are loaded."""
-        for name, form in state["forms"].items():
-            dtype, shape = form or (None, None)
-            self._set(name, None if form is None else torch.zeros(shape, dtype=dtype), persistent=True)
+    def fit(self, forms: Mapping[str, _Form], module_state: Any) -> None:
+        """Give buffers the dtypes and shapes of their values in `module_state`, before these are loaded."""
+        known, loaded = dict(_buffers(self._module, persistent=True)), set(_keys_in(module_state))
+        for name, form in forms.items():
+            if name in known and _form_of(known[name]) == form:
+                continue
+            if form is None:
+                self._set(name, None, persistent=True)
+            elif any(name == key or name.endswith(f".{key}") for key in loaded):
+                dtype, shape = form
+                self._set(name, torch.zeros(shape, dtype=dtype), persistent=True)
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Take back what `get_state` returned; None for a checkpoint that has nothing of it."""
@@ -71,10 +77,15 @@ class ModuleExtras:
         if not self._is_known:
             return {}
         frozen = [name for name, one in self._module.named_parameters() if not one.requires_grad]
-        return {"frozen": frozen, "buffers": dict(_buffers(self._module, persistent=False))}
+        return {
+            "frozen": frozen,
+            "buffers": dict(_buffers(self._module, persistent=False)),
+            "forms": {name: _form_of(one) for name, one in _buffers(self._module, persistent=True)},
+        }
 
-    def put_back(self, values: Mapping[str, Any]) -> None:
-        """Take back what `get_values` returned."""
+    def put_back(self, values: Mapping[str, Any], module_state: Any) -> None:
+        """Take back what `get_values` returned, before the module gets the state that it had then."""
+        self.fit(values.get("forms", {}), module_state)
         flags, names = {}, set(values.get("frozen", ()))
         if "frozen" in values:
             flags = {name: name not in names for name, _ in self._module.named_parameters()}
@@ -133,6 +144,14 @@ def _buffers(module: nn.Module, *, persistent: bool) -> Iterator[tuple[str, Tens
                 continue
             if (key not in owner._non_persistent_buffers_set) is persistent:
                 yield f"{path}.{key}" if path else key, value
+
+
+def _keys_in(state: Any) -> Iterator[str]:
+    """The keys of nested dicts."""
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield str(key)
+            yield from _keys_in(value)
 
 
 def _form_of(value: Tensor | None) -> _Form:

@@ -109,6 +109,6 @@ def warn_of_unreachable(context: RunContext) -> None:
         )
     if not found.is_complete:
         context.log.warning(
-            "the module and the callbacks hold too many objects to look through for random generators. Those that were not found are "
-            "not saved: return their states from get_state."
+            "the module and the callbacks hold too many objects to look through for random generators. Those that were "
+            "not found are not saved: return their states from get_state."
         )

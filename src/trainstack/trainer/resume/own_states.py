@@ -74,7 +74,7 @@ def take_own_states(checkpoint: Checkpoint, context: RunContext, wanted: Sequenc
 
 
 def _without_own_extras(extras: Any, parts: Sequence[Mapping[str, Part]], context: RunContext) -> Any:
-    """`extras` without what differs between the ranks that wrote the checkpoint; each process keeps what it has made."""
+    """`extras` without what differs between the ranks that wrote the checkpoint."""
     places = sorted({place for part in parts for place in places_in(part.get(EXTRAS, {}), ())}, key=repr)
     for *path, key in places:
         removal: Part = {key: []}

@@ -78,7 +78,7 @@ def select_resume_state(checkpoint: Checkpoint, context: RunContext) -> Checkpoi
 def _fit_buffers(checkpoint: Checkpoint, context: RunContext) -> None:
     extras = (checkpoint.trainer_state or {}).get(EXTRAS)
     if extras and context.extras is not None:
-        context.extras.fit(extras)
+        context.extras.fit(extras["forms"], checkpoint.module_interface_state)
 
 
 def _layers_requiring_state(stack: TrainerBackend) -> set[str]:
