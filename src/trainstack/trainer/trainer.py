@@ -725,8 +725,8 @@ class Trainer(AbstractTrainer):
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """Stop training `parameters` from the next step on: no gradient, no weight decay, no momentum.
 
-        They do not require gradients meanwhile. All ranks call it alike. Checkpoints do not keep it, so call it in
-        `on_train_epoch_begin`.
+        They do not require gradients meanwhile. All ranks call it alike. A run that resumes in full has the same
+        parameters frozen.
 
         Raises:
             ConfigurationError: the run is private, something is no parameter, a step is under way, or the optimizers do
