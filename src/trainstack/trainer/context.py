@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainstack.backends import TrainerBackend, World
 from trainstack.backends.processes.world import current_device
@@ -21,6 +21,9 @@ from trainstack.trainer.torch_settings import CompiledModels, deterministic, mat
 from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.log_sink import LogSink
 
+if TYPE_CHECKING:
+    from trainstack.trainer.resume.module_extras import ModuleExtras
+
 
 def _nothing() -> None:
     """Stands for `sync_logs` while no writer is open."""
@@ -31,7 +34,8 @@ class RunContext:
     """What belongs to one trainer from its construction to its end.
 
     `Trainer` makes it once. Functions and classes that need several of these take the context, never the trainer or
-    the run. Only `args`, `sink`, `busy`, `compiled`, `sync_logs`, `lease` and `said_of_buffers` are assigned anew.
+    the run. Only `args`, `sink`, `busy`, `compiled`, `sync_logs`, `lease`, `extras` and `said_of_buffers` are assigned
+    anew.
 
     Attributes:
         module: the user's module.
@@ -51,6 +55,7 @@ class RunContext:
         compiled: the models that `compile` has compiled; None without it, and before the run is made.
         lease: the right to write into the directories of the run; on the main process, while it is held. What writes
             there calls its `check` first.
+        extras: what an exact resume of the module needs beside its state; None before the run is made.
         said_of_buffers: whether the warning about buffers that differ between ranks was given.
     """
 
@@ -69,6 +74,7 @@ class RunContext:
     compiled: CompiledModels | None = None
     sync_logs: Callable[[], None] = _nothing
     lease: Lease | None = None
+    extras: ModuleExtras | None = None
     said_of_buffers: bool = False
     _world: World | None = field(default=None, init=False)
 

@@ -334,7 +334,7 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
             raise ConfigurationError(
                 f"log({name!r}, ...): this module is not being run by a Trainer, so there is nowhere to record it."
             )
-        self._log_sink.record(name, _without_wrappers(value))
+        self._log_sink.record(name, _plain_value(value))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; refuse a value that would hide a name of the library.
@@ -349,12 +349,12 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
     def get_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the module; its `state_dict` unless overridden, under the names of what
         `torch.compile` may have wrapped."""
-        return {name.replace(_WRAPPED, ""): value for name, value in self.state_dict().items()}
+        return {without_wrappers(name): value for name, value in self.state_dict().items()}
 
     def update_state(self, state: Mapping[str, Any] | None) -> None:
         """Take back what `get_state` returned; does nothing for None."""
         if state:
-            wrapped = {name.replace(_WRAPPED, ""): name for name in self.state_dict()}
+            wrapped = {without_wrappers(name): name for name in self.state_dict()}
             self.load_state_dict({wrapped.get(name, name): value for name, value in state.items()})
 
     def redistribute_state(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
@@ -400,10 +400,14 @@ def name_conflict(owner: str, name: str, value: Any) -> str | None:
 
 
 _RENAME = "Choose another name for the attribute."
-_WRAPPED = "_orig_mod."
 
 
-def _without_wrappers(value: Any) -> Any:
+def without_wrappers(name: str) -> str:
+    """The name of a parameter or buffer under which the state has it, also if `torch.compile` has wrapped its owner."""
+    return name.replace("_orig_mod.", "")
+
+
+def _plain_value(value: Any) -> Any:
     """The mean over records of a value that `torch.func.vmap` computes for each; other values as they are."""
     # torch 2.13.0: there is no public way to the value inside a wrapper. Without these names no value is unwrapped,
     # so that `log` works outside of vmap.

@@ -38,6 +38,7 @@ from trainstack.trainer.events import Callback, Event, Events, Filter
 from trainstack.trainer.events.bus import check_event
 from trainstack.trainer.module_checks import check_parts
 from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.resume.module_extras import ModuleExtras
 from trainstack.trainer.resume.restoring import restore_module, select_resume_state, start_from_weights
 from trainstack.trainer.resume.saving import Saver, check_storable, save_after_exception
 from trainstack.trainer.run.stopping import (
@@ -345,6 +346,7 @@ class Trainer(AbstractTrainer):
             import_for_optimizers()
         agree_on_setup(self._context)
         self._saver.choose_directory(to_train=to_train)
+        self._context.extras = ModuleExtras(self.module)
         checkpoint = select_resume_state(self.load_checkpoints(), self._context)
         restore_module(self.module, checkpoint)
         self.warm_start_report = start_from_weights(
@@ -732,8 +734,8 @@ class Trainer(AbstractTrainer):
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """Stop training `parameters` from the next step on: no gradient, no weight decay, no momentum.
 
-        They do not require gradients meanwhile. All ranks call it alike. Checkpoints do not keep it, so call it in
-        `on_train_epoch_begin`.
+        They do not require gradients meanwhile. All ranks call it alike. A run that resumes in full has the same
+        parameters frozen.
 
         Raises:
             ConfigurationError: the run is private, something is no parameter, a step is under way, or the optimizers do

@@ -37,7 +37,7 @@ class Outline:
         seconds, steps, steps_per_epoch: its length; `steps_per_epoch` is 0 if unknown.
         first_save: a step after which there is a checkpoint to resume from.
         workers: of its training loaders.
-        untracked: attributes of the module that it changed and did not save.
+        untracked: attributes of the module and the callbacks that it changed and did not save.
         first_kind: the kind of the first kill, as a position in their rotation.
         choices: what the processes after it may have other than it: threads and ways to save.
     """

@@ -51,7 +51,8 @@ class ResumeReport:
         trainings: how many were begun to be killed.
         divergence: where the last training that was killed left the unbroken one; None if the last checkpoints agree in
             every bit.
-        untracked: if they do not, attributes of the module that training changes and `get_state` does not return.
+        untracked: if they do not, attributes of the module and the callbacks that training changes and that no
+            `get_state` returns.
         blind_to: the parameter that was left as `__init__` makes it in one more resume, to test this test, if that
             training ended with the same bits; "" if it did not.
         not_covered: what was not tried, in words.
@@ -131,6 +132,9 @@ class ResumeReport:
     def _advice(self, divergence: Divergence) -> str:
         where = (
             f"Their checkpoints agree up to step {divergence.same_at} and no longer at step {divergence.diverged_at}."
+            if divergence.same_at
+            else f"Their checkpoints differ at step {divergence.diverged_at}, the first step of which both are there. "
+            "To find the step at which they part, write DefaultCheckpointerArguments(keep_last=None)."
         )
         went_on = [kill.resumed_from for kill in self.kills if kill.training == self.trainings and kill.resumed_from]
         if not went_on or divergence.diverged_at <= min(went_on):
@@ -141,14 +145,15 @@ class ResumeReport:
                 "(torch.use_deterministic_algorithms(True) names them)."
             )
         if self.untracked:
-            names = ", ".join(f"self.{name}" for name in self.untracked)
+            names = ", ".join(self.untracked)
             return (
-                f"{where} Training changes {names} of the module, and get_state does not return it, so a new process "
-                "begins with what __init__ makes. Return it from get_state and take it back in update_state, or "
-                "register it as a buffer."
+                f"{where} Training changes {names}, and get_state does not return it, so a new process begins with "
+                "what __init__ makes. Return it from get_state of the module or the callback and take it back in "
+                "update_state, or register it as a buffer."
             )
         return (
-            f"{where} What the module's attributes hold is saved. Look for what else a step depends on: a global "
-            "variable, an object with a state of its own, a data set that changes, a file, the clock. Return its state "
-            "from the module's get_state and take it back in update_state."
+            f"{where} Among the attributes of the module, its parts and the callbacks, no changed one was found that "
+            "is not saved. Objects of other classes are not compared. Look for what else a step depends on: a global "
+            "variable, such an object, a data set that changes, a file, the clock. Return its state from the module's "
+            "get_state and take it back in update_state."
         )

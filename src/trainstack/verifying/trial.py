@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 
 from trainstack.errors import LaunchError
 from trainstack.trainer import Trainer, seed_everything
-from trainstack.trainer.core.untracked import fingerprints, untracked_state
+from trainstack.trainer.core.untracked import fingerprints_of_run, untracked_state
 from trainstack.verifying.changes import break_restore, limit_workers
 
 POLL_INTERVAL_S = 0.002
@@ -78,7 +79,7 @@ class Facts:
     """What a training that has ended says of itself.
 
     Attributes:
-        untracked: attributes that it changed in its module, and did not save.
+        untracked: attributes of its module and callbacks that it changed, and did not save.
         workers: of its training loader, as the module asked for; 0 where their number cannot be changed.
         broken: the parameter that was not restored, if one should not be.
     """
@@ -167,11 +168,15 @@ def work(job: Job) -> None:
     broken = break_restore(module) if job.breaks else []
     trainer = Trainer(module, args, callbacks=callbacks)
     _ = trainer.plan  # makes it ready: from here on it is training
-    before = fingerprints(trainer.module)
+    marks = partial(
+        fingerprints_of_run, trainer.module, trainer.events.callbacks, private=trainer.trainer_backend.is_private
+    )
+    before = marks()
     with _record_progress(trainer, job.folder) if job.rank == 0 else nullcontext():
         trainer.train()
     if job.rank == 0:
-        names = untracked_state(trainer.module, before, trainer.module.get_state())
+        states = [trainer.module.get_state(), *(one.get_state() for one in trainer.events.callbacks.values())]
+        names = untracked_state(marks(), before, states)
         facts = {"untracked": names, "workers": max(asked, default=0), "broken": (broken or [""])[0]}
         (job.folder / _FACTS).write_text(json.dumps(facts))
     trainer.close()

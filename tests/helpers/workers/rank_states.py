@@ -157,12 +157,17 @@ def divided(directory: str) -> list[Any]:
 
 
 class Statistics(Classifier):
-    """A batch norm whose running statistics are those of each rank."""
+    """A batch norm whose running statistics are those of each rank, and a non-persistent buffer."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         super().__init__(numbers(40, dtype=torch.float64), dtype=torch.float64)
         self.net = nn.Sequential(nn.BatchNorm1d(6, dtype=torch.float64), self.net)
+        self.register_buffer("level", torch.zeros((), dtype=torch.float64), persistent=False)
         self.stop_at = stop_at
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        self.level += batch[0].mean()
+        return super().train_step(global_step, batch, device) * (1 + self.level.abs())
 
     def on_end_train_step(self, global_step: int) -> None:
         if global_step == self.stop_at:

@@ -203,7 +203,7 @@ def test_generators_of_a_module_are_saved_unasked(tmp_path: Path, caplog: pytest
     renamed.moved = renamed.noise
     del renamed.noise
     _ = ts.Trainer(renamed, arguments(tmp_path / "cut", checkpointer_args=saving, resume=True)).plan
-    assert "does not hold the random generators that it held" in caplog.text
+    assert "do not hold the random generators that they held" in caplog.text
     assert "moved[0], noise[0]" in caplog.text
 
 

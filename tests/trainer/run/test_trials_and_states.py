@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset, Subset
 
 import trainstack as ts
 from tests.helpers.beginnings import begun, unlike
-from tests.helpers.modules import Classifier, arguments, numbers
+from tests.helpers.modules import Classifier, arguments, numbers, weights
 from trainstack.checkpointing.difference import differences
 from trainstack.trainer.core.state_tree import OldState, copied, with_old_values
 
@@ -208,3 +209,38 @@ def test_of_a_large_state_no_old_value_is_kept(kind: str) -> None:
         back = with_old_values(now, difference)["module"]
         assert back.pop("large") is now["module"]["large"] or kind.startswith("dict")
         assert back == {key: value for key, value in state["module"].items() if key != "large"}
+
+
+class Fetches(Dataset[Any]):
+    """Samples that depend on how many were fetched before."""
+
+    def __init__(self, *, opened: bool) -> None:
+        self.base, self.count, self.last, self.sums = numbers(32), 0, [0], np.zeros(2)
+        self.file = threading.Lock() if opened else None
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def __getitem__(self, index: int) -> Any:
+        self.count, self.last[0] = self.count + 1, index
+        self.sums += 1
+        inputs, label = self.base[index]
+        return inputs * (1 + self.count / 100 + self.sums[0] / 100), label
+
+
+@pytest.mark.parametrize("trial", ["fit_micro_batch", "sanity_val_steps", "find_lr"])
+def test_trials_restore_the_plain_attributes_of_datasets(
+    trial: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, tried_out = (Classifier(Subset(Fetches(opened=False), range(32)), validate=True) for _ in range(2))
+    sums = tried_out.dataset.dataset.sums
+    tried(plain, tmp_path / "plain", None).train()
+    tried(tried_out, tmp_path / "tried", trial).train()
+    opened = Classifier(Subset(Fetches(opened=True), range(32)), validate=True)
+    tried(opened, tmp_path / "opened", trial).train()
+
+    assert torch.equal(weights(tried_out), weights(plain))
+    assert tried_out.dataset.dataset.sums is sums
+    assert vars(tried_out.dataset.dataset)["count"] == vars(plain.dataset.dataset)["count"]
+    names = "dataset.dataset.count, dataset.dataset.last, dataset.dataset.sums"
+    assert caplog.text.count(f"changed attributes of datasets: {names}. They keep the new values") == 1

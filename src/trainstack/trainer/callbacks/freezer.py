@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -74,6 +76,14 @@ class Freezer(Callback):
             trainer.freeze(self._parameters)
         else:
             trainer.unfreeze(self._parameters)
+
+    def get_state(self) -> dict[str, Any]:
+        """Whether the parameters are frozen."""
+        return {"frozen": self._frozen}
+
+    def update_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `get_state` returned; the checkpoint has the parameters' own flags."""
+        self._frozen = state.get("frozen", False)
 
 
 def _fits(name: str, pattern: str) -> bool:

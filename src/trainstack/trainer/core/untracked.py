@@ -49,10 +49,32 @@ def changed_attributes(module: nn.Module, before: Mapping[str, str]) -> list[str
     )
 
 
-def untracked_state(module: nn.Module, before: Mapping[str, str], state: Mapping[str, Any]) -> list[str]:
-    """The attributes whose mark is another one than `before` and whose name is not in `state`."""
-    now = fingerprints(module)
-    return sorted(name for name, mark in now.items() if before.get(name) != mark and name not in state)
+def fingerprints_of_run(module: nn.Module, callbacks: Mapping[str, Any], *, private: bool) -> dict[str, str]:
+    """Marks for what steps may change: of the module and its parts, "self.encoder.calls", and of callbacks, by key.
+
+    In a private run non-persistent buffers are among them, which no checkpoint of it has.
+    """
+    marks = {f"self.{name}": mark for name, mark in fingerprints(module, parts=True).items()}
+    values = {
+        f"callbacks.{key}.{name}": value
+        for key, callback in callbacks.items()
+        if type(callback).__module__.partition(".")[0] != "trainstack"
+        for name, value in vars(callback).items()
+    }
+    if private:
+        kept = module.state_dict(keep_vars=True)
+        values |= {f"self.{name}": value for name, value in module.named_buffers() if name not in kept}
+    found = {name: _fingerprint(value) for name, value in values.items()}
+    return marks | {name: mark for name, mark in found.items() if mark is not None}
+
+
+def untracked_state(
+    now: Mapping[str, str], before: Mapping[str, str], states: Iterable[Mapping[str, Any]]
+) -> list[str]:
+    """The attributes whose mark is another one than `before` and whose name is in none of `states`."""
+    saved = {name for state in states for name in state}
+    changed = (name for name, mark in now.items() if before.get(name) != mark)
+    return sorted(name for name in changed if saved.isdisjoint((name.removeprefix("self."), name.rpartition(".")[2])))
 
 
 def _fingerprint(value: Any) -> str | None:
@@ -66,6 +88,8 @@ def _fingerprint(value: Any) -> str | None:
         return repr(value.get_state())
     if isinstance(value, torch.Generator):
         value = value.get_state()
+    if isinstance(value, nn.Parameter):
+        return None  # also in the lists that layers such as `nn.LSTM` keep
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             return None

@@ -1,13 +1,11 @@
-"""States of the random generators that a module holds, by their paths."""
+"""States of the random generators that a module and the callbacks hold, by their paths."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
-from trainstack.backends.generator_search import find_generators
+from trainstack.backends.generator_search import FoundGenerators, find_generators
 from trainstack.backends.generators import get_generator_state, seed_generator, set_generator_state
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.fingerprints import hash_text, hash_value
@@ -17,9 +15,13 @@ GENERATORS = "generators"
 """The key of these states among the random states of a rank."""
 
 
-def get_generator_states(module: nn.Module) -> dict[str, Any]:
-    """The states of all generators that a search of `module` finds, by path."""
-    return {path: get_generator_state(one) for path, one in find_generators(module).by_path.items()}
+def _find(context: RunContext) -> FoundGenerators:
+    return find_generators(context.module, **context.events.callbacks)
+
+
+def get_generator_states(context: RunContext) -> dict[str, Any]:
+    """The states of all generators that a search of the module and the callbacks finds, by path."""
+    return {path: get_generator_state(one) for path, one in _find(context).by_path.items()}
 
 
 def without_generators(old: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -31,9 +33,9 @@ def without_generators(old: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return kept if any(kept.values()) else None
 
 
-def put_back_generators(module: nn.Module, states: Mapping[str, Any]) -> list[str]:
-    """Give the generators of `module` their states; returns the paths on which the two sides do not agree."""
-    found = find_generators(module).by_path
+def put_back_generators(context: RunContext, states: Mapping[str, Any]) -> list[str]:
+    """Give the generators their states; returns the paths on which the two sides do not agree."""
+    found = _find(context).by_path
     failed = sorted(found.keys() ^ states.keys())
     for path, generator in found.items():
         if path in states:
@@ -45,46 +47,46 @@ def put_back_generators(module: nn.Module, states: Mapping[str, Any]) -> list[st
 
 
 def restore_generators(context: RunContext, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Let the generators of the module go on as the checkpoint says; all ranks call it.
+    """Let the generators of the module and the callbacks go on as the checkpoint says; all ranks call it.
 
     With another number of ranks, generators that are equal on all of them, then and now, go on as they are. The others
     are seeded anew by the seed of the run, the step and the rank, as the generators of the process are. In a private
-    run all go on as the module has made them, since no checkpoint has their states.
+    run all go on as they were made, since no checkpoint has their states.
 
     Args:
         context: of the run.
         ranks: the random states of the ranks that wrote the checkpoint.
     """
-    module, world, state = context.module, context.world, context.state
+    world, state = context.world, context.state
     saved = [rank.get(GENERATORS) or {} for rank in ranks]
     if not saved or context.stack.is_private:
         return
     if len(saved) == world.size:
-        failed = put_back_generators(module, saved[world.rank])
+        failed = put_back_generators(context, saved[world.rank])
     else:
-        mine = find_generators(module).by_path
+        mine = _find(context).by_path
         digests = {path: hash_value(get_generator_state(one)) for path, one in mine.items()}
-        live = world.comm.gather(digests, "the generators of the module")
+        live = world.comm.gather(digests, "the random generators")
         shared = [
             path
             for path in mine
             if all(rank.get(path) == digests[path] for rank in live)
             and len({hash_value(r.get(path)) for r in saved}) == 1
         ]
-        failed = put_back_generators(module, saved[0])
+        failed = put_back_generators(context, saved[0])
         own = sorted(mine.keys() - shared)
         for path in own:
             seed_generator(mine[path], mix(state.seed, state.global_step, world.size, world.rank, _number(path)) >> 1)
         if own:
             context.log.warning(
-                f"the module's generators {', '.join(own)} differ between the ranks, and the checkpoint has those of "
+                f"the generators {', '.join(own)} differ between the ranks, and the checkpoint has those of "
                 f"{len(saved)} rank{'s' * (len(saved) > 1)}. Each of the {world.size} ranks seeds them again, by the "
                 "seed of the run, the step and the rank."
             )
     if failed:
         context.log.warning(
-            f"the module does not hold the random generators that it held when the checkpoint was written: "
-            f"{', '.join(failed)}. They go on as the module has made them. Make the same ones in __init__."
+            f"the module and the callbacks do not hold the random generators that they held when the checkpoint was "
+            f"written: {', '.join(failed)}. They go on as they were made. Make the same ones in __init__."
         )
 
 
@@ -94,7 +96,7 @@ def _number(path: str) -> int:
 
 def warn_of_unreachable(context: RunContext) -> None:
     """Name the generators that no checkpoint can hold."""
-    found = find_generators(context.module)
+    found = _find(context)
     if found.without_state:
         context.log.warning(
             f"{', '.join(found.without_state)}: random numbers of the operating system have no state, so a resumed run "
@@ -102,6 +104,7 @@ def warn_of_unreachable(context: RunContext) -> None:
         )
     if found.unsearched:
         context.log.warning(
-            f"in the module, {found.describe_unsearched()}: too large or too deep to be searched whole for random "
-            "generators. Those that were not found are not saved: return their states from get_state."
+            f"in the module and the callbacks, {found.describe_unsearched()}: too large or too deep to be "
+            "searched whole for random generators. Those that were not found are not saved: return their states from "
+            "get_state."
         )

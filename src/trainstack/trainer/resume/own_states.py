@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from trainstack.checkpointing import Checkpoint
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.state_tree import copied
 from trainstack.trainer.events import Callback
 from trainstack.trainer.events.bus import OWN
-from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.module_interface import ModuleInterface, without_wrappers
+from trainstack.trainer.resume.module_extras import EXTRAS
 from trainstack.trainer.resume.rank_states import Part, apply_part, describe_place, divide_by_rank, places_in
 
 MODULE, CALLBACKS, USER, LAYERS = "module", "callbacks", "user_state", "layers"
@@ -50,6 +55,7 @@ def take_own_states(checkpoint: Checkpoint, context: RunContext, wanted: Sequenc
         mine[MODULE], later = _without_buffers(mine.get(MODULE, {}), context)
         made = {name: apply_part(tree, mine.get(name, {})) for name, tree in trees.items()}
         return _with_trees(checkpoint, made, later)
+    trees[EXTRAS] = _without_own_extras(trees[EXTRAS], parts, context)
     names = [name for name in wanted if any(part.get(name) for part in parts)]
     everyone = {name: [apply_part(trees[name], part.get(name, {})) for part in parts] for name in names}
     places = {
@@ -67,11 +73,40 @@ def take_own_states(checkpoint: Checkpoint, context: RunContext, wanted: Sequenc
     return _with_trees(checkpoint, {**trees, **made}, [made[MODULE]] if buffers and MODULE in made else {})
 
 
+def _without_own_extras(extras: Any, parts: Sequence[Mapping[str, Part]], context: RunContext) -> Any:
+    """`extras` without what differs between the ranks that wrote the checkpoint."""
+    places = sorted({place for part in parts for place in places_in(part.get(EXTRAS, {}), ())}, key=repr)
+    for *path, key in places:
+        removal: Part = {key: []}
+        for outer in reversed(path):
+            removal = {outer: removal}
+        extras = apply_part(extras, removal)
+    if places:
+        context.log.warning(
+            f"{', '.join(str(place[-1]) for place in places)} differ between the {len(parts)} ranks that wrote the "
+            f"checkpoint, and are not in state_dict. There are {context.world.size} ranks now, so they begin as the "
+            "module makes them. Return them from get_state and define redistribute_state to divide them."
+        )
+    return extras
+
+
 def restore_own_buffers(checkpoint: Checkpoint, context: RunContext) -> None:
     """Give the module the buffers that differ between ranks, after all ranks have begun with those of rank 0."""
     if checkpoint.rank_states:
         own = apply_part(checkpoint.module_interface_state, checkpoint.rank_states[0][MODULE])
-        context.module.update_state(own)
+        context.module.update_state(copy_for_module(context.module, own))
+
+
+def copy_for_module(module: nn.Module, state: Any) -> Any:
+    """A copy of `state` that `update_state` of `module` may keep and write to.
+
+    Parameters are shared where `ModuleInterface.update_state` is not overridden, since it copies their values.
+    """
+    overrides = getattr(type(module), "update_state", None) is not ModuleInterface.update_state
+    if overrides or type(state) not in (dict, OrderedDict):
+        return copied(state)
+    names = {without_wrappers(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    return type(state)((name, value if name in names else copied(value)) for name, value in state.items())
 
 
 def _without_buffers(part: Part, context: RunContext) -> tuple[Part, Part]:
@@ -101,19 +136,20 @@ def _trees_of(checkpoint: Checkpoint) -> dict[str, Any]:
         MODULE: checkpoint.module_interface_state,
         CALLBACKS: checkpoint.callback_states,
         USER: (checkpoint.trainer_state or {}).get("user"),
+        EXTRAS: (checkpoint.trainer_state or {}).get(EXTRAS),
         LAYERS: checkpoint.trainer_backend_state,
     }
 
 
 def _with_trees(checkpoint: Checkpoint, trees: Mapping[str, Any], later: Part | None = None) -> Checkpoint:
     """`checkpoint` with other states; `later` is for `restore_own_buffers`."""
-    state = checkpoint.trainer_state
+    state, own = checkpoint.trainer_state, {"user": trees[USER], EXTRAS: trees[EXTRAS]}
     return replace(
         checkpoint,
         module_interface_state=trees[MODULE],
         callback_states=trees[CALLBACKS],
         trainer_backend_state=trees[LAYERS],
-        trainer_state=state if state is None or "user" not in state else {**state, "user": trees[USER]},
+        trainer_state=state and {**state, **{name: tree for name, tree in own.items() if name in state}},
         rank_states=[{MODULE: later}] if later else None,
     )
 

@@ -25,7 +25,8 @@ from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.random_state import capture_rng, isolated_rng
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.resume.own_states import CALLBACKS, LAYERS, MODULE, USER, take_own_states
+from trainstack.trainer.resume.module_extras import EXTRAS
+from trainstack.trainer.resume.own_states import CALLBACKS, LAYERS, MODULE, USER, copy_for_module, take_own_states
 from trainstack.trainer.resume.saving import EXCEPTION
 from trainstack.trainer.schedulers.building import counts_at_end
 from trainstack.trainer.schedulers.stepping import Schedules
@@ -49,7 +50,9 @@ def select_resume_state(checkpoint: Checkpoint, context: RunContext) -> Checkpoi
     if checkpoint.is_empty:
         return checkpoint
     if args.resume_mode == "full":
-        return take_own_states(checkpoint, context, (MODULE, CALLBACKS, USER, LAYERS))
+        checkpoint = take_own_states(checkpoint, context, (MODULE, CALLBACKS, USER, LAYERS))
+        _fit_buffers(checkpoint, context)
+        return checkpoint
     kept = Checkpoint()
     log, what = RunLogger(args.log_level), "the weights"
     if args.resume_mode == "weights_and_optimizer":
@@ -66,12 +69,19 @@ def select_resume_state(checkpoint: Checkpoint, context: RunContext) -> Checkpoi
                 "and may not be lost. Write resume_mode='full', or 'weights_and_optimizer', which keeps it."
             )
         checkpoint = take_own_states(checkpoint, context, (MODULE,))
+    _fit_buffers(checkpoint, context)
     kept.module_interface_state = checkpoint.module_interface_state
     log.info(
         f"resume_mode={args.resume_mode!r}: took {what} of the checkpoint at global step {checkpoint.global_step}; "
         "counters, order of the data, random numbers and history start anew."
     )
     return kept
+
+
+def _fit_buffers(checkpoint: Checkpoint, context: RunContext) -> None:
+    extras = (checkpoint.trainer_state or {}).get(EXTRAS)
+    if extras and context.extras is not None:
+        context.extras.fit(extras["forms"], checkpoint.module_interface_state)
 
 
 def _layers_requiring_state(stack: TrainerBackend) -> set[str]:
@@ -276,13 +286,13 @@ def _describe_setting(name: str, value: Any) -> str:
 
 
 def restore_module(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Give the module its state.
+    """Give the module a copy of its state, so that what the module then writes to it does not change the checkpoint.
 
     Raises:
         CheckpointMismatchError: the checkpoint is of another model.
     """
     try:
-        module.update_state(checkpoint.module_interface_state)  # type: ignore[operator]
+        module.update_state(copy_for_module(module, checkpoint.module_interface_state))  # type: ignore[operator]
     except RuntimeError as error:
         what = " ".join(str(error).split()).rstrip(". ")
         raise CheckpointMismatchError(

@@ -37,6 +37,7 @@ from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.random_state import capture_rng
 from trainstack.trainer.events import Event
 from trainstack.trainer.resume.leasing import DirectoryOwner, writes_files
+from trainstack.trainer.resume.module_extras import EXTRAS, get_extras
 from trainstack.trainer.resume.module_generators import GENERATORS, get_generator_states, warn_of_unreachable
 from trainstack.trainer.resume.own_states import CALLBACKS, DIFFERING, LAYERS, MODULE, USER, comparable
 from trainstack.trainer.resume.rank_states import describe_place, divide_by_rank
@@ -491,7 +492,7 @@ def make_checkpoint(
     """
     rng = {"now": capture_rng(context.world.device), "epoch": epoch_rng, "begin": begin}
     # A private run stores no states of generators: who has them knows what was drawn.
-    rng[GENERATORS] = {} if context.stack.is_private else get_generator_states(context.module)
+    rng[GENERATORS] = {} if context.stack.is_private else get_generator_states(context)
     mine = (rng, loader_state, cpu_settings())
     ranks = context.world.comm.gather(mine, "taking a checkpoint") if after is None else []
     loaders = [loader for _, loader, _ in ranks]
@@ -501,7 +502,7 @@ def make_checkpoint(
     if after is not None:
         aside[EXCEPTION] = f"{type(after).__name__}: {after}"
     states, rank_states, differing = _states_of(context, by_rank=after is None)
-    own = {"user": states[USER]} | ({"loaders": loaders} if any(loaders) else {})
+    own = {"user": states[USER], EXTRAS: states[EXTRAS]} | ({"loaders": loaders} if any(loaders) else {})
     own |= {DIFFERING: differing} if differing else {}
     return Checkpoint(
         module_interface_state=states[MODULE],
@@ -527,6 +528,7 @@ def _states_of(context: RunContext, *, by_rank: bool) -> tuple[dict[str, Any], l
         CALLBACKS: context.events.get_state(),
         USER: context.user_state.get_state(),
         LAYERS: context.stack.get_state(),
+        EXTRAS: get_extras(context),
     }
     if not by_rank:
         return states, None, []

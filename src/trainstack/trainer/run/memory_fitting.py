@@ -76,8 +76,8 @@ def _try_once(context: RunContext, data: TrainingData, work: Workload) -> None:
     """One pass that leaves nothing behind and sends nothing to other processes."""
     stack, step = context.stack, context.state.global_step + 1
     samples = data.training_set
-    batch = samples.fetch(torch.arange(min(data.plan.micro_batch, samples.length or 1)))
     with restore_after(context, work, mix(context.state.seed, step), "fit_micro_batch=True"):
+        batch = samples.fetch(torch.arange(min(data.plan.micro_batch, samples.length or 1)))
         kept = [torch.empty_like(p) for p in work.optimized_params for _ in range(2)]
         with stack.accumulate(work, False):
             stack.backward(work, find_loss(stack.forward(work, Stage.TRAIN, batch, step)), 1.0)

@@ -42,6 +42,7 @@ from trainstack.trainer.module_checks import check_optimizers_schedulers, check_
 from trainstack.trainer.module_interface import MicroBatchInfo, StepView
 from trainstack.trainer.reporting.loss_meter import shown_indices
 from trainstack.trainer.reporting.reporter import Reporter
+from trainstack.trainer.resume.module_extras import EXTRAS
 from trainstack.trainer.resume.module_generators import restore_generators
 from trainstack.trainer.resume.own_states import restore_own_buffers
 from trainstack.trainer.resume.restoring import (
@@ -163,6 +164,8 @@ class Run:
         self.may_be_nonfinite = nonfinite_buffers(self.stack, module)
         if isinstance(context.checkpointer, DefaultCheckpointer) and context.checkpointer.args.checkpoint:
             check_storable_buffers(module)
+        if context.extras is not None:
+            context.extras.begin()
 
     def _hash_samples(self) -> None:
         if (self._saves or self.world.size > 1) and not self.stack.is_private:  # private samples leave no trace
@@ -656,6 +659,8 @@ class Run:
         begun = self._begun if self._begun is not None and self._begun.epoch == state.epoch else None
         begin = self.beginnings.old_states(begun, over=self.is_over)
         made = make_checkpoint(context, plan, lambda: states, self.epoch_rng, loader_state, begin, pinned=pinned)
+        if context.extras is not None:
+            context.extras.warn_of_additions(self.log)
         samples = comparable_samples(self.data, within=begun is not None and not state.epoch_end)
         if samples:
             made.metadata = {**(made.metadata or {}), SAMPLES: samples}
@@ -713,5 +718,7 @@ class Run:
         self.saver.saved_at = (state.global_step, state.epoch)
         restore_module(self.module, checkpoint)  # again: get_train_dataloader was called for the plan
         restore_own_buffers(checkpoint, context)
+        if context.extras is not None:
+            context.extras.restore(saved.get(EXTRAS))
         self.events.update_state(checkpoint.callback_states)
         self.events.fire(Event.LOAD_CHECKPOINT, checkpoint)

@@ -13,6 +13,7 @@ from trainstack.trainer.core.module_snapshot import ModuleSnapshot
 from trainstack.trainer.core.random_state import isolated_rng
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.core.untracked import changed_attributes, fingerprints
+from trainstack.trainer.data.dataset_snapshot import DatasetSnapshot
 from trainstack.trainer.module_checks import check_initialized
 from trainstack.trainer.resume.run_snapshot import RunSnapshot
 
@@ -46,6 +47,7 @@ def restore_after(
     kept = RunSnapshot(context, work, shared=registered, keeps_moments=trains)
     with ExitStack() as restored:
         restored.callback(_warn_of_changes, context, marks, what)
+        restored.callback(_restore_datasets, context, DatasetSnapshot(module), what)
         restored.callback(set_modes, module, modes)
         restored.callback(kept.restore)
         restored.callback(snapshot.restore)
@@ -69,4 +71,13 @@ def _warn_of_changes(context: RunContext, before: dict[str, str], what: str) -> 
             f"{what} ran steps to try them out and left a trace: {', '.join(f'{name}.{one}' for one in changed)}. All "
             "that get_state returns was put back. Return these from get_state as well, and take them back in "
             "update_state, if they have an influence on the training."
+        )
+
+
+def _restore_datasets(context: RunContext, datasets: DatasetSnapshot, what: str) -> None:
+    left = datasets.restore()
+    if left:
+        context.log.warning(
+            f"{what} fetched samples to try steps out, and changed attributes of datasets: {', '.join(left)}. They "
+            "keep the new values. Make the dataset in get_train_dataloader, or let no sample depend on them."
         )

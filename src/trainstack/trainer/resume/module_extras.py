@@ -1,0 +1,166 @@
+"""`ModuleExtras` keeps what belongs to an exact resume of a module and is not in its `state_dict`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.fingerprints import checksums
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.state_tree import same
+from trainstack.trainer.module_interface import ModuleInterface, without_wrappers
+
+EXTRAS = "extras"
+"""The key of this state in `Checkpoint.trainer_state` and in `Checkpoint.rank_states`."""
+
+_Form = tuple[torch.dtype, list[int]] | None
+
+
+class ModuleExtras:
+    """Which parameters are frozen, the non-persistent buffers, and buffers that have another form than at the start.
+
+    A checkpoint has what training has changed. So a flag or a table that the code sets otherwise before the run resumes
+    has its new value.
+
+    Args:
+        module: as `__init__` has made it, before it gets its state.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._names = {without_wrappers(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+        self._forms = {name: _form_of(one) for name, one in _buffers(module, persistent=True)}
+        self._is_known, self._has_warned = True, False
+        self.begin()
+
+    def begin(self) -> None:
+        """Compare with the module of now, which is what each process makes before it resumes."""
+        self._flags = {name: one.requires_grad for name, one in self._module.named_parameters()}
+        self._marks = _marks(self._module)
+
+    def get_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps; tensors are the live ones."""
+        self._is_known, module = True, self._module
+        flags = {name: one.requires_grad for name, one in module.named_parameters()}
+        buffers, marks = dict(_buffers(module, persistent=False)), _marks(module)
+        forms = {name: _form_of(one) for name, one in _buffers(module, persistent=True)}
+        return {
+            "requires_grad": {name: flag for name, flag in flags.items() if self._flags.get(name, flag) is not flag},
+            "buffers": {name: buffers[name] for name in marks if self._marks.get(name, ...) != marks[name]},
+            "forms": {name: form for name, form in forms.items() if self._forms.get(name, ...) != form},
+        }
+
+    def fit(self, forms: Mapping[str, _Form], module_state: Any) -> None:
+        """Give buffers the dtypes and shapes of their values in `module_state`, before these are loaded."""
+        known, loaded = dict(_buffers(self._module, persistent=True)), list(_tensors_in(module_state))
+        for name, form in forms.items():
+            if name in known and _form_of(known[name]) == form:
+                continue
+            fitting = (
+                one for key, one in loaded if (name == key or name.endswith(f".{key}")) and _form_of(one) == form
+            )
+            value = None if form is None else next(fitting, None)
+            if form is None or value is not None:  # memory is taken for tensors that are there, whatever the forms say
+                self._set(name, value, persistent=True)
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Take back what `get_state` returned; None for a checkpoint that has nothing of it."""
+        self._is_known = state is not None
+        if state is not None:
+            self._put_back(state["requires_grad"], state["buffers"])
+
+    def get_values(self) -> dict[str, Any]:
+        """All flags and values of now, for a state in memory; nothing where the checkpoint had nothing of them."""
+        if not self._is_known:
+            return {}
+        frozen = [name for name, one in self._module.named_parameters() if not one.requires_grad]
+        return {
+            "frozen": frozen,
+            "buffers": dict(_buffers(self._module, persistent=False)),
+            "forms": {name: _form_of(one) for name, one in _buffers(self._module, persistent=True)},
+        }
+
+    def put_back(self, values: Mapping[str, Any], module_state: Any) -> None:
+        """Take back what `get_values` returned, before the module gets the state that it had then."""
+        self.fit(values.get("forms", {}), module_state)
+        flags, names = {}, set(values.get("frozen", ()))
+        if "frozen" in values:
+            flags = {name: name not in names for name, _ in self._module.named_parameters()}
+        self._put_back(flags, values.get("buffers", {}))
+
+    def _put_back(self, flags: Mapping[str, bool], buffers: Mapping[str, Tensor | None]) -> None:
+        for name, parameter in self._module.named_parameters():
+            if flags.get(name, parameter.requires_grad) is not parameter.requires_grad:
+                parameter.requires_grad_(flags[name])
+        known = dict(_buffers(self._module, persistent=False))
+        for name, value in buffers.items():
+            now = known.get(name)
+            if value is None or now is None or _form_of(now) != _form_of(value):
+                self._set(name, value, persistent=False)
+            elif not same(now, value):
+                now.data.copy_(value)
+
+    def _set(self, name: str, value: Tensor | None, *, persistent: bool) -> None:
+        """Register a buffer on the device of the one that it replaces, or of the parameters."""
+        path, _, key = name.rpartition(".")
+        owner = dict(self._module.named_modules(remove_duplicate=False)).get(path)
+        if owner is None or (key not in owner._buffers and hasattr(owner, key)):
+            return
+        tensors = (owner._buffers.get(key), *self._module.parameters())
+        device = next((one.device for one in tensors if one is not None), None)
+        owner.register_buffer(key, value if value is None else value.to(device, copy=True), persistent=persistent)
+
+    def warn_of_additions(self, log: RunLogger) -> None:
+        """Say, once, which parameters a new process does not make, so that it cannot load the checkpoint."""
+        module = self._module
+        names = (without_wrappers(name) for name, _ in module.named_parameters(remove_duplicate=False))
+        added = [name for name in names if name not in self._names]
+        overrides = getattr(type(module), "update_state", None) is not ModuleInterface.update_state
+        if not added or overrides or self._has_warned:
+            return
+        self._has_warned = True
+        log.warning(
+            f"the parameters {', '.join(added[:8])}{', ...' * (len(added) > 8)} were added after "
+            f"{type(module).__name__}.__init__. A new process makes the module without them, so it cannot resume from "
+            "this checkpoint. Make them in __init__ and use them when it is time, or override update_state: make those "
+            "that the state has there, then call super().update_state(state)."
+        )
+
+
+def get_extras(context: RunContext) -> dict[str, Any] | None:
+    """What a checkpoint keeps of them; None in a private run, since the records may have had an influence on them."""
+    return None if context.extras is None or context.stack.is_private else context.extras.get_state()
+
+
+def _buffers(module: nn.Module, *, persistent: bool) -> Iterator[tuple[str, Tensor | None]]:
+    """The buffers that a checkpoint can hold, also those that are None, by name."""
+    for path, owner in module.named_modules():
+        for key, value in owner._buffers.items():
+            is_plain = type(value) is Tensor and value.layout is torch.strided
+            if value is not None and (not is_plain or value.is_meta or value.is_quantized):
+                continue
+            if (key not in owner._non_persistent_buffers_set) is persistent:
+                yield f"{path}.{key}" if path else key, value
+
+
+def _tensors_in(state: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested dicts, with their keys."""
+    for key, value in state.items() if isinstance(state, Mapping) else ():
+        if isinstance(value, Tensor):
+            yield str(key), value
+        yield from _tensors_in(value)
+
+
+def _form_of(value: Tensor | None) -> _Form:
+    return None if value is None else (value.dtype, list(value.shape))
+
+
+def _marks(module: nn.Module) -> dict[str, Any]:
+    """Forms and checksums of the non-persistent buffers."""
+    found = dict(_buffers(module, persistent=False))
+    sums = iter(checksums(one for one in found.values() if one is not None))
+    return {name: None if one is None else (_form_of(one), next(sums)) for name, one in found.items()}
