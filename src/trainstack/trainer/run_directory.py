@@ -7,15 +7,15 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from trainstack._files import keep_private, make_directories
+from trainstack._files import keep_private, library_error, make_directories
 from trainstack.checkpointing import AbstractCheckpointer, CheckpointInfo, DefaultCheckpointer
 from trainstack.checkpointing.filesystem import make_directory, remove_file, remove_tree, sync_directory
 from trainstack.checkpointing.lease_file import is_held_here
-from trainstack.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
+from trainstack.errors import CheckpointNotFoundError, ConfigurationError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.run_record import FILE_NAME, RunRecord, describe_run, read_record
 from trainstack.trainer.tracking.writers.tensorboard import event_files
@@ -62,7 +62,7 @@ class RunDirectory:
         self, args: TrainerArguments, module: object, checkpointer: AbstractCheckpointer, *, private: bool = False
     ) -> None:
         self._module, self._checkpointer, self._private = module, checkpointer, private
-        with _library_error(Path()):  # the current folder may be gone
+        with library_error(Path()):  # the current folder may be gone
             self._base = Path.cwd()
         self._path: Path | None = None
         self.resume_from: Path | None = None
@@ -130,7 +130,7 @@ class RunDirectory:
         root, resume = self._base / DEFAULT_ROOT, args.resume
         if args.fast_dev_run:
             return str(root / "fast_dev_run")
-        with _library_error(root):
+        with library_error(root):
             found = _records_in(root)
         record = self._describe()
         mine = [
@@ -209,7 +209,7 @@ class RunDirectory:
             CheckpointError: the folder cannot be written.
         """
         if not (self._is_claimed or args.fast_dev_run):
-            with _library_error(self.path):
+            with library_error(self.path):
                 self._claim(args, continues, earlier_records)
 
     def _claim(self, args: TrainerArguments, continues: bool, earlier_records: int) -> None:
@@ -230,7 +230,7 @@ class RunDirectory:
     def begin(self) -> None:
         """A training begins in the folder that is claimed: record it as not finished."""
         if self._is_claimed:
-            with _library_error(self.path):
+            with library_error(self.path):
                 self._set(replace(self._record, finished=False))
 
     def end(self, *, finished: bool) -> None:
@@ -249,7 +249,7 @@ class RunDirectory:
     def protect(self, args: TrainerArguments) -> None:
         """Make all files below the folders of the run readable for its user only, if `args` say so."""
         if args.private_files is True or (args.private_files == "auto" and self._private):
-            with _library_error(self.path):
+            with library_error(self.path):
                 for one in (self.path, self.log_dir, *self._checkpoint_places()):
                     keep_private(one)
 
@@ -322,19 +322,6 @@ class RunDirectory:
             remove_tree(self.path / "best")  # of the callback BestCheckpoint
         if (self.path / FILE_NAME).is_file():
             remove_file(self.path / FILE_NAME)
-
-
-@contextmanager
-def _library_error(folder: Path) -> Iterator[None]:
-    """A block in which an error of the file system becomes a CheckpointError that names `folder`."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"the folder {folder} cannot be used: {error}. Free space, mend the folder, or write another output_dir."
-        ) from error
 
 
 def _restarts(args: TrainerArguments, record: RunRecord, known: RunRecord | None) -> bool:
