@@ -12,12 +12,13 @@ import os
 import re
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedRandom, BufferedReader, FileIO
 from pathlib import Path
 from typing import BinaryIO, TypeVar, cast
 
-from trainstack.errors import ConfigurationError
+from trainstack.errors import CheckpointError, ConfigurationError
 
 _logger = logging.getLogger("trainstack")
 
@@ -65,6 +66,19 @@ def real_path(path: str | os.PathLike[str]) -> Path:
 def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     """`expand_path` as a `Path`."""
     return Path(expand_path(name, os.fspath(path)))
+
+
+@contextmanager
+def library_error(path: Path) -> Iterator[None]:
+    """A block in which an error of the file system becomes a CheckpointError that names `path`, of a run."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{path} cannot be used: {error}. Free space, mend the folder, or write another output_dir."
+        ) from error
 
 
 _private: set[str] = set()

@@ -8,15 +8,15 @@ import secrets
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from trainstack._files import keep_private, make_directories
+from trainstack._files import keep_private, library_error, make_directories
 from trainstack.checkpointing import AbstractCheckpointer, CheckpointInfo, DefaultCheckpointer
 from trainstack.checkpointing.filesystem import make_directory, sync_directory
 from trainstack.checkpointing.lease_file import is_held_here
-from trainstack.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
+from trainstack.errors import CheckpointNotFoundError, ConfigurationError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.run_files import RunFiles
 from trainstack.trainer.run_record import RunRecord, describe_run, read_record
@@ -148,7 +148,7 @@ class RunDirectory:
         if args.fast_dev_run:
             return str(root / "fast_dev_run")
         record = self._describe()
-        with _library_error(root):
+        with library_error(root):
             known_runs = [entry for entry in _records_in(root) if entry[1].made_by == record.made_by]
         for folder, other in known_runs:
             if other.folder != folder.name and resume is not False:
@@ -235,10 +235,9 @@ class RunDirectory:
             CheckpointNotFoundError: the run there has saved checkpoints, and none is found.
             CheckpointError: the folder cannot be written.
         """
-        if self._is_claimed or args.fast_dev_run:
-            return
-        with _library_error(self.path):
-            self._claim(args, continues, earlier_records)
+        if not (self._is_claimed or args.fast_dev_run):
+            with library_error(self.path):
+                self._claim(args, continues, earlier_records)
 
     def _claim(self, args: TrainerArguments, continues: bool, earlier_records: int) -> None:
         folder, record, found = self.path, self._describe(), read_record(self.path)
@@ -284,7 +283,7 @@ class RunDirectory:
     def begin(self) -> None:
         """A training begins in the folder that is claimed: record it as not finished."""
         if self._is_claimed:
-            with _library_error(self.path):
+            with library_error(self.path):
                 self._set(replace(self._record, finished=False))
 
     def end(self, *, finished: bool) -> None:
@@ -302,7 +301,7 @@ class RunDirectory:
     def protect(self, args: TrainerArguments) -> None:
         """Make all files below the folders of the run readable for its user only, if `args` say so."""
         if args.private_files is True or (args.private_files == "auto" and self._private):
-            with _library_error(self.path):
+            with library_error(self.path):
                 for one in (self.path, self.log_dir, *self._checkpoint_places()):
                     keep_private(one)
 
@@ -382,19 +381,6 @@ class RunDirectory:
         one, record = self._checkpointer, read_record(folder)
         run_id = None if record is None else record.run_id or None
         return one.checkpoints_below(folder, run_id) if isinstance(one, DefaultCheckpointer) else []
-
-
-@contextmanager
-def _library_error(folder: Path) -> Iterator[None]:
-    """A block in which an error of the file system becomes a CheckpointError that names `folder`."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"the folder {folder} cannot be used: {error}. Free space, mend the folder, or write another output_dir."
-        ) from error
 
 
 def _records_in(root: Path) -> list[tuple[Path, RunRecord]]:

@@ -220,7 +220,7 @@ def test_the_note_of_the_run_has_its_old_content_or_its_new_one(
 
     with monkeypatch.context() as broken:
         broken.setattr(filesystem, "write", full)
-        with pytest.raises(OSError, match="no space left"):
+        with pytest.raises(ts.CheckpointError, match="no space left"):
             put(WandbWriter(), tmp_path, SECOND, resume_step=20)
     assert put(WandbWriter(), tmp_path, SECOND, resume_step=20) == "made-0"
 

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, ClassVar, Protocol
 
 from trainstack._files import (
     create_file,
+    library_error,
     local_path,
     make_directories,
     open_for_reading,
@@ -65,6 +66,7 @@ class RowWriter(Writer):
 
         Raises:
             ConfigurationError: it is open already, or the path is not that of a file.
+            CheckpointError: the system refused.
         """
         path = self.path
         if self._file is not None:
@@ -74,11 +76,12 @@ class RowWriter(Writer):
                 f"{path} is not a regular file, so no metrics can be written there. Remove or rename it, or write "
                 "another output_dir, or another path where you have made the writer."
             )
-        make_directories(path.parent)
-        is_foreign = run.resume_step is None and not self._is_inside(run)
-        if path.exists() and path.stat().st_size > 0 and (is_foreign or not self._is_ours()):
-            path.rename(free_name(path))
-        self._file = self._restored(run)
+        with library_error(path):
+            make_directories(path.parent)
+            is_foreign = run.resume_step is None and not self._is_inside(run)
+            if path.exists() and path.stat().st_size > 0 and (is_foreign or not self._is_ours()):
+                path.rename(free_name(path))
+            self._file = self._restored(run)
 
     def write(self, records: Sequence[Record]) -> None:
         """Append `records` and hand them to the operating system.

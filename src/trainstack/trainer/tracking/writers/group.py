@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from trainstack.errors import CheckpointError, TrainstackError, annotate
+from trainstack.errors import annotate
 from trainstack.trainer.tracking.history import Record
 from trainstack.trainer.tracking.writers.base import RunInfo, Writer
 
@@ -115,11 +115,7 @@ class WriterGroup(Writer):
         self._process = os.getpid()
 
     def open(self, run: RunInfo) -> None:
-        """Open all writers; when one cannot be opened, the others are closed again and its error is raised.
-
-        Raises:
-            CheckpointError: instead of an OSError.
-        """
+        """Open all writers; when one cannot be opened, the others are closed again and its error is raised."""
         self._process = os.getpid()
         for position, writer in enumerate(self.writers):
             try:
@@ -128,11 +124,6 @@ class WriterGroup(Writer):
                 annotate(error, f"{_name(writer)}.open() raised this")
                 del self.writers[position:]
                 self.close()
-                if isinstance(error, OSError) and not isinstance(error, TrainstackError | ImportError):
-                    raise CheckpointError(
-                        f"{_name(writer)} cannot be opened: {error}. Free space, mend {run.log_dir}, or leave this "
-                        "writer out of `writers`."
-                    ) from error
                 raise
 
     def write(self, records: Sequence[Record]) -> None:

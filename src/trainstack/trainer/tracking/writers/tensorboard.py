@@ -7,7 +7,7 @@ import os
 import re
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from trainstack._files import (
     create_file,
+    library_error,
     local_path,
     make_directories,
     open_for_reading,
@@ -59,7 +60,7 @@ class TensorBoardWriter(Writer):
         self._file: BinaryIO | None = None
 
     def open(self, run: RunInfo) -> None:
-        """Start an event file. Raises ConfigurationError when it is open already."""
+        """Start an event file. Raises ConfigurationError when it is open already, CheckpointError on a full disk."""
         if self._writer is not None:
             raise ConfigurationError(f"the tensorboard writer for {self.directory} is open; close() it.")
         try:
@@ -70,6 +71,10 @@ class TensorBoardWriter(Writer):
             raise MissingExtraError("the tensorboard writer", "tensorboard", "tensorboard") from error
         self._events, self._summaries, self._checksum = event_pb2, summary_pb2, masked_crc32c
         self._decode_error = DecodeError
+        with library_error(self.directory):
+            self._begin(run, RecordWriter)
+
+    def _begin(self, run: RunInfo, make_writer: Callable[[BinaryIO], Any]) -> None:
         resume_step, fresh = run.resume_step, run.resume_step is None
         elsewhere = not self.directory.is_relative_to(run.log_dir.absolute())
         directory = _run_directory(self.directory, fresh=fresh) if elsewhere else self.directory
@@ -81,11 +86,11 @@ class TensorBoardWriter(Writer):
             make_directories(directory)
         path = directory / _next_name(files)
         self._file = create_file(path)
-        self._writer = RecordWriter(self._file)
+        self._writer = make_writer(self._file)
         begin = {} if fresh or anew else {"step": (resume_step or 0) + 1}
         self._put(file_version="brain.Event:2", **begin)
         if begin:  # a TensorBoard that has read later steps drops them
-            self._put(session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START), **begin)
+            self._put(session_log=self._events.SessionLog(status=self._events.SessionLog.START), **begin)
         if anew:
             self._rebuild(run, files)
         self._writer.flush()

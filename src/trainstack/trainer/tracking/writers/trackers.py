@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainstack._files import make_directories, read_small
+from trainstack._files import library_error, make_directories, read_small
 from trainstack.checkpointing.filesystem import atomic_write
 from trainstack.errors import MissingExtraError, annotate
 from trainstack.trainer.core.logs import RunLogger, flatten
@@ -51,8 +51,9 @@ class Tracker(Writer):
             if known is not None:
                 annotate(error, f"this would have gone on with run {known!r}; delete {file} to begin a new one")
             raise
-        make_directories(run.log_dir)
-        atomic_write(file, f"{json.dumps({'run': run_name})}\n".encode())
+        with library_error(file):
+            make_directories(run.log_dir)
+            atomic_write(file, f"{json.dumps({'run': run_name})}\n".encode())
 
     @abstractmethod
     def start(self, run: RunInfo, known: str | None) -> str:
