@@ -83,7 +83,7 @@ def test_a_module_that_forgets_is_reported_with_what_it_forgets(
     said = capsys.readouterr().out
     assert "NOT THE SAME: module_interface_state" in said
     assert "Training changes self.seen, and get_state does not return it" in said
-    assert "Return it from get_state and take it back in update_state" in said
+    assert "Return it from get_state of the module or the callback and take it back in update_state" in said
     assert (report.folder / "unbroken").is_dir()
     shutil.rmtree(report.folder)
 
