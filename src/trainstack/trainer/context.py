@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainstack.backends import TrainerBackend, World
 from trainstack.backends.processes.world import current_device
 from trainstack.checkpointing import AbstractCheckpointer, Lease
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.module_extras import ModuleExtras
 from trainstack.trainer.core.state import RunState, UserState
 from trainstack.trainer.events import Events
 from trainstack.trainer.module_interface import ModuleInterface
@@ -20,9 +21,6 @@ from trainstack.trainer.run_directory import RunDirectory
 from trainstack.trainer.torch_settings import CompiledModels, deterministic, matmul_precision
 from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.log_sink import LogSink
-
-if TYPE_CHECKING:
-    from trainstack.trainer.resume.module_extras import ModuleExtras
 
 
 def _nothing() -> None:
@@ -55,7 +53,7 @@ class RunContext:
         compiled: the models that `compile` has compiled; None without it, and before the run is made.
         lease: the right to write into the directories of the run; on the main process, while it is held. What writes
             there calls its `check` first.
-        extras: what an exact resume of the module needs beside its state; None before the run is made.
+        extras: what an exact resume of the module needs beside its state.
         said_of_buffers: whether the warning about buffers that differ between ranks was given.
     """
 
@@ -68,13 +66,13 @@ class RunContext:
     state: RunState
     user_state: UserState
     directory: RunDirectory
+    extras: ModuleExtras
     val_step: Callable[..., Any] | None = None
     sink: LogSink = field(default_factory=LogSink)
     busy: bool = False
     compiled: CompiledModels | None = None
     sync_logs: Callable[[], None] = _nothing
     lease: Lease | None = None
-    extras: ModuleExtras | None = None
     said_of_buffers: bool = False
     _world: World | None = field(default=None, init=False)
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.stage import Stage
+from trainstack.trainer.core.module_extras import without_wrappers
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.samples import samples_in
 
@@ -400,11 +401,6 @@ def name_conflict(owner: str, name: str, value: Any) -> str | None:
 
 
 _RENAME = "Choose another name for the attribute."
-
-
-def without_wrappers(name: str) -> str:
-    """The name of a parameter or buffer under which the state has it, also if `torch.compile` has wrapped its owner."""
-    return name.replace("_orig_mod.", "")
 
 
 def _plain_value(value: Any) -> Any:

@@ -32,13 +32,13 @@ from trainstack.trainer.arguments import TrainerArguments, limit_for_dev_run
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.intervals import whole_steps
 from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.module_extras import ModuleExtras
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.state import RunState, UserState
 from trainstack.trainer.events import Callback, Event, Events, Filter
 from trainstack.trainer.events.bus import check_event
 from trainstack.trainer.module_checks import check_parts
 from trainstack.trainer.module_interface import ModuleInterface
-from trainstack.trainer.resume.module_extras import ModuleExtras
 from trainstack.trainer.resume.restoring import restore_module, select_resume_state, start_from_weights
 from trainstack.trainer.resume.saving import Saver, check_storable, save_after_exception
 from trainstack.trainer.run.stopping import (
@@ -123,6 +123,7 @@ class Trainer(AbstractTrainer):
             user_state=UserState(),
             directory=RunDirectory(args, module, checkpointer, private=trainer_backend.is_private),
             val_step=val_step,
+            extras=ModuleExtras(module),
         )
         self.module, self.trainer_backend, self.checkpointer = module, trainer_backend, checkpointer
         self.history, self.events = context.history, context.events
@@ -354,6 +355,7 @@ class Trainer(AbstractTrainer):
         )
         self.state.update_state(checkpoint.trainer_state or {})
         self._run = Run(self._context, self._stopper, self._saver, self._metrics)
+        self._context.extras.begin()
         self.events.fire(Event.READY)
         if checkpoint.is_empty:
             self.trainer_backend.on_fresh_start(retry=self.args.resume == "auto")

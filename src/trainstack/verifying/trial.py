@@ -168,9 +168,7 @@ def work(job: Job) -> None:
     broken = break_restore(module) if job.breaks else []
     trainer = Trainer(module, args, callbacks=callbacks)
     _ = trainer.plan  # makes it ready: from here on it is training
-    marks = partial(
-        fingerprints_of_run, trainer.module, trainer.events.callbacks, private=trainer.trainer_backend.is_private
-    )
+    marks = partial(fingerprints_of_run, trainer.module, trainer.events.callbacks, trainer.trainer_backend.is_private)
     before = marks()
     with _record_progress(trainer, job.folder) if job.rank == 0 else nullcontext():
         trainer.train()

@@ -49,7 +49,7 @@ def changed_attributes(module: nn.Module, before: Mapping[str, str]) -> list[str
     )
 
 
-def fingerprints_of_run(module: nn.Module, callbacks: Mapping[str, Any], *, private: bool) -> dict[str, str]:
+def fingerprints_of_run(module: nn.Module, callbacks: Mapping[str, Any], private: bool) -> dict[str, str]:
     """Marks for what steps may change: of the module and its parts, "self.encoder.calls", and of callbacks, by key.
 
     In a private run non-persistent buffers are among them, which no checkpoint of it has.

@@ -12,11 +12,11 @@ from torch import nn
 from trainstack.checkpointing import Checkpoint
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.module_extras import EXTRAS, without_wrappers
 from trainstack.trainer.core.state_tree import copied
 from trainstack.trainer.events import Callback
 from trainstack.trainer.events.bus import OWN
-from trainstack.trainer.module_interface import ModuleInterface, without_wrappers
-from trainstack.trainer.resume.module_extras import EXTRAS
+from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.resume.rank_states import Part, apply_part, describe_place, divide_by_rank, places_in
 
 MODULE, CALLBACKS, USER, LAYERS = "module", "callbacks", "user_state", "layers"
@@ -102,11 +102,15 @@ def copy_for_module(module: nn.Module, state: Any) -> Any:
 
     Parameters are shared where `ModuleInterface.update_state` is not overridden, since it copies their values.
     """
-    overrides = getattr(type(module), "update_state", None) is not ModuleInterface.update_state
-    if overrides or type(state) not in (dict, OrderedDict):
+    if overrides_update_state(module) or type(state) not in (dict, OrderedDict):
         return copied(state)
     names = {without_wrappers(name) for name, _ in module.named_parameters(remove_duplicate=False)}
     return type(state)((name, value if name in names else copied(value)) for name, value in state.items())
+
+
+def overrides_update_state(module: nn.Module) -> bool:
+    """Whether the class of `module` has another `update_state` than `ModuleInterface`."""
+    return getattr(type(module), "update_state", None) is not ModuleInterface.update_state
 
 
 def _without_buffers(part: Part, context: RunContext) -> tuple[Part, Part]:

@@ -21,11 +21,11 @@ from trainstack.errors import OTHER_RUN, CheckpointMismatchError
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.fingerprints import hash_text
 from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.module_extras import EXTRAS
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.random_state import capture_rng, isolated_rng
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.resume.module_extras import EXTRAS
 from trainstack.trainer.resume.own_states import CALLBACKS, LAYERS, MODULE, USER, copy_for_module, take_own_states
 from trainstack.trainer.resume.saving import EXCEPTION
 from trainstack.trainer.schedulers.building import counts_at_end
@@ -80,7 +80,7 @@ def select_resume_state(checkpoint: Checkpoint, context: RunContext) -> Checkpoi
 
 def _fit_buffers(checkpoint: Checkpoint, context: RunContext) -> None:
     extras = (checkpoint.trainer_state or {}).get(EXTRAS)
-    if extras and context.extras is not None:
+    if extras:
         context.extras.fit(extras["forms"], checkpoint.module_interface_state)
 
 

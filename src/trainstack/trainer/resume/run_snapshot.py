@@ -21,10 +21,9 @@ from trainstack.trainer.schedulers.stepping import Schedules
 
 def user_states(context: RunContext, *, generators: bool = True) -> dict[str, Any]:
     """The states that user code defines: of the module, its extras and generators, the callbacks and `user_state`."""
-    extras = context.extras
     return {
         "module": context.module.get_state(),
-        "extras": {} if extras is None or context.stack.is_private else extras.get_values(),
+        "extras": {} if context.stack.is_private else context.extras.get_values(),
         "generators": get_generator_states(context) if generators else {},
         "callbacks": context.events.get_state(),
         "user": context.user_state.get_state(),
@@ -33,8 +32,7 @@ def user_states(context: RunContext, *, generators: bool = True) -> dict[str, An
 
 def put_back_user_states(context: RunContext, states: Mapping[str, Any]) -> None:
     """Give back what `user_states` returned to those that have another state now. Items added to `user_state` go."""
-    if context.extras is not None:
-        context.extras.put_back(states.get("extras", {}), states["module"])
+    context.extras.put_back(states.get("extras", {}), states["module"])
     if not same(context.module.get_state(), states["module"]):
         context.module.update_state(states["module"])
     put_back_generators(context, states["generators"])

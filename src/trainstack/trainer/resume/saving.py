@@ -33,11 +33,11 @@ from trainstack.checkpointing.weights import read_weights, require_hub
 from trainstack.errors import CheckpointError, LeaseError, PeerError, annotate
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.module_extras import EXTRAS
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.random_state import capture_rng
 from trainstack.trainer.events import Event
 from trainstack.trainer.resume.leasing import DirectoryOwner, writes_files
-from trainstack.trainer.resume.module_extras import EXTRAS, get_extras
 from trainstack.trainer.resume.module_generators import GENERATORS, get_generator_states, warn_of_unreachable
 from trainstack.trainer.resume.own_states import CALLBACKS, DIFFERING, LAYERS, MODULE, USER, comparable
 from trainstack.trainer.resume.rank_states import describe_place, divide_by_rank
@@ -528,7 +528,8 @@ def _states_of(context: RunContext, *, by_rank: bool) -> tuple[dict[str, Any], l
         CALLBACKS: context.events.get_state(),
         USER: context.user_state.get_state(),
         LAYERS: context.stack.get_state(),
-        EXTRAS: get_extras(context),
+        # Records may have had an influence on them, so a private run stores none.
+        EXTRAS: None if context.stack.is_private else context.extras.get_state(),
     }
     if not by_rank:
         return states, None, []

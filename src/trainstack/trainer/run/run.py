@@ -20,6 +20,7 @@ from trainstack.errors import ConfigurationError, ModuleContractError, PeerError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.intervals import ValidationSchedule, is_log_point, whole_steps
+from trainstack.trainer.core.module_extras import EXTRAS
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import capture_rng, isolated_rng, restore_rng, separate_ranks
 from trainstack.trainer.core.state import DuePart, EpochEnd, RunState
@@ -42,9 +43,8 @@ from trainstack.trainer.module_checks import check_optimizers_schedulers, check_
 from trainstack.trainer.module_interface import MicroBatchInfo, StepView
 from trainstack.trainer.reporting.loss_meter import shown_indices
 from trainstack.trainer.reporting.reporter import Reporter
-from trainstack.trainer.resume.module_extras import EXTRAS
 from trainstack.trainer.resume.module_generators import restore_generators
-from trainstack.trainer.resume.own_states import restore_own_buffers
+from trainstack.trainer.resume.own_states import overrides_update_state, restore_own_buffers
 from trainstack.trainer.resume.restoring import (
     SAMPLES,
     check_resumable,
@@ -164,8 +164,6 @@ class Run:
         self.may_be_nonfinite = nonfinite_buffers(self.stack, module)
         if isinstance(context.checkpointer, DefaultCheckpointer) and context.checkpointer.args.checkpoint:
             check_storable_buffers(module)
-        if context.extras is not None:
-            context.extras.begin()
 
     def _hash_samples(self) -> None:
         if (self._saves or self.world.size > 1) and not self.stack.is_private:  # private samples leave no trace
@@ -659,7 +657,7 @@ class Run:
         begun = self._begun if self._begun is not None and self._begun.epoch == state.epoch else None
         begin = self.beginnings.old_states(begun, over=self.is_over)
         made = make_checkpoint(context, plan, lambda: states, self.epoch_rng, loader_state, begin, pinned=pinned)
-        if context.extras is not None:
+        if not overrides_update_state(self.module):
             context.extras.warn_of_additions(self.log)
         samples = comparable_samples(self.data, within=begun is not None and not state.epoch_end)
         if samples:
@@ -718,7 +716,6 @@ class Run:
         self.saver.saved_at = (state.global_step, state.epoch)
         restore_module(self.module, checkpoint)  # again: get_train_dataloader was called for the plan
         restore_own_buffers(checkpoint, context)
-        if context.extras is not None:
-            context.extras.restore(saved.get(EXTRAS))
+        context.extras.restore(saved.get(EXTRAS))
         self.events.update_state(checkpoint.callback_states)
         self.events.fire(Event.LOAD_CHECKPOINT, checkpoint)

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.fingerprints import checksums
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.state_tree import same
-from trainstack.trainer.module_interface import ModuleInterface, without_wrappers
 
 EXTRAS = "extras"
 """The key of this state in `Checkpoint.trainer_state` and in `Checkpoint.rank_states`."""
@@ -119,8 +117,7 @@ class ModuleExtras:
         module = self._module
         names = (without_wrappers(name) for name, _ in module.named_parameters(remove_duplicate=False))
         added = [name for name in names if name not in self._names]
-        overrides = getattr(type(module), "update_state", None) is not ModuleInterface.update_state
-        if not added or overrides or self._has_warned:
+        if not added or self._has_warned:
             return
         self._has_warned = True
         log.warning(
@@ -131,9 +128,9 @@ class ModuleExtras:
         )
 
 
-def get_extras(context: RunContext) -> dict[str, Any] | None:
-    """What a checkpoint keeps of them; None in a private run, since the records may have had an influence on them."""
-    return None if context.extras is None or context.stack.is_private else context.extras.get_state()
+def without_wrappers(name: str) -> str:
+    """The name of a parameter or buffer under which the state has it, also if `torch.compile` has wrapped its owner."""
+    return name.replace("_orig_mod.", "")
 
 
 def _buffers(module: nn.Module, *, persistent: bool) -> Iterator[tuple[str, Tensor | None]]:
