@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from trainstack.backends import Workload
 from trainstack.backends.optimizer_state import (
     depends_on_order,
     is_numbered,
+    load_optimizer_state,
     name_optimizer_state,
     number_optimizer_state,
     parameter_names,
@@ -35,7 +37,7 @@ class OptimizerStates:
     The record of an optimizer is `{"class": ..., "groups": [{"params": [names], options...}], "state": {name: ...}}`.
     Beside these there may be `"joined"`, names of parameters that were added during training; `"ordered"`, True where
     the state fits the order of the parameters only; and `"state_dict"` in place of `"state"`, where the optimizer has a
-    form of its own. `"made"` holds the options with which the groups were made. The record of a scheduler names its
+    form of its own. `"dtypes"` are those of the parameters that are not float32. `"made"` holds the options with which the groups were made. The record of a scheduler names its
     class and the number of its optimizer; its `"made"` holds what it was made with.
 
     Args:
@@ -106,6 +108,9 @@ class OptimizerStates:
             for parameter, name in zip(group["params"], own, strict=True)
             if id(parameter) not in first and name is not None
         ]
+        parameters = zip(chain(*names), chain(*groups.parameters), strict=True)
+        dtypes = {name: p.dtype for name, p in parameters if p.dtype is not torch.float32 and name is not None}
+        record |= {"dtypes": dtypes} if dtypes else {}
         made = self._made[number]
         made = [*made, *({} for _ in range(len(optimizer.param_groups) - len(made)))]
         return record | ({"joined": joined} if joined else {}) | {"made": made[: len(optimizer.param_groups)]}
@@ -172,15 +177,16 @@ class OptimizerStates:
         groups = self._groups_of(optimizer)
         order = match.order
         self._warn_of_settings(number, what, record, order, log)
+        names, dtypes = groups.names_as_in(record), record.get("dtypes", {})
         if "state_dict" in record:
             state = record["state_dict"]
         else:
             named = {**record, "groups": [record["groups"][place] for place in order]}
-            state = number_optimizer_state(named, groups.names_as_in(record))
+            state = number_optimizer_state(named, names)
             for mine, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
                 theirs |= {"param_names": mine["param_names"]} if "param_names" in mine else {}
         try:
-            optimizer.load_state_dict(state)
+            load_optimizer_state(optimizer, state, [dtypes.get(one, torch.float32) for one in chain(*names)])
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise CheckpointMismatchError(f"{what} does not fit the checkpoint's: {error}. {_HOW}") from error
         return order

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainstack.backends import Workload
-from trainstack.backends.optimizer_state import parameter_names
+from trainstack.backends.optimizer_state import load_optimizer_state, parameter_names
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.state_tree import copied, lies_in, memory_of, same
 from trainstack.trainer.resume.module_generators import get_generator_states, put_back_generators
@@ -213,4 +213,4 @@ class _StateDictSnapshot:
     def restore(self) -> None:
         """Give it back."""
         if not same(self._optimizer.state_dict(), self._state):
-            self._optimizer.load_state_dict(self._state)
+            load_optimizer_state(self._optimizer, self._state)
