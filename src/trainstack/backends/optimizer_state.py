@@ -179,7 +179,7 @@ def _under_parameters(
             continue
         parameter, group = parameters[places[key]]
         dtype = parameter.dtype if written is None else written[places[key]]
-        state[parameter] = _moved(entry, _mover(parameter, dtype))
+        state[parameter] = move_tensors(entry, _mover(parameter, dtype))
         if isinstance(entry, dict) and isinstance(entry.get("step"), Tensor):
             on_device = group.get("capturable") or group.get("fused")  # as torch does
             state[parameter]["step"] = entry["step"].to(parameter.device, torch.float32) if on_device else entry["step"]
@@ -194,17 +194,17 @@ def _mover(parameter: Tensor, written: torch.dtype) -> Callable[[Tensor], Tensor
     return move
 
 
-def _moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
+def move_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
     """A copy of `value` and the containers in it, with what `move` makes of tensors."""
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, dict):
         made = copy.copy(value)
         for key, item in value.items():
-            made[key] = _moved(item, move)
+            made[key] = move_tensors(item, move)
         return made
     if isinstance(value, deque):
-        return deque((_moved(item, move) for item in value), value.maxlen)
+        return deque((move_tensors(item, move) for item in value), value.maxlen)
     if type(value) in (list, tuple):
-        return type(value)(_moved(item, move) for item in value)
+        return type(value)(move_tensors(item, move) for item in value)
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+import trainstack as ts
+from tests.helpers.modules import Classifier, arguments, numbers, weights
+from tests.helpers.modules import train as train_module
 from trainstack.backends import Workload, World
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.resume.optimizer_states import OptimizerStates
@@ -96,3 +100,82 @@ def test_state_of_the_dtype_of_the_parameters_follows_them_to_another(first: tor
     train(other, again)
     state = again.state[other.weight]
     assert (state["exp_avg"].dtype, state["step"].dtype) == (second, torch.float32)
+
+
+class Counting(torch.optim.SGD):
+    """Its rate depends on plain attributes."""
+
+    def __init__(self, parameters: Any, lr: float, power: float = 0.5) -> None:
+        super().__init__(parameters, lr=lr)
+        self.count, self.rates, self.power, self.best = 0, [lr], power, None
+        self.held = [p for group in self.param_groups for p in group["params"]]
+        self.means, self.table = {"all": torch.zeros(1)}, np.zeros(1)
+        self.generator, self.noise = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        self.means["all"] += 1 + torch.rand(1, generator=self.generator)
+        self.table += 1
+        self.best = min(self.rates)
+        self.latest: Any = (self.count, torch.tensor(self.best))
+        for group in self.param_groups:
+            group["lr"] = self.rates[0] / (self.count + self.means["all"].item() + self.table[0]) ** self.power
+            self.rates.append(group["lr"])
+        super().step()
+
+
+def attributes_of(optimizer: Counting) -> str:
+    return repr([optimizer.count, optimizer.rates, optimizer.best, optimizer.means, optimizer.table, optimizer.latest])
+
+
+def test_plain_attributes_that_have_changed_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    module, other = layer(torch.float32), layer(torch.float32)
+    optimizer, again = Counting(module.parameters(), 0.1), Counting(other.parameters(), 0.1, power=0.3)
+    states = states_of(module, optimizer)
+    assert sorted(states.get_state()["optimizers"][0]["attributes"]["values"]) == ["means", "table"]
+    train(module, optimizer)
+    saved = copy.deepcopy(states.get_state())
+    states_of(other, again).update_state(saved, LOG)
+    assert attributes_of(again) == attributes_of(optimizer)
+    assert again.power == 0.3  # an option of this run
+    assert again.held[0] is other.weight
+    for _ in range(2):
+        states.warn_of_lost(LOG)
+    (message,) = caplog.messages
+    assert "optimizer 0 (Counting) has changed its attributes generator (torch._C.Generator), which" in message
+
+
+def test_an_own_optimizer_that_counts_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    def run(folder: str, epochs: int, **changes: Any) -> Any:
+        module = Classifier(numbers(16), optimizer=Plain)
+        train_module(module, tmp_path / folder, epochs=epochs, max_steps=changes.pop("max_steps", None), **changes)
+        return weights(module)
+
+    class Plain(Counting):
+        def __init__(self, parameters: Any, lr: float) -> None:
+            super().__init__(parameters, lr)
+            del self.generator, self.noise
+
+        def step(self, closure: Any = None) -> None:
+            self.generator = torch.Generator().manual_seed(self.count)
+            super().step()
+            del self.generator
+
+    saving = {"checkpointer_args": ts.DefaultCheckpointerArguments()}
+    whole = run("whole", 3)
+    run("broken", 3, max_steps=5, **saving)
+    assert torch.equal(run("broken", 3, resume=True, **saving), whole)
+
+
+@pytest.mark.parametrize("trial", ["fit_micro_batch", "find_lr"])
+def test_a_trial_puts_plain_attributes_back(trial: str, tmp_path: Path) -> None:
+    ends = []
+    for one in (None, trial):
+        module = Classifier(numbers(16), optimizer=Counting)
+        trainer = ts.Trainer(module, arguments(tmp_path / str(one), fit_micro_batch=one == "fit_micro_batch"))
+        if one == "find_lr":
+            ts.find_lr(trainer, start=1e-3, end=1e-2, steps=3)
+            assert not hasattr(trainer.optimizers[0], "latest")
+        trainer.train()
+        ends.append((weights(module).tolist(), attributes_of(trainer.optimizers[0])))
+    assert ends[0] == ends[1]

@@ -25,6 +25,7 @@ from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.state_tree import copied, same
 from trainstack.trainer.resume.group_matching import Groups, match_groups
+from trainstack.trainer.resume.optimizer_attributes import OptimizerAttributes
 from trainstack.trainer.schedulers.stepping import Schedules
 
 _HOW = "Make the same ones, or write reset_optimizers_schedulers=True to start them anew."
@@ -37,8 +38,9 @@ class OptimizerStates:
     The record of an optimizer is `{"class": ..., "groups": [{"params": [names], options...}], "state": {name: ...}}`.
     Beside these there may be `"joined"`, names of parameters that were added during training; `"ordered"`, True where
     the state fits the order of the parameters only; and `"state_dict"` in place of `"state"`, where the optimizer has a
-    form of its own. `"dtypes"` are those of the parameters that are not float32. `"made"` holds the options with which the groups were made. The record of a scheduler names its
-    class and the number of its optimizer; its `"made"` holds what it was made with.
+    form of its own. `"dtypes"` are those of the parameters that are not float32, and `"attributes"` what
+    `OptimizerAttributes` keeps. `"made"` holds the options with which the groups were made. The record of a scheduler
+    names its class and the number of its optimizer; its `"made"` holds what it was made with.
 
     Args:
         work: has the optimizers and the module. The optimizers have the parameters that they were made with.
@@ -50,6 +52,12 @@ class OptimizerStates:
         self._made = [[_options_of(group) for group in one.param_groups] for one in work.optimizers]
         self._first = [[p for group in one.param_groups for p in group["params"]] for one in work.optimizers]
         self._made_schedulers = [_settings_of(one) for one in schedules.schedulers]
+        self._attributes = [
+            OptimizerAttributes(
+                getattr(one, "optim", one) if is_divided(one) else one, work.module, is_part=is_divided(one)
+            )
+            for one in work.optimizers
+        ]
         self._is_whole = False
 
     @contextmanager
@@ -88,6 +96,17 @@ class OptimizerStates:
             ],
         }
 
+    def warn_of_lost(self, log: RunLogger) -> None:
+        """Name the attributes of optimizers that have changed and that a checkpoint cannot hold."""
+        for number, attributes in enumerate(self._attributes):
+            lost = attributes.find_lost()
+            if lost:
+                log.warning(
+                    f"optimizer {number} ({type(self._work.optimizers[number]).__name__}) has changed its attributes "
+                    f"{', '.join(lost)}, which a checkpoint cannot store: a resumed run has them as __init__ makes "
+                    "them. Add their values to state_dict(), and take them back in load_state_dict()."
+                )
+
     def _record_of(self, number: int, optimizer: Optimizer) -> dict[str, Any]:
         groups = self._groups_of(optimizer)
         names = groups.names()
@@ -111,6 +130,8 @@ class OptimizerStates:
         parameters = zip(chain(*names), chain(*groups.parameters), strict=True)
         dtypes = {name: p.dtype for name, p in parameters if p.dtype is not torch.float32 and name is not None}
         record |= {"dtypes": dtypes} if dtypes else {}
+        attributes = self._attributes[number].get_state()
+        record |= {"attributes": attributes} if attributes else {}
         made = self._made[number]
         made = [*made, *({} for _ in range(len(optimizer.param_groups) - len(made)))]
         return record | ({"joined": joined} if joined else {}) | {"made": made[: len(optimizer.param_groups)]}
@@ -189,6 +210,7 @@ class OptimizerStates:
             load_optimizer_state(optimizer, state, [dtypes.get(one, torch.float32) for one in chain(*names)])
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise CheckpointMismatchError(f"{what} does not fit the checkpoint's: {error}. {_HOW}") from error
+        self._attributes[number].update_state(record.get("attributes", {}))
         return order
 
     def _add_joined(

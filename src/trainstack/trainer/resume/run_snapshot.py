@@ -15,6 +15,7 @@ from trainstack.backends.optimizer_state import load_optimizer_state, parameter_
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.state_tree import copied, lies_in, memory_of, same
 from trainstack.trainer.resume.module_generators import get_generator_states, put_back_generators
+from trainstack.trainer.resume.optimizer_attributes import AttributeSnapshot
 from trainstack.trainer.resume.optimizer_states import is_divided
 from trainstack.trainer.schedulers.stepping import Schedules
 
@@ -75,8 +76,9 @@ class RunSnapshot:
         self._counters, self._records = context.state.get_state(), context.history.mark()
         self._schedulers = [] if schedules is None else [copied(one.state_dict()) for one in schedules.schedulers]
         self._counts = [] if schedules is None else schedules.get_counts()
-        parts = (one for optimizer in work.optimizers for one in _parts_of(optimizer))
+        parts = [one for optimizer in work.optimizers for one in _parts_of(optimizer)]
         self._optimizers = [_snapshot_of(optimizer, on_host, keeps_moments) for optimizer in parts]
+        self._attributes = [AttributeSnapshot(optimizer, on_host, keeps_moments) for optimizer in parts]
 
     def restore(self) -> None:
         """Put everything back."""
@@ -84,6 +86,8 @@ class RunSnapshot:
         put_back_user_states(context, self._states)
         for optimizer in self._optimizers:
             optimizer.restore()
+        for attributes in self._attributes:
+            attributes.restore()
         if self._schedules is not None:
             for scheduler, state in zip(self._schedules.schedulers, self._schedulers, strict=True):
                 if not same(scheduler.state_dict(), state):
