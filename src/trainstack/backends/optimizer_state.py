@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _COMPILED = "_orig_mod."
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 Names = Sequence[Sequence[str | None]]
 """The names of the parameters of each group, in the order of the optimizer; None for what the module has no more."""
@@ -105,10 +105,10 @@ def depends_on_order(state: Mapping[str, Any], optimizer: Optimizer) -> bool:
     sizes = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
     whole = sum(sizes)
     extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-    if not all(isinstance(value, _PLAIN) for value in extra.values()):
+    if not all(isinstance(value, PLAIN) for value in extra.values()):
         return True
     shared = [value for key, value in state["state"].items() if type(key) is not int]
-    if any(not isinstance(value, _PLAIN) for value in _leaves(shared)):
+    if any(not isinstance(value, PLAIN) for value in _leaves(shared)):
         return True
     foreign = not type(optimizer).__module__.startswith("torch.optim.")
     if foreign and any(_is_option_by_parameter(group) for group in state["param_groups"]):

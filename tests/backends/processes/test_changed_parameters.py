@@ -38,7 +38,7 @@ def test_a_parameter_that_train_step_freezes_is_refused(last: bool, tmp_path: Pa
     steps = {"max_steps": 2} if last else {}
     for rank in run_world(2, changed, directory=str(tmp_path), how="frozen in the step", backend="ddp", **steps):
         assert "ConfigurationError: train_step has set requires_grad=False for ['net.0.weight']" in rank["error"]
-        assert "Freeze them in a hook, before the forward pass" in rank["error"]
+        assert "Freeze them in a hook, before the forward pass, such as on_end_train_step." in rank["error"]
         assert "find_unused_parameters" not in rank["error"]
 
 

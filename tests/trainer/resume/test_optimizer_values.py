@@ -145,6 +145,18 @@ def test_plain_attributes_that_have_changed_are_kept(caplog: pytest.LogCaptureFi
     assert "optimizer 0 (Counting) has changed its attributes generator (torch._C.Generator), which" in message
 
 
+def test_attributes_that_may_follow_the_order_of_the_parameters_are_kept_for_it() -> None:
+    class Slow(torch.optim.SGD):
+        def __init__(self, parameters: Any, lr: float) -> None:
+            super().__init__(parameters, lr=lr)
+            self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    module, other = layer(torch.float32), layer(torch.float32)
+    saved = states_of(module, Slow([module.weight, module.bias], 0.1)).get_state()
+    with pytest.raises(ts.CheckpointMismatchError, match="in the order of its parameters"):
+        states_of(other, Slow([other.bias, other.weight], 0.1)).update_state(saved, LOG)
+
+
 def test_an_own_optimizer_that_counts_resumes_with_the_same_bits(tmp_path: Path) -> None:
     def run(folder: str, epochs: int, **changes: Any) -> Any:
         module = Classifier(numbers(16), optimizer=Plain)

@@ -202,9 +202,9 @@ class GradientReducer(nn.Module):
             )
             if differing:
                 raise ConfigurationError(
-                    f"train_step has created the parameters {differing[:5]}, which have other values on each rank, so that "
-                    "their gradients do not belong together. Create them in a hook, such as on_end_train_step: then all "
-                    "ranks get the values of rank 0 before the next forward pass. Or initialise them alike on all ranks."
+                    f"train_step has created the parameters {differing[:5]}, which have other values on each rank, so "
+                    "that the sum of their gradients means nothing. Create them in a hook, such as on_end_train_step: "
+                    "then all ranks get the values of rank 0. Or initialise them alike on all ranks."
                 )
         frozen = [names.get(id(p), "(no name)") for p in parameters if id(p) in self._known and not p.requires_grad]
         if frozen and self.syncs and self._wrapper:
@@ -212,8 +212,9 @@ class GradientReducer(nn.Module):
                 self._wrapper[0].reducer._rebuild_buckets()  # see `_wrap`
             except RuntimeError as error:
                 raise ConfigurationError(
-                    f"train_step has set requires_grad=False for {frozen[:5]}, after ddp had prepared to sum the gradients "
-                    "of these parameters. Freeze them in a hook, before the forward pass, such as on_end_train_step."
+                    f"train_step has set requires_grad=False for {frozen[:5]}, after ddp had prepared to sum the "
+                    "gradients of these parameters. Freeze them in a hook, before the forward pass, such as "
+                    "on_end_train_step."
                 ) from error
 
     def _record(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainstack.backends.generators import KINDS, get_generator_state, set_generator_state
-from trainstack.backends.optimizer_state import move_tensors
+from trainstack.backends.optimizer_state import PLAIN, move_tensors
 from trainstack.checkpointing.encoding import StateEncoder, type_name
 from trainstack.errors import UnsupportedStateError
 from trainstack.trainer.core.state_tree import copied, lies_in, memory_of, same, tensors_in
@@ -67,10 +67,16 @@ class OptimizerAttributes:
             elif next(tensors_in(value), None) is None:
                 self._made[name] = copied(value)
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self, in_state: Iterable[Any] = ()) -> dict[str, Any]:
         """`{"values": {name: value}, "on_host": [names]}`; the tensors of the latter are on the CPU, and the parameters
-        are not. Empty if there is nothing to keep."""
-        values = {name: value for name, value in own_attributes(self._optimizer).items() if self._is_kept(name, value)}
+        are not. Empty if there is nothing to keep.
+
+        Args:
+            in_state: the values of the state dict, which are left out if they are attributes too.
+        """
+        known = {id(value) for value in in_state if not isinstance(value, PLAIN)}
+        mine = own_attributes(self._optimizer).items()
+        values = {name: value for name, value in mine if id(value) not in known and self._is_kept(name, value)}
         device = self._device()
         on_host = [
             name
@@ -104,7 +110,7 @@ class OptimizerAttributes:
         tensors = [one for one in tensors_in(value) if isinstance(one, Tensor)]
         if not tensors:
             return name not in self._made or not same(self._made[name], value)
-        state = (one for one in tensors_in(dict(self._optimizer.state)) if isinstance(one, Tensor))
+        state = (one for one in tensors_in(self._optimizer.state) if isinstance(one, Tensor))
         memory = memory_of([*self._module.parameters(), *self._module.buffers(), *state, *self._parameters()])
         is_own = not any(isinstance(one, nn.Parameter) or one.requires_grad or lies_in(one, memory) for one in tensors)
         return is_own and not self._is_part
