@@ -179,19 +179,16 @@ def _under_parameters(
             continue
         parameter, group = parameters[places[key]]
         dtype = parameter.dtype if written is None else written[places[key]]
-        state[parameter] = move_tensors(entry, _mover(parameter, dtype))
+
+        def move(tensor: Tensor, parameter: Tensor = parameter, dtype: torch.dtype = dtype) -> Tensor:
+            follows = tensor.is_floating_point() and parameter.is_floating_point() and tensor.dtype is dtype
+            return tensor.to(parameter.device, parameter.dtype if follows else tensor.dtype)
+
+        state[parameter] = move_tensors(entry, move)
         if isinstance(entry, dict) and isinstance(entry.get("step"), Tensor):
             on_device = group.get("capturable") or group.get("fused")  # as torch does
             state[parameter]["step"] = entry["step"].to(parameter.device, torch.float32) if on_device else entry["step"]
     return {**given, "state": state}
-
-
-def _mover(parameter: Tensor, written: torch.dtype) -> Callable[[Tensor], Tensor]:
-    def move(tensor: Tensor) -> Tensor:
-        follows = tensor.is_floating_point() and parameter.is_floating_point() and tensor.dtype is written
-        return tensor.to(parameter.device, parameter.dtype if follows else tensor.dtype)
-
-    return move
 
 
 def move_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:

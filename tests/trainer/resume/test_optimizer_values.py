@@ -109,6 +109,7 @@ class Counting(torch.optim.SGD):
         super().__init__(parameters, lr=lr)
         self.count, self.rates, self.power, self.best = 0, [lr], power, None
         self.held = [p for group in self.param_groups for p in group["params"]]
+        self.groups = self.param_groups
         self.means, self.table = {"all": torch.zeros(1)}, np.zeros(1)
         self.generator, self.noise = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
 
@@ -186,8 +187,10 @@ def test_a_trial_puts_plain_attributes_back(trial: str, tmp_path: Path) -> None:
         module = Classifier(numbers(16), optimizer=Counting)
         trainer = ts.Trainer(module, arguments(tmp_path / str(one), fit_micro_batch=one == "fit_micro_batch"))
         if one == "find_lr":
+            group = trainer.optimizers[0].param_groups[0]
             ts.find_lr(trainer, start=1e-3, end=1e-2, steps=3)
             assert not hasattr(trainer.optimizers[0], "latest")
+            assert trainer.optimizers[0].param_groups[0] is group
         trainer.train()
         ends.append((weights(module).tolist(), attributes_of(trainer.optimizers[0])))
     assert ends[0] == ends[1]

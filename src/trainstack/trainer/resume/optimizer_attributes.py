@@ -22,7 +22,7 @@ from trainstack.checkpointing.encoding import StateEncoder, type_name
 from trainstack.errors import UnsupportedStateError
 from trainstack.trainer.core.state_tree import copied, lies_in, memory_of, same, tensors_in
 
-_LIBRARIES = ("torch", "apex")
+_LIBRARIES = ("torch", "apex", "trainstack")
 
 
 @functools.cache
@@ -44,6 +44,10 @@ def _is_storable(value: Any) -> bool:
     except UnsupportedStateError:
         return False
     return True
+
+
+def _has_parameters(value: Any) -> bool:
+    return any(isinstance(one, nn.Parameter) for one in tensors_in(value))
 
 
 class OptimizerAttributes:
@@ -112,8 +116,8 @@ class OptimizerAttributes:
             return name not in self._made or not same(self._made[name], value)
         state = (one for one in tensors_in(self._optimizer.state) if isinstance(one, Tensor))
         memory = memory_of([*self._module.parameters(), *self._module.buffers(), *state, *self._parameters()])
-        is_own = not any(isinstance(one, nn.Parameter) or one.requires_grad or lies_in(one, memory) for one in tensors)
-        return is_own and not self._is_part
+        is_own = not any(one.requires_grad or lies_in(one, memory) for one in tensors)
+        return is_own and not self._is_part and not _has_parameters(value)
 
     def _parameters(self) -> Iterable[Tensor]:
         return (p for group in self._optimizer.param_groups for p in group["params"])
@@ -151,12 +155,12 @@ class AttributeSnapshot:
     def __init__(self, optimizer: Any, on_host: bool, with_tensors: bool) -> None:
         self._optimizer = optimizer
         self._kept = own_attributes(optimizer)
-        plain = {name: value for name, value in self._kept.items() if _is_storable(value)}
+        plain = {
+            name: value for name, value in self._kept.items() if _is_storable(value) and not _has_parameters(value)
+        }
         self._values = {name: _with_same_tensors(value) for name, value in plain.items()}
         self._tensors = [
-            (one, copied(one, on_host=on_host))
-            for one in tensors_in(plain)
-            if with_tensors and isinstance(one, Tensor) and not isinstance(one, nn.Parameter)
+            (one, copied(one, on_host=on_host)) for one in tensors_in(plain) if with_tensors and isinstance(one, Tensor)
         ]
         others = (value for value in self._kept.values() if isinstance(value, KINDS))
         self._generators = [(one, get_generator_state(one)) for one in others]
