@@ -59,7 +59,8 @@ _SET_HERE = {"module", "process_group", "device_ids", "output_device"}
 
 _UNUSED = (
     "some parameters took no part in the loss of a step. If that is meant, write "
-    "backend_options={'ddp': {'find_unused_parameters': True}}; else freeze them with requires_grad_(False)."
+    "backend_options={'ddp': {'find_unused_parameters': True}}; else freeze them with requires_grad_(False) in a hook, "
+    "before the forward pass."
 )
 
 _UNUSED_SPARSE = (

@@ -6,14 +6,18 @@ its parameters over in another order; names do not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _COMPILED = "_orig_mod."
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 Names = Sequence[Sequence[str | None]]
 """The names of the parameters of each group, in the order of the optimizer; None for what the module has no more."""
@@ -101,10 +105,10 @@ def depends_on_order(state: Mapping[str, Any], optimizer: Optimizer) -> bool:
     sizes = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
     whole = sum(sizes)
     extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-    if not all(isinstance(value, _PLAIN) for value in extra.values()):
+    if not all(isinstance(value, PLAIN) for value in extra.values()):
         return True
     shared = [value for key, value in state["state"].items() if type(key) is not int]
-    if any(not isinstance(value, _PLAIN) for value in _leaves(shared)):
+    if any(not isinstance(value, PLAIN) for value in _leaves(shared)):
         return True
     foreign = not type(optimizer).__module__.startswith("torch.optim.")
     if foreign and any(_is_option_by_parameter(group) for group in state["param_groups"]):
@@ -132,8 +136,72 @@ def _leaves(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         for item in value.values():
             yield from _leaves(item)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         for item in value:
             yield from _leaves(item)
     else:
         yield value
+
+
+def load_optimizer_state(optimizer: Any, state: Any, written: Sequence[torch.dtype] | None = None) -> None:
+    """`optimizer.load_state_dict(state)`, after which the state has the types and dtypes that it has in `state`.
+
+    torch 2.13.0 casts the state of a parameter to the dtype of the parameter, and replaces strings, dicts and deques in
+    it by other objects. It leaves as it is what `state` holds under a parameter in place of a number, so a hook moves
+    the state to its device and puts it there.
+
+    Args:
+        optimizer: to load into.
+        state: in the form of its `state_dict`.
+        written: the dtype of each parameter when `state` was written, in the order of the groups; by default that of
+            now. State of such a dtype follows the parameter to another dtype.
+    """
+    if not isinstance(optimizer, Optimizer):
+        optimizer.load_state_dict(state)
+        return
+    handle = optimizer.register_load_state_dict_pre_hook(lambda one, given: _under_parameters(one, given, written))
+    try:
+        optimizer.load_state_dict(state)
+    finally:
+        handle.remove()
+
+
+def _under_parameters(
+    optimizer: Optimizer, given: dict[str, Any], written: Sequence[torch.dtype] | None
+) -> dict[str, Any]:
+    parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    numbers = list(chain.from_iterable(group["params"] for group in given["param_groups"]))
+    places = dict(zip(numbers, range(len(parameters)), strict=False))
+    state = dict[Any, Any]()
+    for key, entry in given["state"].items():
+        if key not in places:
+            state[key] = entry
+            continue
+        parameter, group = parameters[places[key]]
+        dtype = parameter.dtype if written is None else written[places[key]]
+
+        def move(tensor: Tensor, parameter: Tensor = parameter, dtype: torch.dtype = dtype) -> Tensor:
+            follows = tensor.is_floating_point() and parameter.is_floating_point() and tensor.dtype is dtype
+            return tensor.to(parameter.device, parameter.dtype if follows else tensor.dtype)
+
+        state[parameter] = move_tensors(entry, move)
+        if isinstance(entry, dict) and isinstance(entry.get("step"), Tensor):
+            on_device = group.get("capturable") or group.get("fused")  # as torch does
+            state[parameter]["step"] = entry["step"].to(parameter.device, torch.float32) if on_device else entry["step"]
+    return {**given, "state": state}
+
+
+def move_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of `value` and the containers in it, with what `move` makes of tensors."""
+    if isinstance(value, Tensor):
+        return move(value)
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        for key, item in value.items():
+            made[key] = move_tensors(item, move)
+        return made
+    if isinstance(value, deque):
+        return deque((move_tensors(item, move) for item in value), value.maxlen)
+    if type(value) in (list, tuple):
+        return type(value)(move_tensors(item, move) for item in value)
+    return value

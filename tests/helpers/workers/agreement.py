@@ -297,7 +297,7 @@ def differs(directory: str, case: str, other: int = 1, save: bool = False) -> di
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(setup.get("precision", precision))
     saving = {"checkpointer_args": ts.DefaultCheckpointerArguments()} if save else {}
-    logged = _Logged()
+    logged = Logged()
     with mock.patch.dict(os.environ, setup.get("environment", {})), logged:
         try:
             args = {"backend": "ddp", "train_batch_size": 12, "epochs": 1, **saving, **setup.get("args", {})}
@@ -334,7 +334,7 @@ def _subscribe(trainer: ts.Trainer, module: Any, setup: Setup) -> None:
             trainer.optimizers[0].param_groups[0]["lr"] = 0.7
 
 
-class _Logged(logging.Handler):
+class Logged(logging.Handler):
     """The warnings of the library in a block."""
 
     def __init__(self) -> None:
@@ -344,7 +344,7 @@ class _Logged(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
 
-    def __enter__(self) -> _Logged:
+    def __enter__(self) -> Logged:
         logging.getLogger("trainstack").addHandler(self)
         return self
 
@@ -416,7 +416,7 @@ def gan(directory: str, save: bool) -> dict[str, Any]:
     """S-6: with or without checkpoints."""
     saving = ts.DefaultCheckpointerArguments(checkpoint=save)
     args = arguments(directory, backend="ddp", checkpointer_args=saving, epochs=2)
-    with _Logged() as logged:
+    with Logged() as logged:
         try:
             ts.Trainer(Gan(), args).train()
         except ts.TrainstackError as raised:

@@ -335,6 +335,7 @@ def test_a_state_that_fits_one_order_only_is_kept_for_that_order(kind: type[torc
     states = states_of(module, [optimizer])
     states.update_state(copy.deepcopy(saved), LOG)
     again = states.get_state()["optimizers"][0]
+    again.pop("attributes", None)  # `load_state_dict` has made one
     assert str(again) == str(saved["optimizers"][0])
 
 

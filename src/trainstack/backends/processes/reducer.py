@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -161,7 +162,8 @@ class GradientReducer(nn.Module):
             counts: whether the pass has a positive weight. Else its gradients are replaced by zeros.
             uneven: whether a rank may run a pass of weight 0 in this step.
         """
-        self._irregular |= _describe(parameters) != self._known  # the forward pass has changed them
+        changed = _describe(parameters) != self._known  # by the forward pass
+        self._irregular |= changed
         records = uneven and self.finds_unused
         held = {id(p) for p in parameters if p.grad is not None} - self._zeros if records else set[int]()
         if not counts:
@@ -171,6 +173,8 @@ class GradientReducer(nn.Module):
                 backward(loss)
         else:
             backward(loss)
+        if changed:
+            self._check_change(parameters)
         self._within_step = not self.syncs
         if self.syncs:
             if self._irregular:
@@ -180,6 +184,38 @@ class GradientReducer(nn.Module):
             self._irregular = False
             self._used.clear()
             self._zeros.clear()
+
+    def _check_change(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse what a forward pass may not do; the ranks of a change come here after the backward pass.
+
+        Raises:
+            ConfigurationError: a parameter of the pass has other values on other ranks, or the wrapper waits for the
+                gradient of one that is frozen now.
+        """
+        names = {id(p): name for name, p in self.entry.module.named_parameters()}
+        known = set(map(abs, self._known))
+        mine = {names.get(id(p), "(no name)"): _digest(p) for p in parameters if id(p) not in known}
+        if mine:
+            first, *others = self._comm.gather(mine, "the parameters that a forward pass has added")
+            differing = sorted(
+                {name for other in others for name in {**first, **other} if first.get(name) != other.get(name)}
+            )
+            if differing:
+                raise ConfigurationError(
+                    f"train_step has created the parameters {differing[:5]}, which have other values on each rank, so "
+                    "that the sum of their gradients means nothing. Create them in a hook, such as on_end_train_step: "
+                    "then all ranks get the values of rank 0. Or initialise them alike on all ranks."
+                )
+        frozen = [names.get(id(p), "(no name)") for p in parameters if id(p) in self._known and not p.requires_grad]
+        if frozen and self.syncs and self._wrapper:
+            try:
+                self._wrapper[0].reducer._rebuild_buckets()  # see `_wrap`
+            except RuntimeError as error:
+                raise ConfigurationError(
+                    f"train_step has set requires_grad=False for {frozen[:5]}, after ddp had prepared to sum the "
+                    "gradients of these parameters. Freeze them in a hook, before the forward pass, such as "
+                    "on_end_train_step."
+                ) from error
 
     def _record(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if gradient is not None:
@@ -255,6 +291,11 @@ class _Entry(nn.Module):
 def _describe(parameters: Iterable[nn.Parameter]) -> list[int]:
     """The parameters by `id`, which is negative for those that require no gradient."""
     return [id(p) if p.requires_grad else -id(p) for p in parameters]
+
+
+def _digest(parameter: nn.Parameter) -> str:
+    values = parameter.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 @contextmanager

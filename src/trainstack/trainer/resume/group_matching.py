@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainstack.backends.optimizer_state import parameter_names
 from trainstack.errors import CheckpointMismatchError
@@ -55,6 +57,40 @@ class Groups:
         """ "group 1 ('head', with head.weight, head.bias)"."""
         names = [name or "(no name)" for name in self.names()[number]]
         return _describe(number, self.labels[number], names)
+
+
+def as_made(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record with the groups that the optimizer was made with, if they were changed by hand since."""
+    if "first" not in record:
+        return record
+    return {**record, "groups": [{"params": names} for names in record["first"]], "joined": ()}
+
+
+def regroup(what: str, optimizer: Optimizer, mine: Groups, record: Mapping[str, Any]) -> None:
+    """Give an optimizer the groups of a record, whatever groups its parameters are in now.
+
+    Args:
+        what: the optimizer in words.
+        optimizer: its groups are replaced.
+        mine: its groups, with the parameters of the module.
+        record: of the optimizer.
+
+    Raises:
+        CheckpointMismatchError: the module lacks a parameter of the record.
+    """
+    groups, known = optimizer.param_groups, mine.all_parameters()
+    missing = [name for group in record["groups"] for name in group["params"] if name not in mine.by_name]
+    if missing:
+        raise CheckpointMismatchError(_names_message(what, missing, ()))
+    for own, group in zip(mine.parameters, groups, strict=True):
+        known |= {id(p): held for p, held in zip(own, group["params"], strict=True)}
+    named = any("param_names" in group for group in groups)
+    made = []
+    for group in record["groups"]:
+        names = {"param_names": list(group["params"])} if named else {}
+        parameters = [known[mine.by_name[name]] for name in group["params"]]
+        made.append({**copy.deepcopy({**optimizer.defaults, **group}), **names, "params": parameters})
+    groups[:] = made
 
 
 @dataclass(frozen=True, slots=True)

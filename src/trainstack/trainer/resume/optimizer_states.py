@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -13,16 +14,19 @@ from torch.optim import Optimizer
 
 from trainstack.backends import Workload
 from trainstack.backends.optimizer_state import (
+    PLAIN,
     depends_on_order,
     is_numbered,
+    load_optimizer_state,
     name_optimizer_state,
     number_optimizer_state,
     parameter_names,
 )
-from trainstack.errors import OTHER_RUN, CheckpointMismatchError
+from trainstack.errors import OTHER_RUN, CheckpointMismatchError, UnsupportedStateError
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.state_tree import copied, same
-from trainstack.trainer.resume.group_matching import Groups, match_groups
+from trainstack.trainer.resume.group_matching import Groups, as_made, match_groups, regroup
+from trainstack.trainer.resume.optimizer_attributes import OptimizerAttributes
 from trainstack.trainer.schedulers.stepping import Schedules
 
 _HOW = "Make the same ones, or write reset_optimizers_schedulers=True to start with new ones."
@@ -35,8 +39,10 @@ class OptimizerStates:
     The record of an optimizer is `{"class": ..., "groups": [{"params": [names], options...}], "state": {name: ...}}`.
     Beside these there may be `"joined"`, names of parameters that were added during training; `"ordered"`, True where
     the state fits the order of the parameters only; and `"state_dict"` in place of `"state"`, where the optimizer has a
-    form of its own. `"made"` holds the options with which the groups were made. The record of a scheduler names its
-    class and the number of its optimizer; its `"made"` holds what it was made with.
+    form of its own. `"dtypes"` are those of the parameters that are not float32, and `"attributes"` what
+    `OptimizerAttributes` keeps. `"made"` holds the options with which the groups were made, and `"first"` the
+    names in these groups, where the same parameters are in other groups now. The record of a scheduler
+    names its class and the number of its optimizer; its `"made"` holds what it was made with.
 
     Args:
         work: has the optimizers and the module. The optimizers have the parameters that they were made with.
@@ -50,8 +56,15 @@ class OptimizerStates:
     def __init__(self, work: Workload, schedules: Schedules) -> None:
         self._work, self._schedules = work, schedules
         self._made = [[_options_of(group) for group in one.param_groups] for one in work.optimizers]
-        self._first = [[p for group in one.param_groups for p in group["params"]] for one in work.optimizers]
+        self._first = [[list(group["params"]) for group in one.param_groups] for one in work.optimizers]
+        self._first_names = [self._groups_of(one).names() for one in work.optimizers]
         self._made_schedulers = [_settings_of(one) for one in schedules.schedulers]
+        self._attributes = [
+            OptimizerAttributes(
+                getattr(one, "optim", one) if is_divided(one) else one, work.module, is_part=is_divided(one)
+            )
+            for one in work.optimizers
+        ]
         self._is_whole = self.same_settings = False
 
     @contextmanager
@@ -90,29 +103,77 @@ class OptimizerStates:
             ],
         }
 
+    def warn_of_lost(self, log: RunLogger) -> None:
+        """Name the attributes of optimizers that have changed and that a checkpoint cannot hold."""
+        for number, attributes in enumerate(self._attributes):
+            lost = attributes.find_lost()
+            if lost:
+                log.warning(
+                    f"optimizer {number} ({type(self._work.optimizers[number]).__name__}) has changed its attributes "
+                    f"{', '.join(lost)}, which a checkpoint cannot store: a resumed run has them as __init__ makes "
+                    "them. Add their values to state_dict(), and take them back in load_state_dict()."
+                )
+
     def _record_of(self, number: int, optimizer: Optimizer) -> dict[str, Any]:
         groups = self._groups_of(optimizer)
         names = groups.names()
         record: dict[str, Any] = {"class": type(optimizer).__name__}
+        in_state: list[Any] = []
         if is_divided(optimizer) and not self._has_whole_state():
             record |= {"groups": [{"params": [one for one in own if one]} for own in names], "state": None}
         else:
-            state = optimizer.state_dict()
+            state = self._state_dict_of(number, optimizer)
+            in_state += state.values() if isinstance(state, Mapping) else ()
             if is_numbered(state, optimizer):
                 record |= name_optimizer_state(state, names)
                 record |= {"ordered": True} if depends_on_order(state, optimizer) else {}
             else:
                 record |= {"groups": [{"params": list(own)} for own in names], "state_dict": state}
-        first = set(map(id, self._first[number]))
+        first = set(map(id, chain(*self._first[number])))
         joined = [
             name
             for group, own in zip(optimizer.param_groups, names, strict=True)
             for parameter, name in zip(group["params"], own, strict=True)
             if id(parameter) not in first and name is not None
         ]
+        record |= {"joined": joined} if joined else {}
+        parameters = zip(chain(*names), chain(*groups.parameters), strict=True)
+        dtypes = {name: p.dtype for name, p in parameters if p.dtype is not torch.float32 and name is not None}
+        record |= {"dtypes": dtypes} if dtypes else {}
+        attributes = self._attributes[number].get_state(in_state)
+        record |= {"attributes": attributes} if attributes else {}
+        if not all(isinstance(value, PLAIN) for value in attributes.get("values", {}).values()):
+            record["ordered"] = True  # a list may have an item for each parameter
+        if self._has_other_groups(number, optimizer) and not is_divided(optimizer):
+            record["first"] = [[name for name in own if name is not None] for own in self._first_names[number]]
         made = self._made[number]
-        made = [*made, *({} for _ in range(len(optimizer.param_groups) - len(made)))]
-        return record | ({"joined": joined} if joined else {}) | {"made": made[: len(optimizer.param_groups)]}
+        return record | {"made": [*made, *({} for _ in range(len(optimizer.param_groups) - len(made)))]}
+
+    def _has_other_groups(self, number: int, optimizer: Optimizer) -> bool:
+        """Whether a parameter that an optimizer was made with has changed its place."""
+        first = [list(map(id, own)) for own in self._first[number]]
+        now = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        added = [ids[len(own) :] for ids, own in zip_longest(now, first, fillvalue=())]
+        known = {id(p) for own in self._first for group in own for p in group}
+        return [ids[: len(own)] for ids, own in zip(now, first, strict=False)] != first or not known.isdisjoint(
+            chain(*added)
+        )
+
+    @staticmethod
+    def _state_dict_of(number: int, optimizer: Optimizer) -> Any:
+        try:
+            return optimizer.state_dict()
+        except KeyError as error:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            lost = [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in held]
+            if not lost:
+                raise
+            raise UnsupportedStateError(
+                f"optimizer {number} ({type(optimizer).__name__}) has the state of a parameter of shape "
+                f"{tuple(lost[0].shape)} that is in none of its groups, so a checkpoint has no name for it. Where you "
+                "replace a parameter in a group, write optimizer.state[new] = optimizer.state.pop(old); where you "
+                "remove one, write optimizer.state.pop(old)."
+            ) from error
 
     def _has_whole_state(self) -> bool:
         return self._is_whole and self._work.world.is_main
@@ -135,7 +196,7 @@ class OptimizerStates:
                 "weights can be used: write resume_mode='weights'."
             )
         _check_count("optimizer", len(optimizers), len(records))
-        places = self._match_optimizers(records)
+        places = self._match_optimizers([as_made(record) for record in records])
         orders = [self._load(number, records, place, log) for number, place in enumerate(places)]
         self._load_schedulers(state["schedulers"], places, orders, log)
 
@@ -171,22 +232,30 @@ class OptimizerStates:
             )
         groups = self._groups_of(optimizer)
         others = {i: self._groups_of(one) for i, one in enumerate(self._work.optimizers) if i != number}
-        match = match_groups(what, groups, record, others, records, place)
-        self._add_joined(what, optimizer, record, match.joined, log)
-        groups = self._groups_of(optimizer)
+        first = [as_made(one) for one in records]
+        match = match_groups(what, groups, first[place], others, first, place)
+        self._warn_of_settings(number, what, record, match.order, log)
         order = match.order
-        self._warn_of_settings(number, what, record, order, log)
+        if "first" in record:
+            regroup(what, optimizer, groups, record)
+            order = list(range(len(record["groups"])))
+            log.info(f"{what} has the groups of the checkpoint, which were changed during training.")
+        else:
+            self._add_joined(what, optimizer, record, match.joined, log)
+        groups = self._groups_of(optimizer)
+        names, dtypes = groups.names_as_in(record), record.get("dtypes", {})
         if "state_dict" in record:
             state = record["state_dict"]
         else:
             named = {**record, "groups": [record["groups"][place] for place in order]}
-            state = number_optimizer_state(named, groups.names_as_in(record))
+            state = number_optimizer_state(named, names)
             for mine, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
                 theirs |= {"param_names": mine["param_names"]} if "param_names" in mine else {}
         try:
-            optimizer.load_state_dict(state)
+            load_optimizer_state(optimizer, state, [dtypes.get(one, torch.float32) for one in chain(*names)])
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise CheckpointMismatchError(f"{what} does not fit the checkpoint's: {error}. {_HOW}") from error
+        self._attributes[number].update_state(record.get("attributes", {}))
         return order
 
     def _add_joined(

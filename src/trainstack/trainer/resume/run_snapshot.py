@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainstack.backends import Workload
-from trainstack.backends.optimizer_state import parameter_names
+from trainstack.backends.optimizer_state import load_optimizer_state, parameter_names
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.state_tree import copied, lies_in, memory_of, same
 from trainstack.trainer.resume.module_generators import get_generator_states, put_back_generators
+from trainstack.trainer.resume.optimizer_attributes import AttributeSnapshot
 from trainstack.trainer.resume.optimizer_states import is_divided
 from trainstack.trainer.schedulers.stepping import Schedules
 
@@ -77,8 +78,9 @@ class RunSnapshot:
         self._counters, self._records = context.state.get_state(), context.history.mark()
         self._schedulers = [] if schedules is None else [copied(one.state_dict()) for one in schedules.schedulers]
         self._counts = [] if schedules is None else schedules.get_counts()
-        parts = (one for optimizer in work.optimizers for one in _parts_of(optimizer))
+        parts = [one for optimizer in work.optimizers for one in _parts_of(optimizer)]
         self._optimizers = [_snapshot_of(optimizer, on_host, keeps_moments) for optimizer in parts]
+        self._attributes = [AttributeSnapshot(optimizer, on_host, keeps_moments) for optimizer in parts]
 
     def restore(self) -> None:
         """Put everything back."""
@@ -86,6 +88,8 @@ class RunSnapshot:
         put_back_user_states(context, self._states)
         for optimizer in self._optimizers:
             optimizer.restore()
+        for attributes in self._attributes:
+            attributes.restore()
         if self._schedules is not None:
             for scheduler, state in zip(self._schedules.schedulers, self._schedulers, strict=True):
                 if not same(scheduler.state_dict(), state):
@@ -215,4 +219,4 @@ class _StateDictSnapshot:
     def restore(self) -> None:
         """Give it back."""
         if not same(self._optimizer.state_dict(), self._state):
-            self._optimizer.load_state_dict(self._state)
+            load_optimizer_state(self._optimizer, self._state)

@@ -650,6 +650,7 @@ class Run:
         self.loop.meter.flush()
         with self.loop.optimizer_states.whole():
             states = get_state()
+        self.loop.optimizer_states.warn_of_lost(self.log)
         optimizers = states.get("optimizers", ())
         check_finite_weights(self.stack, self.loop.work, self.may_be_nonfinite, optimizers, state.global_step)
         self._refuse_diverged("No checkpoint was written.")

@@ -10,7 +10,8 @@ from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainstack.backends import Borrowed
@@ -162,6 +163,15 @@ def _is_replaced(optimizer: Optimizer) -> bool:
     return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
+def _place_and_version(gradient: Tensor) -> tuple[int, int]:
+    # torch 2.13.0: `_version` counts writes in place, and has no public counterpart.
+    return gradient.data_ptr() if gradient.layout is torch.strided else -1, gradient._version
+
+
+def _is_written(before: tuple[int, int] | None, now: tuple[int, int]) -> bool:
+    return before is not None and before[0] == now[0] and before[1] != now[1]
+
+
 class _Watch:
     """Sees the calls that the first global steps make, by the state of gradients, optimizers and schedulers.
 
@@ -245,7 +255,7 @@ class _Watch:
             outputs = forward(work, stage, batch, step)
             after = self._gradients()
             self._compare(before.keys(), after.keys())
-            if any(before.get(key, version) != version for key, version in after.items()):
+            if any(_is_written(before.get(key), now) for key, now in after.items()):
                 self._seen.add("backward() or zero_grad()")  # or another write
             self._held = after.keys()
             return outputs
@@ -263,11 +273,13 @@ class _Watch:
         if found - held:
             self._seen.add("backward()")
 
-    def _gradients(self) -> dict[int, int]:
-        """The parameters that have a gradient, by `id`, each with the number of writes to it."""
-        # torch 2.13.0: `_version` counts writes in place, and has no public counterpart.
+    def _gradients(self) -> dict[int, tuple[int, int]]:
+        """The parameters that have a gradient, by `id`, each with the address of it and the number of writes to it.
+
+        `ddp` moves gradients to other memory when it wraps the module again.
+        """
         params = self._loop.work.params
-        found = {id(p): p.grad._version for p in (*params.all, *params.optimized) if p.grad is not None}
+        found = {id(p): _place_and_version(p.grad) for p in (*params.all, *params.optimized) if p.grad is not None}
         self._with_gradient.update(found)
         return found
 
