@@ -149,7 +149,8 @@ def check_both_reach(holder: str, rng: Any) -> None:
     module, dataset = nn.Identity(), Samples(held)
     module.held = held
     module.itself = dataset.itself = [module, dataset]  # type: ignore[attr-defined]
-    saved = [path for path in get_generator_states(module) if not path.startswith("global")]
+    context: Any = SimpleNamespace(module=module, events=SimpleNamespace(callbacks={}))
+    saved = [path for path in get_generator_states(context) if not path.startswith("global")]
     seeded = own_generators(DataLoader(dataset)).search()  # type: ignore[arg-type]
 
     assert len(saved) == 1

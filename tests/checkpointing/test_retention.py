@@ -419,7 +419,7 @@ def test_a_run_that_begins_afresh_takes_away_the_earlier_runs_pointers(tmp_path:
     assert afresh.last() is None
     assert afresh.best() is None
     for resume in ("best", "last", tmp_path / "best"):
-        with pytest.raises(CheckpointNotFoundError, match="name its checkpoint"):
+        with pytest.raises(CheckpointNotFoundError, match="one of another run, name it: resume="):
             afresh.load(resume)
     assert steps(tmp_path) == {1, 2}
 

@@ -170,7 +170,7 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(code: int, monkeypatch: 
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ts.CheckpointError, match="cannot be listed"):
+    with pytest.raises(ts.CheckpointError, match=r"checkpoints.* cannot be (listed|owned)"):
         go(resume="auto", epochs=2)
 
 
@@ -191,14 +191,6 @@ def test_a_full_disk_at_the_beginning_is_an_error_of_the_library(name: str, monk
 def test_a_path_with_a_nul_character_is_refused() -> None:
     with pytest.raises(ts.ConfigurationError, match=r"output_dir='a\\x00b' has a NUL character"):
         ts.TrainerArguments(output_dir="a\0b")
-
-
-def test_a_start_from_a_folder_that_was_deleted_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    with pytest.raises(ts.CheckpointError, match="cannot be used"):
-        go(tmp_path / "run")
 
 
 def test_a_temporary_file_that_is_a_folder_of_somebody_is_passed_by(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainstack.backends.generators import KINDS, get_generator_state, set_generator_state
+from trainstack.backends.generators import get_generator_state, kinds_of_generators, set_generator_state
 from trainstack.backends.optimizer_state import PLAIN, move_tensors
 from trainstack.checkpointing.encoding import StateEncoder, type_name
 from trainstack.errors import UnsupportedStateError
@@ -162,7 +162,7 @@ class AttributeSnapshot:
         self._tensors = [
             (one, copied(one, on_host=on_host)) for one in tensors_in(plain) if with_tensors and isinstance(one, Tensor)
         ]
-        others = (value for value in self._kept.values() if isinstance(value, KINDS))
+        others = (value for value in self._kept.values() if isinstance(value, kinds_of_generators()))
         self._generators = [(one, get_generator_state(one)) for one in others]
 
     def restore(self) -> None:
