@@ -54,7 +54,7 @@ ORDER = (
 MAX_FUNCTION_LINES = 40
 MAX_FILES_A_FOLDER = 26
 MAX_FILES = 270
-MAX_LINES = 45_500
+MAX_LINES = 45_700
 
 # What `import trainstack` may not load: each costs every process of every run, most runs never use it.
 HEAVY = (
