@@ -30,7 +30,7 @@ from trainstack.checkpointing import (
 from trainstack.checkpointing.checksums import CHUNK_BYTES, digest
 from trainstack.checkpointing.verification import read_back
 from trainstack.checkpointing.writing import Payload, commit, pack
-from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
+from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, ConfigurationError
 
 ELEMENTS = CHUNK_BYTES // 4
 
@@ -254,7 +254,7 @@ def test_a_path_that_cannot_be_entered_is_an_error_of_the_library(tmp_path: Path
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
     for use in (verify_checkpoint, read_checkpoint, read_model):
-        with pytest.raises(CheckpointError):
+        with pytest.raises(ConfigurationError if "\0" in name else CheckpointError):
             use(tmp_path / name)
 
 

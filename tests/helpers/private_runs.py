@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -33,12 +34,20 @@ def private(directory: Any, args: ts.DifferentialPrivacyArguments | None = None,
     )
 
 
+_SEEN: WeakKeyDictionary[Recording, list[Tensor]] = WeakKeyDictionary()
+"""Not an attribute of the optimizer, which a checkpoint would keep."""
+
+
 class Recording(torch.optim.SGD):
     """Remembers every gradient that it was given."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.seen: list[Tensor] = []
+        _SEEN[self] = []
+
+    @property
+    def seen(self) -> list[Tensor]:
+        return _SEEN[self]
 
     def step(self, closure: Any = None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"]]

@@ -348,9 +348,9 @@ def test_no_file_but_those_that_say_so_uses_pickle_or_object_collectives() -> No
         for name, text in texts.items()
         if re.search(r"^\s*(import|from) pickle\b|pickle\.(loads?|dumps?)\(", text, re.M)
     }
-    copies = "trainer/data/fixed_samples.py"  # in memory; the bytes never leave the process
+    in_memory = ("trainer/data/fixed_samples.py", "trainer/resume/optimizer_attributes.py")  # copied; hashed
     assert users == {
-        *("backends/processes/wire.py", "launching/options.py", "launching/worker.py", "verifying/trial.py", copies)
+        *("backends/processes/wire.py", "launching/options.py", "launching/worker.py", "verifying/trial.py", *in_memory)
     }
     wire = texts["backends/processes/wire.py"]
     assert wire.count("pickle.dumps(") == wire.count("pickle.loads(") == 1
