@@ -105,12 +105,12 @@ class Recording(torch.optim.SGD):
 
     def __init__(self, params: Any, rates: list[float], lr: float = 0.1) -> None:
         super().__init__(params, lr=lr)
-        self._rates = rates
+        self._note = lambda rate: rates.append(rate)  # not the list: a trainer may restore attributes of optimizers
 
     def step(self, closure: Any = None) -> Any:
         """Computes the closure first, as trainers that pass one rely on it."""
         result = closure() if closure is not None else None
-        self._rates.append(self.param_groups[0]["lr"])
+        self._note(self.param_groups[0]["lr"])
         super().step()
         return result
 

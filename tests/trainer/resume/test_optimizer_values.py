@@ -146,6 +146,32 @@ def test_plain_attributes_that_have_changed_are_kept(caplog: pytest.LogCaptureFi
     assert "optimizer 0 (Counting) has changed its attributes generator (torch._C.Generator), which" in message
 
 
+class Logging(torch.optim.SGD):
+    """Appends to lists of the caller's."""
+
+    def __init__(self, parameters: Any, short: list[int], long: list[int]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.short, self.long = short, long
+
+    def step(self, closure: Any = None) -> None:
+        self.short.append(1)
+        self.long += [1] * 10_000
+        super().step()
+
+
+def test_containers_get_their_items_in_place_and_large_ones_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    module, other, mine = layer(torch.float32), layer(torch.float32), list[int]()
+    optimizer, again = Logging(module.parameters(), [], []), Logging(other.parameters(), mine, [])
+    states = states_of(module, optimizer)
+    for _ in range(2):
+        train(module, optimizer)
+        states.warn_of_lost(LOG)
+    (message,) = caplog.messages
+    assert "has changed its attributes long (list), which a checkpoint cannot store" in message
+    states_of(other, again).update_state(copy.deepcopy(states.get_state()), LOG)
+    assert (again.short is mine, mine, again.long) == (True, optimizer.short, [])
+
+
 def test_attributes_that_may_follow_the_order_of_the_parameters_are_kept_for_it() -> None:
     class Slow(torch.optim.SGD):
         def __init__(self, parameters: Any, lr: float) -> None:

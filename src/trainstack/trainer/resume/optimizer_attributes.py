@@ -8,7 +8,7 @@ import hashlib
 import io
 import pickle
 from collections import deque
-from collections.abc import Iterable, Mapping, MutableMapping, MutableSet
+from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence, MutableSet
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,10 @@ from trainstack.backends.generators import get_generator_state, kinds_of_generat
 from trainstack.backends.optimizer_state import PLAIN, move_tensors
 from trainstack.checkpointing.encoding import StateEncoder, type_name
 from trainstack.errors import UnsupportedStateError
-from trainstack.trainer.core.state_tree import copied, lies_in, memory_of, same, tensors_in
+from trainstack.trainer.core.state_tree import SMALL, copied, lies_in, memory_of, same, size_of, tensors_in
 
 _LIBRARIES = ("torch", "apex", "trainstack")
+_MUTABLE = (MutableMapping, MutableSet, MutableSequence)  # others may hold them: they get their items back in place
 
 
 @functools.cache
@@ -46,6 +47,11 @@ def _is_storable(value: Any) -> bool:
     return True
 
 
+def _is_large(value: Any) -> bool:
+    """Whether it is a container without tensors that may be a log rather than a state, such as a list of all rates."""
+    return isinstance(value, _MUTABLE) and next(tensors_in(value), None) is None and size_of(value) > SMALL
+
+
 def _has_parameters(value: Any) -> bool:
     return any(isinstance(one, nn.Parameter) for one in tensors_in(value))
 
@@ -54,7 +60,7 @@ class OptimizerAttributes:
     """What a checkpoint keeps of the own attributes of an optimizer.
 
     These are the tensors, and what else has changed since the optimizer was made: numbers, text, and containers of
-    them. A tensor that shares memory with the module or with the state of the optimizer is not kept.
+    them up to 64 KiB. A tensor that shares memory with the module or with the state of the optimizer is not kept.
 
     Args:
         optimizer: has not made a step.
@@ -64,7 +70,7 @@ class OptimizerAttributes:
 
     def __init__(self, optimizer: Any, module: nn.Module, *, is_part: bool = False) -> None:
         self._optimizer, self._module, self._is_part = optimizer, module, is_part
-        self._made, self._fingerprints = dict[str, Any](), dict[str, str]()
+        self._made, self._fingerprints, self._named = dict[str, Any](), dict[str, str](), set[str]()
         for name, value in own_attributes(optimizer).items():
             if not _is_storable(value):
                 self._fingerprints[name] = _fingerprint(value)
@@ -94,22 +100,27 @@ class OptimizerAttributes:
         device = self._device()
         for name, value in state.get("values", {}).items():
             on_host = name in state.get("on_host", ())
-            vars(self._optimizer)[name] = move_tensors(value, Tensor.cpu if on_host else lambda one: one.to(device))
+            moved = move_tensors(value, Tensor.cpu if on_host else lambda one: one.to(device))
+            mine = vars(self._optimizer)
+            if type(mine.get(name)) is type(moved) and isinstance(moved, _MUTABLE):
+                _refill(mine[name], moved)
+            else:
+                mine[name] = moved
 
     def find_lost(self) -> list[str]:
         """The attributes that have changed and are not kept, each with its type; each is named once."""
         lost = []
         for name, value in own_attributes(self._optimizer).items():
-            before = self._fingerprints.get(name)
-            if before is not None or not _is_storable(value):
-                now = _fingerprint(value)
-                if before != now:
-                    lost.append(f"{name} ({type_name(value)})")
-                self._fingerprints[name] = now
+            if _is_storable(value) and not _is_large(value):
+                continue
+            before, now = self._fingerprints.setdefault(name, ""), _fingerprint(value)
+            if before != now and name not in self._named:
+                self._named.add(name)
+                lost.append(f"{name} ({type_name(value)})")
         return lost
 
     def _is_kept(self, name: str, value: Any) -> bool:
-        if not _is_storable(value):
+        if not _is_storable(value) or _is_large(value):
             return False
         tensors = [one for one in tensors_in(value) if isinstance(one, Tensor)]
         if not tensors:
@@ -192,7 +203,7 @@ def _refill(container: Any, items: Any) -> None:
     elif isinstance(container, deque):
         container.clear()
         container.extend(items)
-    elif isinstance(container, list | bytearray):
+    elif isinstance(container, MutableSequence):
         container[:] = items
     elif isinstance(container, np.ndarray):
         container[...] = items
