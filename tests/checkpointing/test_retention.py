@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from hypothesis import strategies as st
 
 from tests.checkpointing.support import flip_bit, make_checkpoint, mark_of
 from tests.checkpointing.test_crash import instrument
+from tests.helpers.patience import patience
 from trainstack.checkpointing import (
     Checkpoint,
     DefaultCheckpointer,
     DefaultCheckpointerArguments,
+    default_checkpointer,
     filesystem,
     list_checkpoints,
     retention,
@@ -479,3 +482,24 @@ def test_metadata_of_ones_own_do_no_harm(tmp_path: Path, metadata: Any) -> None:
     last = saver.last()
     assert last is not None
     assert (dict(last.metrics), last.pinned, saver.best()) == ({}, False, None)
+
+
+def test_a_large_checkpoint_is_read_back_while_the_training_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read, read_back = threading.Event(), retention.read_back
+
+    def wait_and_read(path: Path) -> str | None:
+        assert may_read.wait(patience(30))
+        return read_back(path)
+
+    monkeypatch.setattr(retention, "read_back", wait_and_read)
+    monkeypatch.setattr(default_checkpointer, "LARGE", 0)
+    saver = checkpointer(tmp_path, keep_last=1)
+    save_all(saver, [None, None])
+    assert steps(tmp_path) == {1, 2}
+    may_read.set()
+    save_all(saver, [None], first=3)  # waits for the one before
+    assert 1 not in steps(tmp_path)
+    saver.finish()
+    assert steps(tmp_path) == {3}

@@ -20,6 +20,7 @@ from trainstack.checkpointing.arguments import DEFAULT_MONITOR, DefaultCheckpoin
 from trainstack.checkpointing.async_writer import BackgroundWriter, HostBuffers
 from trainstack.checkpointing.directory import (
     CheckpointInfo,
+    Contents,
     beginnings,
     has_prefix,
     name_of,
@@ -43,6 +44,10 @@ from trainstack.errors import CheckpointError, CheckpointNotFoundError
 from trainstack.ranks import global_rank
 
 _logger = logging.getLogger("trainstack")
+
+
+LARGE = 64 << 20
+"""Bytes of a checkpoint above which a thread reads it back, so that the training need not wait for the disk."""
 
 
 class DefaultCheckpointer(AbstractCheckpointer):
@@ -268,7 +273,8 @@ class DefaultCheckpointer(AbstractCheckpointer):
 
         The name is made of the prefix and the global step, or the index if the step is not known.
         Returns once everything is on the disk; with `async_save` once the state is copied, after waiting for the
-        save before. A failure in the background is raised by `poll`, `finish`, or the next save or load.
+        save before. Where a large checkpoint has to be read back, a thread does that, and deletes older ones then. A
+        failure in the background is raised by `poll`, `finish`, or the next save or load.
         """
         if not self.is_due(index, force):
             return None
@@ -285,26 +291,32 @@ class DefaultCheckpointer(AbstractCheckpointer):
             copy = payload.copy_into(self._buffers)
 
             def write(abandoned: threading.Event) -> None:
-                self._commit(copy, name, abandoned)
+                self._save_in_background(copy, name, abandoned)
                 self._last_save_s = time.monotonic() - started
 
             self._background.start(f"saving {name}", write)
         else:
-            self._commit(payload, name)
+            contents = self._commit(payload, name)
+            if payload.size > LARGE and self._retention.reads_back:
+                self._background.start(f"verifying {name}", lambda _: self._retention.apply(contents))
+            else:
+                self._retention.apply(contents)
         return str(self.save_dir / name)
 
-    def _commit(self, payload: Payload, name: str, abandoned: threading.Event | None = None) -> None:
-        """Write a checkpoint, and do what is to be done after each; in the background with `async_save`."""
+    def _save_in_background(self, payload: Payload, name: str, abandoned: threading.Event) -> None:
         try:
-            contents = scan(self.save_dir)  # the one look at all checkpoints: it costs more the more are kept
-            path = commit(payload, self.save_dir, name, abandoned, self.lease, contents.highest + 1)
-            self._log(logging.INFO, f"saved {path}")
-            self.on_commit()
-            self._retention.apply(contents.including(path))
+            self._retention.apply(self._commit(payload, name, abandoned))
         except BaseException as error:
-            if abandoned is not None:  # perhaps nobody asks any more
-                self._log(logging.ERROR, f"saving {name} in the background failed: {error}")
+            self._log(logging.ERROR, f"saving {name} in the background failed: {error}")  # perhaps nobody asks any more
             raise
+
+    def _commit(self, payload: Payload, name: str, abandoned: threading.Event | None = None) -> Contents:
+        """Write a checkpoint; returns what is in the directory then."""
+        contents = scan(self.save_dir)  # the one look at all checkpoints: it costs more the more are kept
+        path = commit(payload, self.save_dir, name, abandoned, self.lease, contents.highest + 1)
+        self._log(logging.INFO, f"saved {path}")
+        self.on_commit()
+        return contents.including(path)
 
     def _wait_for_last(self) -> None:
         """Wait for a save in the background, and say how long that took."""

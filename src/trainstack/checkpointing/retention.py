@@ -41,6 +41,11 @@ class Retention:
     say: LogFn
     verify_owner: Callable[[], None]
 
+    @property
+    def reads_back(self) -> bool:
+        """Whether checkpoints may have to be read from the disk, which takes as long as writing them."""
+        return self.args.keep_last is not None and self.args.verify == "read_back"
+
     def apply(self, contents: Contents) -> None:
         """Set the pointers, and delete the checkpoints that need not be kept, of those in `contents`.
 
@@ -78,7 +83,7 @@ class Retention:
             return []
         ours = [info for info in run if not info.pinned and info.path.name == info.name and not info.path.is_symlink()]
         doomed = self._beyond(ours, has_its_files)
-        if doomed and self.args.verify == "read_back":  # the bytes are read only where something is to be deleted
+        if doomed and self.reads_back:  # the bytes are read only where something is to be deleted
             doomed = self._beyond(ours, self._is_intact)
         return [info for info in doomed if has_its_files(info) and info not in _damaged]
 
