@@ -1,0 +1,105 @@
+"""Records under `torch.func.vmap`, and the physical tensors behind what `train_step` sees there.
+
+Under `vmap` a tensor of one record is a view of a *physical* tensor with all records along one dimension. The functions
+here give this tensor out and put one back. Whoever uses them has to treat records separately: `vmap` cannot check it.
+
+The names of `torch._C._functorch` are private; read with torch 2.13.0. Where one is missing, `is_available` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+from torch.func import vmap
+
+_NAMES = (
+    "_add_batch_dim",
+    "get_unwrapped",
+    "maybe_current_level",
+    "maybe_get_bdim",
+    "maybe_get_level",
+    "pop_dynamic_layer_stack",
+    "push_dynamic_layer_stack",
+)
+
+
+def is_available() -> bool:
+    """Whether this version of torch has all the private names that are needed."""
+    return all(hasattr(functorch, name) for name in _NAMES)
+
+
+def run_per_record(function: Callable[..., object], columns: Sequence[Tensor]) -> None:
+    """Call `function` once for all records, which sees those of one.
+
+    Args:
+        function: is called with as many tensors as `columns`, each without its first dimension. To hand something out
+            it stores what `unwrap` returns.
+        columns: at least 1 tensor, records along dimension 0.
+    """
+
+    def call(*row: Tensor) -> tuple[()]:
+        function(*row)
+        return ()
+
+    vmap(call, randomness="different")(*columns)
+
+
+def current_level() -> int | None:
+    """The number of the innermost transform of `torch.func` that is active; None outside of all."""
+    level: int | None = functorch.maybe_current_level()  # type: ignore[attr-defined]
+    return level
+
+
+def is_batched(tensor: Tensor, level: int) -> bool:
+    """Whether `tensor` differs between the records of the `vmap` with this number."""
+    return bool(functorch.maybe_get_level(tensor) == level and functorch.maybe_get_bdim(tensor) != -1)
+
+
+def unwrap(tensor: Tensor, level: int, records: int) -> Tensor:
+    """The physical tensor, `(records, *tensor.shape)`; a view, also of a tensor that all records share.
+
+    Args:
+        tensor: seen by `train_step` under the `vmap` with this number, and under no transform within it.
+        level: of `current_level`.
+        records: of that `vmap`.
+    """
+    if not is_batched(tensor, level):
+        return tensor.expand(records, *tensor.shape)
+    physical: Tensor = functorch.get_unwrapped(tensor)
+    place = functorch.maybe_get_bdim(tensor)
+    return physical if place == 0 else physical.movedim(place, 0)
+
+
+def wrap(physical: Tensor, level: int) -> Tensor:
+    """What `train_step` sees of a physical tensor with the records along dimension 0; the reverse of `unwrap`."""
+    seen: Tensor = functorch._add_batch_dim(physical, 0, level)
+    return seen
+
+
+@contextmanager
+def outside_vmap() -> Iterator[None]:
+    """A block in which functions on physical tensors run, and are differentiated, as if there were no `vmap`."""
+    layer = functorch.pop_dynamic_layer_stack()
+    try:
+        yield
+    finally:
+        functorch.push_dynamic_layer_stack(layer)
+
+
+def draw_per_record(draw: Callable[[], Tensor], level: int) -> Tensor:
+    """`draw` outside of `vmap`, which returns a row for each record, as `train_step` sees it."""
+    with outside_vmap():
+        physical = draw()
+    return wrap(physical, level)
+
+
+def values_of(tensor: Tensor, level: int, records: int) -> list[Any]:
+    """The values of a tensor with one element in each record, as Python numbers."""
+    with outside_vmap(), torch.no_grad():
+        values: list[Any] = unwrap(tensor, level, records).reshape(records).tolist()
+    return values
