@@ -146,6 +146,10 @@ LAYERS: dict[str, tuple[Any, Any]] = {
     "embedding with padding": (lambda: nn.Embedding(9, 4, padding_idx=-9), lambda n: ids(n, 12)),
     "embedding of ids that are not contiguous": (lambda: nn.Embedding(9, 4), lambda n: ids(9).expand(n, -1)),
     "self-attention": (lambda: Encoder(batch_first=True), lambda n: torch.randn(n, 6, 4)),
+    "self-attention, positions first": (lambda: Encoder(batch_first=False), lambda n: torch.randn(n, 6, 4)),
+    "attention to another sequence": (CrossAttention, lambda n: torch.randn(n, 6, 4)),
+    "positions that all records share": (Positions, lambda n: torch.randn(n, 6, 4)),
+    "positions first": (TimeFirst, lambda n: torch.randn(n, 6, 4)),
     "class token": (ClassToken, lambda n: torch.randn(n, 6, 4)),
     "records and positions in one dimension": (Flattened, lambda n: torch.randn(n, 6, 4)),
     "partly frozen": (Frozen, lambda n: torch.randn(n, 4)),
@@ -188,10 +192,6 @@ def test_auto_chooses_bookkeeping_for_it(layer: str) -> None:
 @pytest.mark.parametrize(
     ("net", "named"),
     [
-        (Positions, r"net\.table\.weight"),
-        (TimeFirst, r"net\.mix\.weight"),
-        (CrossAttention, r"net\.attend\.in_proj_weight is used outside"),
-        (lambda: Encoder(batch_first=False), r"net\.layer\."),
         (lambda: nn.Bilinear(4, 4, 2), r"fails"),
         (lambda: nn.Embedding(9, 4, max_norm=1.0), r"net\.weight changes in a forward pass"),
         (lambda: nn.Embedding(9, 4, scale_grad_by_freq=True), r"net\.weight: an Embedding with scale_grad_by_freq"),

@@ -1,8 +1,9 @@
 """`bookkeeping`: one forward and one backward pass for all records.
 
-The backward pass computes gradients of layers' outputs only. From them and the layers' inputs follow the norm of each
-record's gradient, and then, with the factors known, one weighted parameter gradient for each layer (Bu et al. 2022,
-arXiv 2210.00038).
+The forward pass runs under `torch.func.vmap` on batches of one record, so no record can influence the loss of another.
+The backward pass runs outside of it and computes gradients of layers' outputs only. From them and the layers' inputs
+follow the norm of each record's gradient, and then, with the factors known, one weighted parameter gradient for each
+layer (Bu et al. 2022, arXiv 2210.00038).
 """
 
 from __future__ import annotations
@@ -11,47 +12,99 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 
-from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, detach_outputs, full_float32
+from trainstack.backends.dp.clipping import Clipper
+from trainstack.backends.dp.modes import record_vmap
+from trainstack.backends.dp.modes.base import (
+    GradientMode,
+    Run,
+    Unsupported,
+    detach_outputs,
+    flatten_outputs,
+    full_float32,
+)
 from trainstack.backends.dp.modes.op_interceptor import OpInterceptor
 from trainstack.backends.dp.modes.param_uses import ParamUse, squared_norms
+from trainstack.backends.dp.modes.vmap import one_record_batches, explain_vmap_error
+from trainstack.backends.dp.torch_names import pytree
 from trainstack.backends.losses import find_loss
+
+_HOOKS = "bookkeeping allows no hooks on saved tensors, as torch.utils.checkpoint and saved_tensors_hooks set"
 
 
 class BookkeepingMode(GradientMode):
-    """Exact if each record's gradient is `records` times its share of the gradient of the mean loss.
-
-    That holds if the loss is a plain mean over records and no record influences another, which cannot be seen here:
-    `choose_mode` compares with the loop.
-    """
+    """Each record's gradient is computed from it alone, whatever the module does."""
 
     name: ClassVar[str] = "bookkeeping"
+    one_by_one: ClassVar[bool] = True
+
+    def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter], clipper: Clipper) -> None:
+        super().__init__(module, trained, clipper)
+        if not record_vmap.is_available():
+            raise Unsupported(
+                f"bookkeeping does not know torch {torch.__version__}. Write grad_mode='vmap', or install a version "
+                "of torch that trainstack names."
+            )
+        self._parts = tuple(module.modules())
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
-        with OpInterceptor(self.trained, self.names, records) as ops:
-            outputs = run(self.module, batch)
-        mean = find_loss(outputs, records).mean()
-        uses = self._receive(ops.uses, mean, records)
-        outputs = detach_outputs(outputs, mean)
+        self._check_hooks()
+        uses, outputs = self._forward(run, batch, records)
+        losses = find_loss(outputs, records)
+        uses = self._receive(uses, losses, records)
+        detached = detach_outputs(outputs, losses.detach().mean())
+        del outputs
         with torch.no_grad(), full_float32():
-            self._add_uses(uses, records)
-        return outputs
+            norms = self._add_uses(uses, records)
+        self._observe(losses, norms, detached)
+        return detached
 
-    def _receive(self, uses: list[ParamUse], mean: Tensor, records: int) -> list[ParamUse]:
-        """Give each use the gradient of its output; returns those on which the loss depends."""
+    def explain_error(self, error: Exception) -> str:
+        return explain_vmap_error(error) or super().explain_error(error)
+
+    def _forward(self, run: Run, batch: Any, records: int) -> tuple[list[ParamUse], Any]:
+        """The uses, and the outputs with the records along dimension 0 and with their graph."""
+        columns, make = one_record_batches(batch, records)
+        found: list[Any] = []
+
+        def step(*row: Tensor) -> None:
+            ops = OpInterceptor(self.trained, self.names, records)
+            with ops, disable_saved_tensors_hooks(_HOOKS):
+                leaves, form = flatten_outputs(run(self.module, make(row)))
+            with record_vmap.outside_vmap():
+                physical = [_joined(ops.physical(v)) if isinstance(v, Tensor) else v for v in leaves]
+            found.extend([ops.uses, pytree.tree_unflatten(physical, form)])
+
+        record_vmap.run_per_record(step, columns)
+        return found[0], found[1]
+
+    def _check_hooks(self) -> None:
+        """Hooks of the backward pass see all records, or, under `vmap`, are not called."""
+        for part in self._parts:
+            if part._backward_hooks or part._backward_pre_hooks:  # torch 2.13.0
+                raise Unsupported(
+                    f"a {type(part).__name__} has hooks of the backward pass, which would see all records at once. "
+                    "Take them off, or write grad_mode='loop'."
+                )
+        for name, parameter in zip(self.names, self.trained, strict=True):
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):  # torch 2.13.0
+                raise Unsupported(f"{name} has a hook on its gradient. Take it off, or write grad_mode='loop'.")
+
+    def _receive(self, uses: list[ParamUse], losses: Tensor, records: int) -> list[ParamUse]:
+        """Give each use the gradient of its output; returns those on which the losses depend."""
         found = torch.autograd.grad(
-            mean,
+            losses,
             [*(use.edge for use in uses), *self.trained],  # type: ignore[arg-type]
-            grad_outputs=torch.full_like(mean, records),
+            grad_outputs=torch.ones_like(losses),
             allow_unused=True,
         )
         for name, gradient in zip(self.names, found[len(uses) :], strict=True):
             if gradient is not None:
                 raise Unsupported(
-                    f"{name} is used outside of the layers that bookkeeping knows (Linear, Conv, LayerNorm, RMSNorm, "
-                    "GroupNorm, Embedding, self-attention, and parameters added to or multiplied with a batch). Write "
-                    "grad_mode='vmap'."
+                    f"{name} is used in a way that bookkeeping does not see, such as inside of a transform of "
+                    "torch.func or in a compiled function. Write grad_mode='vmap'."
                 )
         used = []
         with torch.no_grad(), full_float32():
@@ -66,7 +119,8 @@ class BookkeepingMode(GradientMode):
                     used.append(use)
         return used
 
-    def _add_uses(self, uses: Sequence[ParamUse], records: int) -> None:
+    def _add_uses(self, uses: Sequence[ParamUse], records: int) -> Tensor:
+        """Add what the uses add up to; returns the joint norms of the records."""
         users: dict[int, list[ParamUse]] = {}
         for use in uses:
             for i in use.parameters:
@@ -79,7 +133,8 @@ class BookkeepingMode(GradientMode):
         joint = {i: torch.stack([use.per_record()[i] for use in users]).sum(0) for i, users in shared.items()}
         squares.update({i: squared_norms(rows) for i, rows in joint.items()})
         nothing = self.sums[0].new_zeros(records)
-        factors = self.clipper.factors(torch.stack([squares.get(i, nothing) for i in range(len(self.trained))]))
+        table = torch.stack([squares.get(i, nothing) for i in range(len(self.trained))])
+        factors = self.clipper.factors(table)
         if factors.dropped is not None:
             for use in uses:
                 use.drop(factors.dropped)
@@ -90,3 +145,9 @@ class BookkeepingMode(GradientMode):
                     self.sums[i] += total.reshape(self.sums[i].shape)
         for i, rows in joint.items():
             self.sums[i] += (factors.rows[i] @ rows).reshape(self.sums[i].shape)
+        return table.sum(0).sqrt()
+
+
+def _joined(physical: Tensor) -> Tensor:
+    """`(records, ...)` where the output of a batch of one is `(1, ...)`."""
+    return physical.flatten(0, 1) if physical.dim() > 1 and physical.shape[1] == 1 else physical

@@ -2,6 +2,10 @@
 
 Looking at functions rather than at modules means that a custom layer that calls `F.linear` is understood as well, and
 that each use of a parameter is recorded by itself.
+
+`train_step` runs under `vmap` over the records. A known function is run on the physical tensors instead, with the
+parameter cut off the graph, and its input is kept. In any other function the parameter is replaced by a copy for each
+record, so that what `vmap` knows about is exact too, at the cost of a gradient for each record.
 """
 
 from __future__ import annotations
@@ -12,60 +16,30 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd.function import custom_function_call  # type: ignore[attr-defined]
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from trainstack.backends.dp.modes import record_vmap
+from trainstack.backends.dp.modes.attention import attention
 from trainstack.backends.dp.modes.base import Unsupported
+from trainstack.backends.dp.modes.layer_uses import FoldedUse, TransposedUse
 from trainstack.backends.dp.modes.param_uses import ConvUse, ElementwiseUse, EmbeddingUse, NormUse, ParamUse, ProductUse
 
-
-def self_attention(
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-    query: Tensor,
-    heads: int,
-    in_proj: tuple[Tensor, Tensor | None],
-    out_proj: tuple[Tensor, Tensor | None],
-    dropout: float,
-    masks: tuple[Tensor | None, Tensor | None],
-) -> Tensor:
-    """What `F.multi_head_attention_forward` returns first where query, key and value are the same.
-
-    Args:
-        linear: called for both projections, on `(records, positions, width)`.
-        query: `(positions, records, width)`.
-        heads: how many.
-        in_proj, out_proj: weight and bias of the projections.
-        dropout: of the attention weights.
-        masks: of pairs of positions, `(positions, positions)` or that for each record and head; and of the positions of
-            each record, `(records, positions)`; True or -inf where not to look.
-    """
-    positions, records, width = query.shape
-    projected = linear(query.transpose(0, 1), *in_proj)
-    q, k, v = projected.reshape(records, positions, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
-    pairs, padding = (_added(mask, q) for mask in masks)
-    if pairs is not None and pairs.dim() == 3:
-        pairs = pairs.reshape(records, heads, positions, positions)
-    if padding is not None:
-        padding = padding[:, None, None, :]
-        pairs = padding if pairs is None else pairs + padding
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=pairs, dropout_p=dropout)
-    return linear(mixed.transpose(1, 2).reshape(records, positions, width), *out_proj).transpose(0, 1)
-
-
-def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """A mask as what is added to scores."""
-    if mask is None or mask.dtype is not torch.bool:
-        return None if mask is None else mask.to(like.dtype)
-    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
+FLOATS_OF_COPIES = 1 << 25
+"""Largest gradient of the copies of one parameter for all records: 128 MiB."""
 
 
 class OpInterceptor(TorchFunctionMode):
-    """While it is active, known uses of `trained` are recorded, and leave no edge to the parameter in the graph.
+    """While it is active, uses of `trained` are recorded, and leave no edge to the parameter in the graph.
 
-    So if the graph of the loss leads to a trained parameter all the same, it was used in a way that is not known.
+    So if the graph of the losses leads to a trained parameter all the same, it was used in a way that is not known.
 
     Attributes:
         uses: in the order of use.
+        records: of the `vmap`.
+        level: its number, see `record_vmap`.
     """
 
     def __init__(self, trained: Sequence[nn.Parameter], names: Sequence[str], records: int) -> None:
@@ -73,33 +47,117 @@ class OpInterceptor(TorchFunctionMode):
         self.uses: list[ParamUse] = []
         self.records = records
         self.names = names
+        self.level = 0
         self._number = {id(parameter): i for i, parameter in enumerate(trained)}
+        self._trained = trained
+        self._copies: dict[int, Tensor] = {}
+        self._transposed: dict[int, tuple[Tensor, int]] = {}
         self._anchor = torch.zeros((), requires_grad=True)
+
+    def __enter__(self) -> OpInterceptor:
+        self.level = record_vmap.current_level() or 0
+        super().__enter__()
+        return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = _HANDLERS.get(func)
-        if handler is None or not torch.is_grad_enabled():
-            return func(*args, **(kwargs or {}))
-        return handler(self, func, *args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if handler is None:
+            if type(func) in _OPERATORS:
+                _check_operator(func)
+            if not self._holds_parameter(args, kwargs) or func in _NO_TENSOR or not self._is_innermost():
+                return func(*args, **kwargs)
+            return self._with_copies(func, args, kwargs)
+        if handler not in _WITHOUT_GRADIENT and not (torch.is_grad_enabled() and self._is_innermost()):
+            return func(*args, **kwargs)
+        return handler(self, func, *args, **kwargs)
 
-    def number_of(self, parameter: Tensor | None) -> int | None:
+    def number_of(self, parameter: Any) -> int | None:
         """The number of a trained parameter, None for anything else."""
-        return None if parameter is None else self._number.get(id(parameter))
+        return self._number.get(id(parameter))
 
-    def record_use(self, use: ParamUse, x: Tensor, output: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Record `use`; returns the output to go on with."""
-        if x.dim() == 0 or x.shape[0] % self.records or output.shape[0] % self.records:
-            name = self.names[use.parameters[0]]
-            raise Unsupported(
-                f"{name} is used on an input of shape {tuple(x.shape)}, which has no dimension of {self.records} "
-                "records in front. Write grad_mode='vmap', or give the layer an input for each record."
-            )
+    def physical(self, tensor: Tensor) -> Tensor:
+        """See `record_vmap.unwrap`."""
+        return record_vmap.unwrap(tensor, self.level, self.records)
+
+    def record_use(self, use: ParamUse, x: Tensor, output: Tensor) -> Tensor:
+        """Record `use`, whose input and output are physical; returns the output to use from here on."""
         if not output.requires_grad:
             output = _AttachToGraph.apply(output, self._anchor)  # type: ignore[no-untyped-call]
-        use.keep(x if kept is None else kept)
+        use.keep(x)
         use.edge = get_gradient_edge(output)
         self.uses.append(use)
         return output
+
+    def wrap(self, physical: Tensor) -> Tensor:
+        """See `record_vmap.wrap`."""
+        return record_vmap.wrap(physical, self.level)
+
+    def transpose(self, func: Any, parameter: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Remember what is a transposed matrix, so that a product with it is known as one with the matrix."""
+        number = self.number_of(parameter)
+        if number is None or parameter.dim() != 2:
+            return NotImplemented
+        view: Tensor = func(parameter, *args, **kwargs)
+        if view.shape != parameter.shape[::-1] or view.stride() != parameter.stride()[::-1]:
+            return view
+        self._transposed[id(view)] = (view, number)  # which keeps its id from being used again
+        return view
+
+    def matrix(self, factor: Any) -> tuple[int, bool] | None:
+        """The number of the trained matrix that a right factor is or is the transpose of, and whether it is that."""
+        number = self.number_of(factor)
+        if number is not None:
+            return (number, False) if factor.dim() == 2 else None
+        held = self._transposed.get(id(factor))
+        return None if held is None else (held[1], True)
+
+    def parameter(self, number: int) -> Tensor:
+        """Without its edge in the graph."""
+        return self._trained[number].detach()
+
+    def _is_innermost(self) -> bool:
+        return torch.is_grad_enabled() and record_vmap.current_level() == self.level
+
+    def _is_parameter(self, value: Any) -> bool:
+        return id(value) in self._number or (bool(self._transposed) and id(value) in self._transposed)
+
+    def _holds_parameter(self, args: Any, kwargs: Any) -> bool:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if self._is_parameter(value):
+                return True
+            if type(value) in (list, tuple) and any(map(self._is_parameter, value)):
+                return True
+        return False
+
+    def _with_copies(self, func: Any, args: Any, kwargs: Any) -> Any:
+        def replaced(value: Any) -> Any:
+            if id(value) in self._number:
+                return self._copy_of(self._number[id(value)])
+            if id(value) in self._transposed:
+                return self._copy_of(self._transposed[id(value)][1]).t()
+            return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
+
+        return func(*map(replaced, args), **{key: replaced(value) for key, value in kwargs.items()})
+
+    def _copy_of(self, number: int) -> Tensor:
+        """The parameter as `train_step` sees it if each record has one for itself; nothing is copied in memory."""
+        copy = self._copies.get(number)
+        if copy is None:
+            parameter = self._trained[number]
+            if parameter.numel() * self.records > FLOATS_OF_COPIES:
+                raise Unsupported(
+                    f"{self.names[number]} is used outside of the layers that bookkeeping knows (Linear, Conv, "
+                    "normalisations, Embedding, attention, products with a matrix), and is too large for a gradient "
+                    "of each record. Use it in such a layer, or write grad_mode='vmap'."
+                )
+            with record_vmap.outside_vmap():
+                # A view: nothing may be written to the parameter.
+                copies = parameter.detach().clone().expand(self.records, *parameter.shape)
+                use = ElementwiseUse(number, (1, *parameter.shape))
+                copies = self.record_use(use, copies, copies.view_as(copies))
+            copy = self._copies[number] = self.wrap(copies)
+        return copy
 
 
 class _AttachToGraph(torch.autograd.Function):
@@ -115,17 +173,70 @@ class _AttachToGraph(torch.autograd.Function):
         return gradients[0], None
 
 
+def _check_operator(func: Any) -> None:
+    """An operator that a program registers may have a rule for `vmap` that is given all records at once."""
+    name = getattr(func, "_qualified_op_name", None) or getattr(func, "_name", "")
+    if not str(name).startswith(("aten::", "prims::", "prim::")):
+        raise Unsupported(
+            f"train_step calls the operator {name}, which might mix records. Write grad_mode='loop', or compute it "
+            "with functions of torch."
+        )
+
+
+def _custom_function(ops: OpInterceptor, func: Any, kind: Any, *args: Any, **options: Any) -> Any:
+    """`generate_vmap_rule` treats records separately in both directions; a method `vmap` is given all of them."""
+    if not getattr(kind, "generate_vmap_rule", False):
+        raise Unsupported(
+            f"the autograd function {kind.__name__} has no rule for records that torch generates. Write "
+            "`generate_vmap_rule = True` in it, with a setup_context and without a method vmap, or grad_mode='loop'."
+        )
+    return func(kind, *args, **options)
+
+
+def _transpose(ops: OpInterceptor, func: Any, parameter: Any, *args: Any, **options: Any) -> Any:
+    view = ops.transpose(func, parameter, *args, **options)
+    return _other(ops, func, (parameter, *args), options) if view is NotImplemented else view
+
+
+def _other(ops: OpInterceptor, func: Any, args: Any, options: Any) -> Any:
+    if not ops._holds_parameter(args, options):
+        return func(*args, **options)
+    return ops._with_copies(func, args, options)
+
+
 def _detach(ops: OpInterceptor, parameter: Any) -> Any:
     """`parameter`, without its edge in the graph if it is trained."""
     return parameter if ops.number_of(parameter) is None else parameter.detach()
 
 
+def _is_shared(ops: OpInterceptor, *tensors: Any) -> bool:
+    """Whether all records have the same of each of these, so that they can be used with physical tensors."""
+    return not any(isinstance(t, Tensor) and record_vmap.is_batched(t, ops.level) for t in tensors)
+
+
 def _linear(ops: OpInterceptor, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     w, b = ops.number_of(weight), ops.number_of(bias)
-    if w is None and b is None:
-        return func(input, weight, bias)  # type: ignore[no-any-return]
-    output = func(input, _detach(ops, weight), _detach(ops, bias))
-    return ops.record_use(ProductUse(w, b), input, output)
+    if (w is None and b is None) or not _is_shared(ops, weight, bias):
+        return _other(ops, func, (input, weight, bias), {})  # type: ignore[no-any-return]
+    with record_vmap.outside_vmap():
+        x = ops.physical(input)
+        output = ops.record_use(ProductUse(w, b), x, func(x, _detach(ops, weight), _detach(ops, bias)))
+    return ops.wrap(output)
+
+
+def _matmul(ops: OpInterceptor, func: Any, input: Any, other: Any, **options: Any) -> Any:
+    """`input @ W` and `input @ W.t()`."""
+    found = ops.matrix(other)
+    if found is None or options or not isinstance(input, Tensor) or ops._is_parameter(input) or input.dim() == 0:
+        return _other(ops, func, (input, other), options)
+    number, is_transposed = found
+    with record_vmap.outside_vmap():
+        x, weight = ops.physical(input), ops.parameter(number)
+        use: ParamUse = ProductUse(number, None)
+        if not is_transposed:
+            use, weight = TransposedUse(use, number, weight.shape), weight.t()
+        output = ops.record_use(use, x, F.linear(x, weight))
+    return ops.wrap(output)
 
 
 def _conv(
@@ -141,8 +252,8 @@ def _conv(
 ) -> Tensor:
     w, b = ops.number_of(weight), ops.number_of(bias)
     rest = (stride, padding, dilation, groups)
-    if (w is None and b is None) or input.dim() != weight.dim():
-        return func(input, weight, bias, *rest)  # type: ignore[no-any-return]
+    if (w is None and b is None) or not _is_shared(ops, weight, bias):
+        return _other(ops, func, (input, weight, bias, *rest), {})  # type: ignore[no-any-return]
     kernel = tuple(weight.shape[2:])
     dilations = _per_dimension(dilation, kernel)
     if padding == "same":
@@ -159,8 +270,31 @@ def _conv(
         dilation=dilations,
         groups=groups,
     )
-    output = func(input, _detach(ops, weight), _detach(ops, bias), *rest)
-    return ops.record_use(use, input, output)
+    is_batch = input.dim() == weight.dim()
+    return _folded(ops, use, input, is_batch, lambda x: func(x, _detach(ops, weight), _detach(ops, bias), *rest))
+
+
+def _folded(
+    ops: OpInterceptor,
+    use: ParamUse,
+    input: Tensor,
+    is_batch: bool,
+    compute: Callable[[Tensor], Tensor],
+    kept: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """A function of a batch, whose dimension is joined with that of the records for it."""
+    with record_vmap.outside_vmap():
+        x = ops.physical(input)
+        if is_batch:
+            each = x.shape[1]
+            x = x.flatten(0, 1)
+            if each != 1:
+                use = FoldedUse(use, each)
+        output = compute(x)
+        output = ops.record_use(use, x if kept is None else kept(x), output)
+        if is_batch:
+            output = output.unflatten(0, (ops.records, -1)) if each else output.view(ops.records, *output.shape)
+    return ops.wrap(output)
 
 
 def _per_dimension(value: Any, kernel: tuple[int, ...]) -> tuple[int, ...]:
@@ -179,15 +313,47 @@ def _norm(
 ) -> Tensor:
     """Layer norm; RMS norm, which has no bias; group norm, where `shape` is the number of groups."""
     w, b = ops.number_of(weight), ops.number_of(bias)
-    affine = {"weight": _detach(ops, weight)}
-    if func is not F.rms_norm:
-        affine["bias"] = _detach(ops, bias)
-    output: Tensor = func(input, shape, **affine, **eps)
-    if w is None and b is None:
-        return output
-    with torch.no_grad():
-        plain = input if w is None else func(input, shape, **eps)
-    return ops.record_use(NormUse(w, b, None if func is F.group_norm else len(shape)), input, output, plain)
+    affine = {"weight": weight} if func is F.rms_norm else {"weight": weight, "bias": bias}
+    if (w is None and b is None) or not _is_shared(ops, weight, bias):
+        return _other(ops, func, (input, shape), {**affine, **eps})  # type: ignore[no-any-return]
+    affine = {key: _detach(ops, value) for key, value in affine.items()}
+
+    def plain(x: Tensor) -> Tensor:
+        if w is None:
+            return x
+        with torch.no_grad():
+            return func(x, shape, **eps)  # type: ignore[no-any-return]
+
+    is_group = func is F.group_norm
+    use = NormUse(w, b, None if is_group else len(shape))
+    return _folded(ops, use, input, is_group, lambda x: func(x, shape, **affine, **eps), plain)
+
+
+def _batch_norm(
+    ops: OpInterceptor,
+    func: Any,
+    input: Tensor,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """In eval mode, in which it is an affine function of each record."""
+    w, b = ops.number_of(weight), ops.number_of(bias)
+    if training or (w is None and b is None) or not _is_shared(ops, mean, variance, weight, bias):
+        return _other(ops, func, (input, mean, variance, weight, bias, training, momentum, eps), {})  # type: ignore[no-any-return]
+
+    def plain(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return func(x, mean, variance, eps=eps)  # type: ignore[no-any-return]
+
+    def compute(x: Tensor) -> Tensor:
+        return func(x, mean, variance, _detach(ops, weight), _detach(ops, bias), eps=eps)  # type: ignore[no-any-return]
+
+    return _folded(ops, NormUse(w, b, None), input, True, compute, plain)
 
 
 def _embedding(
@@ -202,68 +368,87 @@ def _embedding(
     sparse: bool = False,
 ) -> Tensor:
     w = ops.number_of(weight)
-    if w is None:
-        return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)  # type: ignore[no-any-return]
+    if w is None or not _is_shared(ops, weight):
+        rest = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        return _other(ops, func, (input, weight, *rest), {})  # type: ignore[no-any-return]
     if max_norm is not None or scale_grad_by_freq:
         what = "max_norm" if max_norm is not None else "scale_grad_by_freq"
         raise Unsupported(f"{ops.names[w]}: an Embedding with {what} lets records change each other. Leave it out.")
-    use = EmbeddingUse(w, weight.shape, padding_idx)
-    return ops.record_use(use, input, func(input, weight.detach(), padding_idx))
+    with record_vmap.outside_vmap():
+        x = ops.physical(input)
+        output = ops.record_use(EmbeddingUse(w, weight.shape, padding_idx), x, func(x, weight.detach(), padding_idx))
+    return ops.wrap(output)
 
 
 def _attention(ops: OpInterceptor, func: Any, *args: Any, **options: Any) -> Any:
-    """`nn.MultiheadAttention` on one sequence, without returned weights or other specialties.
+    """`nn.MultiheadAttention` with one weight for query, key and value, without specialties.
 
     Its arguments are passed on by position up to the second bias.
     """
     query, key, value, _, heads, weight, bias, bias_k, _, add_zero, dropout, out_weight, out_bias = args[:13]
     special = bias_k is not None or add_zero or options.get("use_separate_proj_weight")
     special = special or options.get("static_k") is not None or options.get("static_v") is not None
-    one_sequence = query is key is value and query.dim() == 3
-    if len(args) > 13 or special or not one_sequence or options.get("need_weights", True):
-        return func(*args, **options)
-    mixed = self_attention(
-        lambda x, w, b: _linear(ops, F.linear, x, w, b),
-        query,
-        heads,
-        (weight, bias),
-        (out_weight, out_bias),
-        dropout if options.get("training", True) else 0.0,
-        (options.get("attn_mask"), options.get("key_padding_mask")),
-    )
-    return mixed, None
+    if len(args) > 13 or special:
+        return _other(ops, func, args, options)
+    with ops:  # which sees the projections and the product that way
+        return attention(
+            (query, key, value),
+            heads,
+            (weight, bias),
+            (out_weight, out_bias),
+            dropout=dropout if options.get("training", True) else 0.0,
+            pairs=options.get("attn_mask"),
+            padding=options.get("key_padding_mask"),
+            is_causal=bool(options.get("is_causal")),
+            weights=(options.get("need_weights", True), options.get("average_attn_weights", True)),
+        )
 
 
-def _elementwise(ops: OpInterceptor, func: Any, left: Any, right: Any, **options: Any) -> Any:
-    """A parameter that is broadcast over records: each record is given a copy, whose gradients are its own."""
-    operands = [left, right]
-    for mine, other in ((0, 1), (1, 0)):
-        number = ops.number_of(operands[mine]) if isinstance(operands[mine], nn.Parameter) else None
-        if number is not None and _is_broadcast(operands[mine], operands[other], ops.records):
-            ones = (1,) * (operands[other].dim() - operands[mine].dim())
-            shape = (*ones, *operands[mine].shape)
-            copies = operands[mine].detach().clone().reshape(shape).expand(ops.records, *shape[1:])
-            operands[mine] = ops.record_use(ElementwiseUse(number, shape), copies, copies.view_as(copies))
-    return func(*operands, **options)
+def _dot_product(
+    ops: OpInterceptor,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Any:
+    """Has no rule for `vmap` in torch 2.13.0, but takes any number of batch dimensions."""
+    parts = (query, key, value, attn_mask)
+    if any(ops._is_parameter(part) for part in parts):
+        return _other(ops, func, parts, {"dropout_p": dropout_p, "is_causal": is_causal, **options})
+    with record_vmap.outside_vmap():
+        most = max(query.dim(), key.dim(), value.dim())
+        physical = [part if part is None else _with_dims(ops.physical(part), most + 1) for part in parts]
+        output = func(*physical, dropout_p=dropout_p, is_causal=is_causal, **options)
+    return ops.wrap(output)
 
 
-def _expand(ops: OpInterceptor, func: Any, parameter: Tensor, *size: Any, **options: Any) -> Any:
-    """A parameter that is expanded over records, such as a class token."""
-    number = ops.number_of(parameter)
-    if number is None:
-        return func(parameter, *size, **options)
-    copies = func(parameter.detach().clone(), *size, **options)  # a view: nothing may be written to the parameter
-    shape = (1,) * (copies.dim() - parameter.dim()) + tuple(parameter.shape)
-    if copies.dim() == 0 or shape[0] != 1 or copies.shape[0] != ops.records:
-        return func(parameter, *size, **options)
-    return ops.record_use(ElementwiseUse(number, shape), copies, copies.view_as(copies))
+def _with_dims(physical: Tensor, count: int) -> Tensor:
+    """Dimensions of size 1 behind that of the records, so that all others are aligned at the end."""
+    ones = (1,) * (count - physical.dim())
+    return physical.view(physical.shape[:1] + ones + physical.shape[1:]) if ones else physical
 
 
-def _is_broadcast(parameter: Tensor, other: Any, records: int) -> bool:
-    if not isinstance(other, Tensor) or other.dim() == 0 or other.shape[0] != records:
-        return False
-    return other.dim() > parameter.dim() or (other.dim() == parameter.dim() and parameter.shape[0] == 1)
+_WITHOUT_GRADIENT = {_custom_function}
+_OPERATORS = (OpOverload, OpOverloadPacket)
 
+_NO_TENSOR = {
+    getattr(Tensor, name)
+    for name in (
+        "size dim numel stride data_ptr is_contiguous element_size ndimension nelement is_floating_point is_complex "
+        "detach type get_device __len__ __repr__ __format__ requires_grad_ register_hook"
+    ).split()
+} | {
+    vars(torch._C.TensorBase)[name].__get__
+    for name in (
+        "shape dtype device layout is_cuda ndim requires_grad grad grad_fn is_leaf data is_sparse is_meta "
+        "is_quantized is_nested itemsize nbytes _version _base"
+    ).split()
+}
+"""Functions of a tensor that return no tensor, or one without a graph."""
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
@@ -271,9 +456,12 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.conv2d: _conv,
     F.conv3d: _conv,
     **dict.fromkeys((F.layer_norm, F.rms_norm, F.group_norm), _norm),
+    F.batch_norm: _batch_norm,
     F.embedding: _embedding,
     F.multi_head_attention_forward: _attention,
-    Tensor.expand: _expand,
-    **dict.fromkeys((torch.add, torch.sub, torch.mul, torch.div), _elementwise),
-    **dict.fromkeys((Tensor.add, Tensor.sub, Tensor.mul, Tensor.div), _elementwise),
+    F.scaled_dot_product_attention: _dot_product,
+    custom_function_call: _custom_function,
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
+    **dict.fromkeys((torch.t, Tensor.t, torch.transpose, Tensor.transpose, torch.permute, Tensor.permute), _transpose),
+    **dict.fromkeys((Tensor.T.__get__, Tensor.mT.__get__), _transpose),  # type: ignore[attr-defined]
 }

@@ -91,13 +91,6 @@ def outside_vmap() -> Iterator[None]:
         functorch.push_dynamic_layer_stack(layer)
 
 
-def draw_per_record(draw: Callable[[], Tensor], level: int) -> Tensor:
-    """`draw` outside of `vmap`, which returns a row for each record, as `train_step` sees it."""
-    with outside_vmap():
-        physical = draw()
-    return wrap(physical, level)
-
-
 def values_of(tensor: Tensor, level: int, records: int) -> list[Any]:
     """The values of a tensor with one element in each record, as Python numbers."""
     with outside_vmap(), torch.no_grad():

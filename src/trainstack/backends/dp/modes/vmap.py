@@ -6,6 +6,7 @@ can be traced: no `.item()`, no branch on a tensor's value, no change of a buffe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -81,24 +82,16 @@ class VmapMode(GradientMode):
         return detach_outputs(outputs, losses.mean())
 
     def explain_error(self, error: Exception) -> str:
-        if not isinstance(error, RuntimeError | ValueError):
-            return super().explain_error(error)
-        text = str(error).strip().split("\n")[0][:300]
-        return (
-            f"train_step cannot be vectorised over records: {text} Avoid .item(), branches on values and buffers that "
-            "change (BatchNorm), or write grad_mode='loop'."
-        )
+        return explain_vmap_error(error) or super().explain_error(error)
 
     def _add_chunk(self, run: Run, batch: Any, records: int) -> tuple[Tensor, Any]:
         """Returns the losses, `(records,)`, and the outputs with the records along dimension 0."""
-        leaves, structure = _tensors_of(batch, records)
+        columns, make = one_record_batches(batch, records)
         others: list[Any] = []
 
         def loss_of_one(trained: tuple[Tensor, ...], example: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
             model = _FunctionalModule(self.module, dict(zip(self.names, trained, strict=True)))
-            values = iter(example)
-            one = pytree.tree_unflatten([None if v is None else next(values)[None] for v in leaves], structure)
-            outputs = run(model, one)
+            outputs = run(model, make(example))
             found, form = flatten_outputs(outputs)
             others[:] = [form, *(None if isinstance(v, Tensor) else v for v in found)]
             return one_loss(outputs), tuple(v.detach() for v in found if isinstance(v, Tensor))
@@ -108,7 +101,7 @@ class VmapMode(GradientMode):
         # Without the math kernel attention is only repeated, not vectorised.
         slow = "There is a performance drop because we have not yet implemented"
         with suppress_warning(slow), _Float32Norms(), sdpa_kernel(SDPBackend.MATH):
-            gradients, (losses, tensors) = each(parameters, tuple(v for v in leaves if v is not None))
+            gradients, (losses, tensors) = each(parameters, tuple(columns))
         norms = self._add_rows(gradients, records)
         form, *values = others
         rows = iter([v.flatten(0, 1) if v.dim() > 1 and v.shape[1] == 1 else v for v in tensors])
@@ -118,8 +111,12 @@ class VmapMode(GradientMode):
         return losses, outputs
 
 
-def _tensors_of(batch: Any, records: int) -> tuple[list[Tensor | None], Any]:
-    """The leaves of `batch`, all of them tensors or None, and its structure."""
+def one_record_batches(batch: Any, records: int) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+    """The tensors of `batch`, and what makes a batch of one record from their rows.
+
+    Raises:
+        Unsupported: the batch holds something else, or belongs to no record in particular.
+    """
     rows_of(batch, records, slice(0, 1))  # says what cannot be cut
     leaves, structure = pytree.tree_flatten(batch)
     wrong = next((type(v).__name__ for v in leaves if v is not None and not isinstance(v, Tensor)), None)
@@ -128,4 +125,20 @@ def _tensors_of(batch: Any, records: int) -> tuple[list[Tensor | None], Any]:
     uncut = next((tuple(v.shape) for v in leaves if v is not None and (v.dim() == 0 or v.shape[0] != records)), None)
     if uncut is not None:
         raise Unsupported("the batch is a list with one item a record, which vmap cannot vectorise: stack it.")
-    return leaves, structure
+
+    def make(row: Sequence[Tensor]) -> Any:
+        values = iter(row)
+        return pytree.tree_unflatten([None if v is None else next(values)[None] for v in leaves], structure)
+
+    return [v for v in leaves if v is not None], make
+
+
+def explain_vmap_error(error: Exception) -> str | None:
+    """Why `train_step` cannot run under `vmap`; None if that is not why it failed."""
+    if not isinstance(error, RuntimeError | ValueError):
+        return None
+    text = str(error).strip().split("\n")[0][:300]
+    return (
+        f"train_step cannot be vectorised over records: {text} Avoid .item(), branches on values and buffers that "
+        "change (BatchNorm), or write grad_mode='loop'."
+    )
