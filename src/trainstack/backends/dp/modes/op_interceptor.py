@@ -68,7 +68,7 @@ class OpInterceptor(TorchFunctionMode):
             if not self._holds_parameter(args, kwargs) or func in _NO_TENSOR or not self._is_innermost():
                 return func(*args, **kwargs)
             return self._with_copies(func, args, kwargs)
-        if handler not in _WITHOUT_GRADIENT and not (torch.is_grad_enabled() and self._is_innermost()):
+        if handler is not _custom_function and not (torch.is_grad_enabled() and self._is_innermost()):
             return func(*args, **kwargs)
         return handler(self, func, *args, **kwargs)
 
@@ -422,7 +422,11 @@ def _dot_product(
     with record_vmap.outside_vmap():
         most = max(query.dim(), key.dim(), value.dim())
         physical = [part if part is None else _with_dims(ops.physical(part), most + 1) for part in parts]
+        ahead = physical[0].shape[:-3]  # type: ignore[union-attr]
+        if len(ahead) > 1:  # the fast kernels of torch 2.13.0 take one dimension before the heads
+            physical = [p if p is None else p.expand(*ahead, *p.shape[-3:]).flatten(0, -4) for p in physical]
         output = func(*physical, dropout_p=dropout_p, is_causal=is_causal, **options)
+        output = output.unflatten(0, ahead) if len(ahead) > 1 else output
     return ops.wrap(output)
 
 
@@ -432,7 +436,40 @@ def _with_dims(physical: Tensor, count: int) -> Tensor:
     return physical.view(physical.shape[:1] + ones + physical.shape[1:]) if ones else physical
 
 
-_WITHOUT_GRADIENT = {_custom_function}
+def _cross_entropy(
+    ops: OpInterceptor,
+    func: Any,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Each label has a loss of its own, and each record takes its own mean; `vmap` needs several times as long."""
+    rest = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    legacy = size_average is not None or reduce is not None
+    if legacy or target.is_floating_point() or ops._is_parameter(weight) or not _is_shared(ops, weight):
+        return _other(ops, func, (input, target, *rest), {})
+    with record_vmap.outside_vmap():
+        x, labels = ops.physical(input), ops.physical(target)
+        if input.dim() > 1:
+            x, labels = x.flatten(0, 1), labels.flatten(0, 1)
+        each = func(
+            x, labels, weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+        ).view(ops.records, -1)
+        if reduction == "none":
+            return ops.wrap(each.view(ops.records, *target.shape))
+        total = each.sum(1)
+        if reduction == "mean":
+            kept = labels != ignore_index
+            share = kept if weight is None else torch.where(kept, weight[labels.masked_fill(~kept, 0)], 0.0)
+            total = total / share.view(ops.records, -1).sum(1)
+    return ops.wrap(total)
+
+
 _OPERATORS = (OpOverload, OpOverloadPacket)
 
 _NO_TENSOR = {
@@ -460,6 +497,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
     F.multi_head_attention_forward: _attention,
     F.scaled_dot_product_attention: _dot_product,
+    F.cross_entropy: _cross_entropy,
     custom_function_call: _custom_function,
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
     **dict.fromkeys((torch.t, Tensor.t, torch.transpose, Tensor.transpose, torch.permute, Tensor.permute), _transpose),
