@@ -184,6 +184,10 @@ class TrainerBackend(ABC):
         """How many records the run is planned for and tells of, where a layer keeps the true number back."""
         return None
 
+    def plan_rows(self, work: Workload) -> list[tuple[str, str]]:
+        """Rows that a layer adds to the printed plan, as label and value; asked once `prepare` was called."""
+        return []
+
     @property
     def is_private(self) -> bool:
         """Whether a layer of the stack bounds what training reveals of a record."""
@@ -395,6 +399,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     @property
     def public_dataset_size(self) -> int | None:
         return self.inner.public_dataset_size
+
+    def plan_rows(self, work: Workload) -> list[tuple[str, str]]:
+        return self.inner.plan_rows(work)
 
     def privacy_statement(self) -> PrivacyStatement:
         if any(layer.overrides("privacy_statement") for layer in self.inner.layers()):

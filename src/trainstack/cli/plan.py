@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from trainstack.backends.spec import parse_spec, registered_backend
 from trainstack.cli.main import Parser
 from trainstack.cli.options import Inputs
 from trainstack.cli.printing import print_json, print_line
@@ -29,22 +30,57 @@ def run(words: Sequence[str]) -> int:
     parser = Parser(prog="trainstack plan", description=_ABOUT, usage="%(prog)s [--OPTION VALUE ...]")
     parser.add_argument("--samples", type=int, required=True, metavar="N", help="in the training data set")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="that train together (default: 1)")
+    parser.add_argument(
+        "--parameters",
+        type=int,
+        metavar="P",
+        help="that are trained: for the signal-to-noise ratio of private training",
+    )
     parser.add_argument("--drop_last", action="store_true", help="leave out a last batch that is not full")
     parser.add_argument("--json", action="store_true", help="print JSON")
     inputs = Inputs(parser)
     given = inputs.read(words)
-    for name in ("samples", "processes"):
-        if getattr(given, name) < 1:
+    for name in ("samples", "processes", "parameters"):
+        if getattr(given, name) is not None and getattr(given, name) < 1:
             raise ConfigurationError(f"--{name} {getattr(given, name)}: write a whole number, 1 or more.")
     arguments = inputs.arguments()
     plan = _plan(arguments, given.samples, given.processes, given.drop_last)
     validations, saves = _validations(arguments, plan), _saves(arguments, plan)
+    private = _private_rows(arguments, plan, given.samples, given.parameters)
     if given.json:
-        print_json({**plan.to_dict(), "total_steps": plan.total_steps, "validations": validations, "saves": saves})
+        found = {**plan.to_dict(), "total_steps": plan.total_steps, "validations": validations, "saves": saves}
+        print_json({**found, **{label.replace(" ", "_"): value for label, value in private}})
     else:
-        for label, value in [*plan.rows(), ("validations", validations), ("checkpoints", saves)]:
-            print_line(f"{label:<22} {value}")
+        for label, value in [*plan.rows(), *private, ("validations", validations), ("checkpoints", saves)]:
+            for number, line in enumerate(value.split("\n")):
+                print_line(f"{'' if number else label:<22} {line}")
     return 0
+
+
+def _is_private(arguments: TrainerArguments) -> bool:
+    if registered_backend(arguments.backend) is not None:  # a function makes it
+        return arguments.differential_privacy_args is not None
+    return any(record.layer.private for record in parse_spec(arguments.resolved_backend))
+
+
+def _private_rows(
+    arguments: TrainerArguments, plan: TrainingPlan, samples: int, parameters: int | None
+) -> list[tuple[str, str]]:
+    """The noise of a private run, and whether its batch is large enough for so many parameters."""
+    if not plan.is_sampled or arguments.differential_privacy_args is None or not plan.total_steps:
+        return []
+    from trainstack.backends.dp import plan_privacy
+    from trainstack.backends.dp.batch_advice import advice_rows
+
+    privacy = plan_privacy(
+        arguments.differential_privacy_args,
+        expected_batch_size=plan.global_batch,
+        dataset_size=samples,
+        steps=plan.total_steps,
+    )
+    ratio = "--parameters P, of the model, gives the signal-to-noise ratio"
+    rows = [("signal to noise", ratio)] if parameters is None else advice_rows(privacy, parameters)
+    return [("noise multiplier", f"{privacy.noise_multiplier:.4g}"), *rows]
 
 
 def _plan(arguments: TrainerArguments, samples: int, processes: int, drop_last: bool) -> TrainingPlan:
@@ -65,6 +101,7 @@ def _plan(arguments: TrainerArguments, samples: int, processes: int, drop_last: 
         drop_last=drop_last,
         max_steps_per_epoch=arguments.max_train_steps_per_epoch,
         max_steps=arguments.max_steps,
+        is_sampled=_is_private(arguments),
     )
 
 

@@ -585,6 +585,7 @@ class Trainer(AbstractTrainer):
             train_batch_size=args.global_batch_size(self.world.size),
             gpu_batch_size_limit=args.gpu_batch_size_limit,
             world_size=self.world.size,
+            is_sampled=self._context.stack.is_private,
         )
 
     @property

@@ -19,7 +19,7 @@ NOISY = {"noise_multiplier": 0.7}
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.processes
 def test_processes_carry_out_the_mechanism_of_one(size: int, tmp_path: Path) -> None:
-    batch = 8 if size == 2 else 9
+    batch = 8  # which 3 processes cannot divide, and need not: they share a sample of random size
     runs = {
         "plain": {"epochs": 2, "train_batch_size": batch},
         "chunks": {"epochs": 2, "train_batch_size": batch, "gpu_batch_size_limit": 1},
@@ -43,6 +43,18 @@ def test_processes_carry_out_the_mechanism_of_one(size: int, tmp_path: Path) -> 
     stopped, q = ranks[0]["stopped"], batch / 41
     assert stopped["steps"] < stopped["planned"]
     assert stopped["epsilon"] <= 8.0 < epsilon_of([(0.7, q, stopped["steps"] + 1)], 1e-4, "rdp")
+
+
+@pytest.mark.processes
+def test_a_run_continues_on_processes_that_do_not_divide_its_batch(tmp_path: Path) -> None:
+    for size, steps in ((2, 3), (3, 6)):
+        run = {"train_batch_size": 20, "gpu_batch_size_limit": 5, "max_steps": steps, "resume": "auto", "saves": True}
+        ranks = run_world(size, private.private_ranks, directory=str(tmp_path), runs={"moved": run})
+        assert all(rank["moved"] == ranks[0]["moved"] for rank in ranks)
+        assert ranks[0]["moved"]["steps"] == steps
+
+    reached = torch.tensor(ranks[0]["moved"]["weights"], dtype=torch.float64)
+    assert (reached - by_hand(batch=20)).abs().max() <= 1e-6
 
 
 @pytest.mark.processes

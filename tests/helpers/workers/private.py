@@ -21,6 +21,8 @@ def private_ranks(directory: str, runs: dict[str, dict[str, Any]]) -> dict[str, 
     for name, options in runs.items():
         options = dict(options)
         args = promise(**options.pop("promise", {}))
+        if options.pop("saves", False):
+            options["checkpointer_args"] = ts.DefaultCheckpointerArguments()
         module = TwoOptimizers(seed=int(os.environ["RANK"]))  # of which only the main process's weights count
         trainer = ts.Trainer(module, private(f"{directory}/{name}", args, backend="ddp-dp", **options))
         try:

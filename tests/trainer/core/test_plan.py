@@ -234,3 +234,17 @@ def test_the_plan_is_shown_when_training_starts(tmp_path: object, capsys: pytest
     shown = capsys.readouterr().out
     assert "8 = 1 process x 2 micro-batches x 4" in shown
     assert "41 (last step: 1)" in shown
+
+
+def test_processes_need_not_divide_a_batch_that_is_drawn() -> None:
+    with pytest.raises(ts.ConfigurationError, match="train_batch_size=39 or 42"):
+        ts.TrainingPlan.make(train_batch_size=40, world_size=3)
+    plan = ts.TrainingPlan.make(
+        train_batch_size=40, world_size=3, gpu_batch_size_limit=10, epochs=2, dataset_length=1000, is_sampled=True
+    )
+    assert (plan.process_batch, plan.accumulation, plan.micro_batch) == (14, 2, 7)
+    assert (plan.steps_per_epoch, plan.total_steps) == (25, 50)
+    assert plan.estimated_global_steps_per_epoch >= 25
+    rows = dict(plan.rows())
+    assert rows["global batch"] == "40 on average, drawn anew in each step; 3 processes, micro-batches of at most 7"
+    assert "samples an epoch" not in rows, "samples of random size fill no epoch"

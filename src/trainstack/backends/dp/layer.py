@@ -108,6 +108,12 @@ class DP(AbstractTrainerBackendDecorator):
     def public_dataset_size(self) -> int | None:
         return None if self._args is None else self._args.dataset_size
 
+    def plan_rows(self, work: Workload) -> list[tuple[str, str]]:
+        from trainstack.backends.dp.batch_advice import advice_rows
+
+        trained = sum(p.numel() for p in work.optimized_params if p.requires_grad)
+        return [*self.inner.plan_rows(work), *advice_rows(self.accountant.plan, trained)]
+
     @property
     def accountant(self) -> Accountant:
         """What was spent and may still be."""

@@ -52,6 +52,8 @@ class TrainingPlan:
         last_step_samples: samples in the last global step of a full epoch; None if unknown.
         max_steps_per_epoch: the user's cap.
         max_steps: global steps of the whole run, if the user gave their number instead of epochs.
+        is_sampled: whether each step draws a sample of random size, as private training does. The numbers of samples
+            are then means, and `process_batch` and `micro_batch` are rounded up.
     """
 
     global_batch: int
@@ -66,6 +68,7 @@ class TrainingPlan:
     last_step_samples: int | None
     max_steps_per_epoch: int | None
     max_steps: int | None = None
+    is_sampled: bool = False
 
     @classmethod
     def make(
@@ -80,6 +83,7 @@ class TrainingPlan:
         drop_last: bool = False,
         max_steps_per_epoch: int | None = None,
         max_steps: int | float | None = None,
+        is_sampled: bool = False,
     ) -> TrainingPlan:
         """Do the arithmetic.
 
@@ -93,19 +97,20 @@ class TrainingPlan:
             drop_last: leave out a last global batch that is not full.
             max_steps_per_epoch: cap on global steps an epoch.
             max_steps: global steps of the whole run, whatever `epochs` says; a float is a fraction of theirs.
+            is_sampled: each step draws a sample of random size, which any number of processes can share.
 
         Raises:
             ConfigurationError: the global batch cannot be divided evenly among the processes, or `max_steps` is a
                 fraction of an unknown number.
         """
-        if train_batch_size % world_size:
+        if train_batch_size % world_size and not is_sampled:
             lower = train_batch_size - train_batch_size % world_size
             choices = [str(b) for b in (lower, lower + world_size) if b > 0]
             raise ConfigurationError(
                 f"train_batch_size={train_batch_size} cannot be divided among {world_size} processes: it is the "
                 f"number of samples a step over all of them. Write train_batch_size={' or '.join(choices)}."
             )
-        process_batch = train_batch_size // world_size
+        process_batch = -(-train_batch_size // world_size)
         accumulation, micro = split_evenly(process_batch, gpu_batch_size_limit)
         in_step = accumulation * world_size
         lengths = _lengths(dataset_length, loader_length, train_batch_size, micro, in_step, drop_last)
@@ -122,6 +127,7 @@ class TrainingPlan:
             epochs=epochs,
             max_steps_per_epoch=max_steps_per_epoch,
             max_steps=max_steps,
+            is_sampled=is_sampled,
             **lengths,
         )
 
@@ -175,14 +181,15 @@ class TrainingPlan:
 
     def rows(self) -> list[tuple[str, str]]:
         """The plan as label and value, for a table."""
-        split = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
-        split += f" x {self.accumulation} micro-batch{'es' if self.accumulation > 1 else ''} x {self.micro_batch}"
-        if self.last_micro_batch != self.micro_batch:
-            split += f", the last of {self.last_micro_batch}"
         unknown = "unknown until the loader ends"
-        rows = [("global batch", f"{self.global_batch} = {split}")]
-        if self.samples_per_epoch is not None:
-            rows.append(("samples an epoch", f"{self.samples_per_epoch} (last step: {self.last_step_samples})"))
+        processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
+        if self.is_sampled:
+            drawn = f"{self.global_batch} on average, drawn anew in each step; {processes}"
+            rows = [("global batch", f"{drawn}, micro-batches of at most {self.micro_batch}")]
+        else:
+            rows = [("global batch", f"{self.global_batch} = {processes} x {self._micro_batches_text()}")]
+            if self.samples_per_epoch is not None:
+                rows.append(("samples an epoch", f"{self.samples_per_epoch} (last step: {self.last_step_samples})"))
         steps = unknown if self.steps_per_epoch is None else str(self.steps_per_epoch)
         if self.max_steps_per_epoch is not None:
             steps += f" (at most {self.max_steps_per_epoch})"
@@ -190,6 +197,11 @@ class TrainingPlan:
         total = unknown if self.total_steps is None else str(self.total_steps)
         rows.append(("global steps in all", f"{total} in {self.epochs} epoch{'s' if self.epochs != 1 else ''}"))
         return rows
+
+    def _micro_batches_text(self) -> str:
+        text = f"{self.accumulation} micro-batch{'es' if self.accumulation > 1 else ''} x {self.micro_batch}"
+        short = self.last_micro_batch != self.micro_batch
+        return f"{text}, the last of {self.last_micro_batch}" if short else text
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers as plain values."""

@@ -102,6 +102,7 @@ class TrainingData:
         seed: of the order.
         log: for warnings about the order of the data.
         public_dataset_size: how long the plan takes a data set to be, where the true length is private.
+        is_sampled: whether each step draws a sample of random size.
 
     Attributes:
         plan: the run's step arithmetic.
@@ -121,9 +122,10 @@ class TrainingData:
         seed: int,
         log: RunLogger,
         public_dataset_size: int | None = None,
+        is_sampled: bool = False,
     ) -> None:
         self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
-        self._public_dataset_size = public_dataset_size
+        self._public_dataset_size, self._is_sampled = public_dataset_size, is_sampled
         self._fetcher: Fetcher | None = None
         self._fast_paths = fast_paths_enabled(args.fast_paths)
         self._cursor: OrderCursor | None = None
@@ -273,7 +275,7 @@ class TrainingData:
         """Say where a step is split into parts that are not alike."""
         plan, limit = self.plan, self._args.gpu_batch_size_limit
         last = plan.last_micro_batch
-        if limit is None or last == plan.micro_batch:
+        if limit is None or last == plan.micro_batch or plan.is_sampled:
             return
         whole = f"gpu_batch_size_limit={limit} splits the {plan.process_batch} samples of a step on each process into"
         if unsupported_order_reason(loader) is None:
@@ -441,6 +443,7 @@ class TrainingData:
             epochs=args.epochs,
             max_steps_per_epoch=args.max_train_steps_per_epoch,
             max_steps=None if loader is None and isinstance(args.max_steps, float) else args.max_steps,
+            is_sampled=self._is_sampled,
             **lengths,
         )
 

@@ -136,7 +136,8 @@ class Run:
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
         with isolated_rng(mix(state.seed), world.device):
-            self.data = TrainingData(module, args, world, state.seed, self.log, self.stack.public_dataset_size)
+            records, is_sampled = self.stack.public_dataset_size, self.stack.is_private
+            self.data = TrainingData(module, args, world, state.seed, self.log, records, is_sampled)
         self._saves = context.checkpointer.is_due(0, force=True)
         self._hash_samples()
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)

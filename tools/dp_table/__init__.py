@@ -1,0 +1,1 @@
+"""Published accuracies of private training beside ours: `make dp-table`."""
