@@ -10,7 +10,7 @@ import enum
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -173,6 +173,13 @@ class TrainerBackend(ABC):
         Args:
             retry: one was looked for in vain, so this may be another start of a run that was interrupted early.
         """
+
+    def post_processing(self) -> AbstractContextManager[None]:
+        """A block in which parameters and buffers may be changed, by what does not depend on training records.
+
+        A private run refuses other changes between two optimizer steps.
+        """
+        return nullcontext()
 
     @property
     def sampling(self) -> Sampling | None:
@@ -387,6 +394,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
 
     def on_fresh_start(self, *, retry: bool) -> None:
         self.inner.on_fresh_start(retry=retry)
+
+    def post_processing(self) -> AbstractContextManager[None]:
+        return self.inner.post_processing()
 
     @property
     def sampling(self) -> Sampling | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +22,7 @@ from trainstack.stage import Stage
 if TYPE_CHECKING:  # most runs are not private, and need none of it
     from trainstack.backends.dp.budget import Accountant
     from trainstack.backends.dp.mechanism import Mechanism
+    from trainstack.backends.dp.sealed_state import SealedState
     from trainstack.backends.privacy_statement import PrivacyStatement
 
 _SCALER = (
@@ -60,6 +62,8 @@ class DP(AbstractTrainerBackendDecorator):
         self._args, self._ledger = args, ledger
         self.hides_losses = args is None or not args.log_train_loss
         self._mechanism: Mechanism | None = None
+        self._sealed: SealedState | None = None
+        self._begun_step = 0
 
     def prepare(self, work: Workload) -> Workload:
         work = self.inner.prepare(work)
@@ -68,18 +72,23 @@ class DP(AbstractTrainerBackendDecorator):
                 f"backend {self.spec!r} was not told how private the run is to be. Write differential_privacy_args="
                 "DifferentialPrivacyArguments(delta=..., target_epsilon=...) in TrainerArguments."
             )
+        from trainstack.backends.dp.sealed_state import SealedState
         from trainstack.backends.dp.setup import make_mechanism
 
         ledger = self._ledger or (work.run_dir and work.run_dir / "privacy-ledger.jsonl")
         self._mechanism = make_mechanism(
             work, self._args, ledger, lambda model, batch: self._run(work, model, batch, step=1)
         )
+        self._sealed = SealedState(work.module, self._mechanism.refuse)
         return replace(work, gradients_reduced_by=self.name)
 
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
         """In training, forwards and backwards: what comes back is finished, but for a loss that may be logged."""
         if stage is not Stage.TRAIN:
             return self.inner.forward(work, stage, batch, step)
+        if step != self._begun_step:
+            self._begun_step = step
+            self._seal.begin_step()
         if isinstance(batch, Borrowed):  # of a record that is not in this sample
             with torch.no_grad():
                 return self.inner.forward(work, stage, batch, step)
@@ -95,6 +104,21 @@ class DP(AbstractTrainerBackendDecorator):
     def clip(self, work: Workload) -> Tensor | None:
         """Charge the step, then release the noisy mean of the clipped gradients; returns its norm."""
         return self._ready.release(work)
+
+    def step(self, work: Workload) -> bool:
+        """Step the optimizers, which alone may change parameters and buffers.
+
+        Raises:
+            PrivacyError: something else has changed them since the last step.
+        """
+        self._seal.check()
+        try:
+            return self.inner.step(work)
+        finally:
+            self._seal.seal()
+
+    def post_processing(self) -> AbstractContextManager[None]:
+        return self._seal.post_processing()
 
     def on_fresh_start(self, *, retry: bool) -> None:
         self._ready.on_fresh_start(retry=retry)
@@ -121,6 +145,7 @@ class DP(AbstractTrainerBackendDecorator):
 
     def update_layer_state(self, state: dict[str, Any]) -> None:
         self._ready.update_state(state)
+        self._seal.unseal()
 
     def close(self) -> None:
         try:
@@ -134,3 +159,8 @@ class DP(AbstractTrainerBackendDecorator):
         if self._mechanism is None:
             raise ConfigurationError("the privacy layer was asked before the module was made ready by a Trainer.")
         return self._mechanism
+
+    @property
+    def _seal(self) -> SealedState:
+        assert self._sealed is not None  # made with the mechanism
+        return self._sealed

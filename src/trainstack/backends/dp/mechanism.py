@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +23,8 @@ from trainstack.backends.processes.world import World
 from trainstack.backends.single_process import move_to_device
 from trainstack.backends.workload import Sampling, Workload
 from trainstack.errors import CheckpointMismatchError, PrivacyError
+
+_log = logging.getLogger("trainstack")
 
 
 class Mechanism:
@@ -62,11 +65,30 @@ class Mechanism:
         outputs = self.mode.add(run, batch, count_records(batch))
         changed = self._write_detector.changed()
         if changed is not None:
-            raise PrivacyError(
+            self.refuse(
                 f"{changed} changes in a forward pass: it would learn from records without clipping and noise. Let "
-                "nothing but optimizers change parameters and buffers while private training goes on."
+                "nothing but optimizers change parameters and buffers in a private run."
             )
         return outputs
+
+    def refuse(self, reason: str, *, released: bool = False) -> None:
+        """End the run for a reason that voids the guarantee; with `on_unsafe="report"` note it and continue.
+
+        Args:
+            reason: the first sentence goes into the statement.
+            released: whether a step that this concerns has been released already. The statement then has the reason
+                also where the run ends.
+
+        Raises:
+            PrivacyError: always without `on_unsafe="report"`, and on processes other than the main one.
+        """
+        report, known = self.args.on_unsafe == "report" and self._world.is_main, self.accountant.overrides
+        if report or released:
+            self.accountant.overrides = tuple(dict.fromkeys((*known, reason.partition(". ")[0])))
+        if not report:
+            raise PrivacyError(reason)
+        if self.accountant.overrides != known:
+            _log.warning("the run is not private any more: %s", reason)
 
     def discard(self) -> None:
         """Forget what a step that was broken off has added up: a record would count twice in the next one."""
