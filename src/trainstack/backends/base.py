@@ -75,6 +75,7 @@ class TrainerBackend(ABC):
         may_skip_steps: whether `step` may leave the weights as they are, as a gradient scaler does. The loop then keeps
             the buffers of the module for such a step.
         hides_losses: whether training losses must not be logged.
+        hides_records: whether hooks and subscribers of events get no batch, no output and no loss of training.
         joins_processes: whether the layer lets several processes train together.
         configured_by: the classes of the fields of `TrainerArguments` that configure the layer, each with the parameter
             of the constructor that takes the field.
@@ -95,6 +96,7 @@ class TrainerBackend(ABC):
     joins_processes: ClassVar[bool] = False
     configured_by: ClassVar[Mapping[type, str]] = {}
     hides_losses: bool = False
+    hides_records: bool = False
     requires_state: ClassVar[bool] = False
     _runner: LoopRunner | None = None
     _owner: weakref.ref[Any] | None = None

@@ -142,3 +142,140 @@ def test_a_write_in_the_forward_pass_from_step_3_on_is_refused(write: Callable[.
 
     message = refused_or_bounded(tmp_path, lambda value: (Writing(value), ()))
     assert "bias" in message or "buffer" in message
+
+
+class WritesAt(ts.Callback):
+    """Writes what the module has kept of its records into a buffer or parameter, at one event."""
+
+    def __init__(self, event: str, write: Callable[..., None]) -> None:
+        setattr(self, f"on_{event}", lambda trainer: self.act(trainer.module, write))
+        self.expects_all_events = False
+
+    def act(self, module: Any, write: Callable[..., None]) -> None:
+        if module.x is not None:
+            write(module, module.x)
+
+
+class Keeps(Net):
+    """Keeps the records of step 3, which nothing in the module reads."""
+
+    x: Any = None
+
+    def remember(self, step: int, x: Tensor) -> None:
+        if step == 3:
+            self.x = x
+
+
+EVENTS = ["train_batch_begin", "before_optimizer_step", "after_optimizer_step", "train_step_end", "train_epoch_end"]
+
+
+@pytest.mark.parametrize("write", [by_data, of_parameter, of_parameter_by_swap])
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_write_by_a_callback_is_refused(event: str, write: Callable[..., None], tmp_path: Any) -> None:
+    message = refused_or_bounded(tmp_path, lambda value: (Keeps(value), [WritesAt(event, write)]))
+    assert "changed" in message
+    assert "net.bias" in message or "buffer" in message
+
+
+def test_a_change_that_is_put_back_before_the_optimizer_step_is_refused(tmp_path: Any) -> None:
+    class Swaps(ts.Callback):
+        def on_train_batch_begin(self, trainer: Any) -> None:
+            trainer.module.buffer.add_(1.0)
+
+        def on_after_backward(self, trainer: Any) -> None:
+            trainer.module.buffer.sub_(1.0)
+
+    with pytest.raises(PrivacyError, match="buffer has changed, but not by an optimizer step"):
+        sums_of(tmp_path, Net(0.5), [Swaps()])
+
+
+def test_a_statement_says_what_was_changed_where_the_run_continues(tmp_path: Any) -> None:
+    module, writer = Keeps(0.5), WritesAt("train_step_end", by_data)
+    args = ts.DifferentialPrivacyArguments(delta=1e-4, noise_multiplier=1.0, accountant="rdp", on_unsafe="report")
+    trainer = ts.Trainer(
+        module,
+        arguments(
+            tmp_path, backend="sp-dp", differential_privacy_args=args, epochs=1, train_batch_size=BATCH, writers=[]
+        ),
+        callbacks=[writer],
+    )
+    trainer.train()
+    assert "NOT PRIVATE: buffer has changed, but not by an optimizer step" in trainer.privacy_statement().text
+
+
+def test_post_processing_may_change_weights_and_buffers(tmp_path: Any) -> None:
+    class Averages(ts.Callback):
+        def on_train_step_end(self, trainer: Any) -> None:
+            with trainer.post_processing():
+                for tensor in (*trainer.module.parameters(), trainer.module.buffer):
+                    tensor.data.mul_(0.5)
+
+    assert len(sums_of(tmp_path / "private", Net(0.5), [Averages()])) == STEPS
+    trainer = ts.Trainer(Net(0.5), arguments(tmp_path / "plain", train_batch_size=BATCH), callbacks=[Averages()])
+    trainer.train()
+
+
+# --- hooks and events get no records
+
+
+HOOKS = [
+    ("on_end_backward", lambda self, step, loss: None),
+    ("on_end_train_step", lambda self, step, loss: None),
+    ("on_end_train_epoch", lambda self, step, loss: None),
+    ("on_train_batch_begin", lambda self, trainer, batch: None),
+    ("on_fetch_data_end", lambda self, trainer, batch: None),
+    ("on_before_backward", lambda self, trainer, outputs: None),
+    ("on_after_backward", lambda self, trainer, loss: None),
+]
+
+
+@pytest.mark.parametrize(("name", "hook"), HOOKS)
+def test_a_hook_that_takes_records_is_refused_at_the_start(name: str, hook: Any, tmp_path: Any) -> None:
+    with pytest.raises(PrivacyError, match=rf"Hooked\.{name}.*expose_records=True"):
+        sums_of(tmp_path / "module", type("Hooked", (Net,), {name: hook})(0.5))
+    assert len(sums_of(tmp_path / "exposed", type("Hooked", (Net,), {name: hook})(0.5), expose_records=True)) == STEPS
+    if "end" not in name.split("_")[1]:
+        with pytest.raises(PrivacyError, match=rf"Hooked\.{name}.*expose_records=True"):
+            sums_of(tmp_path / "callback", Net(0.5), [type("Hooked", (ts.Callback,), {name: hook})()])
+
+
+def test_a_hook_that_may_take_outputs_is_called_without_and_a_message_says_so(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Hooked(Net):
+        given: tuple[Any, ...] = ()
+
+        def on_end_train_step(self, global_step: int, *outputs: Any) -> None:
+            self.given += outputs
+
+        def on_train_batch_begin(self, trainer: Any, *batch: Any) -> None:
+            self.given += batch
+
+    module = Hooked(0.5)
+    sums_of(tmp_path, module)
+    assert module.given == ()
+    assert "on_end_train_step of Hooked will be called without outputs" in caplog.text
+
+
+def test_a_run_whose_hooks_get_records_is_not_private(tmp_path: Any) -> None:
+    seen: list[Any] = []
+    args = ts.DifferentialPrivacyArguments(delta=1e-4, noise_multiplier=1.0, accountant="rdp", expose_records=True)
+    trainer = ts.Trainer(
+        Net(0.5),
+        arguments(
+            tmp_path, backend="sp-dp", differential_privacy_args=args, epochs=1, train_batch_size=BATCH, writers=[]
+        ),
+    )
+    trainer.on(ts.Event.TRAIN_BATCH_BEGIN)(lambda trainer, batch: seen.append(batch))
+    trainer.train()
+    assert seen
+    assert "NOT PRIVATE: hooks and events were given records" in trainer.privacy_statement().text
+
+
+def test_a_function_that_takes_records_is_refused_when_it_subscribes_too_late(tmp_path: Any) -> None:
+    class Subscribes(ts.Callback):
+        def on_train_begin(self, trainer: Any) -> None:
+            trainer.on(ts.Event.TRAIN_BATCH_BEGIN)(lambda trainer, batch: None)
+
+    with pytest.raises(PrivacyError, match="expose_records=True"):
+        sums_of(tmp_path, Net(0.5), [Subscribes()])

@@ -61,6 +61,7 @@ class DP(AbstractTrainerBackendDecorator):
         super().__init__(inner)
         self._args, self._ledger = args, ledger
         self.hides_losses = args is None or not args.log_train_loss
+        self.hides_records = args is None or not args.expose_records
         self._mechanism: Mechanism | None = None
         self._sealed: SealedState | None = None
         self._begun_step = 0

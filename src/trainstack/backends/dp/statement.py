@@ -13,6 +13,7 @@ from trainstack.backends.privacy_statement import PrivacyStatement
 
 COVERED = ("the weights after every step, all of them together, and whatever is computed from them",)
 SEEDED = "whoever knows debug_seed knows which items were sampled and what the noise was"
+EXPOSED = "hooks and events were given records and outputs of training (expose_records=True)"
 NOT_COVERED = (
     "validation and tests on private data",
     "hyper-parameters, early stopping and the choice of a checkpoint, if private data guided them",
