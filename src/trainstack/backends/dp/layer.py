@@ -22,7 +22,7 @@ from trainstack.stage import Stage
 if TYPE_CHECKING:  # most runs are not private, and need none of it
     from trainstack.backends.dp.budget import Accountant
     from trainstack.backends.dp.mechanism import Mechanism
-    from trainstack.backends.dp.sealed_state import SealedState
+    from trainstack.backends.dp.state_guard import StateGuard
     from trainstack.backends.privacy_statement import PrivacyStatement
 
 _SCALER = (
@@ -63,8 +63,7 @@ class DP(AbstractTrainerBackendDecorator):
         self.hides_losses = args is None or not args.log_train_loss
         self.hides_records = args is None or not args.expose_records
         self._mechanism: Mechanism | None = None
-        self._sealed: SealedState | None = None
-        self._begun_step = 0
+        self._guard: StateGuard | None = None
 
     def prepare(self, work: Workload) -> Workload:
         work = self.inner.prepare(work)
@@ -73,28 +72,27 @@ class DP(AbstractTrainerBackendDecorator):
                 f"backend {self.spec!r} was not told how private the run is to be. Write differential_privacy_args="
                 "DifferentialPrivacyArguments(delta=..., target_epsilon=...) in TrainerArguments."
             )
-        from trainstack.backends.dp.sealed_state import SealedState
         from trainstack.backends.dp.setup import make_mechanism
+        from trainstack.backends.dp.state_guard import StateGuard
 
         ledger = self._ledger or (work.run_dir and work.run_dir / "privacy-ledger.jsonl")
         self._mechanism = make_mechanism(
             work, self._args, ledger, lambda model, batch: self._run(work, model, batch, step=1)
         )
-        self._sealed = SealedState(work.module, self._mechanism.refuse)
+        self._guard = StateGuard(work, self._mechanism)
         return replace(work, gradients_reduced_by=self.name)
 
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
         """In training, forwards and backwards: what comes back is finished, but for a loss that may be logged."""
         if stage is not Stage.TRAIN:
             return self.inner.forward(work, stage, batch, step)
-        if step != self._begun_step:
-            self._begun_step = step
-            self._seal.begin_step()
+        guard = self._state_guard
+        guard.begin_step(step)
         if isinstance(batch, Borrowed):  # of a record that is not in this sample
             with torch.no_grad():
                 return self.inner.forward(work, stage, batch, step)
         self._ready.check_parameters(work)
-        return self._ready.add(lambda model, part: self._run(work, model, part, step), batch)
+        return guard.add(step, lambda model, part: self._run(work, model, part, step), batch)
 
     def _run(self, work: Workload, model: nn.Module, batch: Any, step: int) -> Any:
         return self.inner.forward(replace(work, model=model), Stage.TRAIN, batch, step)
@@ -112,14 +110,11 @@ class DP(AbstractTrainerBackendDecorator):
         Raises:
             PrivacyError: something else has changed them since the last step.
         """
-        self._seal.check()
-        try:
+        with self._state_guard.optimizer_step():
             return self.inner.step(work)
-        finally:
-            self._seal.seal()
 
     def post_processing(self) -> AbstractContextManager[None]:
-        return self._seal.post_processing()
+        return self._state_guard.post_processing()
 
     def on_fresh_start(self, *, retry: bool) -> None:
         self._ready.on_fresh_start(retry=retry)
@@ -146,7 +141,7 @@ class DP(AbstractTrainerBackendDecorator):
 
     def update_layer_state(self, state: dict[str, Any]) -> None:
         self._ready.update_state(state)
-        self._seal.unseal()
+        self._state_guard.forget()
 
     def close(self) -> None:
         try:
@@ -162,6 +157,6 @@ class DP(AbstractTrainerBackendDecorator):
         return self._mechanism
 
     @property
-    def _seal(self) -> SealedState:
-        assert self._sealed is not None  # made with the mechanism
-        return self._sealed
+    def _state_guard(self) -> StateGuard:
+        assert self._guard is not None  # made with the mechanism
+        return self._guard

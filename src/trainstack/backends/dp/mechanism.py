@@ -52,6 +52,7 @@ class Mechanism:
         self.args, self.accountant, self.mode, self.sampling = args, accountant, mode, sampling
         self._randomness, self._world = randomness, world
         self._released = 0
+        self.notes: tuple[str, ...] = ()
         self._write_detector = WriteDetector(mode.module)
 
     def add(self, run: Run, batch: Any) -> Any:
@@ -89,6 +90,10 @@ class Mechanism:
             raise PrivacyError(reason)
         if self.accountant.overrides != known:
             _log.warning("the run is not private any more: %s", reason)
+
+    def note(self, names: object) -> None:
+        """State that the guarantee does not cover changes of these attributes."""
+        self.notes = tuple(dict.fromkeys((*self.notes, f"what changed {names} in the course of training")))
 
     def discard(self) -> None:
         """Forget what a step that was broken off has added up: a record would count twice in the next one."""
@@ -163,7 +168,8 @@ class Mechanism:
         self.accountant.settle()
         clipper = self.mode.clipper
         limit = clipper.limit if isinstance(clipper, AdaptiveClipper) else None
-        return {"accountant": self.accountant.get_state(), "released": self._released, "clipping_norm": limit}
+        state = {"accountant": self.accountant.get_state(), "released": self._released, "clipping_norm": limit}
+        return {**state, "notes": list(self.notes)}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `get_state` returned; the main process consults the ledger, the others follow it.
@@ -178,6 +184,7 @@ class Mechanism:
             )
         self._account(lambda: self.accountant.update_state(state["accountant"]))
         self._released = int(state["released"])
+        self.notes = tuple(dict.fromkeys((*self.notes, *map(str, state.get("notes", ())))))
         if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
             self.mode.clipper.limit = float(state["clipping_norm"])
 
@@ -210,6 +217,7 @@ class Mechanism:
             grad_mode=self.mode.name,
             world_size=self._world.size,
             overrides=self.accountant.overrides,
+            notes=self.notes,
         )
 
     def close(self) -> None:

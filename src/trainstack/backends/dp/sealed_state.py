@@ -93,7 +93,9 @@ class SealedState:
         names = self._sealed.changed(self._digest.compute(tensors))
         which = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         # Without a name, a value was changed for a forward pass and put back.
-        self._refuse(f"{which or 'a parameter or buffer'} has changed, but not by an optimizer step. {_ONLY_OPTIMIZERS}")
+        self._refuse(
+            f"{which or 'a parameter or buffer'} has changed, but not by an optimizer step. {_ONLY_OPTIMIZERS}"
+        )
         self.seal()
 
 
@@ -119,9 +121,7 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def _has_plain_memory(tensor: Tensor) -> bool:
-    return (
-        type(tensor) in _PLAIN and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
-    )
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
 
 
 def _marks(tensors: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:

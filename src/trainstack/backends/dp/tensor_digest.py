@@ -17,7 +17,7 @@ _Key = tuple[int, int, torch.Size, torch.dtype]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Words:
-    """The memory of one tensor, without a copy: what is summed over rows of `FOLD` words, and what is taken as it is."""
+    """The memory of one tensor, without a copy: words in rows of `FOLD`, which are summed, and the rest."""
 
     key: _Key
     size: int
@@ -131,6 +131,4 @@ def _split(key: _Key, flat: Tensor) -> _Words:
     summed = count - count % FOLD if count > 2 * FOLD else 0
     whole = tuple(part for part in (words[summed:], rest) if part.numel())
     folded = (words[:summed].view(-1, FOLD),) if summed else ()
-    return _Words(
-        key=key, size=sum(part.numel() for part in whole) + len(folded) * FOLD, folded=folded, whole=whole
-    )
+    return _Words(key=key, size=sum(part.numel() for part in whole) + len(folded) * FOLD, folded=folded, whole=whole)
