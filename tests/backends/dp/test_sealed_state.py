@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -279,3 +280,175 @@ def test_a_function_that_takes_records_is_refused_when_it_subscribes_too_late(tm
 
     with pytest.raises(PrivacyError, match="expose_records=True"):
         sums_of(tmp_path, Net(0.5), [Subscribes()])
+
+
+# --- plain attributes
+
+
+def slow_mean(before: Any, x: Tensor) -> Tensor:
+    return (0.0 if before is None else 0.9 * torch.as_tensor(before)) + 0.1 * x.mean(0)
+
+
+class Mean:
+    """A user's object in an attribute."""
+
+    def __init__(self) -> None:
+        self.value = torch.zeros(WIDTH)
+
+    def update(self, x: Tensor) -> None:
+        self.value = slow_mean(self.value, x)
+
+
+def as_tensor(module: Net, x: Tensor) -> None:
+    module.kept = slow_mean(module.kept, x)
+
+
+def as_list(module: Net, x: Tensor) -> None:
+    module.kept = slow_mean(module.kept, x).tolist()
+
+
+def as_number(module: Net, x: Tensor) -> None:
+    module.kept = 0.9 * (module.kept or 0.0) + 0.1 * float(x.mean())
+
+
+def as_array(module: Net, x: Tensor) -> None:
+    module.kept = slow_mean(module.kept, x).numpy().copy()
+
+
+def in_dict(module: Net, x: Tensor) -> None:
+    module.kept = module.kept or {"mean": torch.zeros(WIDTH)}
+    module.kept["mean"].data.copy_(slow_mean(module.kept["mean"], x))
+
+
+def in_object(module: Net, x: Tensor) -> None:
+    module.kept.update(x)
+
+
+class Shifts(Net):
+    def __init__(self, value: float, write: Callable[..., None]) -> None:
+        super().__init__(value)
+        self.write = write
+        if write is in_object:
+            self.kept = Mean()
+
+    def remember(self, step: int, x: Tensor) -> None:
+        if step >= 3:
+            self.write(self, x)
+
+    def shift(self) -> Tensor:
+        kept = self.kept
+        if isinstance(kept, Mean):
+            return kept.value
+        return torch.as_tensor(kept["mean"] if isinstance(kept, dict) else kept)
+
+
+@pytest.mark.parametrize("write", [as_tensor, as_list, as_number, as_array, in_dict, in_object])
+def test_an_attribute_that_is_written_from_step_3_on_is_refused(write: Callable[..., None], tmp_path: Any) -> None:
+    message = refused_or_bounded(tmp_path, lambda value: (Shifts(value, write), ()))
+    assert "kept" in message
+    assert "other gradients" in message
+
+
+class Harmless(Net):
+    """Counts, logs and keeps to look at, and builds a table that depends on no record."""
+
+    table: Any = None
+
+    def __init__(self, value: float) -> None:
+        super().__init__(value)
+        self.seen, self.recent, self.losses, self.alpha = 0, [], Mean(), 1.0
+
+    def train_step(self, global_step: int, batch: Any, device: torch.device) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(WIDTH) / WIDTH
+        self.seen += len(batch[0])
+        self.losses.update(batch[0].detach())
+        self.recent = [*self.recent, batch[0].detach().mean()][-3:]
+        self.batch = batch
+        return cross_entropy(self.net(batch[0] + self.table), batch[1], reduction="none").mean()
+
+
+def test_attributes_without_influence_are_not_refused(tmp_path: Any) -> None:
+    assert len(sums_of(tmp_path, Harmless(0.5))) == STEPS
+
+
+def test_a_number_that_a_hook_sets_is_noted(tmp_path: Any) -> None:
+    class Anneals(Net):
+        alpha = 1.0
+
+        def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
+            self.alpha = 1.0 / (1 + epoch)
+
+        def train_step(self, global_step: int, batch: Any, device: torch.device) -> Tensor:
+            return self.alpha * super().train_step(global_step, batch, device)
+
+    args = ts.DifferentialPrivacyArguments(delta=1e-4, noise_multiplier=1.0, accountant="rdp")
+    trainer = ts.Trainer(
+        Anneals(0.5),
+        arguments(
+            tmp_path, backend="sp-dp", differential_privacy_args=args, epochs=2, train_batch_size=BATCH, writers=[]
+        ),
+    )
+    trainer.train()
+    assert "what changed alpha in the course of training" in trainer.privacy_statement().not_covered
+
+
+# --- data sets
+
+
+class Wraps(Dataset[Any]):
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.fetched, self.mean = inner, 0, torch.zeros(WIDTH)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+class Learns(Wraps):
+    """Centres samples by a running mean, once training is under way."""
+
+    active = False
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.inner[index]
+        if self.active:
+            self.mean = 0.9 * self.mean + 0.1 * x
+        return x - self.mean, y
+
+
+class Mixes(Wraps):
+    def __getitem__(self, index: int) -> Any:
+        (x, y), (other, _) = self.inner[index], self.inner[(index + 1) % len(self)]
+        return 0.7 * x + 0.3 * other, y
+
+
+def test_a_dataset_that_begins_to_learn_is_refused(tmp_path: Any) -> None:
+    class Starts(ts.Callback):
+        def on_train_step_end(self, trainer: Any, step: int) -> None:
+            trainer.module.data.active = step >= 1
+
+    message = refused_or_bounded(tmp_path, lambda value: (Net(value, Learns), [Starts()]))
+    assert "gives another sample for the same record" in message
+
+
+def test_a_dataset_that_mixes_records_is_refused(tmp_path: Any) -> None:
+    message = refused_or_bounded(tmp_path, lambda value: (Net(value, Mixes), ()))
+    assert "reads several records for one sample" in message
+
+
+def test_a_dataset_whose_samples_cannot_be_repeated_is_noted(tmp_path: Any) -> None:
+    class Draws(Wraps):
+        def __getitem__(self, index: int) -> Any:
+            x, y = self.inner[index]
+            noise = torch.from_numpy(np.frombuffer(secrets.token_bytes(WIDTH), np.uint8) / 255.0).float()
+            return x + 1e-6 * noise, y
+
+    args = ts.DifferentialPrivacyArguments(delta=1e-4, noise_multiplier=1.0, accountant="rdp")
+    trainer = ts.Trainer(
+        Net(0.5, Draws),
+        arguments(
+            tmp_path, backend="sp-dp", differential_privacy_args=args, epochs=1, train_batch_size=BATCH, writers=[]
+        ),
+    )
+    trainer.train()
+    assert any("not the same when fetched again" in line for line in trainer.privacy_statement().not_covered)

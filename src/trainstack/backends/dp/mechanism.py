@@ -53,6 +53,7 @@ class Mechanism:
         self._randomness, self._world = randomness, world
         self._released = 0
         self.notes: tuple[str, ...] = ()
+        self.on_begin: Callable[[], None] = lambda: None
         self._write_detector = WriteDetector(mode.module)
 
     def add(self, run: Run, batch: Any) -> Any:
@@ -91,12 +92,16 @@ class Mechanism:
         if self.accountant.overrides != known:
             _log.warning("the run is not private any more: %s", reason)
 
-    def note(self, names: object) -> None:
-        """State that the guarantee does not cover changes of these attributes."""
-        self.notes = tuple(dict.fromkeys((*self.notes, f"what changed {names} in the course of training")))
+    def note(self, text: str) -> None:
+        """Add a line to the statement: the guarantee does not cover `text`."""
+        self.notes = tuple(dict.fromkeys((*self.notes, text)))
 
     def discard(self) -> None:
-        """Forget what a step that was broken off has added up: a record would count twice in the next one."""
+        """Forget what a step that was broken off has added up: a record would count twice in the next one.
+
+        Steps are about to be made; `on_begin` is called.
+        """
+        self.on_begin()
         self.mode.pop_sums()
         if isinstance(self.mode.clipper, AdaptiveClipper):
             self.mode.clipper.pop_counts()

@@ -104,7 +104,7 @@ def same_value(one: Any, other: Any) -> bool:
         except RuntimeError:  # a tensor of a `vmap` that is over
             return False
     if isinstance(one, np.ndarray):
-        return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+        return bool(one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes())
     if isinstance(one, _SEQUENCES):
         return len(one) == len(other) and all(map(same_value, one, other))
     if isinstance(one, dict):

@@ -12,6 +12,7 @@ from torch import Tensor
 from trainstack.backends.dp.attribute_watch import AttributeWatch, probe_gradients
 from trainstack.backends.dp.mechanism import Mechanism
 from trainstack.backends.dp.modes.base import Run
+from trainstack.backends.dp.sample_replay import SampleReplay
 from trainstack.backends.dp.sampling import count_records
 from trainstack.backends.dp.sealed_state import SealedState
 from trainstack.backends.single_process import move_to_device
@@ -21,7 +22,8 @@ from trainstack.backends.workload import Workload
 class StateGuard:
     """The checks of the state between the steps of a private run.
 
-    `SealedState` watches parameters and buffers, and `AttributeWatch` plain attributes. Global variables, closures,
+    `SealedState` watches parameters and buffers, `AttributeWatch` plain attributes, and `SampleReplay` samples. Global
+    variables, closures,
     files, and the data set in a loader's workers are out of their sight.
 
     Args:
@@ -33,19 +35,26 @@ class StateGuard:
         self._mechanism = mechanism
         self._sealed = SealedState(work.module, mechanism.refuse)
         self._attributes = AttributeWatch(
-            work.module, refuse=partial(mechanism.refuse, released=True), note=mechanism.note
+            work.module, refuse=partial(mechanism.refuse, released=True), note=self._note_attributes
         )
+        assert work.data is not None  # checked at the start
+        self._samples = SampleReplay(work.data, refuse=mechanism.refuse, note=mechanism.note)
+        mechanism.on_begin = self._samples.begin_epoch
         self._step = 0
+
+    def _note_attributes(self, names: object) -> None:
+        self._mechanism.note(f"what changed {names} in the course of training")
 
     def begin_step(self, step: int) -> None:
         """A micro-batch of global step `step` is about to be run.
 
         Raises:
-            PrivacyError: a parameter or buffer has changed since the last optimizer step.
+            PrivacyError: a parameter or buffer has changed since the last optimizer step, or a sample is another one.
         """
         if step != self._step:
             self._step = step
             self._sealed.begin_step()
+            self._samples.begin_step()
 
     def add(self, step: int, run: Run, batch: Any) -> Any:
         """Let the mechanism add a micro-batch, and watch the attributes; returns what `train_step` returned.

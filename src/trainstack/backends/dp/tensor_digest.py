@@ -118,7 +118,7 @@ class Digest:
 
 def _flat(tensor: Tensor) -> tuple[Tensor, bool]:
     """The elements of `tensor` in the order of its memory, 1-dim, and whether they are a view of it."""
-    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     ordered = tensor.permute(order)  # a channels-last weight is contiguous in this order
     is_view = ordered.is_contiguous() and ordered.storage_offset() * ordered.element_size() % 8 == 0
     return (ordered if is_view else tensor.clone(memory_format=torch.contiguous_format)).reshape(-1), is_view
