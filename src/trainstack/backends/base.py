@@ -10,7 +10,7 @@ import enum
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -75,6 +75,7 @@ class TrainerBackend(ABC):
         may_skip_steps: whether `step` may leave the weights as they are, as a gradient scaler does. The loop then keeps
             the buffers of the module for such a step.
         hides_losses: whether training losses must not be logged.
+        hides_records: whether hooks and subscribers of events get no batch, no output and no loss of training.
         joins_processes: whether the layer lets several processes train together.
         configured_by: the classes of the fields of `TrainerArguments` that configure the layer, each with the parameter
             of the constructor that takes the field.
@@ -95,6 +96,7 @@ class TrainerBackend(ABC):
     joins_processes: ClassVar[bool] = False
     configured_by: ClassVar[Mapping[type, str]] = {}
     hides_losses: bool = False
+    hides_records: bool = False
     requires_state: ClassVar[bool] = False
     _runner: LoopRunner | None = None
     _owner: weakref.ref[Any] | None = None
@@ -173,6 +175,13 @@ class TrainerBackend(ABC):
         Args:
             retry: one was looked for in vain, so this may be another start of a run that was interrupted early.
         """
+
+    def post_processing(self) -> AbstractContextManager[None]:
+        """A block in which parameters and buffers may be changed, by what does not depend on training records.
+
+        A private run refuses other changes between two optimizer steps.
+        """
+        return nullcontext()
 
     @property
     def sampling(self) -> Sampling | None:
@@ -391,6 +400,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
 
     def on_fresh_start(self, *, retry: bool) -> None:
         self.inner.on_fresh_start(retry=retry)
+
+    def post_processing(self) -> AbstractContextManager[None]:
+        return self.inner.post_processing()
 
     @property
     def sampling(self) -> Sampling | None:

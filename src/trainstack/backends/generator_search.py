@@ -169,8 +169,7 @@ class _Search:
         """Whether a class is the user's, and of no installed package."""
         known = self._is_of_user.get(kind)
         if known is None:
-            known = not issubclass(kind, (*_LEAVES, *_CALLABLES)) and _is_scope_of_user(str(kind.__module__))
-            self._is_of_user[kind] = known
+            known = self._is_of_user[kind] = is_of_user(kind)
         return known
 
     def _may_own(self, values: list[Any]) -> bool:
@@ -359,6 +358,11 @@ def _functions_of(member: Any) -> list[Any]:
 
 def _package(kind: type) -> str:
     return str(kind.__module__).partition(".")[0]
+
+
+def is_of_user(kind: type) -> bool:
+    """Whether a class is defined by the user, and not by Python, torch, numpy, trainstack or an installed package."""
+    return not issubclass(kind, (*_LEAVES, *_CALLABLES)) and _is_scope_of_user(str(kind.__module__))
 
 
 def _is_scope_of_user(scope: str) -> bool:

@@ -144,6 +144,10 @@ class AbstractTrainer(ABC):
         """A block in which the module has the weights that are evaluated."""
 
     @abstractmethod
+    def post_processing(self) -> AbstractContextManager[None]:
+        """A block in which parameters and buffers of a private run may be changed, without use of its records."""
+
+    @abstractmethod
     def keep_trained_weights(self) -> None:
         """Keep the trained weights, so that others can be written into the module after a training."""
 

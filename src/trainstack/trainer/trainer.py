@@ -782,6 +782,19 @@ class Trainer(AbstractTrainer):
         """Whether the module has other weights than the trained ones, see `keep_trained_weights`."""
         return self.events.weight_swap.is_active
 
+    def post_processing(self) -> AbstractContextManager[None]:
+        """A block in which a callback may change parameters and buffers of a private run.
+
+        A private run refuses each change that no optimizer has made, since it may carry records into later steps
+        without clipping and noise. Within the block compute from weights and public values alone, as for an average of
+        weights: then the change is post-processing, which differential privacy covers. It does nothing in other runs.
+
+        Raises:
+            PrivacyError: something has been changed before the block.
+        """
+        self._prepared("post_processing")
+        return self.trainer_backend.post_processing()
+
     def load_export(self, path: str | os.PathLike[str]) -> None:
         """Load the module's state from the folder `path`, which `export` has written, on all processes.
 
@@ -793,7 +806,8 @@ class Trainer(AbstractTrainer):
         with self._context.fail_together():
             self._prepared("load_export")
             state = self._saver.run_on_rank_zero(lambda: read_model(path), "reading an export of the model")
-            self.module.update_state(state)
+            with self.post_processing():
+                self.module.update_state(state)
 
     # --- requests and subscriptions -------------------------------------------------------------------------
 

@@ -53,6 +53,8 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
         on_unsafe: `"error"` refuses what voids the guarantee; `"report"` goes on, and the statement says NOT PRIVATE.
         debug_seed: makes sampling and noise reproducible, and thereby the run NOT PRIVATE.
         log_train_loss: False keeps the training loss, which is not protected, out of logs and history.
+        expose_records: give hooks and events the batches, outputs and losses of training, which makes the run NOT
+            PRIVATE.
         allow_plan_change: go on from a checkpoint with another noise, rate or delta, with both parts accounted for.
 
     Raises:
@@ -91,6 +93,7 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
     on_unsafe: str = "error"
     debug_seed: int | None = None
     log_train_loss: bool = True
+    expose_records: bool = False
     allow_plan_change: bool = False
 
     def __post_init__(self) -> None:
@@ -110,7 +113,7 @@ def _check_choices(args: DifferentialPrivacyArguments) -> None:
         if value not in choices:
             why = "it reports too little. " if value == "gdp" else ""
             raise ConfigurationError(f"{name}={value!r}: {why}Write one of {', '.join(map(repr, choices))}.")
-    for name in ("secure", "log_train_loss", "allow_plan_change"):
+    for name in ("secure", "log_train_loss", "expose_records", "allow_plan_change"):
         if not isinstance(getattr(args, name), bool):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write True or False.")
     for name, least in (("dataset_size", 1), ("debug_seed", 0)):

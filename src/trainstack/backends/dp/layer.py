@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +22,7 @@ from trainstack.stage import Stage
 if TYPE_CHECKING:  # most runs are not private, and need none of it
     from trainstack.backends.dp.budget import Accountant
     from trainstack.backends.dp.mechanism import Mechanism
+    from trainstack.backends.dp.state_guard import StateGuard
     from trainstack.backends.privacy_statement import PrivacyStatement
 
 _SCALER = (
@@ -59,7 +61,9 @@ class DP(AbstractTrainerBackendDecorator):
         super().__init__(inner)
         self._args, self._ledger = args, ledger
         self.hides_losses = args is None or not args.log_train_loss
+        self.hides_records = args is None or not args.expose_records
         self._mechanism: Mechanism | None = None
+        self._guard: StateGuard | None = None
 
     def prepare(self, work: Workload) -> Workload:
         work = self.inner.prepare(work)
@@ -69,22 +73,26 @@ class DP(AbstractTrainerBackendDecorator):
                 "DifferentialPrivacyArguments(delta=..., target_epsilon=...) in TrainerArguments."
             )
         from trainstack.backends.dp.setup import make_mechanism
+        from trainstack.backends.dp.state_guard import StateGuard
 
         ledger = self._ledger or (work.run_dir and work.run_dir / "privacy-ledger.jsonl")
         self._mechanism = make_mechanism(
             work, self._args, ledger, lambda model, batch: self._run(work, model, batch, step=1)
         )
+        self._guard = StateGuard(work, self._mechanism)
         return replace(work, gradients_reduced_by=self.name)
 
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
         """In training, forwards and backwards: what comes back is finished, but for a loss that may be logged."""
         if stage is not Stage.TRAIN:
             return self.inner.forward(work, stage, batch, step)
+        guard = self._state_guard
+        guard.begin_step(step)
         if isinstance(batch, Borrowed):  # of a record that is not in this sample
             with torch.no_grad():
                 return self.inner.forward(work, stage, batch, step)
         self._ready.check_parameters(work)
-        return self._ready.add(lambda model, part: self._run(work, model, part, step), batch)
+        return guard.add(step, lambda model, part: self._run(work, model, part, step), batch)
 
     def _run(self, work: Workload, model: nn.Module, batch: Any, step: int) -> Any:
         return self.inner.forward(replace(work, model=model), Stage.TRAIN, batch, step)
@@ -95,6 +103,18 @@ class DP(AbstractTrainerBackendDecorator):
     def clip(self, work: Workload) -> Tensor | None:
         """Charge the step, then release the noisy mean of the clipped gradients; returns its norm."""
         return self._ready.release(work)
+
+    def step(self, work: Workload) -> bool:
+        """Step the optimizers, which alone may change parameters and buffers.
+
+        Raises:
+            PrivacyError: something else has changed them since the last step.
+        """
+        with self._state_guard.optimizer_step():
+            return self.inner.step(work)
+
+    def post_processing(self) -> AbstractContextManager[None]:
+        return self._state_guard.post_processing()
 
     def on_fresh_start(self, *, retry: bool) -> None:
         self._ready.on_fresh_start(retry=retry)
@@ -127,6 +147,7 @@ class DP(AbstractTrainerBackendDecorator):
 
     def update_layer_state(self, state: dict[str, Any]) -> None:
         self._ready.update_state(state)
+        self._state_guard.forget()
 
     def close(self) -> None:
         try:
@@ -140,3 +161,8 @@ class DP(AbstractTrainerBackendDecorator):
         if self._mechanism is None:
             raise ConfigurationError("the privacy layer was asked before the module was made ready by a Trainer.")
         return self._mechanism
+
+    @property
+    def _state_guard(self) -> StateGuard:
+        assert self._guard is not None  # made with the mechanism
+        return self._guard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +23,8 @@ from trainstack.backends.processes.world import World
 from trainstack.backends.single_process import move_to_device
 from trainstack.backends.workload import Sampling, Workload
 from trainstack.errors import CheckpointMismatchError, PrivacyError
+
+_log = logging.getLogger("trainstack")
 
 
 class Mechanism:
@@ -49,6 +52,8 @@ class Mechanism:
         self.args, self.accountant, self.mode, self.sampling = args, accountant, mode, sampling
         self._randomness, self._world = randomness, world
         self._released = 0
+        self.notes: tuple[str, ...] = ()
+        self.on_begin: Callable[[], None] = lambda: None
         self._write_detector = WriteDetector(mode.module)
 
     def add(self, run: Run, batch: Any) -> Any:
@@ -62,14 +67,41 @@ class Mechanism:
         outputs = self.mode.add(run, batch, count_records(batch))
         changed = self._write_detector.changed()
         if changed is not None:
-            raise PrivacyError(
+            self.refuse(
                 f"{changed} changes in a forward pass: it would learn from records without clipping and noise. Let "
-                "nothing but optimizers change parameters and buffers while private training goes on."
+                "nothing but optimizers change parameters and buffers in a private run."
             )
         return outputs
 
+    def refuse(self, reason: str, *, released: bool = False) -> None:
+        """End the run for a reason that voids the guarantee; with `on_unsafe="report"` note it and continue.
+
+        Args:
+            reason: the first sentence goes into the statement.
+            released: whether a step that this concerns has been released already. The statement then has the reason
+                also where the run ends.
+
+        Raises:
+            PrivacyError: always without `on_unsafe="report"`, and on processes other than the main one.
+        """
+        report, known = self.args.on_unsafe == "report" and self._world.is_main, self.accountant.overrides
+        if report or released:
+            self.accountant.overrides = tuple(dict.fromkeys((*known, reason.partition(". ")[0])))
+        if not report:
+            raise PrivacyError(reason)
+        if self.accountant.overrides != known:
+            _log.warning("the run is not private any more: %s", reason)
+
+    def note(self, text: str) -> None:
+        """Add a line to the statement: the guarantee does not cover `text`."""
+        self.notes = tuple(dict.fromkeys((*self.notes, text)))
+
     def discard(self) -> None:
-        """Forget what a step that was broken off has added up: a record would count twice in the next one."""
+        """Forget what a step that was broken off has added up: a record would count twice in the next one.
+
+        Steps are about to be made; `on_begin` is called.
+        """
+        self.on_begin()
         self.mode.pop_sums()
         if isinstance(self.mode.clipper, AdaptiveClipper):
             self.mode.clipper.pop_counts()
@@ -141,7 +173,8 @@ class Mechanism:
         self.accountant.settle()
         clipper = self.mode.clipper
         limit = clipper.limit if isinstance(clipper, AdaptiveClipper) else None
-        return {"accountant": self.accountant.get_state(), "released": self._released, "clipping_norm": limit}
+        state = {"accountant": self.accountant.get_state(), "released": self._released, "clipping_norm": limit}
+        return {**state, "notes": list(self.notes)}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `get_state` returned; the main process consults the ledger, the others follow it.
@@ -156,6 +189,7 @@ class Mechanism:
             )
         self._account(lambda: self.accountant.update_state(state["accountant"]))
         self._released = int(state["released"])
+        self.notes = tuple(dict.fromkeys((*self.notes, *map(str, state.get("notes", ())))))
         if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
             self.mode.clipper.limit = float(state["clipping_norm"])
 
@@ -188,6 +222,7 @@ class Mechanism:
             grad_mode=self.mode.name,
             world_size=self._world.size,
             overrides=self.accountant.overrides,
+            notes=self.notes,
         )
 
     def close(self) -> None:

@@ -15,8 +15,9 @@ from trainstack.backends.dp.mechanism import Mechanism
 from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.selection import choose_mode
 from trainstack.backends.dp.randomness import DebugRandomness, Randomness, SeededRandomness, SystemRandomness
+from trainstack.backends.dp.sample_replay import mixed_records
 from trainstack.backends.dp.sampling import PoissonSampling, check_records
-from trainstack.backends.dp.statement import SEEDED
+from trainstack.backends.dp.statement import EXPOSED, SEEDED
 from trainstack.backends.processes.communicator import Communicator
 from trainstack.backends.processes.packing import broadcast_coalesced
 from trainstack.backends.single_process import move_to_device
@@ -53,6 +54,7 @@ def make_mechanism(
     book = SpendLedger(ledger) if ledger is not None and work.world.is_main else None
     accountant = Accountant(plan, args, book)
     accountant.overrides = (*seen, *found, *((SEEDED,) if args.debug_seed is not None else ()))
+    accountant.overrides += (EXPOSED,) if args.expose_records else ()
     randomness = _randomness(args, comm)
     sampling = PoissonSampling(
         records=work.data.length or 0,
@@ -103,7 +105,8 @@ def _mode(
         batch = move_to_device(data.fetch(index), work.world.device)
         check_records(batch, len(index))
         mode = choose_mode(args.grad_mode, work.module, trained, clipper, run, batch, len(index))
-        return mode, list(neighbour_problems(mode, run, data, index))
+        mixed = mixed_records(data, index)
+        return mode, [*([mixed] if mixed else []), *neighbour_problems(mode, run, data, index)]
     except ConfigurationError as error:
         raise _refusal(str(error)) from error
     finally:

@@ -13,6 +13,7 @@ from trainstack.backends.privacy_statement import PrivacyStatement
 
 COVERED = ("the weights after every step, all of them together, and whatever is computed from them",)
 SEEDED = "whoever knows debug_seed knows which items were sampled and what the noise was"
+EXPOSED = "hooks and events were given records and outputs of training (expose_records=True)"
 NOT_COVERED = (
     "validation and tests on private data",
     "hyper-parameters, early stopping and the choice of a checkpoint, if private data guided them",
@@ -30,6 +31,7 @@ def private_statement(
     grad_mode: str,
     world_size: int,
     overrides: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> PrivacyStatement:
     """The statement of a run with a privacy layer.
 
@@ -41,6 +43,7 @@ def private_statement(
         grad_mode: how per-sample gradients were computed, "auto" resolved.
         world_size: processes.
         overrides: every other reason for which the guarantee does not hold.
+        notes: what else the guarantee does not cover.
     """
     entries = tuple(merge_steps(history))
     epsilon = epsilon_of(entries, plan.delta, plan.accountant, eps_error=plan.eps_error)
@@ -65,7 +68,7 @@ def private_statement(
         grad_mode=grad_mode,
         world_size=world_size,
         covered=() if reasons else COVERED,
-        not_covered=(*(("the training loss, which was logged",) if args.log_train_loss else ()), *NOT_COVERED),
+        not_covered=(*(("the training loss, which was logged",) if args.log_train_loss else ()), *NOT_COVERED, *notes),
         versions=(("trainstack", version("trainstack")), ("torch", version("torch")), ("opacus", opacus_version())),
     )
 

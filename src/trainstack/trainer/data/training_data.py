@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from trainstack.backends import World
@@ -353,9 +354,17 @@ class TrainingData:
     def _training_set(self, loader: Any) -> TrainingSet:
         problem = "get_train_dataloader returned None" if loader is None else unsupported_order_reason(loader)
         length = None if problem else len(loader.dataset)
+        # Not the fetcher of the epochs: it would be replaced in the middle of an epoch whose loader is another one.
+        fetcher: list[Fetcher] = []
+
+        def fetch(index: Tensor) -> Any:
+            if not fetcher:
+                fetcher.append(Fetcher(loader, self._seed, fast_paths=self._fast_paths))
+            return fetcher[0].load(0, index)
+
         return TrainingSet(
             length=length,
-            fetch=lambda index: self._fetcher_of(loader).load(0, index),
+            fetch=fetch,
             global_batch=self.plan.global_batch,
             max_micro_batch=self._args.gpu_batch_size_limit or max(length or 0, self.plan.global_batch),
             total_steps=self.plan.total_steps,

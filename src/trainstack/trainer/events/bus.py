@@ -15,6 +15,7 @@ from trainstack.trainer.events.calling import call_all
 from trainstack.trainer.events.event import SPANS, Callback, Event
 from trainstack.trainer.events.filters import Filter, adapt_arity, filter_of, name_of
 from trainstack.trainer.events.identities import match_keys, settings_hash
+from trainstack.trainer.events.record_access import RECORDS, refuse_records
 from trainstack.trainer.events.weight_swap import WeightSwap
 
 Value = TypeVar("Value")
@@ -97,7 +98,20 @@ class Subscription:
         self.event, self.label, self.filter, self.priority, self.key = event, label, counts, priority, key
         self.came, self.is_expected = False, True
         self.is_foreign = not str(getattr(function, "__module__", "")).startswith("trainstack.")
+        self._given = function
         self._function = adapt_arity(function, ("trainer", *event.gives), f"Event.{event.name}")
+
+    def hide_records(self) -> None:
+        """Call the function with the trainer alone where the event gives records of a private run.
+
+        Raises:
+            PrivacyError: the function needs them.
+        """
+        if RECORDS.isdisjoint(self.event.gives):
+            return
+        refuse_records(self._given, f"{self.label}, at Event.{self.event.name},", 1, self.event.gives)
+        function = self._given
+        self._function = lambda trainer, *given: function(trainer)
 
     def call(self, trainer: AbstractTrainer, *given: Any) -> None:
         """The event has come."""
@@ -154,6 +168,7 @@ class Events:
         self._unclaimed: dict[str, Any] | None = None
         self.is_training, self._began_at = False, 0
         self.weight_swap = WeightSwap()
+        self._hides_records = False
         self._add_methods(module, type(module).__name__, 0)
         self.callbacks: dict[str, Callback] = unique_keys(
             ((c.state_key or type(c).__name__, c) for c in instantiate(callbacks)), taken={OWN}
@@ -179,7 +194,19 @@ class Events:
         key = next(iter(unique_keys([(f"{name}@{event.value}", None)], taken=taken)))
         self._add(Subscription(event, function, name, counts, priority, key))
 
+    def hide_records(self) -> None:
+        """Give no batch, output or loss of training to a subscriber, those that are still to come included.
+
+        Raises:
+            PrivacyError: a subscriber needs one.
+        """
+        self._hides_records = True
+        for subscription in (s for others in self._subscriptions.values() for s in others):
+            subscription.hide_records()
+
     def _add(self, subscription: Subscription) -> None:
+        if self._hides_records:
+            subscription.hide_records()
         others = self._subscriptions[subscription.event]
         others.append(subscription)
         others.sort(key=lambda s: -s.priority)  # stable

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainstack.errors import StopTraining, annotate
+from trainstack.trainer.events.record_access import refuse_records
 from trainstack.trainer.module_interface import CallbackInterface
 
 Hook = Callable[..., Any]
@@ -62,11 +63,15 @@ def needs_outputs(hook: Hook) -> bool:
 class Hooks:
     """The hooks of one subscriber, a module or what `train_dl` is given; None where it has none.
 
+    Args:
+        hides_records: outputs and losses of training are given to no hook. One that takes `*outputs` gets none.
+
     Attributes:
         step_outputs, epoch_outputs, val_outputs: whether somebody reads these outputs.
+        withheld: names of hooks that take outputs and get none.
     """
 
-    def __init__(self, subscriber: Any, stop: Stop | None = None) -> None:
+    def __init__(self, subscriber: Any, stop: Stop | None = None, *, hides_records: bool = False) -> None:
         self.begin_train_epoch = overridden(subscriber, "on_begin_train_epoch", stop)
         self.end_backward = overridden(subscriber, "on_end_backward", stop)
         self.end_train_step = overridden(subscriber, "on_end_train_step", stop)
@@ -76,3 +81,17 @@ class Hooks:
         self.step_outputs = wants_outputs(self.end_train_step)
         self.epoch_outputs = wants_outputs(self.end_train_epoch)
         self.val_outputs = wants_outputs(self.end_val_epoch)
+        self.withheld: list[str] = []
+        if hides_records:
+            self._hide_records(type(subscriber).__name__)
+
+    def _hide_records(self, owner: str) -> None:
+        outputs, loss = ["outputs"], ["the loss"]
+        for name, given in (("end_backward", loss), ("end_train_step", outputs), ("end_train_epoch", outputs)):
+            hook = getattr(self, name)
+            if hook is not None:
+                refuse_records(hook, f"{owner}.on_{name}", 1, given)
+                self.withheld += [f"on_{name}"] if wants_outputs(hook) else []
+        hook = self.end_backward
+        self.end_backward = None if hook is None else lambda step, loss: hook(step)
+        self.step_outputs = self.epoch_outputs = False

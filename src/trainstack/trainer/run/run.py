@@ -143,7 +143,16 @@ class Run:
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
         self._connect_module()
-        self.hooks = Hooks(module, stopper.request)
+        hides_records = any(layer.hides_records for layer in self.stack.layers())
+        if hides_records:
+            self.events.hide_records()
+        self.hooks = Hooks(module, stopper.request, hides_records=hides_records)
+        if self.hooks.withheld:
+            self.log.warning(
+                f"{' and '.join(self.hooks.withheld)} of {type(module).__name__} will be called without outputs: a "
+                "private run gives records and outputs of training to no hook. DifferentialPrivacyArguments("
+                "expose_records=True) gives them, and makes the run NOT PRIVATE."
+            )
         context.compiled = prepare_model(
             module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private
         )

@@ -1,0 +1,134 @@
+"""`TensorDigest` computes a short digest of the bits of many tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FOLD = 509
+"""Columns into which the 64-bit words of a tensor are folded. A prime, so that rows of a weight that change places do
+not meet in the same columns."""
+
+_Key = tuple[int, int, torch.Size, torch.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Words:
+    """The memory of one tensor, without a copy: words in rows of `FOLD`, which are summed, and the rest."""
+
+    key: _Key
+    size: int
+    folded: tuple[Tensor, ...]
+    whole: tuple[Tensor, ...]
+
+
+class TensorDigest:
+    """The digest of named tensors: for each a vector of at most `2 * FOLD + 7` numbers.
+
+    A tensor of up to `2 * FOLD` words of 64 bits is in the digest bit by bit. Of a larger one the digest has the sums
+    of the words in each of `FOLD` columns, modulo 2^64. A change of one word always changes a sum, and two values that
+    change places change two sums, unless both are in the same column. The digest reads memory and not `_version`, so
+    it sees writes by `.data`, `.numpy()` and another storage.
+
+    The sums stay on the device of the tensors, and no value is read here.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Words] = {}
+
+    @torch.no_grad()
+    def compute(self, tensors: Mapping[str, Tensor]) -> Digest:
+        """The digest of `tensors` at this moment."""
+        known, words = self._known, list[_Words]()
+        for name, tensor in tensors.items():
+            found = known.get(name)
+            key = (id(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype)
+            words.append(found if found is not None and found.key == key else self._look_at(name, tensor, key))
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for one, tensor in zip(words, tensors.values(), strict=True):
+            there = by_device.setdefault(tensor.device, [])
+            there += one.whole
+            there += [part.sum(0) for part in one.folded]
+        return Digest(
+            forms=tuple((name, *one.key[2:], t.device) for (name, t), one in zip(tensors.items(), words, strict=True)),
+            sizes=tuple(one.size for one in words),
+            sums={device: torch.cat(there) for device, there in by_device.items() if there},
+        )
+
+    def _look_at(self, name: str, tensor: Tensor, key: _Key) -> _Words:
+        flat, is_view = _flat(tensor.detach())
+        found = _split(key, flat)
+        if is_view:  # which keeps the memory, so that nothing else gets its address
+            self._known[name] = found
+        else:
+            self._known.pop(name, None)
+        return found
+
+
+Form = tuple[str, torch.Size, torch.dtype, torch.device]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Digest:
+    """What `TensorDigest.compute` found.
+
+    Attributes:
+        forms: name, shape, dtype and device of each tensor.
+        sizes: how many numbers of `sums` belong to each, in the same order.
+        sums: int64, one vector a device.
+    """
+
+    forms: tuple[Form, ...]
+    sizes: tuple[int, ...]
+    sums: Mapping[torch.device, Tensor]
+
+    def differs(self, other: Digest) -> Tensor | bool:
+        """Whether `other` is of other values: a 0-dim bool, read by the caller; False and True are known already."""
+        if self.forms != other.forms or self.sums.keys() != other.sums.keys():
+            return True
+        found: Tensor | bool = False
+        for device, sums in self.sums.items():
+            if device.type == "cpu":  # nothing to wait for
+                if not torch.equal(sums, other.sums[device]):
+                    return True
+            else:
+                here = (sums != other.sums[device]).any()
+                found = here if isinstance(found, bool) else found | here.to(found.device)
+        return found
+
+    def changed(self, other: Digest) -> list[str]:
+        """The names of the tensors that `other` has with another value, without or beyond these."""
+        mine, its = self._by_form(), other._by_form()
+        missing = [form[0] for form in {**mine, **its} if form not in mine or form not in its]
+        same = (form for form in mine if form in its)
+        return list(dict.fromkeys([*missing, *(form[0] for form in same if not torch.equal(mine[form], its[form]))]))
+
+    def _by_form(self) -> dict[Form, Tensor]:
+        at, found = dict.fromkeys(self.sums, 0), dict[Form, Tensor]()
+        for form, size in zip(self.forms, self.sizes, strict=True):
+            device = form[3]
+            if size:
+                found[form] = self.sums[device][at[device] : at[device] + size]
+                at[device] += size
+        return found
+
+
+def _flat(tensor: Tensor) -> tuple[Tensor, bool]:
+    """The elements of `tensor` in the order of its memory, 1-dim, and whether they are a view of it."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    ordered = tensor.permute(order)  # a channels-last weight is contiguous in this order
+    is_view = ordered.is_contiguous() and ordered.storage_offset() * ordered.element_size() % 8 == 0
+    return (ordered if is_view else tensor.clone(memory_format=torch.contiguous_format)).reshape(-1), is_view
+
+
+def _split(key: _Key, flat: Tensor) -> _Words:
+    data = flat.view(torch.uint8)
+    count = data.numel() // 8
+    words, rest = data[: 8 * count].view(torch.int64), data[8 * count :]
+    summed = count - count % FOLD if count > 2 * FOLD else 0
+    whole = tuple(part for part in (words[summed:], rest) if part.numel())
+    folded = (words[:summed].view(-1, FOLD),) if summed else ()
+    return _Words(key=key, size=sum(part.numel() for part in whole) + len(folded) * FOLD, folded=folded, whole=whole)
