@@ -102,6 +102,13 @@ Run = Callable[[nn.Module, Any], Any]
 autocast included, and returns what `train_step` returned."""
 
 
+Observer = Callable[[Tensor, Tensor, Any], None]
+"""`observer(losses, norms, outputs)` sees what `add` computed for a micro-batch before any noise: the losses of its
+records, float32 of shape `(records,)`; the joint L2 norms of their gradients before clipping, float32 of shape
+`(records,)`, inf or nan where a gradient is; and what `train_step` returned, with the records along dimension 0. All
+are detached. `loop` calls it for each record, with batches of one."""
+
+
 class Unsupported(ConfigurationError):
     """A gradient mode cannot give this module's per-record gradients; the message names where and what to write."""
 
@@ -116,8 +123,10 @@ class GradientMode(ABC):
 
     Attributes:
         sums: for each of `trained` the sum since `pop_sums`, float32, of its shape.
+        observer: is called by `add` once for each micro-batch; None for nothing. See `Observer`.
     """
 
+    observer: Observer | None = None
     name: ClassVar[str] = ""
     one_by_one: ClassVar[bool] = False
     """Whether a record's gradient is computed from it alone, whatever the module does."""
@@ -167,18 +176,24 @@ class GradientMode(ABC):
     def _zeros(self) -> list[Tensor]:
         return [torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for p in self.trained]
 
-    def _add_rows(self, gradients: Sequence[Tensor | None], records: int) -> None:
-        """Clip and add per-record gradients, `(records, *shape)` each; None is zero."""
+    def _observe(self, losses: Tensor, norms: Tensor, outputs: Any) -> None:
+        if self.observer is not None:
+            self.observer(losses.detach().float(), norms.detach(), outputs)
+
+    def _add_rows(self, gradients: Sequence[Tensor | None], records: int) -> Tensor:
+        """Clip and add per-record gradients, `(records, *shape)` each; None is zero. Returns their joint norms."""
         with torch.no_grad(), full_float32():
             rows = [None if g is None else g.detach().reshape(records, -1).float() for g in gradients]
             nothing = self.sums[0].new_zeros(records)
             squares = [nothing if row is None else torch.linalg.vector_norm(row, dim=1).square() for row in rows]
-            factors = self.clipper.factors(torch.stack(squares))
+            joint = torch.stack(squares)
+            factors = self.clipper.factors(joint)
             for total, row, factor in zip(self.sums, rows, factors.rows, strict=True):
                 if row is not None:
                     if factors.dropped is not None:
                         row = row.masked_fill(factors.dropped[:, None], 0.0)
                     total.view(-1).addmv_(row.t(), factor)
+            return joint.sum(0).sqrt()
 
 
 def rows_of(batch: Any, records: int, rows: slice) -> Any:

@@ -24,8 +24,9 @@ class LoopMode(GradientMode):
             output = run(self.module, rows_of(batch, records, slice(i, i + 1)))
             loss = one_loss(output)
             gradients = torch.autograd.grad(loss, self.trained, allow_unused=True)
-            self._add_rows([g if g is None else g[None] for g in gradients], 1)
+            norms = self._add_rows([g if g is None else g[None] for g in gradients], 1)
             outputs.append(detach_outputs(output, loss))
+            self._observe(loss[None], norms, outputs[-1])
         return concatenate_outputs(outputs)
 
 

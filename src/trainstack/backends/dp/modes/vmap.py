@@ -109,11 +109,13 @@ class VmapMode(GradientMode):
         slow = "There is a performance drop because we have not yet implemented"
         with suppress_warning(slow), _Float32Norms(), sdpa_kernel(SDPBackend.MATH):
             gradients, (losses, tensors) = each(parameters, tuple(v for v in leaves if v is not None))
-        self._add_rows(gradients, records)
+        norms = self._add_rows(gradients, records)
         form, *values = others
         rows = iter([v.flatten(0, 1) if v.dim() > 1 and v.shape[1] == 1 else v for v in tensors])
         found = [next(rows) if value is None else value for value in values]
-        return losses, detach_tensors(pytree.tree_unflatten(found, form))
+        outputs = detach_tensors(pytree.tree_unflatten(found, form))
+        self._observe(losses, norms, outputs)
+        return losses, outputs
 
 
 def _tensors_of(batch: Any, records: int) -> tuple[list[Tensor | None], Any]:
