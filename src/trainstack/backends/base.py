@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,10 @@ class Slot(enum.IntEnum):
     USER = 3
 
 
+Window = Literal["interval", "epoch"]
+"""The steps since the last log point, or those of the epoch."""
+
+
 class TrainerBackend(ABC):
     """One layer of a stack, and, as the outermost one, the whole stack.
 
@@ -74,7 +78,10 @@ class TrainerBackend(ABC):
             influence: it neither stops a run nor skips a step.
         may_skip_steps: whether `step` may leave the weights as they are, as a gradient scaler does. The loop then keeps
             the buffers of the module for such a step.
-        hides_losses: whether training losses must not be logged.
+        hides_losses: whether values that are computed from training data without noise, such as training losses, must
+            not be recorded.
+        public_validation: of a private layer: whether validation and test data are declared public.
+        released_metrics: the names of the metrics that the layer releases with noise; see `pop_released`.
         joins_processes: whether the layer lets several processes train together.
         configured_by: the classes of the fields of `TrainerArguments` that configure the layer, each with the parameter
             of the constructor that takes the field.
@@ -95,6 +102,8 @@ class TrainerBackend(ABC):
     joins_processes: ClassVar[bool] = False
     configured_by: ClassVar[Mapping[type, str]] = {}
     hides_losses: bool = False
+    public_validation: bool = False
+    released_metrics: tuple[str, ...] = ()
     requires_state: ClassVar[bool] = False
     _runner: LoopRunner | None = None
     _owner: weakref.ref[Any] | None = None
@@ -183,6 +192,20 @@ class TrainerBackend(ABC):
     def public_dataset_size(self) -> int | None:
         """How many records the run is planned for and tells of, where a layer keeps the true number back."""
         return None
+
+    def pop_released(self, window: Window) -> Mapping[str, float]:
+        """The means of the layer's `released_metrics` over the steps since the last call for this window, by name.
+
+        A layer that bounds what training reveals of a record computes them from values with noise. They may be logged.
+
+        Args:
+            window: "interval" for the steps since the last log point, "epoch" for those of the epoch.
+        """
+        return {}
+
+    def plan_rows(self) -> list[tuple[str, str]]:
+        """What the layer adds to the plan that is printed, as label and value; known once `prepare` was called."""
+        return []
 
     @property
     def is_private(self) -> bool:
@@ -395,6 +418,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     @property
     def public_dataset_size(self) -> int | None:
         return self.inner.public_dataset_size
+
+    def pop_released(self, window: Window) -> Mapping[str, float]:
+        return self.inner.pop_released(window)
 
     def privacy_statement(self) -> PrivacyStatement:
         if any(layer.overrides("privacy_statement") for layer in self.inner.layers()):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot
+from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot, Window
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.processes.borrowed import Borrowed
 from trainstack.backends.spec import register_layer
@@ -59,6 +59,11 @@ class DP(AbstractTrainerBackendDecorator):
         super().__init__(inner)
         self._args, self._ledger = args, ledger
         self.hides_losses = args is None or not args.log_train_loss
+        self.public_validation = args is not None and args.public_validation
+        if args is not None and args.telemetry:
+            from trainstack.backends.dp.telemetry import released_names
+
+            self.released_metrics = released_names(args)
         self._mechanism: Mechanism | None = None
 
     def prepare(self, work: Workload) -> Workload:
@@ -112,6 +117,12 @@ class DP(AbstractTrainerBackendDecorator):
     def accountant(self) -> Accountant:
         """What was spent and may still be."""
         return self._ready.accountant
+
+    def plan_rows(self) -> list[tuple[str, str]]:
+        return self._ready.telemetry.plan_rows()
+
+    def pop_released(self, window: Window) -> Mapping[str, float]:
+        return self._ready.telemetry.pop(window)
 
     def privacy_statement(self) -> PrivacyStatement:
         return self._ready.statement()

@@ -15,9 +15,9 @@ COVERED = ("the weights after every step, all of them together, and whatever is 
 SEEDED = "whoever knows debug_seed knows which items were sampled and what the noise was"
 NOT_COVERED = (
     "validation and tests on private data",
-    "hyper-parameters, early stopping and the choice of a checkpoint, if private data guided them",
+    "hyper-parameters and other choices between runs, if private data guided them",
     "statistics of the data used to prepare it",
-    "what train_step logs or returns, and callbacks write",
+    "what train_step logs or returns, and callbacks write, or decide by it, such as a learning rate from trainer.history",
 )
 
 
@@ -64,10 +64,25 @@ def private_statement(
         randomness=_randomness(args),
         grad_mode=grad_mode,
         world_size=world_size,
-        covered=() if reasons else COVERED,
-        not_covered=(*(("the training loss, which was logged",) if args.log_train_loss else ()), *NOT_COVERED),
+        covered=() if reasons else _covered(args),
+        not_covered=_not_covered(args),
         versions=(("trainstack", version("trainstack")), ("torch", version("torch")), ("opacus", opacus_version())),
     )
+
+
+def _covered(args: DifferentialPrivacyArguments) -> tuple[str, ...]:
+    found = list(COVERED)
+    if args.telemetry:
+        found.append(f"the noisy telemetry of {', '.join(args.telemetry)}")
+    if args.public_validation:
+        found.append("validation and tests, whose data were declared public")
+    return (*found, "schedules, early stopping and the choice of a checkpoint, which read such values only")
+
+
+def _not_covered(args: DifferentialPrivacyArguments) -> tuple[str, ...]:
+    logged = ("the training loss and what train_step logs, which were recorded without noise",)
+    rest = NOT_COVERED[1:] if args.public_validation else NOT_COVERED
+    return (*(logged if args.log_train_loss else ()), *rest)
 
 
 def _randomness(args: DifferentialPrivacyArguments) -> str:
