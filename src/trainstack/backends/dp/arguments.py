@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar
 
 from trainstack._keywords import SuggestsNames
@@ -209,7 +210,7 @@ def _check_telemetry(args: DifferentialPrivacyArguments) -> None:
             raise ConfigurationError(f"{given}: write 'loss', 'grad_norm' or a key of what train_step returns.")
         numbers = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else []
         finite = all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in numbers)
-        rising = finite and all(low < high for low, high in zip(numbers, numbers[1:], strict=False))
+        rising = finite and all(low < high for low, high in pairwise(numbers))
         if name == "grad_norm" and not (rising and numbers and numbers[0] > 0):
             raise ConfigurationError(f"{given}: write rising thresholds above 0, such as (0.1, 1.0, 10.0).")
         if name != "grad_norm" and not (rising and len(numbers) == 2):

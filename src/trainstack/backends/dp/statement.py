@@ -17,7 +17,8 @@ NOT_COVERED = (
     "validation and tests on private data",
     "hyper-parameters and other choices between runs, if private data guided them",
     "statistics of the data used to prepare it",
-    "what train_step logs or returns, and callbacks write, or decide by it, such as a learning rate from trainer.history",
+    "what train_step logs or returns, and callbacks write",
+    "what a callback or a function decides by trainer.history, such as a learning rate",
 )
 
 

@@ -39,8 +39,8 @@ from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.module_interface import ModuleInterface, calls_val_step
 from trainstack.trainer.reporting.reporter import Reporter
 from trainstack.trainer.tracking.history import RunHistory
-from trainstack.trainer.tracking.provenance import Provenance
 from trainstack.trainer.tracking.progress import NoProgress
+from trainstack.trainer.tracking.provenance import Provenance
 
 
 class EvaluationOutputs(dict[str, Any]):

@@ -22,8 +22,8 @@ from trainstack.trainer.reporting.loss_meter import LossMeter, learning_rates
 from trainstack.trainer.reporting.setup_rows import setup_rows
 from trainstack.trainer.run_directory import shortest
 from trainstack.trainer.tracking.history import Record
-from trainstack.trainer.tracking.provenance import Provenance
 from trainstack.trainer.tracking.progress import NoProgress, ProgressDisplay, build_progress, format_plan_table
+from trainstack.trainer.tracking.provenance import Provenance
 from trainstack.trainer.tracking.writers import RunInfo, WriterGroup, build_writers
 
 if TYPE_CHECKING:
