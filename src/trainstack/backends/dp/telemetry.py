@@ -82,19 +82,17 @@ class Telemetry:
         stretch: the joint sensitivity over that of the gradients alone.
 
     Raises:
-        PrivacyError: a value of `train_step` is asked for in a mode in which records may have an influence on those of
-            others.
+        PrivacyError: there is telemetry, and in this mode a record might change the values of others.
     """
 
     def __init__(
         self, args: DifferentialPrivacyArguments, plan: PrivacyPlan, clipper: Clipper, *, one_by_one: bool
     ) -> None:
         self._args, self._plan, self._coordinates = args, plan, coordinates_of(args)
-        others = [one.name for one in self._coordinates if one.source not in ("loss", "grad_norm")]
-        if others and not one_by_one:
+        if self._coordinates and not one_by_one:
             raise PrivacyError(
-                f"telemetry of {others[0]!r} with grad_mode={args.grad_mode!r}: train_step sees the whole batch there, "
-                "so a record might change the values of others. Write grad_mode='auto'."
+                f"telemetry with grad_mode={args.grad_mode!r}: train_step sees the whole batch there, so a record might "
+                "change the values of others. Write grad_mode='vmap'."
             )
         self._adaptive = clipper if isinstance(clipper, AdaptiveClipper) else None
         weight, sigma = args.telemetry_weight, plan.noise_multiplier
