@@ -266,6 +266,7 @@ class Run:
         if state.epoch_end < EpochEnd.SCHEDULERS:
             may_lack = self.validation.is_sparse and not self.evaluator.has_validated
             if monitor is not None and self.evaluator.has_validated:
+                self.history.require_usable(monitor, "TrainerArguments.monitor")
                 self.history.get_latest_metric(monitor)  # or say which ones there are
             self.loop.schedules.end_epoch(self.history, state.epoch, self.world.comm, may_lack=may_lack)
         state.begin_epoch_end(EpochEnd.SCHEDULERS)
