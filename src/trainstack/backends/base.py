@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,10 @@ class Slot(enum.IntEnum):
     USER = 3
 
 
+Window = Literal["interval", "epoch"]
+"""The steps since the last log point, or those of the epoch."""
+
+
 class TrainerBackend(ABC):
     """One layer of a stack, and, as the outermost one, the whole stack.
 
@@ -76,6 +80,10 @@ class TrainerBackend(ABC):
             the buffers of the module for such a step.
         hides_losses: whether training losses must not be logged.
         hides_records: whether hooks and subscribers of events get no batch, no output and no loss of training.
+        hides_losses: whether values that are computed from training data without noise, such as training losses, must
+            not be recorded.
+        public_validation: of a private layer: whether validation and test data are declared public.
+        released_metrics: the names of the metrics that the layer releases with noise; see `pop_released`.
         joins_processes: whether the layer lets several processes train together.
         configured_by: the classes of the fields of `TrainerArguments` that configure the layer, each with the parameter
             of the constructor that takes the field.
@@ -97,6 +105,8 @@ class TrainerBackend(ABC):
     configured_by: ClassVar[Mapping[type, str]] = {}
     hides_losses: bool = False
     hides_records: bool = False
+    public_validation: bool = False
+    released_metrics: tuple[str, ...] = ()
     requires_state: ClassVar[bool] = False
     _runner: LoopRunner | None = None
     _owner: weakref.ref[Any] | None = None
@@ -192,6 +202,16 @@ class TrainerBackend(ABC):
     def public_dataset_size(self) -> int | None:
         """How many records the run is planned for and tells of, where a layer keeps the true number back."""
         return None
+
+    def pop_released(self, window: Window) -> Mapping[str, float]:
+        """The means of the layer's `released_metrics` over the steps since the last call for this window, by name.
+
+        A layer that bounds what training reveals of a record computes them from values with noise. They may be logged.
+
+        Args:
+            window: "interval" for the steps since the last log point, "epoch" for those of the epoch.
+        """
+        return {}
 
     def plan_rows(self, work: Workload) -> list[tuple[str, str]]:
         """Rows that a layer adds to the printed plan, as label and value; asked once `prepare` was called."""
@@ -414,6 +434,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
 
     def plan_rows(self, work: Workload) -> list[tuple[str, str]]:
         return self.inner.plan_rows(work)
+
+    def pop_released(self, window: Window) -> Mapping[str, float]:
+        return self.inner.pop_released(window)
 
     def privacy_statement(self) -> PrivacyStatement:
         if any(layer.overrides("privacy_statement") for layer in self.inner.layers()):

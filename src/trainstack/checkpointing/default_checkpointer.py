@@ -113,6 +113,11 @@ class DefaultCheckpointer(AbstractCheckpointer):
         keeps = self.args.checkpoint and self.args.keep_best and self.args.keep_last is not None
         return (monitor.name, monitor.mode) if keeps else None
 
+    @property
+    def asks_for_best(self) -> bool:
+        """Whether the arguments ask for the best checkpoints; one is kept by "val/loss" unless told otherwise."""
+        return self.args.keep_best > 1 or self.args.monitor != DEFAULT_MONITOR
+
     def place(self, folder: Path) -> None:
         """Save in `checkpoints` below `folder`, the folder of the run, unless the arguments say where."""
         if folder != self._base:
@@ -421,10 +426,9 @@ class DefaultCheckpointer(AbstractCheckpointer):
     def _warn_missing_monitor(self, checkpoint: Checkpoint, force: bool) -> None:
         """Say once that a checkpoint cannot be the best, where somebody asked for the best and none can be yet."""
         args, metrics = self.args, (checkpoint.metadata or {}).get("metrics", {})
-        asked = args.keep_best > 1 or args.monitor != DEFAULT_MONITOR  # the best one is kept unless told otherwise
         if args.monitor in metrics:
             self._missed = True  # it is measured at times
-        elif asked and not self._missed and not force:
+        elif self.asks_for_best and not self._missed and not force:
             self._missed = True
             self._log(
                 logging.WARNING,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar
 
 from trainstack._keywords import SuggestsNames
@@ -55,6 +56,18 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
         log_train_loss: False keeps the training loss, which is not protected, out of logs and history.
         expose_records: give hooks and events the batches, outputs and losses of training, which makes the run NOT
             PRIVATE.
+        telemetry: metrics of the training to release with noise, each with its public range: `{"loss": (0, 10)}` for
+            the loss of a record, `{"accuracy": (0, 1)}` for a key of what `train_step` returns, with one value for each
+            record. `{"grad_norm": (0.1, 1.0, 10.0)}` gives thresholds instead, and releases the shares of records whose
+            gradient norm is at most each of them, and an estimate of the median. They are recorded as `train/loss`,
+            `train/accuracy` and so on, and epsilon covers them. Values outside of a range are clipped to it.
+        telemetry_weight: a: each telemetry value of a record is a coordinate of its gradient, of length at most a C.
+            More of it makes telemetry more precise and the gradient noisier, by a factor sqrt(1 + k a^2) with k
+            coordinates.
+        public_validation: validation and test data are public, or hold no record whose privacy matters. Metrics on them
+            are then covered, and may decide about schedules, early stopping and the best checkpoint.
+        log_train_loss: True records the training loss and what `train_step`, hooks and callbacks log. No noise protects
+            these values, and epsilon does not cover them.
         allow_plan_change: go on from a checkpoint with another noise, rate or delta, with both parts accounted for.
 
     Raises:
@@ -94,12 +107,17 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
     debug_seed: int | None = None
     log_train_loss: bool = True
     expose_records: bool = False
+    telemetry: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    telemetry_weight: float = 0.1
+    public_validation: bool = False
+    log_train_loss: bool = False
     allow_plan_change: bool = False
 
     def __post_init__(self) -> None:
         _check_choices(self)
         _check_budget(self)
         _check_clipping(self)
+        _check_telemetry(self)
 
     @property
     def budget(self) -> float | None:
@@ -114,6 +132,7 @@ def _check_choices(args: DifferentialPrivacyArguments) -> None:
             why = "it reports too little. " if value == "gdp" else ""
             raise ConfigurationError(f"{name}={value!r}: {why}Write one of {', '.join(map(repr, choices))}.")
     for name in ("secure", "log_train_loss", "expose_records", "allow_plan_change"):
+    for name in ("secure", "log_train_loss", "public_validation", "allow_plan_change"):
         if not isinstance(getattr(args, name), bool):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write True or False.")
     for name, least in (("dataset_size", 1), ("debug_seed", 0)):
@@ -124,7 +143,7 @@ def _check_choices(args: DifferentialPrivacyArguments) -> None:
         raise ConfigurationError(
             f"secure=True and debug_seed={args.debug_seed}: a seed makes the noise known. Leave one of them out."
         )
-    numbers = ("delta", "noise_multiplier", "target_epsilon", "max_epsilon", "sample_rate")
+    numbers = ("delta", "noise_multiplier", "target_epsilon", "max_epsilon", "sample_rate", "telemetry_weight")
     for name in (*numbers, "target_quantile", "clip_learning_rate", "count_noise_multiplier"):
         value = getattr(args, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
@@ -186,6 +205,36 @@ def _check_clipping(args: DifferentialPrivacyArguments) -> None:
             f"count_noise_multiplier={counted!r}: write a number above half of the noise multiplier, since the count "
             "would otherwise spend more than the whole step may."
         )
+
+
+def _check_telemetry(args: DifferentialPrivacyArguments) -> None:
+    if not isinstance(args.telemetry, Mapping):
+        raise ConfigurationError(f"telemetry={args.telemetry!r}: write a dict of ranges: {{'loss': (0, 10)}}.")
+    for name, values in args.telemetry.items():
+        given = f"telemetry={{{name!r}: {values!r}}}"
+        if not isinstance(name, str) or not name or name in _NO_TELEMETRY:
+            raise ConfigurationError(f"{given}: write 'loss', 'grad_norm' or a key of what train_step returns.")
+        numbers = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else []
+        finite = all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in numbers)
+        rising = finite and all(low < high for low, high in pairwise(numbers))
+        if name == "grad_norm" and not (rising and numbers and numbers[0] > 0):
+            raise ConfigurationError(f"{given}: write rising thresholds above 0, such as (0.1, 1.0, 10.0).")
+        if name != "grad_norm" and not (rising and len(numbers) == 2):
+            raise ConfigurationError(
+                f"{given}: write the lowest and the highest value, such as (0, 10). The range is public, so take it "
+                "from what is known without the data."
+            )
+    if not (args.telemetry_weight > 0 and math.isfinite(args.telemetry_weight)):
+        raise ConfigurationError(f"telemetry_weight={args.telemetry_weight!r}: write a number above 0, such as 0.1.")
+    if "loss" in args.telemetry and args.log_train_loss:
+        raise ConfigurationError(
+            "telemetry has 'loss' and log_train_loss=True: both would be 'train/loss', one with noise and one without. "
+            "Leave one of them out."
+        )
+
+
+_NO_TELEMETRY = ("loss_epoch", "grad_norm_epoch", "skipped_steps")
+"""Metrics of the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot
+from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot, Window
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.processes.borrowed import Borrowed
 from trainstack.backends.spec import register_layer
@@ -62,6 +62,11 @@ class DP(AbstractTrainerBackendDecorator):
         self._args, self._ledger = args, ledger
         self.hides_losses = args is None or not args.log_train_loss
         self.hides_records = args is None or not args.expose_records
+        self.public_validation = args is not None and args.public_validation
+        if args is not None and args.telemetry:
+            from trainstack.backends.dp.telemetry import released_names
+
+            self.released_metrics = released_names(args)
         self._mechanism: Mechanism | None = None
         self._guard: StateGuard | None = None
 
@@ -132,12 +137,16 @@ class DP(AbstractTrainerBackendDecorator):
         from trainstack.backends.dp.batch_advice import advice_rows
 
         trained = sum(p.numel() for p in work.optimized_params if p.requires_grad)
-        return [*self.inner.plan_rows(work), *advice_rows(self.accountant.plan, trained)]
+        advice = advice_rows(self.accountant.plan, trained)
+        return [*self.inner.plan_rows(work), *advice, *self._ready.telemetry.plan_rows()]
 
     @property
     def accountant(self) -> Accountant:
         """What was spent and may still be."""
         return self._ready.accountant
+
+    def pop_released(self, window: Window) -> Mapping[str, float]:
+        return self._ready.telemetry.pop(window)
 
     def privacy_statement(self) -> PrivacyStatement:
         return self._ready.statement()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from trainstack.backends.dp.modes.probing import WriteDetector
 from trainstack.backends.dp.randomness import Randomness
 from trainstack.backends.dp.sampling import count_records
 from trainstack.backends.dp.statement import private_statement
+from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.backends.privacy_statement import PrivacyStatement
 from trainstack.backends.processes.world import World
 from trainstack.backends.single_process import move_to_device
@@ -37,6 +37,9 @@ class Mechanism:
         randomness: of the noise.
         sampling: draws the records.
         world: this process's place; the main process draws the noise.
+
+    Attributes:
+        telemetry: metrics of records that are released with the gradients.
     """
 
     def __init__(
@@ -55,6 +58,8 @@ class Mechanism:
         self.notes: tuple[str, ...] = ()
         self.on_begin: Callable[[], None] = lambda: None
         self._write_detector = WriteDetector(mode.module)
+        self.telemetry = Telemetry(args, accountant.plan, mode.clipper, one_by_one=mode.one_by_one)
+        mode.observer = self.telemetry.observe if self.telemetry.is_observing else None
 
     def add(self, run: Run, batch: Any) -> Any:
         """Add a micro-batch to the step under way; returns what `train_step` returned, without its graph.
@@ -64,7 +69,9 @@ class Mechanism:
         """
         batch = move_to_device(batch, self._world.device)
         self._write_detector.begin()
-        outputs = self.mode.add(run, batch, count_records(batch))
+        records = count_records(batch)
+        outputs = self.mode.add(run, batch, records)
+        self.telemetry.check_observed(records)
         changed = self._write_detector.changed()
         if changed is not None:
             self.refuse(
@@ -102,9 +109,7 @@ class Mechanism:
         Steps are about to be made; `on_begin` is called.
         """
         self.on_begin()
-        self.mode.pop_sums()
-        if isinstance(self.mode.clipper, AdaptiveClipper):
-            self.mode.clipper.pop_counts()
+        self.telemetry.pop_sums(self.mode.pop_sums()[0].device)
 
     def release(self, work: Workload) -> Tensor:
         """End the step: charge it, add noise to the sum over all processes, and set the gradients.
@@ -119,39 +124,32 @@ class Mechanism:
         self.accountant.charge()
         self._released += 1
         sums = self.mode.pop_sums()
-        clipper = self.mode.clipper
-        adaptive = clipper if isinstance(clipper, AdaptiveClipper) else None
-        counts = [] if adaptive is None else [adaptive.pop_counts().to(sums[0].device).reshape(1)]
-        flat = torch.cat([part.flatten() for part in sums] + counts)
+        flat = torch.cat([*(part.flatten() for part in sums), self.telemetry.pop_sums(sums[0].device)])
         if self._world.is_main:
-            flat += self._noise(len(flat), adaptive, flat.device)
+            flat += self._noise(len(flat), flat.device)
         self._world.comm.all_reduce_(flat)
         flat /= self.accountant.plan.expected_batch_size
-        gradient = flat if adaptive is None else flat[:-1]
+        size = sum(part.numel() for part in sums)
+        gradient = flat[:size]
         parts = torch.split(gradient, [part.numel() for part in sums])
         for parameter in work.optimized_params:
             parameter.grad = None  # nothing but what is released here may reach an optimizer
         for parameter, part in zip(self.mode.trained, parts, strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
-        if adaptive is not None:
-            unclipped = 0.5 + float(flat[-1])
-            adaptive.limit *= math.exp(-self.args.clip_learning_rate * (unclipped - self.args.target_quantile))
+        self.telemetry.release(flat[size:])
         norm: Tensor = torch.linalg.vector_norm(gradient)
         return norm
 
-    def _noise(self, count: int, adaptive: AdaptiveClipper | None, device: torch.device) -> Tensor:
-        """Of standard deviation sigma times the sensitivity; for adaptive clipping the last number is the count's.
+    def _noise(self, count: int, device: torch.device) -> Tensor:
+        """Of standard deviation sigma times the joint sensitivity of gradients and telemetry, whose numbers are last.
 
-        The count and the gradients then share what one step may spend: Andrew et al. 2019, theorem 1.
+        Telemetry is not in units of C, so its part has standard deviations of its own.
         """
-        sigma = self.accountant.plan.noise_multiplier
         noise = self._randomness.normal(self._released, count, device)
-        if adaptive is None or sigma == 0:
-            return noise.mul_(sigma * self.mode.clipper.sensitivity)
-        # A twentieth of the batch, as Andrew et al. recommend; at least sigma, since it must be above half of that.
-        count_noise = self.args.count_noise_multiplier or max(self.accountant.plan.expected_batch_size / 20, sigma)
-        noise[-1] *= count_noise
-        noise[:-1] *= (sigma**-2 - (2 * count_noise) ** -2) ** -0.5 * adaptive.sensitivity
+        deviations = self.telemetry.deviations
+        size = count - len(deviations)
+        noise[:size] *= self.accountant.plan.noise_multiplier * self.telemetry.stretch * self.mode.clipper.sensitivity
+        noise[size:] *= torch.tensor(deviations, device=device)
         return noise
 
     def check_parameters(self, work: Workload) -> None:
@@ -175,6 +173,7 @@ class Mechanism:
         limit = clipper.limit if isinstance(clipper, AdaptiveClipper) else None
         state = {"accountant": self.accountant.get_state(), "released": self._released, "clipping_norm": limit}
         return {**state, "notes": list(self.notes)}
+        return {**state, "telemetry": self.telemetry.get_state()} if self.telemetry.is_observing else state
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `get_state` returned; the main process consults the ledger, the others follow it.
@@ -190,6 +189,7 @@ class Mechanism:
         self._account(lambda: self.accountant.update_state(state["accountant"]))
         self._released = int(state["released"])
         self.notes = tuple(dict.fromkeys((*self.notes, *map(str, state.get("notes", ())))))
+        self.telemetry.update_state(state.get("telemetry", {}))
         if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
             self.mode.clipper.limit = float(state["clipping_norm"])
 

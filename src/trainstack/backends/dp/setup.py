@@ -18,6 +18,8 @@ from trainstack.backends.dp.randomness import DebugRandomness, Randomness, Seede
 from trainstack.backends.dp.sample_replay import mixed_records
 from trainstack.backends.dp.sampling import PoissonSampling, check_records
 from trainstack.backends.dp.statement import EXPOSED, SEEDED
+from trainstack.backends.dp.statement import SEEDED
+from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.backends.processes.communicator import Communicator
 from trainstack.backends.processes.packing import broadcast_coalesced
 from trainstack.backends.single_process import move_to_device
@@ -47,7 +49,7 @@ def make_mechanism(
     plan = _plan(work.data, args)
     _agree_on(comm, work, plan, args)
     broadcast_coalesced(work.world, [*work.module.parameters(), *work.module.buffers()])
-    mode, found = _mode(work, work.data, args, run)
+    mode, found = _mode(work, work.data, args, plan, run)
     if found and args.on_unsafe == "error":
         mode.close()
         raise _refusal(*found)
@@ -91,7 +93,7 @@ def _plan(data: TrainingSet, args: DifferentialPrivacyArguments) -> PrivacyPlan:
 
 
 def _mode(
-    work: Workload, data: TrainingSet, args: DifferentialPrivacyArguments, run: Run
+    work: Workload, data: TrainingSet, args: DifferentialPrivacyArguments, plan: PrivacyPlan, run: Run
 ) -> tuple[GradientMode, list[str]]:
     """How gradients are taken, and what the neighbour probe has against it."""
     trained = tuple(p for p in work.optimized_params if p.requires_grad)
@@ -105,6 +107,8 @@ def _mode(
         batch = move_to_device(data.fetch(index), work.world.device)
         check_records(batch, len(index))
         mode = choose_mode(args.grad_mode, work.module, trained, clipper, run, batch, len(index))
+        telemetry = Telemetry(args, plan, clipper, one_by_one=mode.one_by_one)
+        telemetry.try_out(mode, run, batch, len(index))
         mixed = mixed_records(data, index)
         return mode, [*([mixed] if mixed else []), *neighbour_problems(mode, run, data, index)]
     except ConfigurationError as error:

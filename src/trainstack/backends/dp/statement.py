@@ -16,9 +16,10 @@ SEEDED = "whoever knows debug_seed knows which items were sampled and what the n
 EXPOSED = "hooks and events were given records and outputs of training (expose_records=True)"
 NOT_COVERED = (
     "validation and tests on private data",
-    "hyper-parameters, early stopping and the choice of a checkpoint, if private data guided them",
+    "hyper-parameters and other choices between runs, if private data guided them",
     "statistics of the data used to prepare it",
     "what train_step logs or returns, and callbacks write",
+    "what a callback or a function decides by trainer.history, such as a learning rate",
 )
 
 
@@ -67,10 +68,25 @@ def private_statement(
         randomness=_randomness(args),
         grad_mode=grad_mode,
         world_size=world_size,
-        covered=() if reasons else COVERED,
-        not_covered=(*(("the training loss, which was logged",) if args.log_train_loss else ()), *NOT_COVERED, *notes),
+        covered=() if reasons else _covered(args),
+        not_covered=(*_not_covered(args), *notes),
         versions=(("trainstack", version("trainstack")), ("torch", version("torch")), ("opacus", opacus_version())),
     )
+
+
+def _covered(args: DifferentialPrivacyArguments) -> tuple[str, ...]:
+    found = list(COVERED)
+    if args.telemetry:
+        found.append(f"the noisy telemetry of {', '.join(args.telemetry)}")
+    if args.public_validation:
+        found.append("validation and tests, whose data were declared public")
+    return (*found, "schedules, early stopping and the choice of a checkpoint, which read such values only")
+
+
+def _not_covered(args: DifferentialPrivacyArguments) -> tuple[str, ...]:
+    logged = ("the training loss and what train_step logs, which were recorded without noise",)
+    rest = NOT_COVERED[1:] if args.public_validation else NOT_COVERED
+    return (*(logged if args.log_train_loss else ()), *rest)
 
 
 def _randomness(args: DifferentialPrivacyArguments) -> str:

@@ -45,6 +45,15 @@ class ExtraValidation(Callback):
         self._every = every_n_epochs
         self._best_value = None if when_improved is None else BestValue(when_improved, mode)
 
+    def on_train_begin(self, trainer: AbstractTrainer) -> None:
+        """Refuse a metric that must not decide, before the first step.
+
+        Raises:
+            PrivacyError: a private run computes it from records without noise.
+        """
+        if self._best_value is not None:
+            self._best_value.check(trainer, "ExtraValidation")
+
     def on_epoch_end(self, trainer: AbstractTrainer, epoch: int) -> None:
         """Validate, if it is time."""
         due = (epoch + 1) % self._every == 0

@@ -49,13 +49,32 @@ class BestValue:
             self._monitor = default if self._mode == "auto" else Monitor.of(default.name, self._mode)
         return self._monitor
 
+    def check(self, trainer: AbstractTrainer, who: str) -> None:
+        """Refuse that `who` decides by a metric that a private run has computed from records without noise.
+
+        A function gets only what is public or covered, so there is nothing to refuse.
+
+        Raises:
+            PrivacyError: it does.
+        """
+        if self._function is None:
+            trainer.history.require_usable(self.of(trainer).name, who)
+
     def improved(self, trainer: AbstractTrainer, results: Mapping[str, float]) -> bool | None:
         """Whether `results` hold a new best value; None if they hold none, or one that was judged at this step already.
 
         What the main process has measured decides. A value that is inf or nan is never the best.
+
+        Raises:
+            PrivacyError: a private run has computed the value from records without noise.
         """
         step, monitor = trainer.state.global_step, self.of(trainer)
-        value = results.get(monitor.name) if self._function is None else self._function(results)
+        if self._function is None:
+            self.check(trainer, "a callback")
+            value = results.get(monitor.name)
+        else:
+            guard = trainer.history.guard
+            value = self._function(results if guard is None else guard.usable(results))
         value = trainer.world.comm.broadcast_object(value, f"the value of {monitor.name!r}")
         if value is None or step == self.updated_at:
             return None
@@ -93,6 +112,14 @@ class MonitorCallback(Callback):
     def on_new_value(self, trainer: AbstractTrainer, improved: bool) -> None:
         """A value has come; `improved` says whether it is the best so far."""
         raise NotImplementedError
+
+    def on_train_begin(self, trainer: AbstractTrainer) -> None:
+        """Refuse a metric that must not decide, before the first step.
+
+        Raises:
+            PrivacyError: a private run computes it from records without noise.
+        """
+        self.best_value.check(trainer, type(self).__name__)
 
     def on_validation_end(self, trainer: AbstractTrainer, results: Mapping[str, float]) -> None:
         """Judge what was measured, if the validation is part of a training."""
@@ -230,10 +257,14 @@ class EarlyStopping(MonitorCallback):
         value = self.best_value.last
         if self._check_finite and value is not None and not math.isfinite(value):
             self._diverged_to = f"{value} at step {self.best_value.updated_at}"
-        self.on_train_begin(trainer)
+        self._stop_if_due(trainer)
 
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
         """Stop again what was stopped before."""
+        super().on_train_begin(trainer)
+        self._stop_if_due(trainer)
+
+    def _stop_if_due(self, trainer: AbstractTrainer) -> None:
         if self._diverged_to is not None:
             trainer.request_stop(f"{self.best_value.of(trainer).name} became {self._diverged_to}")
         elif self.waited >= self.patience:

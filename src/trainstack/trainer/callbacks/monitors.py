@@ -13,12 +13,15 @@ from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.events import Callback
 from trainstack.trainer.torch_settings import GIB, host_peak_gib
 from trainstack.trainer.tracking.history import snapshot_value
+from trainstack.trainer.tracking.provenance import Provenance
 
 
-def record(trainer: AbstractTrainer, name: str, value: float | Tensor) -> None:
+def record(
+    trainer: AbstractTrainer, name: str, value: float | Tensor, provenance: Provenance = Provenance.PUBLIC
+) -> None:
     """Record `value` at the step that `trainer` has just finished; a tensor is read at the log point."""
     state = trainer.state
-    trainer.history.update_metric(name, value, step=state.global_step, epoch=state.epoch)
+    trainer.history.update_metric(name, value, step=state.global_step, epoch=state.epoch, provenance=provenance)
 
 
 class LRMonitor(Callback):
@@ -107,7 +110,7 @@ class GradNormMonitor(Callback):
 
     def on_log(self, trainer: AbstractTrainer) -> None:
         for name, norm in self._norms.items():
-            record(trainer, f"grad_norm/{name}", norm)
+            record(trainer, f"grad_norm/{name}", norm, Provenance.PRIVATE)
         self._norms = {}
 
 
@@ -168,7 +171,7 @@ class MovingAverage(Callback):
                 sums[1] = self._decay * sums[1] + 1.0
             if new:
                 self._seen[name] += len(new)
-                record(trainer, f"{name}_ema", sums[0] / sums[1])
+                record(trainer, f"{name}_ema", sums[0] / sums[1], trainer.history.provenance_of(name))
 
     def on_epoch_end(self, trainer: AbstractTrainer) -> None:
         """Take in what validations and epochs have measured."""

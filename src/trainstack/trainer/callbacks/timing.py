@@ -12,6 +12,7 @@ from trainstack.errors import ConfigurationError
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.callbacks.monitors import record
 from trainstack.trainer.events import Callback
+from trainstack.trainer.tracking.provenance import Provenance
 
 
 class Clock:
@@ -149,7 +150,7 @@ class ThroughputMonitor(Callback):
         record(trainer, "throughput/samples_per_s", rate)
         if self._count_tokens is not None:
             tokens = trainer.world.comm.sum([float(self._tokens)], "ThroughputMonitor")[0]
-            record(trainer, "throughput/tokens_per_s", tokens / seconds)
+            record(trainer, "throughput/tokens_per_s", tokens / seconds, Provenance.PRIVATE)
         if self._flops is not None and self._peak is not None:
             record(trainer, "throughput/mfu", rate * self._flops / (self._peak * trainer.world.size))
         self.on_train_epoch_begin(trainer)

@@ -40,6 +40,7 @@ from trainstack.trainer.module_interface import ModuleInterface, calls_val_step
 from trainstack.trainer.reporting.reporter import Reporter
 from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.progress import NoProgress
+from trainstack.trainer.tracking.provenance import Provenance
 
 
 class EvaluationOutputs(dict[str, Any]):
@@ -151,7 +152,7 @@ class Evaluator:
         with self._isolated_rng():
             loaders = self.loaders_of(Stage.VAL)
         try:
-            with self._context.sink.redirect(RunHistory(), self._context.state) as history:
+            with self._context.sink.redirect(self._fresh_history(), self._context.state) as history:
                 self.evaluate(Stage.VAL, loaders, keep=False, history=history, only=batches)
         except Exception as error:
             annotate(error, "while sanity_val_steps tried out the validation before training")
@@ -169,7 +170,7 @@ class Evaluator:
             keep_outputs: whether to collect outputs where no hook takes them.
         """
         context = self._context
-        recorded = context.history if log or (log is None and context.busy) else RunHistory()
+        recorded = context.history if log or (log is None and context.busy) else self._fresh_history()
         with context.sink.redirect(recorded, context.state) as history:
             given = named_loaders(dataloaders, "the caller") if dataloaders is not None else self.loaders_of(stage)
             if not given and stage is Stage.TEST:
@@ -243,7 +244,7 @@ class Evaluator:
         one that only tries out a few batches is not announced. One that is a part of training has begun already.
         """
         context, events = self._context, self._context.events
-        with isolated_rng(seed, context.world.device):
+        with isolated_rng(seed, context.world.device), context.sink.evaluating():
             with self._only_one(stage):
                 if announced and not in_training:
                     events.fire(Event.VALIDATION_BEGIN)
@@ -276,6 +277,10 @@ class Evaluator:
             yield
         finally:
             self._under_way.discard(stage)
+
+    def _fresh_history(self) -> RunHistory:
+        """A history that is thrown away, under the rules of the run's."""
+        return RunHistory(guard=self._context.history.guard)
 
     def _seed(self, stage: Stage) -> int:
         state = self._context.state
@@ -381,5 +386,6 @@ class Evaluator:
                 else:
                     self._context.sink.claim(full)
                     named[full] = float(number)
-                    history.update_metric(full, named[full], step=state.global_step, epoch=state.epoch)
+                    when = {"step": state.global_step, "epoch": state.epoch}
+                    history.update_metric(full, named[full], **when, provenance=Provenance.EVALUATION)
         return named

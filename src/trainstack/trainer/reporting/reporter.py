@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainstack._files import atomic_write, make_directories
 from trainstack.backends import Workload
+from trainstack.backends.base import Window
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import to_jsonable
 from trainstack.trainer.core.plan import TrainingPlan
@@ -22,6 +23,7 @@ from trainstack.trainer.reporting.setup_rows import setup_rows
 from trainstack.trainer.run_directory import shortest
 from trainstack.trainer.tracking.history import Record
 from trainstack.trainer.tracking.progress import NoProgress, ProgressDisplay, build_progress, format_plan_table
+from trainstack.trainer.tracking.provenance import Provenance
 from trainstack.trainer.tracking.writers import RunInfo, WriterGroup, build_writers
 
 if TYPE_CHECKING:
@@ -118,13 +120,15 @@ class Reporter:
         if loss is not None:
             self._last_loss = loss
             self.history.update_metric("train/loss", loss)
-        if meter.last_norm is not None:
-            self.history.update_metric("train/grad_norm", meter.last_norm)
+        self._last_loss = self._record_released("interval", "").get("loss", self._last_loss)
+        if meter.last_norm is not None:  # in a private run that of the noisy gradient
+            self.history.update_metric("train/grad_norm", meter.last_norm, provenance=Provenance.COVERED)
         (step, rates), meter.rates = meter.rates or (None, []), None
         if step != state.global_step:
             rates = learning_rates(optimizers)
         for position, rate in enumerate(rates):
-            self.history.update_metric("lr" if len(rates) == 1 else f"lr/{position}", rate)
+            name = "lr" if len(rates) == 1 else f"lr/{position}"
+            self.history.update_metric(name, rate, provenance=Provenance.PUBLIC)
         self._record_skips(state)
         if self._recorder is not None:
             self._recorder.sample(state.global_step)
@@ -136,7 +140,15 @@ class Reporter:
         loss = meter.epoch.pop()
         if loss is not None:
             self.history.update_metric("train/loss_epoch", loss)
+        self._record_released("epoch", "_epoch")
         self._record_skips(state)
+
+    def _record_released(self, window: Window, suffix: str) -> Mapping[str, float]:
+        """Record the means of what layers have released with noise in a window that ends here, and return them."""
+        released = self._context.stack.pop_released(window)
+        for name, value in released.items():
+            self.history.update_metric(f"train/{name}{suffix}", value, provenance=Provenance.COVERED)
+        return released
 
     def _flush(self, meter: LossMeter) -> None:
         check = self._clipping
@@ -150,18 +162,19 @@ class Reporter:
 
     def _record_skips(self, state: RunState) -> None:
         if state.skipped_steps:
-            self.history.update_metric("train/skipped_steps", state.skipped_steps)
+            self.history.update_metric("train/skipped_steps", state.skipped_steps, provenance=Provenance.PUBLIC)
 
     def end_epoch(self, state: RunState, plan: TrainingPlan) -> None:
         """Write what is new, and one line about the epoch that `state` has just finished."""
         epoch = state.last_epoch
         self.progress.end_epoch()
         self.write()
-        latest = (self.history.latest_record(name) for name in sorted(self.history.get_metric_names()))
+        names = self.history.get_metric_names()
+        left_out = {name.removesuffix("_epoch") for name in names if name.endswith("_epoch")}
+        left_out |= {"train/loss", "train/grad_norm", "lr"}
+        latest = (self.history.latest_record(name) for name in sorted(names - left_out))
         shown = [
-            f"{record.name.removesuffix('_epoch')} {record.value:.4g}"
-            for record in latest
-            if record.epoch == epoch and record.name not in ("train/loss", "train/grad_norm", "lr")
+            f"{record.name.removesuffix('_epoch')} {record.value:.4g}" for record in latest if record.epoch == epoch
         ]
         head = f"epoch {epoch + 1}/{plan.epochs}  step {state.global_step}"
         self._writers.text("  ".join([head, *shown, f"{time.perf_counter() - self._epoch_began:.1f} s"]))

@@ -500,7 +500,8 @@ def make_checkpoint(
     aside["float32_matmul_precision"] = precision_in_force(context.args.float32_matmul_precision)
     aside |= {"pinned": True} if pinned else {}
     if after is not None:
-        aside[EXCEPTION] = f"{type(after).__name__}: {after}"
+        # The message of an exception may hold values of records.
+        aside[EXCEPTION] = type(after).__name__ + ("" if context.stack.is_private else f": {after}")
     states, rank_states, differing = _states_of(context, by_rank=after is None)
     own = {"user": states[USER], EXTRAS: states[EXTRAS]} | ({"loaders": loaders} if any(loaders) else {})
     own |= {DIFFERING: differing} if differing else {}
@@ -567,8 +568,8 @@ def check_storable(context: RunContext, get_state: Callable[[], Mapping[str, Any
 
 def metadata_of(context: RunContext) -> dict[str, Any]:
     """What should be readable in a manifest: the backend, the epoch under way, what was measured at this step, and what
-    a private run has promised so far."""
-    metrics, stack = context.history.values_at(context.state.global_step), context.stack
+    a private run has promised so far. Of a private run only metrics that are public or covered: exports are shared."""
+    metrics, stack = context.history.usable_values_at(context.state.global_step), context.stack
     facts = {"backend": stack.spec, "epoch": context.state.epoch, "metrics": metrics}
     return facts | ({"privacy": json.loads(stack.privacy_statement().to_json())} if stack.is_private else {})
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trainstack.checkpointing import DefaultCheckpointer
 from trainstack.errors import ConfigurationError, PrivacyBudgetError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.context import RunContext
@@ -17,6 +18,24 @@ from trainstack.trainer.core.state import RunState
 from trainstack.trainer.module_checks import lacks_method
 from trainstack.trainer.schedulers.building import counts_at_end, short_schedule_reason
 from trainstack.trainer.schedulers.stepping import Schedules
+
+
+def check_monitors(context: RunContext, schedules: Schedules) -> None:
+    """Refuse to let metrics decide about a private training that it computes from records without noise.
+
+    Callbacks check their own when the training begins. The best checkpoint by "val/loss", which is kept unless told
+    otherwise, is not kept then.
+
+    Raises:
+        PrivacyError: saying which metric, and what to write instead.
+    """
+    history, checkpointer = context.history, context.checkpointer
+    schedules.check_monitors(history)
+    if context.args.monitor is not None:
+        history.require_usable(context.args.monitor, "TrainerArguments.monitor")
+    wanted = checkpointer.keeps_best_by
+    if wanted is not None and (not isinstance(checkpointer, DefaultCheckpointer) or checkpointer.asks_for_best):
+        history.require_usable(wanted[0], "keep_best")
 
 
 def already_finished_message(context: RunContext, plan: TrainingPlan) -> str:

@@ -66,7 +66,7 @@ from trainstack.trainer.run.agreement import (
 )
 from trainstack.trainer.run.beginnings import Beginnings, BegunEpoch
 from trainstack.trainer.run.loop import TrainLoop, train_steps
-from trainstack.trainer.run.preflight import check_schedule_lengths
+from trainstack.trainer.run.preflight import check_monitors, check_schedule_lengths
 from trainstack.trainer.run.step_checks import StepChecks
 from trainstack.trainer.run.stopping import Stopped, Stopper
 from trainstack.trainer.run.training_modes import TrainingModes
@@ -276,6 +276,7 @@ class Run:
         if state.epoch_end < EpochEnd.SCHEDULERS:
             may_lack = self.validation.is_sparse and not self.evaluator.has_validated
             if monitor is not None and self.evaluator.has_validated:
+                self.history.require_usable(monitor, "TrainerArguments.monitor")
                 self.history.get_latest_metric(monitor)  # or say which ones there are
             self.loop.schedules.end_epoch(self.history, state.epoch, self.world.comm, may_lack=may_lack)
         state.begin_epoch_end(EpochEnd.SCHEDULERS)
@@ -422,7 +423,9 @@ class Run:
 
         Raises:
             ConfigurationError: the ranks do not begin alike.
+            PrivacyError: a metric decides about a private training that is computed from records without noise.
         """
+        check_monitors(self.context, self.loop.schedules)
         agree_on_start(self.context, self.data, self.loop.work, self.loop.schedules)
         self._compare_values = True
         if self.pending_rng is None and not self._ranks_are_separate:
@@ -504,7 +507,8 @@ class Run:
         if wanted is None or self.state.validated_step != step:
             return False
         name, mode = wanted
-        known = self.history.records(name) if name in self.history.get_metric_names() else []
+        usable = name in self.history.usable_values_at(step)
+        known = self.history.records(name) if usable else []
         sign = 1 if mode == "min" else -1
         values = [(record.step, sign * record.value) for record in known if math.isfinite(record.value)]
         here = values[-1][1] if values and values[-1][0] == step else math.inf

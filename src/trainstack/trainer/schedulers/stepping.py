@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 
 from trainstack.backends import Communicator
-from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.errors import ConfigurationError, ModuleContractError, PrivacyError
 from trainstack.trainer.tracking.history import RunHistory
 
 
@@ -143,6 +143,16 @@ class Schedules:
             scheduled.ended_epoch = epoch
         self._epochs += 1
 
+    def check_monitors(self, history: RunHistory) -> None:
+        """Refuse metrics that must not decide about a private training.
+
+        Raises:
+            PrivacyError: one is computed from records without noise.
+        """
+        for scheduled in self._scheduled:
+            if scheduled.config.monitor is not None:
+                history.require_usable(scheduled.config.monitor, type(scheduled.scheduler).__name__)
+
     def counts_after(self, updates: int | None, epochs: int | None) -> list[int | None]:
         """What torch's schedulers will have counted to after so many more; None where that is not known."""
         return [scheduled.count_after(updates, epochs) for scheduled in self._scheduled]
@@ -240,13 +250,16 @@ def _broadcast_value(history: RunHistory, name: str, epoch: int, comm: Communica
 
     Raises:
         ConfigurationError: it was never recorded.
+        PrivacyError: a private run has computed it from records without noise.
     """
     value, failure = None, None
     if comm.rank == 0:
         try:
+            history.require_usable(name, "a scheduler")
             record = history.latest_record(name)
             value = record.value if record.epoch == epoch else None
         except ConfigurationError as error:
             failure = None if may_lack else ConfigurationError(f"a scheduler monitors {name!r}: {error}")
+            failure = error if isinstance(error, PrivacyError) else failure
     shared: float | None = comm.broadcast_outcome(failure, value, "reading a monitored metric")
     return shared

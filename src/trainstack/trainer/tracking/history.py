@@ -17,6 +17,7 @@ import torch
 
 from trainstack.backends.single_process import read_numbers
 from trainstack.errors import CheckpointDamagedError, ConfigurationError, ModuleContractError
+from trainstack.trainer.tracking.provenance import MetricGuard, Provenance
 from trainstack.trainer.tracking.record_log import RecordLog
 
 Array = np.ndarray[Any, Any]
@@ -80,10 +81,11 @@ class RunHistory:
     Attributes:
         metric_name_prefix: put before the name of each metric recorded from now on, such as `"fold-2/"`. Those who
             ask may leave it out. It is not part of the state.
+        guard: of a private run: decides which values are recorded. None records all.
     """
 
-    def __init__(self, metric_name_prefix: str = "") -> None:
-        self.metric_name_prefix = metric_name_prefix
+    def __init__(self, metric_name_prefix: str = "", guard: MetricGuard | None = None) -> None:
+        self.metric_name_prefix, self.guard = metric_name_prefix, guard
         self.reset()
 
     def reset(self) -> None:
@@ -97,12 +99,22 @@ class RunHistory:
         self._arrived: list[MetricColumn] = []
 
     def update_metric(
-        self, name: str, value: float | torch.Tensor, *, step: int | None = None, epoch: int | None = None
+        self,
+        name: str,
+        value: float | torch.Tensor,
+        *,
+        step: int | None = None,
+        epoch: int | None = None,
+        provenance: Provenance = Provenance.PRIVATE,
     ) -> None:
         """Add a value of metric `name`; a second value for the same step is a second record.
 
         `value` is a number or a tensor with one element, on any device. A tensor is detached and not read
         here; it must not be changed in place before it is read, which is noticed then.
+
+        `provenance` matters in private runs. They do not record a value that is `PRIVATE`, unless
+        `DifferentialPrivacyArguments(log_train_loss=True)` asks for it. Whoever declares another provenance vouches for
+        it.
 
         Raises:
             ConfigurationError: the name, the value, the step or the epoch cannot be recorded.
@@ -116,6 +128,8 @@ class RunHistory:
             value, version = _keep(value, name)
         elif type(value) is not float:
             value = _number(value, name)
+        if self.guard is not None and not self.guard.admit(name, provenance):
+            return
         column = self._columns.get(name)
         if column is None:
             column = self._columns[_checked_name(name)] = MetricColumn(name, len(self._columns))
@@ -160,6 +174,28 @@ class RunHistory:
         """The newest value of each metric whose newest record belongs to `step`, by name."""
         self._read_pending()
         return {name: c.values[-1] for name, c in sorted(self._columns.items()) if c.steps and c.steps[-1] == step}
+
+    def usable_values_at(self, step: int) -> dict[str, float]:
+        """`values_at`; in a private run those that are public or covered."""
+        values = self.values_at(step)
+        return values if self.guard is None else self.guard.usable(values)
+
+    def require_usable(self, name: str, who: str) -> None:
+        """Refuse that `who` decides about the training by the metric `name`, if a private run must not allow that.
+
+        Raises:
+            PrivacyError: the metric was computed from records without noise.
+        """
+        if self.guard is not None:
+            full = f"{self.metric_name_prefix}{name}"
+            self.guard.require(full if full in self._columns or full in self.guard.hidden else name, who)
+
+    def provenance_of(self, name: str) -> Provenance:
+        """What the values of `name` were computed from; private if it is not known. For values derived from them."""
+        if self.guard is None:
+            return Provenance.PRIVATE
+        full = f"{self.metric_name_prefix}{name}"
+        return self.guard.provenance_of(full if full in self._columns else name)
 
     def records(self, name: str, first: int = 0) -> list[Record]:
         """The records of `name` in order of arrival, from number `first` on; ConfigurationError when there is none."""
@@ -209,7 +245,8 @@ class RunHistory:
         """
         self._read_pending()
         counters = {"current_step": self.current_step, "current_epoch": self.current_epoch}
-        return {**counters, "names": list(self._columns), "records": self._log.get_state()}
+        state = {**counters, "names": list(self._columns), "records": self._log.get_state()}
+        return state if self.guard is None else {**state, "provenance": self.guard.get_state()}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Replace everything by what `get_state` returned; restored records are not flushed again.
@@ -225,6 +262,8 @@ class RunHistory:
                 raise ValueError("a name is there twice")
             log.update_state(state["records"], len(columns))
             _fill(list(columns.values()), log)
+            if self.guard is not None:
+                self.guard.update_state(state.get("provenance", {}))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointDamagedError(
                 f"the state of the run history is damaged ({type(error).__name__}: {error}). "
@@ -264,6 +303,12 @@ class RunHistory:
             close = difflib.get_close_matches(str(name), self._columns, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             known = ", ".join(sorted(self._columns)) or "nothing yet"
+            if self.guard is not None and {name, f"{self.metric_name_prefix}{name}"} & self.guard.hidden:
+                hint = (
+                    " The run is private and does not record it: it is computed from training data without noise. "
+                    "DifferentialPrivacyArguments(log_train_loss=True) records such values, and "
+                    "telemetry={'loss': (0, 10)} records noisy ones."
+                )
             raise ConfigurationError(f"no metric {name!r} has been recorded.{hint} Recorded: {known}.")
         return column
 

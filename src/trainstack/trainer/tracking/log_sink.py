@@ -10,6 +10,7 @@ from typing import Any
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.tracking.history import RunHistory
+from trainstack.trainer.tracking.provenance import Provenance
 
 _TAKEN = "{name!r} is recorded by the trainer. Choose another name."
 _OF_TRAINING = re.compile(r"train/(loss|loss_epoch|grad_norm|skipped_steps)|lr(/\d+)?")
@@ -24,10 +25,12 @@ class LogSink:
     Attributes:
         history: records the values; before `connect`, one that is thrown away.
         state: gives the step and the epoch.
+        provenance: of the values that are recorded now.
     """
 
     def __init__(self) -> None:
         self.history, self.state = RunHistory(), RunState()
+        self.provenance = Provenance.PRIVATE
         self._names_of_module, self._names_of_trainer = set[str](), set[str]()
 
     def connect(self, history: RunHistory, state: RunState) -> LogSink:
@@ -56,7 +59,8 @@ class LogSink:
             if name in self._names_of_trainer or _OF_TRAINING.fullmatch(name):
                 raise ConfigurationError(_TAKEN.format(name=name))
             self._names_of_module.add(name)
-        self.history.update_metric(name, value, step=self.state.current_step, epoch=self.state.epoch)
+        when = {"step": self.state.current_step, "epoch": self.state.epoch}
+        self.history.update_metric(name, value, **when, provenance=self.provenance)
 
     @contextmanager
     def redirect(self, history: RunHistory, state: RunState) -> Iterator[RunHistory]:
@@ -67,6 +71,15 @@ class LogSink:
             yield history
         finally:
             self.history, self.state = before
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A block of an evaluation: what the module logs there comes from evaluation data and released weights."""
+        before, self.provenance = self.provenance, Provenance.EVALUATION
+        try:
+            yield
+        finally:
+            self.provenance = before
 
     @contextmanager
     def mute(self, state: RunState) -> Iterator[None]:

@@ -50,7 +50,7 @@ class RunFacts:
     Attributes:
         name: of the module's class.
         backend, device: what it runs on.
-        private: whether the stack has a privacy layer: then the training loss is not shown.
+        private: whether the training loss is not shown, because the run is private and adds no noise to it.
         monitor: the metric that tells how good the weights are.
         arguments: `TrainerArguments.to_dict()`.
         plan: rows of (what, value).

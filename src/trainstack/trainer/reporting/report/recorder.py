@@ -170,7 +170,7 @@ def begin_recording(
         name=type(context.module).__name__,
         backend=stack.spec,
         device=str(device),
-        private=stack.is_private,
+        private=stack.is_private and not any("loss" in layer.released_metrics for layer in stack.layers()),
         monitor=args.placed_checkpointer_args.monitor,
         arguments=to_jsonable(args.to_dict()),
         plan=(*plan.rows(), *optimizer_rows(optimizers)),
