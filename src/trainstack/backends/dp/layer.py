@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
+from trainstack.backends.dp.initial_weights import check_origin
 from trainstack.backends.processes.borrowed import Borrowed
 from trainstack.backends.spec import register_layer
 from trainstack.backends.workload import Sampling, Workload
@@ -20,8 +21,9 @@ from trainstack.stage import Stage
 
 if TYPE_CHECKING:  # most runs are not private, and need none of it
     from trainstack.backends.dp.budget import Accountant
+    from trainstack.backends.dp.epsilon import Entry
     from trainstack.backends.dp.mechanism import Mechanism
-    from trainstack.backends.privacy_statement import PrivacyStatement
+    from trainstack.backends.privacy_statement import PrivacyStatement, WeightsOrigin
 
 _SCALER = (
     "a gradient scaler skips steps and changes its scale by what the data are, without noise. The half precision for "
@@ -60,6 +62,7 @@ class DP(AbstractTrainerBackendDecorator):
         self._args, self._ledger = args, ledger
         self.hides_losses = args is None or not args.log_train_loss
         self._mechanism: Mechanism | None = None
+        self._origin: tuple[str, Sequence[Entry], Sequence[str]] | None = None
 
     def prepare(self, work: Workload) -> Workload:
         work = self.inner.prepare(work)
@@ -96,8 +99,15 @@ class DP(AbstractTrainerBackendDecorator):
         """Charge the step, then release the noisy mean of the clipped gradients; returns its norm."""
         return self._ready.release(work)
 
+    def on_initial_weights(self, origin: WeightsOrigin) -> None:
+        if self._args is not None:
+            self._origin = check_origin(origin, self._args)
+        self.inner.on_initial_weights(origin)
+
     def on_fresh_start(self, *, retry: bool) -> None:
         self._ready.on_fresh_start(retry=retry)
+        if self._origin is not None:
+            self.accountant.start_from(*self._origin)
         self.inner.on_fresh_start(retry=retry)
 
     @property
@@ -112,6 +122,10 @@ class DP(AbstractTrainerBackendDecorator):
     def accountant(self) -> Accountant:
         """What was spent and may still be."""
         return self._ready.accountant
+
+    def announce_steps(self, steps: int, publish: Callable[[PrivacyStatement], None] | None) -> None:
+        self._ready.announce_steps(steps, publish)
+        self.inner.announce_steps(steps, publish)
 
     def privacy_statement(self) -> PrivacyStatement:
         return self._ready.statement()
