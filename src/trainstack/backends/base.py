@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -25,7 +25,7 @@ from trainstack.errors import CheckpointMismatchError, ConfigurationError
 from trainstack.stage import Stage
 
 if TYPE_CHECKING:
-    from trainstack.backends.privacy_statement import PrivacyStatement
+    from trainstack.backends.privacy_statement import PrivacyStatement, WeightsOrigin
     from trainstack.backends.workload import Sampling
 
 
@@ -192,6 +192,19 @@ class TrainerBackend(ABC):
         A private run refuses other changes between two optimizer steps.
         """
         return nullcontext()
+    def on_initial_weights(self, origin: WeightsOrigin) -> None:  # noqa: B027 - most layers have nothing to do
+        """Called before `prepare` when the module was given weights from elsewhere, which are in it already."""
+
+    def announce_steps(  # noqa: B027 - most layers have nothing to do
+        self, steps: int, publish: Callable[[PrivacyStatement], None] | None
+    ) -> None:
+        """Called before training: so many global steps are planned.
+
+        Args:
+            steps: from now on.
+            publish: takes a statement that holds until they are made; called now, and again before more is spent than
+                the last one says. None when the training is over.
+        """
 
     @property
     def sampling(self) -> Sampling | None:
@@ -423,6 +436,11 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
 
     def post_processing(self) -> AbstractContextManager[None]:
         return self.inner.post_processing()
+    def on_initial_weights(self, origin: WeightsOrigin) -> None:
+        self.inner.on_initial_weights(origin)
+
+    def announce_steps(self, steps: int, publish: Callable[[PrivacyStatement], None] | None) -> None:
+        self.inner.announce_steps(steps, publish)
 
     @property
     def sampling(self) -> Sampling | None:

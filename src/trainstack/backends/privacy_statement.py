@@ -11,7 +11,25 @@ from typing import Any
 
 from trainstack.errors import ConfigurationError
 
-FORMAT = 1
+FORMAT = 2
+"""Readers ignore fields that they do not know, from format 2 on. Format 1 lacks the fields from `status` on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsOrigin:
+    """From where a run took the weights that it begins with.
+
+    Attributes:
+        path: of the file or folder.
+        digest: of its manifest; None for a bare file.
+        backend: that trained it; None where no manifest says so.
+        statement: its own, where it was trained privately.
+    """
+
+    path: str
+    digest: str | None = None
+    backend: str | None = None
+    statement: PrivacyStatement | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +53,12 @@ class PrivacyStatement:
         unit, relation: what neighbouring data sets differ by.
         covered, not_covered: what the guarantee is about.
         versions: of the packages, as (name, version).
+        status: "running" where `history` holds all planned steps, so that the figures are a bound at every moment.
+        run: the id under which a ledger has the steps.
+        ledger: its path or address.
+        ledger_epsilon: what all runs that charge the ledger of a dataset have spent together, at `delta`.
+        clippings: (noise multiplier, sampling rate, steps, how gradients were clipped) each, of this run.
+        notes: further lines of the statement, as (name, text).
     """
 
     epsilon: float | None
@@ -59,6 +83,12 @@ class PrivacyStatement:
     covered: tuple[str, ...] = ()
     not_covered: tuple[str, ...] = ()
     versions: tuple[tuple[str, str], ...] = ()
+    status: str | None = None
+    run: str | None = None
+    ledger: str | None = None
+    ledger_epsilon: float | None = None
+    clippings: tuple[tuple[float, float, int, str], ...] = ()
+    notes: tuple[tuple[str, str], ...] = ()
 
     @property
     def steps(self) -> int:
@@ -90,9 +120,10 @@ class PrivacyStatement:
         """
         try:
             fields: dict[str, Any] = json.loads(text)
-            if fields.pop("format") != FORMAT:
+            if fields.pop("format") not in (1, FORMAT):
                 raise ValueError("it is of another format")
-            return cls(**{name: _as_tuple(value) for name, value in fields.items()})
+            known = {field.name for field in dataclasses.fields(cls)}
+            return cls(**{name: _as_tuple(value) for name, value in fields.items() if name in known})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigurationError(
                 f"This is not a privacy statement: {error}. Give the text that PrivacyStatement.to_json wrote."
@@ -124,13 +155,15 @@ def _details(s: PrivacyStatement) -> list[tuple[str, str]]:
     budget = "no budget" if s.max_epsilon is None else f"budget epsilon {s.max_epsilon:g}"
     stopped = ", which the next step would exceed" if s.stopped_by_budget else ""
     parts = "; ".join(f"noise multiplier {sigma:g} and rate {q:.6g} for {n} steps" for sigma, q, n in s.history)
-    norms = ", ".join(f"{norm:g}" for norm in s.max_grad_norm)
+    running = s.status == "running"
+    taken = f"at most {s.steps} until the planned end" if running else f"{s.steps} taken"
     found = [
-        ("Steps", f"{s.steps} taken, {s.planned_steps} planned; {budget}{stopped}"),
+        *([("Status", "running; figures count all planned steps, so that they hold now and later")] if running else []),
+        ("Steps", f"{taken}, {s.planned_steps} planned; {budget}{stopped}"),
         (
             "Mechanism",
             f"Poisson samples of {s.expected_batch_size} in {s.dataset_size} items (a public number) on average, each "
-            f"gradient clipped to {norms} ({s.clipping}), Gaussian noise: {parts or 'no step yet'}",
+            f"gradient clipped to {_limits(s)}, Gaussian noise: {parts or 'no step yet'}",
         ),
     ]
     if s.epsilon is not None and s.replace_one is not None:
@@ -147,10 +180,22 @@ def _details(s: PrivacyStatement) -> list[tuple[str, str]]:
         ("Not covered", "; ".join(s.not_covered)),
         ("Randomness", str(s.randomness)),
         ("Arithmetic", "the guarantee is that of real numbers; noise is drawn and added in floating point"),
+        *s.notes,
         ("Computed", f"per-sample gradients by {s.grad_mode}, processes: {s.world_size}"),
         ("Versions", ", ".join(f"{name} {version}" for name, version in s.versions)),
     ]
     return found
+
+
+def _limits(s: PrivacyStatement) -> str:
+    """To which norm and how gradients were clipped; with the steps where that has changed in the course of the run."""
+    clips: dict[str, int] = {}
+    for _, _, steps, clip in s.clippings:
+        if steps:
+            clips[clip or "a norm that is not recorded"] = clips.get(clip or "a norm that is not recorded", 0) + steps
+    if len(clips) > 1:
+        return ", ".join(f"{clip} for {steps} steps" for clip, steps in clips.items())
+    return f"{', '.join(f'{norm:g}' for norm in s.max_grad_norm)} ({s.clipping})"
 
 
 def round_up(epsilon: float) -> str:

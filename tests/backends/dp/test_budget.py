@@ -129,6 +129,9 @@ def test_the_state_is_plain_and_holds_no_random_state() -> None:
         "run": run.run,
         "plan": {"noise_multiplier": 1.0, "sample_rate": 0.02, "delta": 1e-5},
         "history": [[1.0, 0.02, 3]],
+        "clippings": [[1.0, 0.02, 3, ""]],
+        "before": [],
+        "initial_weights": run.initial_weights,
         "overrides": [],
     }
 
@@ -251,7 +254,7 @@ def test_a_step_that_cannot_be_recorded_is_not_spent(ledger: SpendLedger, monkey
         raise OSError(28, "No space left on device")
 
     run = make_accountant(ledger)
-    monkeypatch.setattr("trainstack.backends.dp.ledger.write", full)
+    monkeypatch.setattr("trainstack.backends.dp.ledger_store.write", full)
     with pytest.raises(PrivacyLedgerError, match=r"cannot be used: No space left on device\. No private step is taken"):
         run.charge()
     assert run.steps == 0

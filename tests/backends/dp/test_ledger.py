@@ -22,7 +22,9 @@ from tests.backends.dp.support import make_accountant
 from tests.helpers.patience import patience
 from trainstack import _files
 from trainstack.backends.dp import Accountant, SpendLedger
-from trainstack.backends.dp import ledger as ledger_file
+from trainstack.backends.dp import ledger_store as ledger_file
+from trainstack.backends.dp.ledger_chain import LedgerChain
+from trainstack.backends.dp.ledger_store import FileStore
 from trainstack.errors import PrivacyLedgerError
 
 RUN, SIGMA, Q, BLOCK = "run-a", 1.0, 0.02, 4
@@ -138,7 +140,7 @@ def test_a_line_that_was_altered_is_refused(tmp_path: Path, line: int) -> None:
 
 def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "privacy.ledger"
-    ledger_file.LedgerFile(path).append({"loss": 0.5})
+    LedgerChain(FileStore(path), lambda _: None).append(lambda: [{"loss": 0.5}])
     with pytest.raises(PrivacyLedgerError, match="is not a privacy ledger"):
         make_ledger(path).spent(RUN)
 

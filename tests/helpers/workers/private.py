@@ -12,7 +12,7 @@ import torch.distributed as dist
 import trainstack as ts
 from tests.helpers.modules import weights
 from tests.helpers.private_runs import BreaksOff, TwoOptimizers, private, promise
-from trainstack.backends.dp import ledger as ledger_file
+from trainstack.backends.dp import ledger_store as ledger_file
 
 
 def private_ranks(directory: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from os import PathLike
 from typing import ClassVar
 
 from trainstack._keywords import SuggestsNames
@@ -53,7 +55,6 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
         secure: draw every mask and all noise from the operating system's entropy, which is slower.
         on_unsafe: `"error"` refuses what voids the guarantee; `"report"` goes on, and the statement says NOT PRIVATE.
         debug_seed: makes sampling and noise reproducible, and thereby the run NOT PRIVATE.
-        log_train_loss: False keeps the training loss, which is not protected, out of logs and history.
         expose_records: give hooks and events the batches, outputs and losses of training, which makes the run NOT
             PRIVATE.
         telemetry: metrics of the training to release with noise, each with its public range: `{"loss": (0, 10)}` for
@@ -69,6 +70,15 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
         log_train_loss: True records the training loss and what `train_step`, hooks and callbacks log. No noise protects
             these values, and epsilon does not cover them.
         allow_plan_change: go on from a checkpoint with another noise, rate or delta, with both parts accounted for.
+        ledger: the privacy ledger that all runs on the dataset charge: a path, or `scheme://...` of a store that
+            `register_ledger_store` knows. Statements then have the sum of all its runs. By default each run has its
+            own ledger, in its folder.
+        ledger_budget: the epsilon, at `delta`, that all runs of `ledger` together may spend. The ledger keeps it, and
+            it binds runs that do not give it.
+        dataset_name: what `ledger` calls the dataset; a run with another name or number of records is refused.
+        init_weights_are_public: the initial weights owe nothing to the training data: those of `init_weights_from`, or
+            of a private run before on the same module. Otherwise the steps of a private source count, and a source
+            without privacy is refused.
 
     Raises:
         ConfigurationError: a value is wrong, or two contradict each other.
@@ -105,16 +115,20 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
     secure: bool = False
     on_unsafe: str = "error"
     debug_seed: int | None = None
-    log_train_loss: bool = True
     expose_records: bool = False
     telemetry: Mapping[str, Sequence[float]] = field(default_factory=dict)
     telemetry_weight: float = 0.1
     public_validation: bool = False
     log_train_loss: bool = False
     allow_plan_change: bool = False
+    ledger: str | PathLike[str] | None = None
+    ledger_budget: float | None = None
+    dataset_name: str | None = None
+    init_weights_are_public: bool = False
 
     def __post_init__(self) -> None:
         _check_choices(self)
+        _check_ledger(self)
         _check_budget(self)
         _check_clipping(self)
         _check_telemetry(self)
@@ -125,14 +139,27 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
         return self.target_epsilon if self.max_epsilon is None else self.max_epsilon
 
 
+def _check_ledger(args: DifferentialPrivacyArguments) -> None:
+    for name in ("ledger_budget", "dataset_name"):
+        if getattr(args, name) is not None and args.ledger is None:
+            raise ConfigurationError(
+                f"{name}={getattr(args, name)!r} without a ledger: it is about all runs on a dataset. Write "
+                "ledger='.../privacy-ledger.jsonl', a file that all of them charge."
+            )
+    if args.ledger is not None and not os.fspath(args.ledger):
+        raise ConfigurationError(f"ledger={args.ledger!r} is empty. Write a path.")
+    if args.ledger_budget is not None:
+        check_target("ledger_budget", args.ledger_budget)
+
+
 def _check_choices(args: DifferentialPrivacyArguments) -> None:
     for name, choices in _CHOICES.items():
         value = getattr(args, name)
         if value not in choices:
             why = "it reports too little. " if value == "gdp" else ""
             raise ConfigurationError(f"{name}={value!r}: {why}Write one of {', '.join(map(repr, choices))}.")
-    for name in ("secure", "log_train_loss", "expose_records", "allow_plan_change"):
-    for name in ("secure", "log_train_loss", "public_validation", "allow_plan_change"):
+    switches = ("secure", "log_train_loss", "expose_records", "public_validation", "allow_plan_change")
+    for name in (*switches, "init_weights_are_public"):
         if not isinstance(getattr(args, name), bool):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write True or False.")
     for name, least in (("dataset_size", 1), ("debug_seed", 0)):
@@ -143,7 +170,7 @@ def _check_choices(args: DifferentialPrivacyArguments) -> None:
         raise ConfigurationError(
             f"secure=True and debug_seed={args.debug_seed}: a seed makes the noise known. Leave one of them out."
         )
-    numbers = ("delta", "noise_multiplier", "target_epsilon", "max_epsilon", "sample_rate", "telemetry_weight")
+    numbers = ("delta", "noise_multiplier", "target_epsilon", "max_epsilon", "sample_rate", "telemetry_weight", "ledger_budget")
     for name in (*numbers, "target_quantile", "clip_learning_rate", "count_noise_multiplier"):
         value = getattr(args, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from trainstack.backends.dp.accounting import epsilon_of, merge_steps, steps_within
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan
 from trainstack.backends.dp.epsilon import Entry
-from trainstack.backends.dp.ledger import BLOCK, SpendLedger
+from trainstack.backends.dp.ledger import BLOCK, Clipped, SharedUse, SpendLedger
 from trainstack.backends.privacy_statement import round_up
+from trainstack.backends.workload import Workload
 from trainstack.errors import CheckpointMismatchError, PrivacyBudgetError, PrivacyLedgerError
 
 _log = logging.getLogger("trainstack")
@@ -22,11 +25,70 @@ _FIXED = ("noise_multiplier", "sample_rate", "delta")
 NO_LEDGER = "steps of this run that were lost in a crash may not be counted, because its ledger was missing"
 
 
-class Accountant:
-    """Counts the steps of one run over all its resumes, and refuses the step that would exceed the budget.
+OLD_LEDGER = "steps of this run may not be counted, because its ledger was an older copy or another one"
 
-    With a ledger, the count is the ledger's: the steps of every process that has gone on from a checkpoint of this run.
-    If several do at the same time, each sees the others' blocks, and the budget may be exceeded by one; epsilon has it.
+
+def open_accountant(
+    work: Workload, plan: PrivacyPlan, args: DifferentialPrivacyArguments, own_ledger: str | PathLike[str] | None
+) -> Accountant:
+    """The accountant of a run, which charges `args.ledger` or else `own_ledger`; on the main process only.
+
+    Args:
+        work: of the run.
+        plan: its mechanism and budget.
+        args: what the user wrote.
+        own_ledger: the file in the run's folder; None if it has no folder.
+    """
+    norms = args.per_sample_max_grad_norm
+    limits = ", ".join(f"{norm:g}" for norm in ([norms] if isinstance(norms, int | float) else norms))
+    clip = f"{limits}{' at first' if args.clipping == 'adaptive' else ''} ({args.clipping})"
+    own = SpendLedger(own_ledger) if own_ledger is not None and work.world.is_main else None
+    if args.ledger is None or not work.world.is_main:
+        return Accountant(plan, args, own, clip=clip)
+    use = SharedUse(
+        name=args.dataset_name,
+        records=plan.dataset_size,
+        budget=None if args.ledger_budget is None else (float(args.ledger_budget), plan.delta),
+        folder=None if work.run_dir is None else os.path.realpath(work.run_dir),
+    )
+    return Accountant(plan, args, SpendLedger(args.ledger, shared=use), clip=clip, earlier_ledger=own)
+
+
+class Limit:
+    """How many steps of one mechanism fit into a budget; computed anew only where other steps were charged.
+
+    Args:
+        epsilon: of the budget.
+        delta: of the budget.
+        plan: the mechanism, the accountant, and how many steps are likely to be asked for.
+    """
+
+    def __init__(self, epsilon: float, delta: float, plan: PrivacyPlan) -> None:
+        self.epsilon, self.delta, self._plan = epsilon, delta, plan
+        self._beside: list[Entry] = []  # steps of other mechanisms than the plan's, with which
+        self._searched = 0  # up to so many of the plan's were looked at,
+        self._limit = 0  # and so many of those fit
+
+    def left(self, history: list[Entry], steps: int) -> int:
+        """How many steps fit after `history`, of which `steps` are certainly looked at."""
+        plan = self._plan
+        mechanism = (plan.noise_multiplier, plan.sample_rate)
+        taken = sum(entry[2] for entry in history if entry[:2] == mechanism)
+        beside = [entry for entry in history if entry[:2] != mechanism]
+        if beside != self._beside or taken + steps > self._searched:
+            self._beside, self._searched = beside, max(taken + steps, plan.planned_steps)
+            self._limit = steps_within(
+                self.epsilon, beside, *mechanism, self.delta, plan.accountant, at_most=self._searched
+            )
+        return self._limit - taken
+
+
+class Accountant:
+    """Counts the steps of one run over all its resumes, and refuses the step that would exceed a budget.
+
+    With a ledger, the count is the ledger's: the steps of every process that has continued from a checkpoint of this
+    run. If several do at the same time, each looks at the budget and records its block under one lock, so that all
+    together stay within the budget. The ledger may have a budget for all runs on the dataset.
     In a run over several processes the main one holds the ledger; the others have none, count alike, and take over its
     `get_state` when a run is resumed.
 
@@ -34,25 +96,61 @@ class Accountant:
         plan: the mechanism and the budget.
         args: of which `allow_plan_change` and `on_unsafe` say what is accepted of a checkpoint.
         ledger: where steps are recorded before they are taken; None keeps the count in memory and checkpoints only.
+        clip: how gradients are clipped, for statements.
+        earlier_ledger: that of the run's folder, where `ledger` is that of a dataset: a run that began with the former
+            takes its steps along.
     """
 
     def __init__(
-        self, plan: PrivacyPlan, args: DifferentialPrivacyArguments, ledger: SpendLedger | None = None
+        self,
+        plan: PrivacyPlan,
+        args: DifferentialPrivacyArguments,
+        ledger: SpendLedger | None = None,
+        *,
+        clip: str = "",
+        earlier_ledger: SpendLedger | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan, self.clip = plan, clip
         self.run = secrets.token_hex(16)
         self.overrides: tuple[str, ...] = ()
-        self._ledger = ledger
+        self.before: list[Entry] = []
+        """Steps of other runs on the weights that this one began with."""
+        self.initial_weights = "as the module had them; what they were trained on before is not looked into"
+        self.publish: Callable[[list[Entry]], None] | None = None
+        """Is given the steps that the statement on the disk has to cover, before the first of them is recorded."""
+        self._ledger, self._earlier_ledger = ledger, earlier_ledger
         self._args = args
-        self._counted: list[Entry] = []
-        self._beside: list[Entry] = []  # steps of other mechanisms than the plan's, with which
-        self._searched = 0  # up to so many of the plan's were looked at,
-        self._limit = 0  # and so many of those fit
+        self._counted: list[Clipped] = []
+        self._left_in_plan = 0
+        self._stated: list[Entry] = []
+        self._own_limit = None if plan.max_epsilon is None else Limit(plan.max_epsilon, plan.delta, plan)
+        self._shared_limit: Limit | None = None
+
+    @property
+    def ledger(self) -> SpendLedger | None:
+        """Where steps are recorded; None on other than the main process."""
+        return self._ledger
 
     @property
     def history(self) -> list[Entry]:
-        """All steps as (sigma, q, steps), one entry a mechanism."""
-        return list(self._counted) if self._ledger is None else self._ledger.spent(self.run)
+        """All steps as (sigma, q, steps), one entry a mechanism, those before on the same weights included."""
+        return merge_steps([*self.before, *self._own])
+
+    def last_history(self) -> list[Entry]:
+        """`history`, also when the ledger is no longer there."""
+        try:
+            return self.history
+        except PrivacyLedgerError:
+            return merge_steps([*self.before, *(entry[:3] for entry in self._counted)])
+
+    @property
+    def clippings(self) -> list[Clipped]:
+        """The steps of this run, with how gradients were clipped in them."""
+        return list(self._counted) if self._ledger is None else self._ledger.spent_by_clipping(self.run)
+
+    @property
+    def _own(self) -> list[Entry]:
+        return merge_steps([entry[:3] for entry in self.clippings])
 
     @property
     def steps(self) -> int:
@@ -66,44 +164,60 @@ class Accountant:
 
     def allows(self, steps: int = 1) -> bool:
         """Whether `steps` more stay within the budget. The first call may take seconds, the others microseconds."""
+        plan, ledger = self.plan, self._ledger
+        if (
+            ledger is not None
+            and ledger.reserved(self.run, plan.noise_multiplier, plan.sample_rate, self.clip) >= steps
+        ):
+            return True  # they fitted when they were recorded, and everyone has counted them since
         return self._room(steps) >= steps
 
     def _room(self, steps: int) -> int:
-        """How many steps fit, of which `steps` are certainly looked at."""
-        plan = self.plan
-        if plan.max_epsilon is None:
-            return steps + BLOCK
-        mechanism = (plan.noise_multiplier, plan.sample_rate)
-        if self._ledger is not None and (reserved := self._ledger.reserved(self.run, *mechanism)) >= steps:
-            return reserved  # they fitted when they were recorded, and everyone has counted them since
-        return self._left(steps)
-
-    def _left(self, steps: int) -> int:
         """How many steps fit, of which `steps` are certainly looked at, by the ledger's newest lines."""
-        plan = self.plan
-        mechanism = (plan.noise_multiplier, plan.sample_rate)
-        assert plan.max_epsilon is not None
-        history = self.history
-        taken = sum(entry[2] for entry in history if entry[:2] == mechanism)
-        beside = [entry for entry in history if entry[:2] != mechanism]
-        if beside != self._beside or taken + steps > self._searched:
-            self._beside, self._searched = beside, max(taken + steps, plan.planned_steps)
-            self._limit = steps_within(
-                plan.max_epsilon, beside, *mechanism, plan.delta, plan.accountant, at_most=self._searched
-            )
-        return self._limit - taken
+        return min((limit.left(history, steps) for limit, history in self._limits()), default=steps + BLOCK)
+
+    def _limits(self) -> Iterator[tuple[Limit, list[Entry]]]:
+        """The budgets in force, each with what counts against it."""
+        if self._own_limit is not None:
+            yield self._own_limit, self.history
+        if self._ledger is None or self._ledger.shared is None:
+            return
+        history = self._ledger.spent()
+        budget = self._ledger.budget or self._ledger.shared.budget
+        if budget is not None:
+            if self._shared_limit is None or budget != (self._shared_limit.epsilon, self._shared_limit.delta):
+                self._shared_limit = Limit(*budget, self.plan)
+            yield self._shared_limit, history
 
     def steps_allowed(self, steps: int) -> int:
         """How many of the next `steps` steps fit into the budget."""
-        return steps if self.plan.max_epsilon is None else max(0, min(steps, self._left(steps)))
+        return max(0, min(steps, self._room(steps)))
 
     def exhausted_reason(self) -> str:
         """What the budget was and what was spent, when no further step fits."""
+        plan, ledger = self.plan, self._ledger
+        limit = next((limit for limit, history in self._limits() if limit.left(history, 1) < 1), self._own_limit)
+        if ledger is not None and limit is not None and limit is self._shared_limit:
+            spent = epsilon_of(ledger.spent(), limit.delta, plan.accountant)
+            return (
+                f"The budget of the privacy ledger {ledger.path} is spent: epsilon is {round_up(spent)} at delta "
+                f"{limit.delta:g} after the steps of {len(ledger.runs())} runs, and one more would exceed "
+                f"{limit.epsilon:g}. Keep the models as they are, or decide on a larger budget for the dataset: "
+                "trainstack privacy ledger FILE --budget EPSILON --delta DELTA."
+            )
         return (
             f"The privacy budget is spent: epsilon is {round_up(self.epsilon())} after {self.steps} steps, and one "
-            f"more would exceed max_epsilon={self.plan.max_epsilon}. Keep the model as it is, or decide on a larger "
+            f"more would exceed max_epsilon={plan.max_epsilon}. Keep the model as it is, or decide on a larger "
             "budget: max_epsilon=... in DifferentialPrivacyArguments."
         )
+
+    def plan_steps(self, steps: int) -> list[Entry]:
+        """The next `steps` steps are planned; returns what is spent when they are made. Publishes that as well."""
+        self._left_in_plan = steps
+        self._stated = merge_steps([*self.history, (self.plan.noise_multiplier, self.plan.sample_rate, steps)])
+        if self.publish is not None:
+            self.publish(self._stated)
+        return self._stated
 
     def charge(self) -> None:
         """Spend one step. Call it before the noise is drawn; when it raises, nothing was spent and no step may follow.
@@ -112,12 +226,29 @@ class Accountant:
             PrivacyBudgetError: the step would exceed the budget.
             PrivacyLedgerError: the step could not be recorded.
         """
-        plan, room = self.plan, self._room(1)
-        if room < 1:
+        plan = self.plan
+        mechanism = (plan.noise_multiplier, plan.sample_rate)
+        if self._ledger is None:
+            is_charged = self._room(1) >= 1
+        else:
+            is_charged = self._ledger.charge(
+                self.run, *mechanism, self.clip, room=self._steps_to_record, void="; ".join(self.overrides)
+            )
+        if not is_charged:
             raise PrivacyBudgetError(self.exhausted_reason())
-        if self._ledger is not None:
-            self._ledger.charge(self.run, plan.noise_multiplier, plan.sample_rate, at_most=room)
-        self._counted = merge_steps([*self._counted, (plan.noise_multiplier, plan.sample_rate, 1)])
+        self._left_in_plan -= 1
+        self._counted = _merged([*self._counted, (*mechanism, 1, self.clip)])
+
+    def _steps_to_record(self) -> int:
+        """How many steps to record ahead: no more than fit, and no more than the plan still has."""
+        planned = self._left_in_plan if self._left_in_plan > 0 else BLOCK
+        room = min(self._room(1), planned, BLOCK)
+        if room > 0 and self.publish is not None:
+            plan = self.plan
+            after = merge_steps([*self.history, (plan.noise_multiplier, plan.sample_rate, room)])
+            if _beyond(self._stated, after):  # others charge this run as well, or it is longer than its plan
+                self.plan_steps(max(self._left_in_plan, 4 * BLOCK))
+        return room
 
     def settle(self) -> None:
         """Hand back what the ledger recorded ahead: call it at checkpoints and at a clean end."""
@@ -127,17 +258,22 @@ class Accountant:
     def on_fresh_start(self, *, retry: bool) -> None:
         """Begin without a checkpoint; `retry` if earlier starts of this run may have ended before the first one.
 
-        Then the steps of the run that the ledger saw last are this run's: nothing was saved of them, but somebody may
-        have seen their results. Steps of other runs are not counted, and the log says so.
+        Then the steps of the run that the ledger saw last in this folder are this run's: nothing was saved of them, but
+        somebody may have seen their results. A ledger of a dataset has the sum over all runs; that of a folder counts
+        no steps of other runs, and the log says so.
 
         Raises:
-            PrivacyLedgerError: the ledger is damaged.
+            PrivacyLedgerError: the ledger is damaged, or that of another dataset.
         """
-        if self._ledger is None or not (runs := self._ledger.runs()):
+        if self._ledger is None:
             return
-        path = self._ledger.path
-        if retry:
-            self.run = next(iter(runs))
+        self._check_ledger()
+        if not (runs := self._ledger.runs()):
+            return
+        path, shared = self._ledger.path, self._ledger.shared
+        earlier = self._ledger.last_run_in(None if shared is None else shared.folder) if retry else None
+        if earlier is not None:
+            self.run = earlier
             _log.warning(
                 "there is no checkpoint to go on from, but the privacy ledger %s has %d steps of earlier starts, which "
                 "count as steps of this run. If it is another one, write resume=False or a new output_dir.",
@@ -145,7 +281,7 @@ class Accountant:
                 runs[self.run],
             )
         others = sum(steps for run, steps in runs.items() if run != self.run)
-        if others:
+        if others and shared is None:
             _log.warning(
                 "the privacy ledger %s has %d steps of other runs, which the privacy statement of this one does not "
                 "include. If they were on the same data, their epsilons add up.",
@@ -153,14 +289,39 @@ class Accountant:
                 others,
             )
 
+    def _check_ledger(self) -> None:
+        """Compare the ledger's dataset with this run's, and warn of copies."""
+        assert self._ledger is not None
+        self._ledger.check_use()
+        for words in self._ledger.copies(self.run if self._ledger.shared is None else None):
+            _log.warning("the privacy ledger %s: %s", self._ledger.path, words)
+
+    def start_from(self, words: str, history: Iterable[Sequence[float]], overrides: Sequence[str]) -> None:
+        """Begin with weights that were trained before.
+
+        Args:
+            words: where they come from, for the statement.
+            history: the private steps that they have seen, which count as steps on these weights.
+            overrides: why their own training guarantees nothing.
+        """
+        self.initial_weights = words
+        self.before = merge_steps([*self.before, *history])
+        self.overrides = tuple(dict.fromkeys((*self.overrides, *overrides)))
+
     def get_state(self) -> dict[str, Any]:
         """Plain numbers and text for a checkpoint. No random state: that is never stored."""
-        return {
+        state: dict[str, Any] = {
             "run": self.run,
             "plan": {name: getattr(self.plan, name) for name in _FIXED},
-            "history": [list(entry) for entry in self.history],
+            "history": [list(entry) for entry in self._own],
+            "clippings": [list(entry) for entry in self.clippings],
+            "before": [list(entry) for entry in self.before],
+            "initial_weights": self.initial_weights,
             "overrides": list(self.overrides),
         }
+        if self._ledger is not None:
+            state["ledger"] = {"address": self._ledger.path, "head": self._ledger.head()}
+        return state
 
     def update_state(self, state: Mapping[str, Any] | None) -> None:
         """Go on from `get_state`'s result, and from what the ledger knows beyond it.
@@ -187,17 +348,17 @@ class Accountant:
         history = merge_steps(state["history"])
         overrides = tuple(dict.fromkeys((*self.overrides, *map(str, state["overrides"]))))
         run = str(state["run"])
-        if self._ledger is not None and (missing := _beyond(self._ledger.spent(run), history)):
-            if self._args.on_unsafe != "report":
-                raise PrivacyLedgerError(
-                    f"The privacy ledger {self._ledger.path} lacks {_total(missing)} of the {_total(history)} steps "
-                    "before this checkpoint, so it cannot know how many came after it. Copy the ledger file of the run "
-                    "to there, in its latest state; or write on_unsafe='report' and go on without a guarantee."
-                )
-            self._ledger.carry(run, missing)
-            overrides = tuple(dict.fromkeys((*overrides, NO_LEDGER)))
-        self.run, self.overrides, self._counted = run, overrides, history
-        lost = self.steps - _total(history)
+        if self._ledger is not None:
+            lacking = self._find_in_ledger(run, history, state.get("ledger") or {})
+            overrides = tuple(dict.fromkeys((*overrides, *lacking)))
+        self.run, self.overrides = run, overrides
+        self.before = merge_steps(state.get("before", ()))
+        self.initial_weights = str(state.get("initial_weights", "of a checkpoint that does not say"))
+        clippings = state.get("clippings") or [[*entry, ""] for entry in history]
+        self._counted = _merged([(float(sigma), float(q), int(n), str(clip)) for sigma, q, n, clip in clippings])
+        if self._ledger is not None:
+            self._check_ledger()
+        lost = _total(self._own) - _total(history)
         if lost:
             _log.warning(
                 "%d private steps beyond the checkpoint are spent as well: the ledger has them, from a run that was "
@@ -205,12 +366,50 @@ class Accountant:
                 lost,
             )
 
+    def _find_in_ledger(self, run: str, history: list[Entry], saved: Mapping[str, Any]) -> list[str]:
+        """Make sure that the ledger knows the `history` of a checkpoint and its newest line; else why nothing holds.
+
+        Raises:
+            PrivacyLedgerError: it does not, and `on_unsafe` is not "report".
+        """
+        assert self._ledger is not None
+        ledger, earlier, head = self._ledger, self._earlier_ledger, str(saved.get("head", ""))
+        began_there = earlier is not None and run not in ledger.runs() and earlier.holds(head)
+        if earlier is not None and began_there and not _beyond(earlier.spent(run), history):
+            ledger.carry(run, earlier.spent(run))  # the run charges the ledger of its dataset from now on
+            return []
+        missing = _beyond(ledger.spent(run), history)
+        if not missing and ledger.holds(head):
+            return []
+        if self._args.on_unsafe != "report":
+            what = (
+                f"lacks {_total(missing)} of the {_total(history)} steps before this checkpoint"
+                if missing
+                else "lacks the newest line that this checkpoint names: it is an older copy, or another ledger"
+            )
+            place = saved.get("address", "in the folder of the run")
+            raise PrivacyLedgerError(
+                f"The privacy ledger {ledger.path} {what}, so it cannot know how many came after it. Copy the ledger "
+                f"file of the run to there, in its latest state (it was {place}); for a branch beside the first run write ledger=... with the path of that ledger, so that both "
+                "charge it; or write on_unsafe='report' and go on without a guarantee."
+            )
+        ledger.carry(run, missing)
+        return [NO_LEDGER if missing else OLD_LEDGER]
+
 
 def _beyond(known: list[Entry], history: list[Entry]) -> list[Entry]:
     """The part of `history` that `known` lacks."""
     have = {(sigma, q): steps for sigma, q, steps in known}
     lacking = [(sigma, q, steps - have.get((sigma, q), 0)) for sigma, q, steps in history]
     return [entry for entry in lacking if entry[2] > 0]
+
+
+def _merged(entries: Iterable[Clipped]) -> list[Clipped]:
+    """`entries` with the steps of equal mechanisms and clipping added up."""
+    total: dict[tuple[float, float, str], int] = {}
+    for sigma, q, steps, clip in entries:
+        total[sigma, q, clip] = total.get((sigma, q, clip), 0) + steps
+    return [(sigma, q, steps, clip) for (sigma, q, clip), steps in total.items()]
 
 
 def _total(history: list[Entry]) -> int:

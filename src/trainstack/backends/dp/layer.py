@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from os import PathLike
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot, Window
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
+from trainstack.backends.dp.initial_weights import check_origin
 from trainstack.backends.processes.borrowed import Borrowed
 from trainstack.backends.spec import register_layer
 from trainstack.backends.workload import Sampling, Workload
@@ -21,9 +22,10 @@ from trainstack.stage import Stage
 
 if TYPE_CHECKING:  # most runs are not private, and need none of it
     from trainstack.backends.dp.budget import Accountant
+    from trainstack.backends.dp.epsilon import Entry
     from trainstack.backends.dp.mechanism import Mechanism
     from trainstack.backends.dp.state_guard import StateGuard
-    from trainstack.backends.privacy_statement import PrivacyStatement
+    from trainstack.backends.privacy_statement import PrivacyStatement, WeightsOrigin
 
 _SCALER = (
     "a gradient scaler skips steps and changes its scale by what the data are, without noise. The half precision for "
@@ -69,6 +71,7 @@ class DP(AbstractTrainerBackendDecorator):
             self.released_metrics = released_names(args)
         self._mechanism: Mechanism | None = None
         self._guard: StateGuard | None = None
+        self._origin: tuple[str, Sequence[Entry], Sequence[str]] | None = None
 
     def prepare(self, work: Workload) -> Workload:
         work = self.inner.prepare(work)
@@ -120,9 +123,15 @@ class DP(AbstractTrainerBackendDecorator):
 
     def post_processing(self) -> AbstractContextManager[None]:
         return self._state_guard.post_processing()
+    def on_initial_weights(self, origin: WeightsOrigin) -> None:
+        if self._args is not None:
+            self._origin = check_origin(origin, self._args)
+        self.inner.on_initial_weights(origin)
 
     def on_fresh_start(self, *, retry: bool) -> None:
         self._ready.on_fresh_start(retry=retry)
+        if self._origin is not None:
+            self.accountant.start_from(*self._origin)
         self.inner.on_fresh_start(retry=retry)
 
     @property
@@ -147,6 +156,9 @@ class DP(AbstractTrainerBackendDecorator):
 
     def pop_released(self, window: Window) -> Mapping[str, float]:
         return self._ready.telemetry.pop(window)
+    def announce_steps(self, steps: int, publish: Callable[[PrivacyStatement], None] | None) -> None:
+        self._ready.announce_steps(steps, publish)
+        self.inner.announce_steps(steps, publish)
 
     def privacy_statement(self) -> PrivacyStatement:
         return self._ready.statement()

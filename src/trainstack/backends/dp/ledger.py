@@ -5,206 +5,183 @@ seen, so they are spent. The ledger therefore records steps ahead, a block at a 
 the next 16 steps run. A clean end hands the unused rest back by a line of its own. Killed at any moment, a run has
 recorded at least what it did, and at most a block more.
 
-Steps belong to a run's id, which lies in its checkpoints: whatever resumes from any of them, however often and also at
-the same time, adds to the same sum.
+Steps belong to a run's id, which lies in its checkpoints: whatever resumes from any of them and charges the same
+ledger, however often and also at the same time, adds to the same sum. All runs on a dataset may charge one ledger,
+which then has the sum over all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-import xxhash
-
-from trainstack._files import file_mode, local_path, make_directories, open_descriptor, sync_directory
-from trainstack.backends.dp.accounting import merge_steps
+from trainstack.backends.dp.accounting import check_mechanism, merge_steps
 from trainstack.backends.dp.epsilon import Entry
-from trainstack.errors import PrivacyLedgerError
-
-# A line is a checksum and a JSON object. Only the last line can be torn, for a line is written and synced under a
-# lock before the next one begins; a torn line is one whose `append` has not returned: nothing relies on it, and it is
-# cut off.
-try:
-    import fcntl
-except ImportError:  # Windows: one process a file
-    fcntl = None  # type: ignore[assignment]
-
-
-class LedgerFile:
-    """Reads what was added since it last looked, and adds to it. The file is opened anew each time."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = local_path(path, "ledger")
-        self._read_to = 0
-        self._name_is_synced = False
-
-    def read_new(self) -> list[dict[str, Any]]:
-        """The records that were not read yet, whoever wrote them; none if there is no file.
-
-        Raises:
-            PrivacyLedgerError: the file is damaged, or has become shorter.
-        """
-        if not self.path.exists() and self._read_to == 0:
-            return []
-        with self._opened(os.O_RDONLY) as descriptor:
-            return self._read(descriptor)
-
-    def append(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """Write `record` durably; returns what was not read yet, `record` last.
-
-        Raises:
-            PrivacyLedgerError: the file is damaged, has become shorter, or cannot be written.
-        """
-        text = json.dumps(record, sort_keys=True, allow_nan=False, separators=(",", ":"))
-        with self._opened(os.O_RDWR | os.O_APPEND | os.O_CREAT) as descriptor:
-            if fcntl is not None:
-                with contextlib.suppress(OSError):  # file systems without locks: there, one process at a time
-                    fcntl.flock(descriptor, fcntl.LOCK_EX)
-            new = self._read(descriptor)
-            if os.fstat(descriptor).st_size > self._read_to:
-                cut(descriptor, self._read_to)
-            write(descriptor, f"{_digest(text)} {text}\n".encode())
-            sync(descriptor)
-            if not self._name_is_synced:
-                sync_directory(self.path.parent)
-                self._name_is_synced = True
-            return new + self._read(descriptor)
-
-    @contextlib.contextmanager
-    def _opened(self, flags: int) -> Iterator[int]:
-        """The descriptor of the file; failures of the file system get the path and the way to go on."""
-        try:
-            if flags & os.O_CREAT:
-                make_directories(self.path.parent)
-            descriptor = open_descriptor(self.path, flags, file_mode(self.path) & 0o644)
-            try:
-                yield descriptor
-            finally:
-                os.close(descriptor)  # gives the lock back
-        except OSError as error:
-            raise PrivacyLedgerError(
-                f"The privacy ledger {self.path} cannot be used: {error.strerror or error}. No private step is taken "
-                "without it: free the disk or correct the permissions, then resume."
-            ) from error
-
-    def _read(self, descriptor: int) -> list[dict[str, Any]]:
-        size = os.fstat(descriptor).st_size
-        if size < self._read_to:
-            raise PrivacyLedgerError(
-                f"The privacy ledger {self.path} has become shorter while it was in use: {size} bytes, of which "
-                f"{self._read_to} had been read. Put the original back."
-            )
-        os.lseek(descriptor, self._read_to, os.SEEK_SET)
-        data = b""
-        while piece := os.read(descriptor, 1 << 20):
-            data += piece
-        lines = data.split(b"\n")[:-1]  # what follows the last newline is torn, or being written
-        records = [self._parse(line) for line in lines]
-        self._read_to += sum(len(line) + 1 for line in lines)
-        return records
-
-    def _parse(self, line: bytes) -> dict[str, Any]:
-        with contextlib.suppress(ValueError):  # decoding, splitting or JSON
-            digest, text = line.decode("utf-8").split(" ", 1)
-            if digest == _digest(text):
-                return dict(json.loads(text))
-        raise PrivacyLedgerError(
-            f"The privacy ledger {self.path} is damaged in the line {line[:40]!r}..., so it does not say what was "
-            "spent. Put an undamaged copy of the file in its place."
-        )
-
-
-def _digest(text: str) -> str:
-    return xxhash.xxh3_64_hexdigest(text.encode())
-
-
-# Calls that change the file system, so that tests can break any of them.
-def write(descriptor: int, data: bytes) -> None:
-    """Write all of `data`."""
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def sync(descriptor: int) -> None:
-    """Force what was written to the disk."""
-    os.fsync(descriptor)
-
-
-def cut(descriptor: int, size: int) -> None:
-    """Drop what lies beyond `size`."""
-    os.ftruncate(descriptor, size)
-
+from trainstack.backends.dp.ledger_chain import LedgerChain, Record
+from trainstack.backends.dp.ledger_store import FileStore, LedgerStore, ledger_store
+from trainstack.errors import ConfigurationError, PrivacyLedgerError
 
 BLOCK = 16
 """Steps that one synced line allows: what a crash may over-count."""
 
+_COPIED = {
+    "from": "Copied at step {step} from {path}",
+    "perhaps from": "Moved or copied at step {step} from {path}",
+    "to": "Copied at step {step} to {path}",
+}
 
-class SpendLedger:
-    """The steps of runs in the file at `path`, and the block of them that this process may still take.
+Clipped = tuple[float, float, int, str]
+"""(sigma, q, steps, how gradients were clipped)."""
 
-    Args:
-        path: beside the run's logs; the file and its folder are made when the first step is charged.
-        block: steps recorded ahead.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedUse:
+    """What a run says to a ledger that all runs on a dataset charge.
+
+    Attributes:
+        name: of the dataset; None where the user gave none.
+        records: N, a public number.
+        budget: the (epsilon, delta) that all runs together may spend; None for that of the ledger, if it has one.
+        folder: of the run, by which a start without a checkpoint finds its earlier starts.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, block: int = BLOCK) -> None:
-        self._file = LedgerFile(path)
+    name: str | None
+    records: int
+    budget: tuple[float, float] | None = None
+    folder: str | None = None
+
+
+class SpendLedger:
+    """The steps of runs in a ledger, and the block of them that this process may still take.
+
+    Args:
+        path: of the file, made when the first step is charged; the address of a registered store; or a store.
+        block: steps recorded ahead.
+        shared: set where all runs on a dataset charge this ledger.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | LedgerStore, *, block: int = BLOCK, shared: SharedUse | None = None
+    ) -> None:
+        store = path if isinstance(path, LedgerStore) else ledger_store(path)
+        self.shared = shared
+        self.dataset: tuple[str | None, int] | None = None
+        """The (name, number of records) that the first run wrote."""
+        self.budget: tuple[float, float] | None = None
+        """The (epsilon, delta) that all runs together may spend."""
+        self.voided: dict[str, str] = {}
+        """Runs whose steps guarantee nothing, and why."""
+        self._chain = LedgerChain(store, self._note)
         self._block = block
-        self._recorded: dict[str, Counter[tuple[float, float]]] = {}
-        self._unused: Counter[tuple[str, float, float]] = Counter()
+        self._recorded: dict[str, Counter[tuple[float, float, str]]] = {}
+        self._folders: dict[str, str] = {}
+        self._place: Record = {}
+        self._copies: list[tuple[str, str, dict[str, int]]] = []  # how, which path, and the steps of each run then
+        self._unused: Counter[tuple[str, float, float, str]] = Counter()
         self._process = os.getpid()
 
     @property
     def path(self) -> str:
         """Where the ledger lies."""
-        return str(self._file.path)
+        return self._chain.store.address
 
-    def spent(self, run: str) -> list[Entry]:
-        """All steps of `run` as (sigma, q, steps), also those of others and of runs that were cut short.
+    def spent(self, run: str | None = None) -> list[Entry]:
+        """All steps of `run`, or of all runs together, as (sigma, q, steps).
 
-        Steps that this process has recorded ahead and not taken are not among them.
+        Those of others and of runs that were cut short are among them; those that this process has recorded ahead and
+        not taken are not.
 
         Raises:
-            PrivacyLedgerError: the file is damaged or has become shorter.
+            PrivacyLedgerError: the ledger is damaged or has become shorter.
         """
-        self._note(self._file.read_new())
+        return merge_steps([entry[:3] for entry in self.spent_by_clipping(run)])
+
+    def spent_by_clipping(self, run: str | None = None) -> list[Clipped]:
+        """As `spent`, with how gradients were clipped."""
+        self._chain.read_new()
         self._discard_block_after_fork()
-        recorded = self._recorded.get(run, Counter())
-        return merge_steps(
-            [(sigma, q, steps - self._unused[run, sigma, q]) for (sigma, q), steps in recorded.items() if steps]
-        )
+        return [
+            (sigma, q, steps - self._unused[one, sigma, q, clip], clip)
+            for one in (list(self._recorded) if run is None else [run])
+            for (sigma, q, clip), steps in self._recorded.get(one, Counter()).items()
+            if steps
+        ]
 
     def runs(self) -> dict[str, int]:
         """The steps of each run, as `spent` counts them; first the one that was recorded last.
 
         Raises:
-            PrivacyLedgerError: the file is damaged or has become shorter.
+            PrivacyLedgerError: the ledger is damaged or has become shorter.
         """
-        self._note(self._file.read_new())
+        self._chain.read_new()
         return {run: sum(steps for _, _, steps in self.spent(run)) for run in list(reversed(self._recorded))}
 
-    def reserved(self, run: str, sigma: float, q: float) -> int:
-        """How many steps of `run` this process has recorded ahead and may take without looking at the file."""
-        self._discard_block_after_fork()
-        return self._unused[run, float(sigma), float(q)]
+    def folder_of(self, run: str) -> str | None:
+        """In which folder the run was last; None if it is not known."""
+        return self._folders.get(run)
 
-    def charge(self, run: str, sigma: float, q: float, *, at_most: int = BLOCK) -> None:
-        """Count one step of `run`, which may begin when this returns; record `at_most` ahead, this step included.
+    def last_run_in(self, folder: str | None) -> str | None:
+        """The run that was recorded last in `folder`; in any, if the ledger is that of one folder."""
+        runs = self.runs()
+        return next((run for run in runs if self.shared is None or folder == self._folders.get(run, "")), None)
+
+    def head(self) -> str:
+        """The digest of the newest line, which is on the disk."""
+        self._chain.read_new()
+        return self._chain.head
+
+    def holds(self, head: str) -> bool:
+        """Whether a line with the digest `head` is in the ledger; False for an older copy of it."""
+        return not head or self._chain.holds(head)
+
+    def reserved(self, run: str, sigma: float, q: float, clip: str = "") -> int:
+        """How many steps of `run` this process has recorded ahead and may take without looking at the ledger."""
+        self._discard_block_after_fork()
+        return self._unused[run, float(sigma), float(q), clip]
+
+    def charge(
+        self,
+        run: str,
+        sigma: float,
+        q: float,
+        clip: str = "",
+        *,
+        room: Callable[[], int] | None = None,
+        void: str = "",
+    ) -> bool:
+        """Count one step of `run`, which may begin if this returns True.
+
+        Args:
+            run: its id.
+            sigma: noise multiplier.
+            q: sampling rate.
+            clip: how gradients are clipped, for statements.
+            room: how many steps may be recorded. It is called under the lock, so that no other process charges between
+                the look at a budget and the record.
+            void: why the steps guarantee nothing; then the ledger does not either.
 
         Raises:
             PrivacyLedgerError: it cannot be recorded; the step must not be taken.
         """
         self._discard_block_after_fork()
-        key = (run, float(sigma), float(q))
+        key, ahead = (run, float(sigma), float(q), clip), 0
+
+        def lines() -> list[Record]:
+            nonlocal ahead
+            ahead = self._block if room is None else min(self._block, room())
+            reason = {"void": void} if void and self.voided.get(run) != void else {}
+            return [self._line(*key, ahead) | reason] if ahead > 0 else []
+
         if self._unused[key] == 0:
-            ahead = max(1, min(self._block, at_most))
-            self._write(*key, ahead)
+            self._append(lines)
             self._unused[key] += ahead
+        if self._unused[key] == 0:
+            return False
         self._unused[key] -= 1
+        return True
 
     def settle(self) -> None:
         """Hand back what was recorded ahead and not taken: at a checkpoint, and at a clean end.
@@ -216,28 +193,152 @@ class SpendLedger:
         while self._unused:
             key, steps = self._unused.popitem()  # first: a crash in between must not leave them both free and usable
             if steps:
-                self._write(*key, -steps)
+                self._record(*key, -steps)
 
-    def carry(self, run: str, history: list[Entry]) -> None:
+    def _record(self, run: str, sigma: float, q: float, clip: str, steps: int) -> None:
+        self._append(lambda: [self._line(run, sigma, q, clip, steps)])
+
+    def carry(self, run: str, history: Iterable[Entry]) -> None:
         """Record steps of `run` that another ledger or none had recorded.
 
         Raises:
             PrivacyLedgerError: they cannot be recorded.
         """
-        for sigma, q, steps in history:
-            self._write(run, sigma, q, steps)
+        self._append(lambda: [self._line(run, sigma, q, "", steps) for sigma, q, steps in history])
 
-    def _write(self, run: str, sigma: float, q: float, steps: int) -> None:
-        self._note(self._file.append({"run": run, "sigma": sigma, "q": q, "steps": steps}))
+    def set_budget(self, epsilon: float, delta: float) -> None:
+        """Let all runs together spend so much from now on.
 
-    def _note(self, records: list[dict[str, object]]) -> None:
-        for record in records:
-            try:
-                run, sigma, q, steps = (record[name] for name in ("run", "sigma", "q", "steps"))
-                sums = self._recorded[str(run)] = self._recorded.pop(str(run), Counter())  # the last run stands last
-                sums[float(sigma), float(q)] += int(steps)  # type: ignore[arg-type, call-overload]
-            except (KeyError, TypeError, ValueError) as error:
-                raise PrivacyLedgerError(f"{self.path} is not a privacy ledger: it holds {record}.") from error
+        Raises:
+            PrivacyLedgerError: it cannot be recorded.
+        """
+        self._append(lambda: [{"budget": [epsilon, delta]}])
+
+    def check_use(self) -> None:
+        """Compare the dataset and the budget of a shared ledger with those of this run.
+
+        Raises:
+            PrivacyLedgerError: they are others.
+        """
+        self._chain.read_new()
+        use = self.shared
+        if use is None:
+            return
+        if self.dataset is not None:
+            name, records = self.dataset
+            if records != use.records or (name and use.name and name != use.name):
+                raise PrivacyLedgerError(
+                    f"The privacy ledger {self.path} is that of the dataset {name or 'without a name'} with {records} "
+                    f"records, and this run has {use.name or 'one without a name'} with {use.records}. If it is the "
+                    f"same dataset, write dataset_size={records} and its name; otherwise name another ledger."
+                )
+        if self.budget is not None and use.budget is not None and self.budget != use.budget:
+            raise PrivacyLedgerError(
+                f"The privacy ledger {self.path} has the budget epsilon {self.budget[0]:g} at delta "
+                f"{self.budget[1]:g}, and ledger_budget={use.budget[0]:g} at delta {use.budget[1]:g} was given. Leave "
+                "ledger_budget out, or decide on another one for all runs: trainstack privacy ledger FILE --budget ..."
+            )
+
+    def copies(self, run: str | None = None) -> list[str]:
+        """What is known of copies of this ledger, which count steps of `run`, or of all runs, apart."""
+        self._chain.read_new()
+        pending = self._moved()
+        found = [*self._copies, *([(*pending, self.runs())] if pending else [])]
+        return [
+            f"{_COPIED[how].format(step=sum(steps.values()) if run is None else steps[run], path=path)}; steps of the "
+            "other copy after that are not counted"
+            for how, path, steps in found
+            if run is None or run in steps
+        ]
+
+    def _moved(self) -> tuple[str, str] | None:
+        """How the ledger came to another place than the one that it names, and which one that is; None if it did not.
+
+        Neither the host nor the device is compared: on a cluster they change while the folder stays.
+        """
+        here, before = self._here(), self._place
+        if not before or not here or here == before:
+            return None
+        old, head = str(before.get("path")), self._chain.head
+        shares = False
+        if old != here["path"]:
+            with contextlib.suppress(PrivacyLedgerError, OSError):
+                other = FileStore(old)
+                shares = other.exists() and other.place() != here and LedgerChain(other, lambda _: None).holds(head)
+        if not shares and here["inode"] == before.get("inode"):
+            return None  # renamed, or the same folder under another path
+        return ("from" if shares else "perhaps from", old)
+
+    def _here(self) -> Record:
+        try:
+            return self._chain.store.place()
+        except OSError:  # no folder yet
+            return {}
+
+    def _append(self, make: Callable[[], list[Record]]) -> None:
+        """Write what `make` returns, after what makes the ledger tell whose it is and where it lies."""
+        moved: tuple[str, str] | None = None
+
+        def lines() -> list[Record]:
+            nonlocal moved
+            self.check_use()
+            made = make()
+            if not made:
+                return []
+            use, here = self.shared, self._here()
+            facts: Record = {}
+            if use is not None and self.dataset is None:
+                facts["dataset"] = {"name": use.name, "records": use.records}
+            if use is not None and use.budget is not None and self.budget is None:
+                facts["budget"] = list(use.budget)
+            if here and here != self._place:
+                moved = self._moved()
+                facts |= {"place": here} | ({"copy": list(moved)} if moved else {})
+            return [{**facts, **made[0]}, *made[1:]]
+
+        self._chain.append(lines)
+        if moved is not None and moved[0] == "from":
+            self._tell(moved[1])
+
+    def _tell(self, path: str) -> None:
+        """Note in the ledger at `path` that this one is a copy of it, so that its runs state this too."""
+        note = {"copy": ["to", str(self._here()["path"])]}
+        with contextlib.suppress(PrivacyLedgerError, OSError):  # whose statements then do not name this copy
+            LedgerChain(FileStore(path), lambda _: None).append(lambda: [note])
+
+    def _line(self, run: str, sigma: float, q: float, clip: str, steps: int) -> Record:
+        line: Record = {"run": run, "sigma": sigma, "q": q, "steps": steps}
+        line |= {"clip": clip} if clip else {}
+        folder = None if self.shared is None else self.shared.folder
+        return line | ({"folder": folder} if folder and self._folders.get(run) != folder else {})
+
+    def _note(self, record: Record) -> None:
+        try:
+            if "copy" in record:
+                (how, path), steps = record["copy"], {run: sum(sums.values()) for run, sums in self._recorded.items()}
+                self._copies.append((how if how in _COPIED else "perhaps from", str(path), steps))
+            if "place" in record:
+                self._place = dict(record["place"])
+            if "dataset" in record:
+                self.dataset = (record["dataset"]["name"], int(record["dataset"]["records"]))
+            if "budget" in record:
+                epsilon, delta = map(float, record["budget"])
+                self.budget = (epsilon, delta)
+            if "run" in record or not record.keys() & {"copy", "place", "dataset", "budget"}:
+                self._count(record)
+        except (KeyError, TypeError, ValueError, OverflowError, ConfigurationError) as error:
+            raise PrivacyLedgerError(f"{self.path} is not a privacy ledger: it holds {record}.") from error
+
+    def _count(self, record: Record) -> None:
+        run, steps = str(record["run"]), int(record["steps"])
+        sigma, q, clip = float(record["sigma"]), float(record["q"]), str(record.get("clip", ""))
+        sums = self._recorded[run] = self._recorded.pop(run, Counter())  # the last run stands last
+        check_mechanism(sigma, q, sums[sigma, q, clip] + steps)
+        sums[sigma, q, clip] += steps
+        if "folder" in record:
+            self._folders[run] = str(record["folder"])
+        if "void" in record:
+            self.voided[run] = str(record["void"])
 
     def _discard_block_after_fork(self) -> None:
         """A forked process may not take the steps that its parent recorded for itself."""

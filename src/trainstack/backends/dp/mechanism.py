@@ -12,12 +12,14 @@ from torch import Tensor
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.budget import Accountant
 from trainstack.backends.dp.clipping import AdaptiveClipper
+from trainstack.backends.dp.epsilon import Entry
 from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.probing import WriteDetector
 from trainstack.backends.dp.randomness import Randomness
 from trainstack.backends.dp.sampling import count_records
 from trainstack.backends.dp.statement import private_statement
 from trainstack.backends.dp.telemetry import Telemetry
+from trainstack.backends.dp.trained_before import trained_before
 from trainstack.backends.privacy_statement import PrivacyStatement
 from trainstack.backends.processes.world import World
 from trainstack.backends.single_process import move_to_device
@@ -54,7 +56,7 @@ class Mechanism:
     ) -> None:
         self.args, self.accountant, self.mode, self.sampling = args, accountant, mode, sampling
         self._randomness, self._world = randomness, world
-        self._released = 0
+        self._released = self._released_before = 0
         self.notes: tuple[str, ...] = ()
         self.on_begin: Callable[[], None] = lambda: None
         self._write_detector = WriteDetector(mode.module)
@@ -122,6 +124,8 @@ class Mechanism:
         """
         self.check_parameters(work)
         self.accountant.charge()
+        if self._released == self._released_before:
+            trained_before.note(self.mode.trained, self.accountant)
         self._released += 1
         sums = self.mode.pop_sums()
         flat = torch.cat([*(part.flatten() for part in sums), self.telemetry.pop_sums(sums[0].device)])
@@ -187,7 +191,7 @@ class Mechanism:
                 "Resume from a checkpoint of a private run."
             )
         self._account(lambda: self.accountant.update_state(state["accountant"]))
-        self._released = int(state["released"])
+        self._released = self._released_before = int(state["released"])
         self.notes = tuple(dict.fromkeys((*self.notes, *map(str, state.get("notes", ())))))
         self.telemetry.update_state(state.get("telemetry", {}))
         if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
@@ -196,6 +200,17 @@ class Mechanism:
     def on_fresh_start(self, *, retry: bool) -> None:
         """Begin without a checkpoint; the steps of earlier starts count if this is one of them `retry`."""
         self._account(lambda: self.accountant.on_fresh_start(retry=retry))
+        for earlier in trained_before.find(self.mode.module.parameters()):
+            if earlier.run != self.accountant.run:
+                self._begin_after(earlier)
+
+    def _begin_after(self, earlier: Accountant) -> None:
+        history = earlier.last_history()
+        words = f"those of a private run before in this process, of {sum(n for _, _, n in history)} steps"
+        if self.args.init_weights_are_public:
+            self.accountant.start_from(f"{words}; declared public by init_weights_are_public", [], [])
+        else:
+            self.accountant.start_from(f"{words}, which are among those here", history, earlier.overrides)
 
     def _account(self, look: Callable[[], None]) -> None:
         """Let the main process, which has the ledger, `look` into it; the others follow."""
@@ -205,24 +220,35 @@ class Mechanism:
                 look()
             except Exception as error:
                 failure = error
-        spent = comm.broadcast_outcome(failure, self.accountant.get_state(), "reading the privacy account")
+        state = None if failure is not None else self.accountant.get_state()
+        spent = comm.broadcast_outcome(failure, state, "reading the privacy account")
         if not self._world.is_main:
             self.accountant.update_state(spent)
 
-    def statement(self) -> PrivacyStatement:
-        """What is guaranteed at this moment."""
+    def announce_steps(self, steps: int, publish: Callable[[PrivacyStatement], None] | None) -> None:
+        """Give `publish` a statement that covers the next `steps` steps, and another one when more are spent."""
+        if publish is None:
+            self.accountant.publish = None
+            return
+        self.accountant.publish = lambda history: publish(self.statement(history, status="running"))
+        self.accountant.plan_steps(steps)
+
+    def statement(self, history: list[Entry] | None = None, status: str | None = None) -> PrivacyStatement:
+        """What is guaranteed at this moment, or after the steps of `history`."""
         norms = self.args.per_sample_max_grad_norm
         if isinstance(self.mode.clipper, AdaptiveClipper):
             norms = self.mode.clipper.limit
         return private_statement(
             self.accountant.plan,
             self.args,
-            self.accountant.history,
+            self.accountant.history if history is None else history,
             max_grad_norm=[norms] if isinstance(norms, int | float) else norms,
             grad_mode=self.mode.name,
             world_size=self._world.size,
             overrides=self.accountant.overrides,
-            notes=self.notes,
+            not_covered=self.notes,
+            accountant=self.accountant,
+            status=status,
         )
 
     def close(self) -> None:

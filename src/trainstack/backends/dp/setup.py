@@ -7,10 +7,9 @@ import secrets
 from os import PathLike
 
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan, plan_privacy
-from trainstack.backends.dp.budget import Accountant
+from trainstack.backends.dp.budget import open_accountant
 from trainstack.backends.dp.checks import choose_probe_records, neighbour_problems, setup_problems, static_problems
 from trainstack.backends.dp.clipping import AdaptiveClipper, AutomaticClipper, Clipper, FlatClipper, per_layer_clipper
-from trainstack.backends.dp.ledger import SpendLedger
 from trainstack.backends.dp.mechanism import Mechanism
 from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.selection import choose_mode
@@ -35,7 +34,7 @@ def make_mechanism(
     Args:
         work: placed on its device, not wrapped.
         args: what is promised.
-        ledger: where steps are recorded; on the main process only.
+        ledger: where steps are recorded unless `args.ledger` names another; on the main process only.
         run: runs the module on a batch as the layers inside do.
 
     Raises:
@@ -53,8 +52,7 @@ def make_mechanism(
     if found and args.on_unsafe == "error":
         mode.close()
         raise _refusal(*found)
-    book = SpendLedger(ledger) if ledger is not None and work.world.is_main else None
-    accountant = Accountant(plan, args, book)
+    accountant = open_accountant(work, plan, args, ledger)
     accountant.overrides = (*seen, *found, *((SEEDED,) if args.debug_seed is not None else ()))
     accountant.overrides += (EXPOSED,) if args.expose_records else ()
     randomness = _randomness(args, comm)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from trainstack.backends.dp.accounting import epsilon_of, merge_steps
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan
 from trainstack.backends.dp.epsilon import Entry, fixed_order_epsilon, opacus_version
-from trainstack.backends.privacy_statement import PrivacyStatement
+from trainstack.backends.privacy_statement import PrivacyStatement, round_up
+
+if TYPE_CHECKING:
+    from trainstack.backends.dp.budget import Accountant
+    from trainstack.backends.dp.ledger import SpendLedger
 
 COVERED = ("the weights after every step, all of them together, and whatever is computed from them",)
 SEEDED = "whoever knows debug_seed knows which items were sampled and what the noise was"
@@ -20,7 +25,20 @@ NOT_COVERED = (
     "statistics of the data used to prepare it",
     "what train_step logs or returns, and callbacks write",
     "what a callback or a function decides by trainer.history, such as a learning rate",
+    "the gradient mode and what is refused at the start, which are functions of private records",
 )
+LOSSES = {
+    "hooks": "the loss of a batch is the mean of the losses of its records, each of which depends on its record alone",
+    "loop": "none: each record's gradient is that of a batch of this record alone",
+}
+_VECTORISED = "each record's loss is computed from that record alone (vectorised)"
+LOSSES |= {"ghost": LOSSES["hooks"], "vmap": _VECTORISED, "bookkeeping": _VECTORISED}
+NOTES = (
+    ("Schedulers", "those that depend on step counts alone are covered; one that follows a private metric is not"),
+    ("Random states", "those of sampling and noise are in no file"),
+    ("Persons", "a person with k items has k times epsilon, by group privacy, and a larger delta"),
+)
+"""What a statement rests on or leaves out, whatever the run did."""
 
 
 def private_statement(
@@ -32,7 +50,9 @@ def private_statement(
     grad_mode: str,
     world_size: int,
     overrides: Sequence[str] = (),
-    notes: Sequence[str] = (),
+    not_covered: Sequence[str] = (),
+    accountant: Accountant | None = None,
+    status: str | None = None,
 ) -> PrivacyStatement:
     """The statement of a run with a privacy layer.
 
@@ -44,7 +64,9 @@ def private_statement(
         grad_mode: how per-sample gradients were computed, "auto" resolved.
         world_size: processes.
         overrides: every other reason for which the guarantee does not hold.
-        notes: what else the guarantee does not cover.
+        not_covered: what else the guarantee does not cover.
+        accountant: knows the ledger, how gradients were clipped before, and the initial weights.
+        status: "running" where `history` has the planned steps.
     """
     entries = tuple(merge_steps(history))
     epsilon = epsilon_of(entries, plan.delta, plan.accountant, eps_error=plan.eps_error)
@@ -69,7 +91,10 @@ def private_statement(
         grad_mode=grad_mode,
         world_size=world_size,
         covered=() if reasons else _covered(args),
-        not_covered=(*_not_covered(args), *notes),
+        not_covered=(*_not_covered(args), *not_covered),
+        **({} if accountant is None else _of_account(accountant)),
+        status=status,
+        notes=_notes(accountant, grad_mode),
         versions=(("trainstack", version("trainstack")), ("torch", version("torch")), ("opacus", opacus_version())),
     )
 
@@ -87,6 +112,45 @@ def _not_covered(args: DifferentialPrivacyArguments) -> tuple[str, ...]:
     logged = ("the training loss and what train_step logs, which were recorded without noise",)
     rest = NOT_COVERED[1:] if args.public_validation else NOT_COVERED
     return (*(logged if args.log_train_loss else ()), *rest)
+
+
+def _notes(accountant: Accountant | None, grad_mode: str) -> tuple[tuple[str, str], ...]:
+    notes = [("Assumed of losses", LOSSES.get(grad_mode, LOSSES["hooks"])), *NOTES]
+    if accountant is None:
+        return tuple(notes)
+    notes.insert(0, ("Initial weights", accountant.initial_weights))
+    ledger = accountant.ledger
+    if ledger is not None and ledger.shared is not None:
+        notes.append(("Dataset", ledger_words(ledger, accountant.plan.delta, accountant.plan.accountant)))
+    if ledger is not None:
+        notes += [("Copies", words) for words in ledger.copies(accountant.run if ledger.shared is None else None)]
+    return tuple(notes)
+
+
+def _of_account(accountant: Accountant) -> dict[str, Any]:
+    ledger, plan = accountant.ledger, accountant.plan
+    spent = None
+    if ledger is not None and ledger.shared is not None and not ledger.voided:
+        spent = epsilon_of(ledger.spent(), plan.delta, plan.accountant, eps_error=plan.eps_error)
+    return {
+        "run": accountant.run,
+        "ledger": None if ledger is None else ledger.path,
+        "ledger_epsilon": None if spent is None or math.isinf(spent) else spent,
+        "clippings": tuple(accountant.clippings),
+    }
+
+
+def ledger_words(ledger: SpendLedger, delta: float, accountant: str) -> str:
+    """What all runs that charge `ledger` have spent together, as a sentence."""
+    runs, history = ledger.runs(), ledger.spent()
+    name = ledger.dataset[0] if ledger.dataset is not None and ledger.dataset[0] else "of the ledger"
+    head = f"{sum(runs.values())} steps of {len(runs)} runs on the dataset {name} ({ledger.path})"
+    if ledger.voided:
+        return f"{head}, which guarantee nothing: {'; '.join(sorted(set(ledger.voided.values())))}"
+    epsilon = epsilon_of(history, delta, accountant)
+    budget = "no budget" if ledger.budget is None else f"budget epsilon {ledger.budget[0]:g} at {ledger.budget[1]:g}"
+    shown = "infinite" if math.isinf(epsilon) else round_up(epsilon)
+    return f"{head} have spent epsilon {shown} at delta {delta:g} together, until now; {budget}"
 
 
 def _randomness(args: DifferentialPrivacyArguments) -> str:

@@ -27,6 +27,7 @@ from trainstack.trainer.tracking.provenance import Provenance
 from trainstack.trainer.tracking.writers import RunInfo, WriterGroup, build_writers
 
 if TYPE_CHECKING:
+    from trainstack.backends.privacy_statement import PrivacyStatement
     from trainstack.trainer.reporting.report.recorder import RunRecorder
 
 _MANY_STEPS = 1000
@@ -92,6 +93,9 @@ class Reporter:
         if resume_step is not None:
             rows.append(("resumed", f"after global step {resume_step}"))
         self._writers.text(format_plan_table(rows))
+        if stack.is_private:  # until the end, the statement on the disk has what all planned steps spend
+            left = max(0, (plan.total_steps or 0) - context.state.global_step)
+            stack.announce_steps(left, self._write_statement if self._is_main else None)
 
     def _recorded(self) -> Iterable[Record]:
         """What the writers of this run were given before."""
@@ -205,10 +209,13 @@ class Reporter:
             self.text(exhausted_reason)
         self.text(statement.text)
         if self._is_main:
-            self._check_lease()
-            make_directories(self._log_dir)
-            for suffix, text in (("txt", statement.text), ("json", statement.to_json())):
-                atomic_write(self._log_dir / f"privacy_statement.{suffix}", f"{text}\n".encode())
+            self._write_statement(statement)
+
+    def _write_statement(self, statement: PrivacyStatement) -> None:
+        self._check_lease()
+        make_directories(self._log_dir)
+        for suffix, text in (("txt", statement.text), ("json", statement.to_json())):
+            atomic_write(self._log_dir / f"privacy_statement.{suffix}", f"{text}\n".encode(), durable=True)
 
     def end(self, status: str, reason: str | None = None) -> None:
         """Write the report of a run that has ended, and log its path; a report that fails is a warning.
@@ -244,5 +251,7 @@ class Reporter:
     def close(self) -> None:
         """Leave the terminal and the files in order."""
         self._context.sync_logs = lambda: None
+        if self._context.stack.is_private:
+            self._context.stack.announce_steps(0, None)  # a later step charges more than the file says only by `open`
         self.progress.close()
         self._writers.close()

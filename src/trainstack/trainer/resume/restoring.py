@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from trainstack._files import real_path
+from trainstack._files import read_small, real_path
 from trainstack.backends import TrainerBackend, World
+from trainstack.backends.privacy_statement import PrivacyStatement, WeightsOrigin
 from trainstack.backends.spec import known_layers
 from trainstack.checkpointing import Checkpoint, WarmStartReport, warm_start
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
@@ -110,6 +113,8 @@ def start_from_weights(
         return None
     source = resolve_pointer(Path(source))
     _check_not_private(source, context.stack)
+    if context.stack.is_private:
+        context.stack.on_initial_weights(_origin_of(source))
     weights = read_weights(source)
     report = warm_start(context.module, weights, strict=args.init_weights_strict, name=os.fspath(source))
     log.info(str(report)) if report.is_complete else log.warning(str(report))
@@ -131,6 +136,21 @@ def _check_not_private(source: Path, stack: TrainerBackend) -> None:
             f"the state of {private}, which accounts for all that was done so far. Write resume={str(folder)!r}, or, "
             "if these weights are released as they are, name an export of them."
         )
+
+
+def _origin_of(source: Path) -> WeightsOrigin:
+    """What the manifest of `source` says of its training; a bare file has none."""
+    folder = _checkpoint_of(source)
+    if folder is None:
+        return WeightsOrigin(path=os.path.abspath(source))
+    facts = read_manifest(folder).metadata or {}
+    told = facts.get("privacy")
+    return WeightsOrigin(
+        path=os.path.abspath(source),
+        digest=hashlib.sha256(read_small(folder / MANIFEST)).hexdigest(),
+        backend=str(facts.get("backend", "")) or None,
+        statement=None if told is None else PrivacyStatement.from_json(json.dumps(told)),
+    )
 
 
 def _checkpoint_of(source: Path) -> Path | None:
