@@ -183,6 +183,12 @@ class TrainerBackend(ABC):
             retry: one was looked for in vain, so this may be another start of a run that was interrupted early.
         """
 
+    def on_chosen_stop(self, steps_left: int) -> None:  # noqa: B027 - most layers have nothing to do
+        """Called on all processes when code of the run has stopped the training, with so many planned steps left.
+
+        The code may have looked at metrics, so the number of steps may tell of them.
+        """
+
     @property
     def sampling(self) -> Sampling | None:
         """How the training data is drawn, if a layer does that itself; known once `prepare` was called."""
@@ -410,6 +416,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
 
     def on_fresh_start(self, *, retry: bool) -> None:
         self.inner.on_fresh_start(retry=retry)
+
+    def on_chosen_stop(self, steps_left: int) -> None:
+        self.inner.on_chosen_stop(steps_left)
 
     @property
     def sampling(self) -> Sampling | None:

@@ -51,7 +51,7 @@ class Mechanism:
     ) -> None:
         self.args, self.accountant, self.mode, self.sampling = args, accountant, mode, sampling
         self._randomness, self._world = randomness, world
-        self._released = 0
+        self._released = self._unused_steps = 0
         self._write_detector = WriteDetector(mode.module)
         self.telemetry = Telemetry(args, accountant.plan, mode.clipper, one_by_one=mode.one_by_one)
         mode.observer = self.telemetry.observe if self.telemetry.is_observing else None
@@ -91,6 +91,7 @@ class Mechanism:
         self.check_parameters(work)
         self.accountant.charge()
         self._released += 1
+        self._unused_steps = max(0, self._unused_steps - 1)
         sums = self.mode.pop_sums()
         flat = torch.cat([*(part.flatten() for part in sums), self.telemetry.pop_sums(sums[0].device)])
         if self._world.is_main:
@@ -140,6 +141,7 @@ class Mechanism:
         clipper = self.mode.clipper
         limit = clipper.limit if isinstance(clipper, AdaptiveClipper) else None
         state = {"accountant": self.accountant.get_state(), "released": self._released, "clipping_norm": limit}
+        state |= {"unused_steps": self._unused_steps} if self._unused_steps else {}
         return {**state, "telemetry": self.telemetry.get_state()} if self.telemetry.is_observing else state
 
     def update_state(self, state: Mapping[str, Any]) -> None:
@@ -154,7 +156,7 @@ class Mechanism:
                 "Resume from a checkpoint of a private run."
             )
         self._account(lambda: self.accountant.update_state(state["accountant"]))
-        self._released = int(state["released"])
+        self._released, self._unused_steps = int(state["released"]), int(state.get("unused_steps", 0))
         self.telemetry.update_state(state.get("telemetry", {}))
         if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
             self.mode.clipper.limit = float(state["clipping_norm"])
@@ -162,6 +164,14 @@ class Mechanism:
     def on_fresh_start(self, *, retry: bool) -> None:
         """Begin without a checkpoint; the steps of earlier starts count if this is one of them `retry`."""
         self._account(lambda: self.accountant.on_fresh_start(retry=retry))
+
+    def on_chosen_stop(self, steps_left: int) -> None:
+        """From now on the statement gives the epsilon of all planned steps, as far as the budget allows them.
+
+        A stop that depends on released values makes the number of steps an output. Every rule of stopping is
+        post-processing of the planned steps, so their epsilon bounds it, while that of the taken steps need not.
+        """
+        self._unused_steps = self.sampling.steps_allowed(steps_left)
 
     def _account(self, look: Callable[[], None]) -> None:
         """Let the main process, which has the ledger, `look` into it; the others follow."""
@@ -180,14 +190,18 @@ class Mechanism:
         norms = self.args.per_sample_max_grad_norm
         if isinstance(self.mode.clipper, AdaptiveClipper):
             norms = self.mode.clipper.limit
+        plan, history = self.accountant.plan, self.accountant.history
+        if self._unused_steps:
+            history = [*history, (plan.noise_multiplier, plan.sample_rate, self._unused_steps)]
         return private_statement(
-            self.accountant.plan,
+            plan,
             self.args,
-            self.accountant.history,
+            history,
             max_grad_norm=[norms] if isinstance(norms, int | float) else norms,
             grad_mode=self.mode.name,
             world_size=self._world.size,
             overrides=self.accountant.overrides,
+            unused_steps=self._unused_steps,
         )
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ def private_statement(
     grad_mode: str,
     world_size: int,
     overrides: Sequence[str] = (),
+    unused_steps: int = 0,
 ) -> PrivacyStatement:
     """The statement of a run with a privacy layer.
 
@@ -42,6 +43,7 @@ def private_statement(
         grad_mode: how per-sample gradients were computed, "auto" resolved.
         world_size: processes.
         overrides: every other reason for which the guarantee does not hold.
+        unused_steps: how many steps of `history` were planned and not taken, because the training was stopped.
     """
     entries = tuple(merge_steps(history))
     epsilon = epsilon_of(entries, plan.delta, plan.accountant, eps_error=plan.eps_error)
@@ -65,14 +67,16 @@ def private_statement(
         randomness=_randomness(args),
         grad_mode=grad_mode,
         world_size=world_size,
-        covered=() if reasons else _covered(args),
+        covered=() if reasons else _covered(args, unused_steps),
         not_covered=_not_covered(args),
         versions=(("trainstack", version("trainstack")), ("torch", version("torch")), ("opacus", opacus_version())),
     )
 
 
-def _covered(args: DifferentialPrivacyArguments) -> tuple[str, ...]:
+def _covered(args: DifferentialPrivacyArguments, unused_steps: int) -> tuple[str, ...]:
     found = list(COVERED)
+    if unused_steps:
+        found.append(f"the step of the stop: the last {unused_steps} steps count although they were not taken")
     if args.telemetry:
         found.append(f"the noisy telemetry of {', '.join(args.telemetry)}")
     if args.public_validation:
