@@ -192,6 +192,7 @@ class TrainerBackend(ABC):
         A private run refuses other changes between two optimizer steps.
         """
         return nullcontext()
+
     def on_initial_weights(self, origin: WeightsOrigin) -> None:  # noqa: B027 - most layers have nothing to do
         """Called before `prepare` when the module was given weights from elsewhere, which are in it already."""
 
@@ -204,6 +205,12 @@ class TrainerBackend(ABC):
             steps: from now on.
             publish: takes a statement that holds until they are made; called now, and again before more is spent than
                 the last one says. None when the training is over.
+        """
+
+    def on_chosen_stop(self, steps_left: int) -> None:  # noqa: B027 - most layers have nothing to do
+        """Called on all processes when code of the run has stopped the training, with so many planned steps left.
+
+        The code may have looked at metrics, so the number of steps may tell of them.
         """
 
     @property
@@ -436,11 +443,15 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
 
     def post_processing(self) -> AbstractContextManager[None]:
         return self.inner.post_processing()
+
     def on_initial_weights(self, origin: WeightsOrigin) -> None:
         self.inner.on_initial_weights(origin)
 
     def announce_steps(self, steps: int, publish: Callable[[PrivacyStatement], None] | None) -> None:
         self.inner.announce_steps(steps, publish)
+
+    def on_chosen_stop(self, steps_left: int) -> None:
+        self.inner.on_chosen_stop(steps_left)
 
     @property
     def sampling(self) -> Sampling | None:

@@ -191,6 +191,24 @@ class StopsAt(ts.Callback):
             trainer.request_stop("test")
 
 
+def test_a_stop_that_may_depend_on_values_leaves_the_epsilon_of_the_planned_steps(tmp_path: Path) -> None:
+    args = promise(noise_multiplier=1.0)
+    saving = {"checkpointer_args": ts.DefaultCheckpointerArguments(), "resume": "auto"}
+
+    def run(**changes: Any) -> Any:
+        trainer = ts.Trainer(Rated(), private(tmp_path, args, epochs=2, **saving, **changes), callbacks=[StopsAt(7)])
+        trainer.train()
+        assert trainer.state.global_step == changes.get("max_steps", 7)
+        return trainer.privacy_statement()
+
+    stopped = run()
+    assert stopped.steps == 12
+    assert "the last 5 steps count although they were not taken" in stopped.text
+    whole = run(max_steps=12)
+    assert (whole.steps, whole.epsilon) == (12, stopped.epsilon)
+    assert "not taken" not in whole.text
+
+
 def test_a_resumed_run_continues_the_running_means(tmp_path: Path) -> None:
     args = promise(telemetry={"loss": (0, 4), "accuracy": (0, 1)}, grad_mode="vmap", noise_multiplier=1.0, debug_seed=3)
 

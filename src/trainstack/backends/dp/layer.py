@@ -134,6 +134,10 @@ class DP(AbstractTrainerBackendDecorator):
             self.accountant.start_from(*self._origin)
         self.inner.on_fresh_start(retry=retry)
 
+    def on_chosen_stop(self, steps_left: int) -> None:
+        self._ready.on_chosen_stop(steps_left)
+        self.inner.on_chosen_stop(steps_left)
+
     @property
     def sampling(self) -> Sampling | None:
         return None if self._mechanism is None else self._mechanism.sampling

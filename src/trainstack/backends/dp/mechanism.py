@@ -56,7 +56,7 @@ class Mechanism:
     ) -> None:
         self.args, self.accountant, self.mode, self.sampling = args, accountant, mode, sampling
         self._randomness, self._world = randomness, world
-        self._released = self._released_before = 0
+        self._released = self._released_before = self._unused_steps = 0
         self.notes: tuple[str, ...] = ()
         self.on_begin: Callable[[], None] = lambda: None
         self._write_detector = WriteDetector(mode.module)
@@ -127,6 +127,7 @@ class Mechanism:
         if self._released == self._released_before:
             trained_before.note(self.mode.trained, self.accountant)
         self._released += 1
+        self._unused_steps = max(0, self._unused_steps - 1)
         sums = self.mode.pop_sums()
         flat = torch.cat([*(part.flatten() for part in sums), self.telemetry.pop_sums(sums[0].device)])
         if self._world.is_main:
@@ -176,7 +177,7 @@ class Mechanism:
         clipper = self.mode.clipper
         limit = clipper.limit if isinstance(clipper, AdaptiveClipper) else None
         state = {"accountant": self.accountant.get_state(), "released": self._released, "clipping_norm": limit}
-        return {**state, "notes": list(self.notes)}
+        state |= {"notes": list(self.notes), "unused_steps": self._unused_steps}
         return {**state, "telemetry": self.telemetry.get_state()} if self.telemetry.is_observing else state
 
     def update_state(self, state: Mapping[str, Any]) -> None:
@@ -192,6 +193,7 @@ class Mechanism:
             )
         self._account(lambda: self.accountant.update_state(state["accountant"]))
         self._released = self._released_before = int(state["released"])
+        self._unused_steps = int(state.get("unused_steps", 0))
         self.notes = tuple(dict.fromkeys((*self.notes, *map(str, state.get("notes", ())))))
         self.telemetry.update_state(state.get("telemetry", {}))
         if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
@@ -211,6 +213,14 @@ class Mechanism:
             self.accountant.start_from(f"{words}; declared public by init_weights_are_public", [], [])
         else:
             self.accountant.start_from(f"{words}, which are among those here", history, earlier.overrides)
+
+    def on_chosen_stop(self, steps_left: int) -> None:
+        """From now on the statement gives the epsilon of all planned steps, as far as the budget allows them.
+
+        A stop that depends on released values makes the number of steps an output. Every rule of stopping is
+        post-processing of the planned steps, so their epsilon bounds it, while that of the taken steps need not.
+        """
+        self._unused_steps = self.sampling.steps_allowed(steps_left)
 
     def _account(self, look: Callable[[], None]) -> None:
         """Let the main process, which has the ledger, `look` into it; the others follow."""
@@ -238,10 +248,15 @@ class Mechanism:
         norms = self.args.per_sample_max_grad_norm
         if isinstance(self.mode.clipper, AdaptiveClipper):
             norms = self.mode.clipper.limit
+        plan = self.accountant.plan
+        if history is None:
+            history = self.accountant.history
+            if self._unused_steps:
+                history = [*history, (plan.noise_multiplier, plan.sample_rate, self._unused_steps)]
         return private_statement(
-            self.accountant.plan,
+            plan,
             self.args,
-            self.accountant.history if history is None else history,
+            history,
             max_grad_norm=[norms] if isinstance(norms, int | float) else norms,
             grad_mode=self.mode.name,
             world_size=self._world.size,
@@ -249,6 +264,7 @@ class Mechanism:
             not_covered=self.notes,
             accountant=self.accountant,
             status=status,
+            unused_steps=self._unused_steps,
         )
 
     def close(self) -> None:

@@ -17,7 +17,6 @@ from trainstack.backends.dp.randomness import DebugRandomness, Randomness, Seede
 from trainstack.backends.dp.sample_replay import mixed_records
 from trainstack.backends.dp.sampling import PoissonSampling, check_records
 from trainstack.backends.dp.statement import EXPOSED, SEEDED
-from trainstack.backends.dp.statement import SEEDED
 from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.backends.processes.communicator import Communicator
 from trainstack.backends.processes.packing import broadcast_coalesced

@@ -53,6 +53,7 @@ def private_statement(
     not_covered: Sequence[str] = (),
     accountant: Accountant | None = None,
     status: str | None = None,
+    unused_steps: int = 0,
 ) -> PrivacyStatement:
     """The statement of a run with a privacy layer.
 
@@ -67,6 +68,7 @@ def private_statement(
         not_covered: what else the guarantee does not cover.
         accountant: knows the ledger, how gradients were clipped before, and the initial weights.
         status: "running" where `history` has the planned steps.
+        unused_steps: how many steps of `history` were planned and not taken, because the training was stopped.
     """
     entries = tuple(merge_steps(history))
     epsilon = epsilon_of(entries, plan.delta, plan.accountant, eps_error=plan.eps_error)
@@ -90,7 +92,7 @@ def private_statement(
         randomness=_randomness(args),
         grad_mode=grad_mode,
         world_size=world_size,
-        covered=() if reasons else _covered(args),
+        covered=() if reasons else _covered(args, unused_steps),
         not_covered=(*_not_covered(args), *not_covered),
         **({} if accountant is None else _of_account(accountant)),
         status=status,
@@ -99,8 +101,10 @@ def private_statement(
     )
 
 
-def _covered(args: DifferentialPrivacyArguments) -> tuple[str, ...]:
+def _covered(args: DifferentialPrivacyArguments, unused_steps: int) -> tuple[str, ...]:
     found = list(COVERED)
+    if unused_steps:
+        found.append(f"the step of the stop: the last {unused_steps} steps count although they were not taken")
     if args.telemetry:
         found.append(f"the noisy telemetry of {', '.join(args.telemetry)}")
     if args.public_validation:

@@ -624,6 +624,9 @@ class Run:
         `export` writes the module's state. It is not called where a signal has interrupted the run.
         """
         agreed, step = self.stopper.agreed, self.state.global_step
+        planned = self.data.plan.total_steps
+        if agreed is not None and agreed.is_chosen and planned is not None:
+            self.stack.on_chosen_stop(max(0, planned - step))
         self.restore_rng_once()
         reporter.write()  # a history counts as written once it is saved
         self.saver.save(force=True, unless_saved=True)

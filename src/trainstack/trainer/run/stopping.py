@@ -37,10 +37,17 @@ LEAVE_S = 10.0
 
 
 class Request(NamedTuple):
-    """Why a run is to stop: the reason in words, and the number of the signal that asks for it, if one does."""
+    """Why a run is to stop: the reason in words, the number of the signal that asks for it, if one does, and whether a
+    clock asks."""
 
     reason: str
     signal: int | None = None
+    by_clock: bool = False
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether code of the run asks, which may have looked at metrics."""
+        return self.signal is None and not self.by_clock
 
 
 class Stopped(Exception):
@@ -107,10 +114,10 @@ class Stopper:
                 time.sleep(pause)
                 pause = min(2 * pause, max(0.05, world.size / 2000))
 
-    def request(self, reason: str, signal: int | None = None) -> None:
+    def request(self, reason: str, signal: int | None = None, by_clock: bool = False) -> None:
         """Ask for a stop at the next boundary that all processes agree on."""
         if self._request is None or (signal is not None and self._request.signal is None):
-            self._request = Request(reason, signal)
+            self._request = Request(reason, signal, by_clock)
         if self._loop is not None:
             self._loop.next_due_step = 0
 
@@ -280,7 +287,7 @@ def stop_after(stopper: Stopper, args: TrainerArguments) -> Iterator[None]:
         yield
         return
     reason = f"max_time={args.max_time!r} is over"
-    timer = threading.Timer(seconds_of("max_time", args.max_time), stopper.request, (reason,))
+    timer = threading.Timer(seconds_of("max_time", args.max_time), stopper.request, (reason, None, True))
     timer.daemon = True
     timer.start()
     try:

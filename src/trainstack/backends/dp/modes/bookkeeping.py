@@ -27,7 +27,7 @@ from trainstack.backends.dp.modes.base import (
 )
 from trainstack.backends.dp.modes.op_interceptor import OpInterceptor
 from trainstack.backends.dp.modes.param_uses import ParamUse, squared_norms
-from trainstack.backends.dp.modes.vmap import one_record_batches, explain_vmap_error
+from trainstack.backends.dp.modes.vmap import explain_vmap_error, one_record_batches
 from trainstack.backends.dp.torch_names import pytree
 from trainstack.backends.losses import find_loss
 
