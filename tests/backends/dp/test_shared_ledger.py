@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from tests.backends.dp.support import make_plan
 from trainstack.backends.dp import (
@@ -156,7 +157,7 @@ def test_an_older_copy_of_the_ledger_is_recognised_on_resume(tmp_path: Path) -> 
     state = through_json(run)
     state["history"], state["clippings"] = [[SIGMA, Q, 20]], []  # the older copy covers these steps
     path.write_bytes(older)
-    with pytest.raises(PrivacyLedgerError, match="lacks the newest line .* it is an older copy"):
+    with pytest.raises(PrivacyLedgerError, match=r"lacks the newest line .* it is an older copy"):
         accountant(SpendLedger(path)).update_state(state)
     reported = accountant(SpendLedger(path), on_unsafe="report")
     reported.update_state(state)
@@ -175,11 +176,6 @@ def test_lines_cannot_be_removed_or_exchanged(tmp_path: Path) -> None:
 
 def test_a_ledger_of_the_format_without_a_chain_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "privacy.ledger"
-    path.write_text(  # as version 0.1.0 wrote them
-        'd1b1d8d4f0f0b3ad {"q":0.02,"run":"r","sigma":1.0,"steps":16}\n', encoding="utf-8"
-    )
-    import xxhash
-
     text = '{"q":0.02,"run":"r","sigma":1.0,"steps":16}'
     path.write_text(f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n", encoding="utf-8")
     ledger = SpendLedger(path)

@@ -134,8 +134,8 @@ def restated(statement: PrivacyStatement, ledger: SpendLedger) -> PrivacyStateme
     known, stated = sum(steps for _, _, steps in own), sum(entry[2] for entry in statement.clippings)
     if known < stated:
         raise PrivacyLedgerError(
-            f"The privacy ledger {ledger.path} has {known} steps of this run, which had stated {stated}: it is an older "
-            "copy or another ledger. Put the newest one there."
+            f"The privacy ledger {ledger.path} has {known} steps of this run, which had stated {stated}: it is an "
+            "older copy or another ledger. Put the newest one there."
         )
     history = tuple(merge_steps([*statement.before, *own]))
     delta, accountant, error = statement.delta, statement.accountant or "prv", statement.eps_error or LARGEST_ERROR
