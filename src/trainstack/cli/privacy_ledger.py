@@ -103,7 +103,7 @@ def _run_ledger(args: argparse.Namespace) -> int:
         if not (args.budget > 0 and math.isfinite(args.budget)):
             raise ConfigurationError(f"--budget {args.budget}: write a number above 0.")
         ledger.set_budget(args.budget, delta)
-    runs = [
+    runs: list[dict[str, Any]] = [
         {"run": run, "steps": steps, "epsilon": _epsilon(ledger, run, delta, args), "folder": ledger.folder_of(run)}
         for run, steps in ledger.runs().items()
     ]

@@ -206,6 +206,15 @@ def test_the_statement_has_a_line_on_everything_that_it_rests_on(tmp_path: Path)
     assert "the gradient mode and what is refused at the start, which are functions of private records" in text
 
 
+def test_an_export_carries_the_statement(tmp_path: Path) -> None:
+    trainer = made(tmp_path / "run")
+    trainer.train()
+    trainer.export(tmp_path / "export")
+    readme = (tmp_path / "export" / "README.md").read_text()
+    assert f"## Privacy statement\n\n```text\n{trainer.privacy_statement().text}\n```" in readme
+    assert json.loads((tmp_path / "export" / "MANIFEST.json").read_text())
+
+
 # --- one ledger for a dataset
 
 
