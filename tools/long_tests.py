@@ -48,6 +48,7 @@ def batteries() -> list[Battery]:
         found.append(Battery(f"distributed-{seed}", (*pytest, "-m", "distributed", "tests"), environment))
         found.append(Battery(f"hostile-{seed}", ("-m", "tools.hostile_checkpoints", "--seed", str(seed))))
         found.append(Battery(f"kills-{seed}", ("-m", "tools.kills", "--seed", str(seed))))
+        found.append(Battery(f"ledger-{seed}", ("-m", "tools.kills.ledger", "--seed", str(seed))))
         found.append(Battery(f"campaign-{seed}", ("-m", "tools.kills.campaign", "--seed", str(seed))))
         random_cases = ("-m", "tools.differential", "--seed", str(seed))
         found.append(Battery(f"differential-{seed}", (*random_cases, "--cases", str(CASES))))

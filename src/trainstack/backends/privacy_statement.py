@@ -57,6 +57,7 @@ class PrivacyStatement:
         run: the id under which a ledger has the steps.
         ledger: its path or address.
         ledger_epsilon: what all runs that charge the ledger of a dataset have spent together, at `delta`.
+        before: the part of `history` that other runs on the same weights have spent.
         clippings: (noise multiplier, sampling rate, steps, how gradients were clipped) each, of this run.
         notes: further lines of the statement, as (name, text).
     """
@@ -87,6 +88,7 @@ class PrivacyStatement:
     run: str | None = None
     ledger: str | None = None
     ledger_epsilon: float | None = None
+    before: tuple[tuple[float, float, int], ...] = ()
     clippings: tuple[tuple[float, float, int, str], ...] = ()
     notes: tuple[tuple[str, str], ...] = ()
 

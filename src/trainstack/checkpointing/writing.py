@@ -60,6 +60,9 @@ def render_readme(
 ) -> bytes:
     """Return the text of README.md for an export of `model_state`."""
     facts = {"global steps": global_step, **(metadata or {})}
+    texts = {k: facts.pop(k) for k, value in list(facts.items()) if isinstance(value, str) and "\n" in value}
+    if texts:
+        facts.pop("privacy", None)  # as JSON it is in the manifest
     tables = {
         "Training": {k: value for k, value in facts.items() if not isinstance(value, Mapping) and value is not None},
         **{key.capitalize(): value for key, value in facts.items() if isinstance(value, Mapping)},
@@ -71,6 +74,7 @@ def render_readme(
         if table:
             rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in table.items()]
             parts += [f"## {title}", "\n".join(["| | |", "| --- | --- |", *rows])]
+    parts += [f"## {title.capitalize()}\n\n```text\n{text}\n```" for title, text in texts.items()]
     parts.append(
         "`MANIFEST.json` holds the size and hash of each file but this one, which is yours to edit; "
         "`trainstack checkpoints verify` compares them. No file here is a pickle."

@@ -18,6 +18,7 @@ from trainstack.backends.dp import (
 from trainstack.backends.dp.accounting import ACCOUNTANTS
 from trainstack.backends.dp.arguments import check_delta_for, sampling_rate
 from trainstack.backends.privacy_statement import round_up
+from trainstack.cli import privacy_ledger
 from trainstack.cli.printing import FAILED, print_json, print_line, print_lines
 from trainstack.errors import ConfigurationError
 from trainstack.ranks import global_rank
@@ -93,6 +94,7 @@ def add(subparsers: Any) -> None:
     for question in (epsilon, noise, steps):
         _add_mechanism(question)
     add_audit(questions)
+    privacy_ledger.add(questions)
 
 
 def _add_mechanism(parser: argparse.ArgumentParser) -> None:

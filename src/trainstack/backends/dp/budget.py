@@ -390,8 +390,9 @@ class Accountant:
             place = saved.get("address", "in the folder of the run")
             raise PrivacyLedgerError(
                 f"The privacy ledger {ledger.path} {what}, so it cannot know how many came after it. Copy the ledger "
-                f"file of the run to there, in its latest state (it was {place}); for a branch beside the first run write ledger=... with the path of that ledger, so that both "
-                "charge it; or write on_unsafe='report' and go on without a guarantee."
+                f"file of the run to there, in its latest state (it was {place}); for a branch beside the first run "
+                "write ledger=... with the path of that ledger, so that both charge it; or write on_unsafe='report' "
+                "and go on without a guarantee."
             )
         ledger.carry(run, missing)
         return [NO_LEDGER if missing else OLD_LEDGER]

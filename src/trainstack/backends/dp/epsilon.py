@@ -143,7 +143,7 @@ def opacus_version() -> str:
 Entry = tuple[float, float, int]
 """(noise multiplier sigma, sampling rate q, steps)."""
 
-_ORDERS = [1 + tenth / 10 for tenth in range(1, 100)] + [
+ORDERS = [1 + tenth / 10 for tenth in range(1, 100)] + [
     float(order) for order in (*range(12, 64), 64, 80, 96, 128, 192, 256, 384, 512, 1024)
 ]
 """opacus' own orders, which end at 63, and higher ones: without them epsilon never falls below 0.1 at delta 1e-5."""
@@ -154,15 +154,25 @@ _LARGEST_GRID = 2**22
 
 def rdp_epsilon(history: Sequence[Entry], delta: float) -> float:
     """Epsilon by Renyi accounting; `history` holds only entries with steps, sampling and noise."""
+    return epsilon_from_renyi(renyi_of(history), delta)
+
+
+def renyi_of(history: Sequence[Entry]) -> list[float]:
+    """The Renyi divergence of all steps of `history` at each of `ORDERS`; they add up order by order."""
     import numpy as np
 
-    totals = np.zeros(len(_ORDERS))
+    totals = np.zeros(len(ORDERS))
     for sigma, q, steps in history:
         totals += steps * np.array(_renyi(sigma, q))
+    return [float(total) for total in totals]
+
+
+def epsilon_from_renyi(curve: Sequence[float], delta: float) -> float:
+    """Epsilon at `delta` of a mechanism with this Renyi divergence at each of `ORDERS`."""
     analysis = import_opacus("opacus.accountants.analysis.rdp")
     with warnings.catch_warnings():  # "optimal order is the largest": the bound holds all the same
         warnings.simplefilter("ignore")
-        epsilon, _ = analysis.get_privacy_spent(orders=_ORDERS, rdp=totals, delta=delta)
+        epsilon, _ = analysis.get_privacy_spent(orders=ORDERS, rdp=curve, delta=delta)
     return max(0.0, float(epsilon))
 
 
@@ -171,7 +181,7 @@ def _renyi(sigma: float, q: float) -> tuple[float, ...]:
     """The Renyi divergence of one step at each order; inf where opacus' series cannot be summed."""
     analysis = import_opacus("opacus.accountants.analysis.rdp")
     divergences = []
-    for order in _ORDERS:
+    for order in ORDERS:
         try:
             value = float(analysis.compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=order))
         except (ValueError, OverflowError):

@@ -261,7 +261,7 @@ class SpendLedger:
             return None
         old, head = str(before.get("path")), self._chain.head
         shares = False
-        if old != here["path"]:
+        if old != here["path"] and os.path.basename(old) == os.path.basename(here["path"]):
             with contextlib.suppress(PrivacyLedgerError, OSError):
                 other = FileStore(old)
                 shares = other.exists() and other.place() != here and LedgerChain(other, lambda _: None).holds(head)

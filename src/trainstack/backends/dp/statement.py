@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from trainstack.backends.dp.accounting import epsilon_of, merge_steps
+from trainstack.backends.dp.accounting import LARGEST_ERROR, epsilon_of, merge_steps
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan
 from trainstack.backends.dp.epsilon import Entry, fixed_order_epsilon, opacus_version
 from trainstack.backends.privacy_statement import PrivacyStatement, round_up
+from trainstack.errors import PrivacyLedgerError
 
 if TYPE_CHECKING:
     from trainstack.backends.dp.budget import Accountant
@@ -140,8 +142,43 @@ def _of_account(accountant: Accountant) -> dict[str, Any]:
         "run": accountant.run,
         "ledger": None if ledger is None else ledger.path,
         "ledger_epsilon": None if spent is None or math.isinf(spent) else spent,
+        "before": tuple(accountant.before),
         "clippings": tuple(accountant.clippings),
     }
+
+
+def restated(statement: PrivacyStatement, ledger: SpendLedger) -> PrivacyStatement:
+    """A `statement` of a run, brought up to what the ledger has by now.
+
+    Raises:
+        PrivacyLedgerError: the ledger lacks steps of the run.
+    """
+    own = ledger.spent(statement.run)
+    known, stated = sum(steps for _, _, steps in own), sum(entry[2] for entry in statement.clippings)
+    if known < stated:
+        raise PrivacyLedgerError(
+            f"The privacy ledger {ledger.path} has {known} steps of this run, which had stated {stated}: it is an "
+            "older copy or another ledger. Put the newest one there."
+        )
+    history = tuple(merge_steps([*statement.before, *own]))
+    delta, accountant, error = statement.delta, statement.accountant or "prv", statement.eps_error or LARGEST_ERROR
+    notes = [note for note in statement.notes if note[0] not in ("Dataset", "Copies")]
+    together = None
+    if ledger.dataset is not None and delta is not None:
+        notes.append(("Dataset", ledger_words(ledger, delta, accountant)))
+        together = None if ledger.voided else epsilon_of(ledger.spent(), delta, accountant, eps_error=error)
+    notes += [("Copies", words) for words in ledger.copies(None if ledger.dataset is not None else statement.run)]
+    epsilon = None if delta is None else epsilon_of(history, delta, accountant, eps_error=error)
+    return replace(
+        statement,
+        history=history,
+        clippings=tuple(ledger.spent_by_clipping(statement.run)),
+        epsilon=epsilon,
+        fixed_order_epsilon=None if delta is None else fixed_order_epsilon(history, delta),
+        status=None,
+        ledger_epsilon=together,
+        notes=tuple(notes),
+    )
 
 
 def ledger_words(ledger: SpendLedger, delta: float, accountant: str) -> str:

@@ -202,6 +202,8 @@ class Saver:
             "global_step": state.global_step,
             "metadata": {**metadata_of(context), "module": type(context.module).__name__},
         }
+        if context.stack.is_private:
+            about["metadata"]["privacy statement"] = context.stack.privacy_statement().text  # for the README
         module_state = dict(context.module.get_state())
         context.events.fire(Event.SAVE_MODEL, module_state)
 

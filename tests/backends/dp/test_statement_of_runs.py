@@ -1,0 +1,301 @@
+"""The statement of a private run on disk: never below the ledger, and with all that its epsilon rests on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainstack as ts
+from tests.helpers.modules import Classifier, arguments, numbers
+from tests.helpers.patience import patience
+from tests.helpers.private_runs import BreaksOff, private, promise
+from trainstack.backends.dp import SpendLedger, epsilon_of, ledger
+from trainstack.cli.main import main
+from trainstack.errors import PrivacyBudgetError, PrivacyError, PrivacyLedgerError
+
+NOISY = {"noise_multiplier": 1.0}
+SAVING = ts.DefaultCheckpointerArguments(every_n_steps=5)
+
+
+def made(directory: Path, module: Any = None, args: Any = None, **changes: Any) -> ts.Trainer:
+    return ts.Trainer(
+        module or Classifier(),
+        private(directory, args or promise(**NOISY), **{"checkpointer_args": SAVING, **changes}),
+    )
+
+
+def trained(directory: Path, module: Any = None, args: Any = None, **changes: Any) -> ts.PrivacyStatement:
+    trainer = made(directory, module, args, **changes)
+    trainer.train()
+    return trainer.privacy_statement()
+
+
+def on_disk(directory: Path) -> ts.PrivacyStatement:
+    return ts.PrivacyStatement.from_json((directory / "privacy_statement.json").read_text())
+
+
+def check_bound(directory: Path) -> None:
+    """The file states no less than the ledger has."""
+    book = SpendLedger(directory / "privacy-ledger.jsonl")
+    stated = on_disk(directory).epsilon
+    for run in book.runs():
+        assert stated is not None
+        assert stated >= epsilon_of(book.spent(run), 1e-4, "rdp")
+
+
+# --- D-S3: while it runs
+
+
+class Watching(Classifier):
+    """Compares the file with the ledger in each step."""
+
+    def __init__(self, directory: Path, *, until: int = 10**9) -> None:
+        super().__init__(numbers(200))
+        self.directory, self.until, self.seen = directory, until, 0
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        looks = global_step % 4 == 1 and (self.directory / "privacy-ledger.jsonl").exists()
+        if looks and on_disk(self.directory).status == "running":
+            check_bound(self.directory)
+            self.seen += 1
+        if global_step > self.until:
+            raise ArithmeticError("broken off")
+        return super().train_step(global_step, batch, device)
+
+
+def test_the_file_states_all_planned_steps_while_training_runs(tmp_path: Path) -> None:
+    module = Watching(tmp_path)
+    statement = trained(tmp_path, module, train_batch_size=4)
+    assert module.seen > 10
+    assert (on_disk(tmp_path), statement.status, statement.steps) == (statement, None, 50)
+
+    module = Watching(tmp_path, until=57)
+    with pytest.raises(ArithmeticError):
+        trained(tmp_path, module, train_batch_size=4, epochs=2, resume=True)
+    running = on_disk(tmp_path)
+    assert (running.status, running.steps) == ("running", 100)
+    assert running.epsilon == epsilon_of([(1.0, 4 / 200, 100)], 1e-4, "rdp")
+    assert "Status: running; figures count all planned steps" in running.text
+    assert "at most 100 until the planned end, 100 planned" in running.text
+    check_bound(tmp_path)
+
+
+def test_the_file_is_written_again_when_others_charge_the_run(tmp_path: Path) -> None:
+    class Joined(Watching):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if global_step == 18:
+                book = SpendLedger(self.directory / "privacy-ledger.jsonl")
+                for _ in range(160):
+                    book.charge(next(iter(book.runs())), 1.0, 4 / 200, "0.5 (flat)")
+            if global_step < 18 or global_step > 33:
+                return super().train_step(global_step, batch, device)
+            return Classifier.train_step(self, global_step, batch, device)
+
+    statement = trained(tmp_path, Joined(tmp_path), train_batch_size=4)
+    assert statement.steps == 210
+    check_bound(tmp_path)
+
+
+def test_interrupted_at_any_line_of_the_ledger_the_file_is_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments, append = random.Random(3), ledger.LedgerChain.append
+
+    class Killed(BaseException):
+        """Nothing catches it as an error of the library."""
+
+    def dies(chain: Any, make: Any) -> None:
+        append(chain, make)
+        if moments.random() < 0.3:
+            raise Killed
+
+    for _ in range(4):
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            patch.setattr(ledger.LedgerChain, "append", dies)
+            trained(tmp_path, Classifier(numbers(200)), train_batch_size=4, epochs=4, resume="auto")
+        check_bound(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_killed_at_random_moments_the_file_is_a_bound(tmp_path: Path) -> None:
+    moments = random.Random(5)
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                trained(tmp_path, Classifier(numbers(200)), train_batch_size=4, epochs=10**3, resume="auto")
+            os._exit(1)
+        deadline = time.monotonic() + patience(30)
+        while not (tmp_path / "privacy-ledger.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0.0, 0.5))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        check_bound(tmp_path)
+
+
+# --- D-S4: initial weights
+
+
+def test_weights_that_were_trained_without_privacy_are_refused_unless_they_are_public(tmp_path: Path) -> None:
+    plain = ts.Trainer(Classifier(), arguments(tmp_path / "plain", checkpointer_args=SAVING))
+    plain.train()
+    plain.export(tmp_path / "export")
+    changes = {"init_weights_from": str(tmp_path / "export")}
+    with pytest.raises(PrivacyError, match=r"without a guarantee \(backend 'sp'\).*init_weights_are_public=True"):
+        trained(tmp_path / "refused", **changes)
+    public = promise(**NOISY, init_weights_are_public=True)
+    statement = trained(tmp_path / "public", None, public, **changes)
+    assert "declared public by init_weights_are_public" in statement.text
+    assert statement.steps == 6
+
+    bare = tmp_path / "bare.safetensors"
+    shutil.copy(tmp_path / "export" / "model.safetensors", bare)
+    statement = trained(tmp_path / "bare", None, None, init_weights_from=str(bare))
+    assert f"Initial weights: {bare}, a file that does not say what it was trained on" in statement.text
+
+
+def test_the_steps_of_a_private_source_count(tmp_path: Path) -> None:
+    first = made(tmp_path / "first")
+    first.train()
+    first.export(tmp_path / "export")
+    changes = {"init_weights_from": str(tmp_path / "export")}
+    for resumed in (False, True):
+        statement = trained(tmp_path / "second", epochs=1 + resumed, resume=resumed, **changes)
+        assert statement.epsilon == epsilon_of([(1.0, 8 / 41, 12 + 6 * resumed)], 1e-4, "rdp")
+        assert "whose 6 private steps are among those of this statement" in statement.text
+
+
+def test_a_second_private_run_on_the_same_module_adds_the_steps_of_the_first(tmp_path: Path) -> None:
+    module = Classifier()
+    trained(tmp_path / "one", module)
+    second = trained(tmp_path / "two", module)
+    assert second.epsilon == epsilon_of([(1.0, 8 / 41, 12)], 1e-4, "rdp")
+    assert "those of a private run before in this process, of 6 steps" in second.text
+    third = trained(tmp_path / "three", module, promise(**NOISY, init_weights_are_public=True))
+    assert third.steps == 6
+    assert trained(tmp_path / "four").steps == 6  # another module
+
+
+# --- D-M3 and D-M14: what the epsilon rests on
+
+
+def test_another_clipping_after_a_resume_is_stated_for_its_own_steps(tmp_path: Path) -> None:
+    trained(tmp_path)
+    statement = trained(tmp_path, None, promise(**NOISY, per_sample_max_grad_norm=10.0), epochs=2, resume=True)
+    assert "gradient clipped to 0.5 (flat) for 6 steps, 10 (flat) for 6 steps" in statement.text
+    assert statement.epsilon == epsilon_of([(1.0, 8 / 41, 12)], 1e-4, "rdp")
+
+
+def test_the_statement_has_a_line_on_everything_that_it_rests_on(tmp_path: Path) -> None:
+    text = trained(tmp_path).text
+    for line in ("Initial weights: ", "Assumed of losses: ", "Schedulers: ", "Random states: ", "Persons: "):
+        assert f"\n  {line}" in text
+    assert "the gradient mode and what is refused at the start, which are functions of private records" in text
+
+
+def test_an_export_carries_the_statement(tmp_path: Path) -> None:
+    trainer = made(tmp_path / "run")
+    trainer.train()
+    trainer.export(tmp_path / "export")
+    readme = (tmp_path / "export" / "README.md").read_text()
+    assert f"## Privacy statement\n\n```text\n{trainer.privacy_statement().text}\n```" in readme
+    assert json.loads((tmp_path / "export" / "MANIFEST.json").read_text())
+
+
+# --- one ledger for a dataset
+
+
+def test_runs_on_a_dataset_share_its_ledger_and_its_budget(tmp_path: Path) -> None:
+    limit = epsilon_of([(1.0, 8 / 41, 16)], 1e-4, "rdp") * (1 + 1e-9)
+    args = promise(**NOISY, ledger=tmp_path / "data.ledger", ledger_budget=limit, dataset_name="patients")
+    first = trained(tmp_path / "one", None, args)
+    assert (first.steps, first.ledger_epsilon) == (6, first.epsilon)
+    assert not (tmp_path / "one" / "privacy-ledger.jsonl").exists()
+    tried = trained(tmp_path / "one", None, args, fast_dev_run=2)  # a dev run is a use of the data, too
+    assert (tried.steps, tried.ledger_epsilon) == (2, epsilon_of([(1.0, 8 / 41, 8)], 1e-4, "rdp"))
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    branches = [trained(tmp_path / name, None, args, epochs=2, resume=True) for name in ("one", "copy")]
+    assert [branch.steps for branch in branches] == [12, 14]  # of one run, which the budget has stopped
+    assert branches[1].ledger_epsilon == pytest.approx(limit)
+    assert "16 steps of 2 runs on the dataset patients" in branches[1].text
+    with pytest.raises(PrivacyBudgetError, match="budget of the privacy ledger"):
+        trained(tmp_path / "third", None, args)
+    with pytest.raises(PrivacyLedgerError, match="that of the dataset patients with 41 records"):
+        trained(tmp_path / "other", Classifier(numbers(50)), promise(**NOISY, ledger=tmp_path / "data.ledger"))
+
+
+def test_what_is_left_of_a_run_whose_files_were_deleted_counts(tmp_path: Path) -> None:
+    args = promise(**NOISY, ledger=tmp_path / "data.ledger")
+    module = BreaksOff(5, numbers(149))
+    with pytest.raises(ArithmeticError):
+        trained(tmp_path / "run", module, args, train_batch_size=20, resume="auto")
+    shutil.rmtree(tmp_path / "run")
+    assert trained(tmp_path / "run", Classifier(numbers(149)), args, train_batch_size=20, resume="auto").steps >= 5 + 8
+
+
+def test_a_copied_run_directory_states_that_the_other_copy_is_not_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    other = trained(tmp_path / "other", epochs=2, resume=True)
+    assert "Copied at step 6 from " in caplog.text
+    one = trained(tmp_path / "one", epochs=2, resume=True)
+    assert f"Copies: Copied at step 6 from {tmp_path / 'one'}" in other.text
+    assert f"Copies: Copied at step 6 to {tmp_path / 'other'}" in one.text
+
+
+# --- on the command line
+
+
+def test_the_command_line_tells_what_a_run_states_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path, Classifier(numbers(200)), train_batch_size=4)
+    with pytest.raises(ArithmeticError):
+        trained(tmp_path, BreaksOff(57, numbers(200)), train_batch_size=4, epochs=2, resume=True)
+    capsys.readouterr()
+    assert main(["privacy", "statement", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    recorded = SpendLedger(tmp_path / "privacy-ledger.jsonl")
+    (run,) = recorded.runs()
+    assert sum(entry[2] for entry in told["history"]) == recorded.runs()[run] >= 57
+    assert told["epsilon"] == epsilon_of(recorded.spent(run), 1e-4, "rdp")
+    assert main(["privacy", "statement", str(tmp_path)]) == 0
+    assert "-differentially private for one item" in capsys.readouterr().out
+    assert main(["privacy", "statement", str(tmp_path / "checkpoints")]) == 0
+    assert main(["privacy", "statement", str(tmp_path / "nothing")]) == 2
+
+
+def test_the_command_line_tells_the_account_of_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "data.ledger"
+    args = promise(**NOISY, ledger=path, dataset_name="patients")
+    for name in ("one", "two"):
+        trained(tmp_path / name, None, args)
+    capsys.readouterr()
+    words = ["privacy", "ledger", str(path), "--accountant", "rdp"]
+    assert main([*words, "--delta", "1e-4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["epsilon"] == epsilon_of([(1.0, 8 / 41, 12)], 1e-4, "rdp")
+    assert [(one["steps"], Path(one["folder"]).name) for one in told["runs"]] == [(6, "two"), (6, "one")]
+    assert main(words) == 2
+    assert "At which delta?" in capsys.readouterr().err
+    assert main([*words, "--delta", "1e-4", "--budget", "3"]) == 0
+    assert "12 steps of 2 runs on the dataset patients" in capsys.readouterr().out
+    assert main(words) == 0  # at the delta of the budget
+    capsys.readouterr()
+    best = ["--mean-runs", "10", "--noise-multiplier", "2", "--sample-rate", "0.02", "--steps", "500"]
+    assert main(["privacy", "best-of", *best, "--delta", "1e-5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["one_run"] < found["epsilon"] < found["all_released"]

@@ -1,0 +1,136 @@
+"""Kill private runs that share the ledger of one dataset, and compare its sum with what was released.
+
+    python -m tools.kills.ledger                        40 SIGKILLs
+    python -m tools.kills.ledger --kills 4 --seed 3     fewer, at other moments
+
+Several runs train at the same time: some are resumed where they were killed, some begin in a copy of another run's
+folder, some are branches beside their first run, some begin anew. Each run notes every step that its optimizer makes in
+a file of its own: from then on its result may have been seen. Exit code 1 if the ledger has fewer steps than were made,
+or more than 16 for each kill beyond them, or if a statement on the disk is below the ledger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import trainstack as ts
+from tools.kills.__main__ import LATER
+from tools.kills.private import DELTA, train
+from trainstack.backends.dp import SpendLedger, epsilon_of
+from trainstack.backends.dp.ledger import BLOCK
+
+TOGETHER = 2
+"""Runs that train at the same time."""
+TIMEOUT_S = 120.0
+
+
+class Result(NamedTuple):
+    """What the ledger has, and what was released."""
+
+    kills: int
+    runs: int
+    folders: int
+    released: int
+    recorded: int
+    problems: list[str]
+
+
+def run(place: Path, kills: int, seed: int) -> Result:
+    """Kill so many trainings under `place`, and compare after each kill."""
+    draw, ledger, killed, folders = random.Random(seed), place / "dataset.ledger", 0, [place / "run-0"]
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported there
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tools.kills.private", *LATER])
+    problems: list[str] = []
+    while killed < kills:
+        chosen = _choose(draw, place, folders, min(TOGETHER, kills - killed))
+        truths = [place / f"truth-{killed + number}" for number in range(len(chosen))]
+        children = [
+            context.Process(target=train, args=(str(folder), str(ledger), str(truth)))
+            for folder, truth in zip(chosen, truths, strict=True)
+        ]
+        for child in children:
+            child.start()
+        for child, truth in zip(children, truths, strict=True):
+            _wait_for(truth, draw.randrange(1, 60), child)
+            time.sleep(draw.uniform(0.0, 0.01))
+            child.kill()
+            child.join()
+            killed += 1
+        released, recorded = _released(place), sum(SpendLedger(ledger).runs().values())
+        if not released <= recorded <= released + BLOCK * killed:
+            problems.append(f"after {killed} kills: {released} released, {recorded} recorded")
+        problems += _below(ledger, chosen)
+    runs = SpendLedger(ledger).runs()
+    return Result(killed, len(runs), len(folders), _released(place), sum(runs.values()), problems)
+
+
+def _choose(draw: random.Random, place: Path, folders: list[Path], count: int) -> list[Path]:
+    """Folders for the next runs, all different: of killed runs, copies of them, or new ones."""
+    chosen: list[Path] = []
+    while len(chosen) < count:
+        kind, folder = draw.choice(["resumed", "resumed", "copy", "new"]), draw.choice(folders)
+        if kind != "resumed":
+            made = place / f"run-{len(folders)}"
+            if kind == "copy" and folder.exists() and folder not in chosen:
+                shutil.copytree(folder, made)
+            folders.append(made)
+            folder = made
+        if folder not in chosen:
+            chosen.append(folder)
+    return chosen
+
+
+def _wait_for(truth: Path, steps: int, child: Any) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while (truth.stat().st_size if truth.exists() else 0) < steps:
+        if not child.is_alive() or time.monotonic() > deadline:
+            raise SystemExit(f"the training of {truth.name} takes no steps")
+        time.sleep(0.0005)
+
+
+def _released(place: Path) -> int:
+    return sum(file.stat().st_size for file in place.glob("truth-*"))
+
+
+def _below(ledger: Path, folders: list[Path]) -> list[str]:
+    """Statements of the runs killed last that say less than the ledger has of their own steps."""
+    book, found = SpendLedger(ledger), []
+    for folder in folders:
+        told = ts.PrivacyStatement.from_json((folder / "privacy_statement.json").read_text())
+        spent = epsilon_of(book.spent(told.run), DELTA, "rdp")
+        if told.epsilon is None or told.epsilon < spent:
+            found.append(f"{folder.name} states {told.epsilon}, the ledger has {spent}")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run all of it; the exit code."""
+    parser = argparse.ArgumentParser(prog="tools.kills.ledger", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    given = parser.parse_args(arguments)
+    place, begin = Path(tempfile.mkdtemp(prefix="trainstack-ledger-")), time.monotonic()
+    found = run(place, given.kills, given.seed)
+    over = found.recorded - found.released
+    print(
+        f"{found.kills} kills, {found.runs} runs in {found.folders} folders: {found.released} steps released, "
+        f"{found.recorded} recorded, {over / found.kills:.1f} too many a kill; {time.monotonic() - begin:.0f} s"
+    )
+    print("\n".join(found.problems) or "never below what was released")
+    if not found.problems:
+        shutil.rmtree(place)
+    return 1 if found.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
