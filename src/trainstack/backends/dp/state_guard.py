@@ -23,8 +23,7 @@ class StateGuard:
     """The checks of the state between the steps of a private run.
 
     `SealedState` watches parameters and buffers, `AttributeWatch` plain attributes, and `SampleReplay` samples. Global
-    variables, closures,
-    files, and the data set in a loader's workers are out of their sight.
+    variables, closures, files, and the data set in a loader's workers are out of their sight.
 
     Args:
         work: what is trained.
