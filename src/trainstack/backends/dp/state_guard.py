@@ -61,8 +61,7 @@ class StateGuard:
         Raises:
             PrivacyError: an attribute carries records into this step, or `train_step` wrote into the state.
         """
-        self._attributes.begin_step(step, self._bind_gradients(run, batch))
-        before = self._attributes.marks()
+        before = self._attributes.begin_step(step, self._bind_gradients(run, batch))
         outputs = self._mechanism.add(run, batch)
         self._attributes.end_forward(before)
         return outputs
@@ -87,7 +86,7 @@ class StateGuard:
         try:
             yield
         finally:
-            self._sealed.seal()
+            self._sealed.seal(same_tensors=True)
 
     @contextmanager
     def post_processing(self) -> Iterator[None]:
