@@ -808,8 +808,7 @@ class Trainer(AbstractTrainer):
         with self._context.fail_together():
             self._prepared("load_export")
             state = self._saver.run_on_rank_zero(lambda: read_model(path), "reading an export of the model")
-            with self.post_processing():
-                self.module.update_state(state)
+            self.module.update_state(state)
 
     # --- requests and subscriptions -------------------------------------------------------------------------
 

@@ -84,7 +84,8 @@ def test_empty_samples_are_steps_like_others(tmp_path: Path) -> None:
             handed_over.append(len(losses))
 
     module = Listens(numbers(60))
-    trainer = trained(module, tmp_path, promise(noise_multiplier=1.0, debug_seed=3), train_batch_size=1)
+    args = promise(noise_multiplier=1.0, debug_seed=3, expose_records=True)
+    trainer = trained(module, tmp_path, args, train_batch_size=1)
 
     drawn = counts(60, 1 / 60, range(1, 61))
     assert drawn.count(0) > 10

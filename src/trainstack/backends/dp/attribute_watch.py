@@ -76,14 +76,21 @@ class AttributeWatch:
         self._seen, self._in_forward = set[Place](), set[Place]()
         self._due = 1
 
-    def begin_step(self, step: int, gradients: Callable[[], Tensor]) -> None:
-        """Global step `step` is about to run its first forward pass; `gradients` are those of some of its records."""
+    def begin_step(self, step: int, gradients: Callable[[], Tensor]) -> dict[Place, Any]:
+        """A micro-batch of global step `step` is about to be run; `gradients` are those of some of its records.
+
+        Returns:
+            `marks` before the forward pass.
+        """
         if self._first is None:
             self.accept()
-            return
-        new = {place for place, mark in self.marks().items() if self._marked.get(place) != mark} - self._seen
+            return self._marked
+        marks = self.marks()
+        new = set[Place]()
+        if marks != self._marked:
+            new = {place for place, mark in marks.items() if self._marked.get(place) != mark} - self._seen
         if not new and step < self._due:
-            return
+            return marks
         self._seen |= new
         self._due = step * 2 if step < _EVERY // 2 else step + _EVERY - step % _EVERY
         self._find_owners()
@@ -91,6 +98,7 @@ class AttributeWatch:
         changed = {place for place in {**self._first, **now} if not same_value(self._first.get(place), now.get(place))}
         if changed:
             self._judge(changed, now, gradients)
+        return marks
 
     def marks(self) -> dict[Place, Any]:
         """Short marks of attributes, which show a new value but not each write into an old one; costs microseconds."""
@@ -104,8 +112,9 @@ class AttributeWatch:
 
     def end_forward(self, before: Mapping[Place, Any]) -> None:
         """A forward pass has ended before which `marks` were `before`."""
-        if self._first is not None:
-            self._in_forward |= {place for place, mark in self.marks().items() if before.get(place) != mark}
+        marks = self.marks()
+        if marks != before:
+            self._in_forward |= {place for place, mark in marks.items() if before.get(place) != mark}
 
     def accept(self) -> None:
         """From here on attributes are compared with their values of now."""

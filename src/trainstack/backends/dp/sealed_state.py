@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,10 @@ _ONLY_OPTIMIZERS = (
     "parameters and buffers in a private run. A change that is computed from weights and public values alone, such as "
     "an average of weights, belongs in the block `with trainer.post_processing():`."
 )
+
+
+_Place = tuple[str, dict[str, Any], str, Tensor]
+"""The name of a tensor, the dict that holds it, its key there, and the tensor."""
 
 
 class SealedState:
@@ -38,7 +43,8 @@ class SealedState:
         self._module, self._refuse = module, refuse
         self._digest = TensorDigest()
         self._sealed: Digest | None = None
-        self._marks: list[tuple[int, int, int]] = []
+        self._places: list[_Place] = []
+        self._marks: list[tuple[int, int]] = []
         self._found: Tensor | bool = False
         self._steps = 0
 
@@ -48,24 +54,24 @@ class SealedState:
             self.seal()
             return
         self._steps += 1
-        tensors = sealed_tensors(self._module)
-        if _marks(tensors) != self._marks or self._steps % _EVERY == 0:
-            self._compare(tensors)
+        moved = any(held.get(key) is not tensor for _, held, key, tensor in self._places)
+        if moved or _marks(self._places) != self._marks or self._steps % _EVERY == 0:
+            self._compare()
 
     def check(self) -> None:
         """The optimizers are about to step."""
         if self._sealed is None:
             return
-        tensors = sealed_tensors(self._module)
-        self._compare(tensors)
+        self._compare()
         if bool(self._found):
-            self._refuse_changed(tensors)
+            self._refuse_changed()
 
-    def seal(self) -> None:
-        """From here on nothing may change."""
-        tensors = sealed_tensors(self._module)
-        self._sealed, self._found = self._digest.compute(tensors), False
-        self._marks = _marks(tensors)
+    def seal(self, *, same_tensors: bool = False) -> None:
+        """From here on nothing may change; `same_tensors` saves the search for them."""
+        if not same_tensors or not self._places:
+            self._places = sealed_places(self._module)
+        self._sealed, self._found = self._digest.compute(_by_name(self._places)), False
+        self._marks = _marks(self._places)
 
     def unseal(self) -> None:
         """The library is about to load a state; the next step seals it."""
@@ -80,32 +86,32 @@ class SealedState:
         if sealed:
             self.seal()
 
-    def _compare(self, tensors: Mapping[str, Tensor]) -> None:
+    def _compare(self) -> None:
         assert self._sealed is not None
-        found = self._digest.compute(tensors).differs(self._sealed)
+        self._places = sealed_places(self._module)
+        found = self._digest.compute(_by_name(self._places)).differs(self._sealed)
         if found is True:  # known without waiting for a device
-            self._refuse_changed(tensors)
+            self._refuse_changed()
         elif isinstance(found, Tensor):
             self._found = found | self._found
 
-    def _refuse_changed(self, tensors: Mapping[str, Tensor]) -> None:
+    def _refuse_changed(self) -> None:
         assert self._sealed is not None
-        names = self._sealed.changed(self._digest.compute(tensors))
+        names = self._sealed.changed(self._digest.compute(_by_name(self._places)))
         which = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         # Without a name, a value was changed for a forward pass and put back.
-        self._refuse(
-            f"{which or 'a parameter or buffer'} has changed, but not by an optimizer step. {_ONLY_OPTIMIZERS}"
-        )
+        which = which or "a parameter or buffer"
+        self._refuse(f"{which} has changed, but not by an optimizer step. {_ONLY_OPTIMIZERS}")
         self.seal()
 
 
-def sealed_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, those that are not persistent too; each tensor once.
+def sealed_places(module: nn.Module) -> list[_Place]:
+    """Where parameters and buffers are held, those that are not persistent too; each tensor once.
 
     Left out are tensors without memory of their own, which a private run cannot train: sparse, quantized and meta
     tensors, lazy ones, and subclasses other than torch's own.
     """
-    found: dict[str, Tensor] = {}
+    found: list[_Place] = []
     seen = set[int]()
     for path, part in module.named_modules():
         for held in (part._parameters, part._buffers):  # torch 2.13.0; public iterators hide a tensor set in its place
@@ -113,8 +119,12 @@ def sealed_tensors(module: nn.Module) -> dict[str, Tensor]:
                 if tensor is None or id(tensor) in seen or not _has_plain_memory(tensor):
                     continue
                 seen.add(id(tensor))
-                found[f"{path}.{key}" if path else key] = tensor
+                found.append((f"{path}.{key}" if path else key, held, key, tensor))
     return found
+
+
+def _by_name(places: list[_Place]) -> dict[str, Tensor]:
+    return {name: tensor for name, _, _, tensor in places}
 
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -124,6 +134,6 @@ def _has_plain_memory(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
 
 
-def _marks(tensors: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
+def _marks(places: list[_Place]) -> list[tuple[int, int]]:
     # torch 2.13.0: `_version` counts writes in place
-    return [(id(tensor), tensor.data_ptr(), tensor._version) for tensor in tensors.values()]
+    return [(tensor.data_ptr(), tensor._version) for _, _, _, tensor in places]

@@ -23,8 +23,7 @@ class StateGuard:
     """The checks of the state between the steps of a private run.
 
     `SealedState` watches parameters and buffers, `AttributeWatch` plain attributes, and `SampleReplay` samples. Global
-    variables, closures,
-    files, and the data set in a loader's workers are out of their sight.
+    variables, closures, files, and the data set in a loader's workers are out of their sight.
 
     Args:
         work: what is trained.
@@ -62,8 +61,7 @@ class StateGuard:
         Raises:
             PrivacyError: an attribute carries records into this step, or `train_step` wrote into the state.
         """
-        self._attributes.begin_step(step, self._bind_gradients(run, batch))
-        before = self._attributes.marks()
+        before = self._attributes.begin_step(step, self._bind_gradients(run, batch))
         outputs = self._mechanism.add(run, batch)
         self._attributes.end_forward(before)
         return outputs
@@ -88,7 +86,7 @@ class StateGuard:
         try:
             yield
         finally:
-            self._sealed.seal()
+            self._sealed.seal(same_tensors=True)
 
     @contextmanager
     def post_processing(self) -> Iterator[None]:

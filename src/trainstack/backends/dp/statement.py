@@ -28,6 +28,7 @@ NOT_COVERED = (
     "what train_step logs or returns, and callbacks write",
     "what a callback or a function decides by trainer.history, such as a learning rate",
     "the gradient mode and what is refused at the start, which are functions of private records",
+    "records kept in global variables, closures, files or the workers of a loader",
 )
 LOSSES = {
     "hooks": "the loss of a batch is the mean of the losses of its records, each of which depends on its record alone",

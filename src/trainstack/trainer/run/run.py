@@ -143,16 +143,7 @@ class Run:
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
         self._connect_module()
-        hides_records = any(layer.hides_records for layer in self.stack.layers())
-        if hides_records:
-            self.events.hide_records()
-        self.hooks = Hooks(module, stopper.request, hides_records=hides_records)
-        if self.hooks.withheld:
-            self.log.warning(
-                f"{' and '.join(self.hooks.withheld)} of {type(module).__name__} will be called without outputs: a "
-                "private run gives records and outputs of training to no hook. DifferentialPrivacyArguments("
-                "expose_records=True) gives them, and makes the run NOT PRIVATE."
-            )
+        self.hooks = self._make_hooks()
         context.compiled = prepare_model(
             module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private
         )
@@ -174,6 +165,20 @@ class Run:
         self.may_be_nonfinite = nonfinite_buffers(self.stack, module)
         if isinstance(context.checkpointer, DefaultCheckpointer) and context.checkpointer.args.checkpoint:
             check_storable_buffers(module)
+
+    def _make_hooks(self) -> Hooks:
+        """The hooks of the module; those and the subscribers of events get no records where a layer hides them."""
+        hides_records = any(layer.hides_records for layer in self.stack.layers())
+        if hides_records:
+            self.events.hide_records()
+        hooks = Hooks(self.module, self.stopper.request, hides_records=hides_records)
+        if hooks.withheld:
+            self.log.warning(
+                f"{' and '.join(hooks.withheld)} of {type(self.module).__name__} will be called without outputs: a "
+                "private run gives records and outputs of training to no hook. DifferentialPrivacyArguments("
+                "expose_records=True) gives them, and makes the run NOT PRIVATE."
+            )
+        return hooks
 
     def _hash_samples(self) -> None:
         if (self._saves or self.world.size > 1) and not self.stack.is_private:  # private samples leave no trace
