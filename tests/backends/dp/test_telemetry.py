@@ -16,6 +16,7 @@ from tests.helpers.modules import Classifier, numbers
 from tests.helpers.private_runs import Rated, private, promise
 from tests.helpers.processes import run_world
 from tests.helpers.workers.telemetry import telemetry_of
+from trainstack.auditing.canaries import AuditedRun
 from trainstack.backends.dp.arguments import plan_privacy
 from trainstack.backends.dp.clipping import AdaptiveClipper, AutomaticClipper, Clipper, FlatClipper, per_layer_clipper
 from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
@@ -86,6 +87,8 @@ def test_the_count_of_adaptive_clipping_keeps_its_noise_and_shares_the_step_with
     shared = Telemetry(both, plan, AdaptiveClipper(0.5), one_by_one=True)
     assert shared.stretch**2 == pytest.approx(alone.stretch**2 + 0.1**2)
     assert shared.deviations == pytest.approx([4.0 * shared.stretch / alone.stretch, 1.5 * shared.stretch / 0.1])
+    audited = AuditedRun(args=both)
+    assert audited.gradient_noise(1.5) == pytest.approx(1.5 * shared.stretch)  # what the audit compares noise with
 
 
 class Fixed(ts.ModuleInterface):
