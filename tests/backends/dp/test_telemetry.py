@@ -155,7 +155,7 @@ def test_the_noise_of_telemetry_is_that_of_the_mechanism_and_independent(noisy: 
 
 
 def test_means_over_many_steps_are_within_their_standard_error(noisy: Any) -> None:
-    trainer, seen = noisy
+    trainer, _ = noisy
     for name, true, half in zip(NAMES, TRUE, HALF, strict=True):
         values = torch.tensor(trainer.history.get_metric_values(f"train/{name}"))
         noise = 8.0 * math.sqrt(1.05) / (0.1 * 100)
