@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
+from trainstack.backends.dp.telemetry import coordinates_of
 from trainstack.backends.privacy_statement import PrivacyStatement
 from trainstack.backends.spec import parse_spec
 from trainstack.errors import ConfigurationError
@@ -94,6 +95,7 @@ class AuditedRun:
             dataset_size=None,
             sample_rate=None,
             max_epsilon=None,
+            telemetry={name: values for name, values in self.args.telemetry.items() if name in ("loss", "grad_norm")},
             clip_learning_rate=1e-12 if self.args.clipping == "adaptive" else self.args.clip_learning_rate,
         )
 
@@ -102,11 +104,12 @@ class AuditedRun:
         return replace(self, args=replace(self.args, noise_multiplier=0.0, target_epsilon=None, max_epsilon=None))
 
     def gradient_noise(self, noise_multiplier: float) -> float:
-        """The standard deviation of the gradient's noise over the clipping norm; counts cost adaptive clipping some."""
-        if self.args.clipping != "adaptive":
-            return noise_multiplier
-        count = self.args.count_noise_multiplier or max(self.train_batch_size / 20, noise_multiplier)
-        return 1 / math.sqrt(noise_multiplier**-2 - (2 * count) ** -2)
+        """The standard deviation of the gradient's noise over the clipping norm; telemetry and counts cost some."""
+        squares = len(coordinates_of(self.pinned)) * self.args.telemetry_weight**2
+        if self.args.clipping == "adaptive":
+            count = self.args.count_noise_multiplier or max(self.train_batch_size / 20, noise_multiplier)
+            squares += 1 / ((2 * count / noise_multiplier) ** 2 - 1)
+        return noise_multiplier * math.sqrt(1 + squares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from trainstack.trainer.run_directory import RunDirectory
 from trainstack.trainer.torch_settings import CompiledModels, deterministic, matmul_precision
 from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.log_sink import LogSink
+from trainstack.trainer.tracking.provenance import guard_of
 
 
 def _nothing() -> None:
@@ -75,6 +76,9 @@ class RunContext:
     lease: Lease | None = None
     said_of_buffers: bool = False
     _world: World | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.history.guard = guard_of(self.stack)
 
     @property
     def output_dir(self) -> Path:

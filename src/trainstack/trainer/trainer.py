@@ -53,7 +53,6 @@ from trainstack.trainer.run.stopping import (
 )
 from trainstack.trainer.run_directory import RunDirectory
 from trainstack.trainer.tracking.history import RunHistory
-from trainstack.trainer.tracking.provenance import guard_of
 
 if TYPE_CHECKING:
     from trainstack.backends.privacy_statement import PrivacyStatement
@@ -126,7 +125,6 @@ class Trainer(AbstractTrainer):
             val_step=val_step,
             extras=ModuleExtras(module),
         )
-        context.history.guard = guard_of(trainer_backend)
         self.module, self.trainer_backend, self.checkpointer = module, trainer_backend, checkpointer
         self.history, self.events = context.history, context.events
         self.state, self.user_state = context.state, context.user_state

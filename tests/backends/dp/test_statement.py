@@ -60,7 +60,7 @@ def test_the_words_name_everything_that_the_guarantee_rests_on() -> None:
         "One item replaced: epsilon ",
         "Batches of a fixed order would give: epsilon ",
         "Covered: the weights after every step",
-        "Not covered: the training loss, which was logged; validation and tests on private data",
+        "Not covered: validation and tests on private data",
         "Randomness: generators seeded by the operating system, not by the run's seed; never stored",
         "per-sample gradients by vmap, processes: 2",
         "Versions: trainstack ",
@@ -76,11 +76,14 @@ def test_a_run_that_its_budget_stopped_says_so() -> None:
 
 
 def test_what_the_user_chose_is_said() -> None:
-    statement = make_statement(secure=True, log_train_loss=False, clipping="automatic")
+    statement = make_statement(secure=True, clipping="automatic")
     assert "operating system's entropy" in statement.text
     assert "training loss" not in statement.text
     assert "(automatic)" in statement.text
     assert "no budget" in statement.text
+    logged = make_statement(log_train_loss=True, public_validation=True)
+    assert "Not covered: the training loss and what train_step logs, which were recorded without noise;" in logged.text
+    assert "validation and tests, whose data were declared public" in logged.text.partition("Not covered")[0]
 
 
 def test_before_the_first_step_nothing_is_spent() -> None:

@@ -16,6 +16,7 @@ from tests.helpers.modules import Classifier, numbers
 from tests.helpers.private_runs import Rated, private, promise
 from tests.helpers.processes import run_world
 from tests.helpers.workers.telemetry import telemetry_of
+from trainstack.auditing.canaries import AuditedRun
 from trainstack.backends.dp.arguments import plan_privacy
 from trainstack.backends.dp.clipping import AdaptiveClipper, AutomaticClipper, Clipper, FlatClipper, per_layer_clipper
 from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
@@ -37,9 +38,18 @@ def train_step(model: nn.Module, batch: Any) -> Any:
     return model(stage=ts.Stage.TRAIN, global_step=1, batch=batch, device=torch.device("cpu"))
 
 
+class Steep(Rated):
+    """Its losses grow with the inputs, above any range, and fall below it for other labels."""
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        found = super().train_step(global_step, batch, device)
+        sign = torch.where(batch[1].float().mean() > 1, -1.0, 1.0)
+        return {**found, "loss": sign * found["loss"] * batch[0].abs().mean()}
+
+
 def joint_sum(data: TensorDataset, mode_type: Any, clipping: str, count_noise: float) -> tuple[Tensor, float]:
     """The sum of all coordinates over `data` without noise, in the units of the gradient; and the sensitivity."""
-    module = Rated()
+    module = Steep()
     names = [name for name, _ in module.named_parameters()]
     clipper: Clipper = CLIPPERS[clipping](names)
     noise = {"count_noise_multiplier": count_noise} if clipping == "adaptive" else {}
@@ -67,11 +77,13 @@ def test_a_record_moves_all_coordinates_together_by_the_stated_sensitivity(mode:
     for scale in extreme:
         rows = inputs.clone()
         rows[0] *= scale
-        whole, joint = joint_sum(TensorDataset(rows, labels), mode, clipping, 2.0)
-        without, _ = joint_sum(TensorDataset(rows[1:], labels[1:]), mode, clipping, 2.0)
-        moved = float((whole - without).norm())
-        assert math.isfinite(moved)
-        assert moved <= joint * (1 + 1e-3), scale
+        for label in (0, 2):
+            classes = torch.cat([torch.tensor([label]), labels[1:]])
+            whole, joint = joint_sum(TensorDataset(rows, classes), mode, clipping, 2.0)
+            without, _ = joint_sum(TensorDataset(rows[1:], labels[1:]), mode, clipping, 2.0)
+            moved = float((whole - without).norm())
+            assert math.isfinite(moved)
+            assert moved <= joint * (1 + 1e-3), (scale, label)
     assert moved > 0.25 * joint  # a record without a finite gradient still has an accuracy and a norm
 
 
@@ -86,6 +98,8 @@ def test_the_count_of_adaptive_clipping_keeps_its_noise_and_shares_the_step_with
     shared = Telemetry(both, plan, AdaptiveClipper(0.5), one_by_one=True)
     assert shared.stretch**2 == pytest.approx(alone.stretch**2 + 0.1**2)
     assert shared.deviations == pytest.approx([4.0 * shared.stretch / alone.stretch, 1.5 * shared.stretch / 0.1])
+    audited = AuditedRun(args=both)
+    assert audited.gradient_noise(1.5) == pytest.approx(1.5 * shared.stretch)  # what the audit compares noise with
 
 
 class Fixed(ts.ModuleInterface):
@@ -152,7 +166,7 @@ def test_the_noise_of_telemetry_is_that_of_the_mechanism_and_independent(noisy: 
 
 
 def test_means_over_many_steps_are_within_their_standard_error(noisy: Any) -> None:
-    trainer, seen = noisy
+    trainer, _ = noisy
     for name, true, half in zip(NAMES, TRUE, HALF, strict=True):
         values = torch.tensor(trainer.history.get_metric_values(f"train/{name}"))
         noise = 8.0 * math.sqrt(1.05) / (0.1 * 100)

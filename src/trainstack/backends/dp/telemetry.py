@@ -91,8 +91,8 @@ class Telemetry:
         self._args, self._plan, self._coordinates = args, plan, coordinates_of(args)
         if self._coordinates and not one_by_one:
             raise PrivacyError(
-                f"telemetry with grad_mode={args.grad_mode!r}: train_step sees the whole batch there, so a record might "
-                "change the values of others. Write grad_mode='vmap'."
+                f"telemetry with grad_mode={args.grad_mode!r}: train_step sees the whole batch there, so a record "
+                "might change the values of others. Write grad_mode='vmap'."
             )
         self._adaptive = clipper if isinstance(clipper, AdaptiveClipper) else None
         weight, sigma = args.telemetry_weight, plan.noise_multiplier
