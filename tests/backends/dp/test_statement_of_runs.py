@@ -154,7 +154,7 @@ def test_weights_that_were_trained_without_privacy_are_refused_unless_they_are_p
     plain.train()
     plain.export(tmp_path / "export")
     changes = {"init_weights_from": str(tmp_path / "export")}
-    with pytest.raises(PrivacyError, match=r"without a guarantee \(backend 'sp'\).*init_weights_are_public=True"):
+    with pytest.raises(PrivacyError, match=r"without a guarantee, of backend 'sp'.*init_weights_are_public=True"):
         trained(tmp_path / "refused", **changes)
     public = promise(**NOISY, init_weights_are_public=True)
     statement = trained(tmp_path / "public", None, public, **changes)
@@ -183,10 +183,19 @@ def test_a_second_private_run_on_the_same_module_adds_the_steps_of_the_first(tmp
     trained(tmp_path / "one", module)
     second = trained(tmp_path / "two", module)
     assert second.epsilon == epsilon_of([(1.0, 8 / 41, 12)], 1e-4, "rdp")
-    assert "those of a private run before in this process, of 6 steps" in second.text
+    assert "those of a run before in this process, of 6 private steps" in second.text
     third = trained(tmp_path / "three", module, promise(**NOISY, init_weights_are_public=True))
     assert third.steps == 6
     assert trained(tmp_path / "four").steps == 6  # another module
+
+
+def test_a_module_that_was_trained_without_privacy_is_refused(tmp_path: Path) -> None:
+    module = Classifier()
+    ts.Trainer(module, arguments(tmp_path / "plain")).train()
+    with pytest.raises(PrivacyError, match="the module was trained without a guarantee, by another Trainer"):
+        trained(tmp_path / "refused", module)
+    reported = trained(tmp_path / "reported", module, promise(**NOISY, on_unsafe="report"))
+    assert reported.text.startswith("NOT PRIVATE: the initial weights were trained without privacy")
 
 
 # --- D-M3 and D-M14: what the epsilon rests on

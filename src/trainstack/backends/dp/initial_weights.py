@@ -1,21 +1,28 @@
-"""What a private run states of the weights that it begins with."""
+"""What a private run states of the weights that it begins with, and which run of this process trained them."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from trainstack.errors import PrivacyError
 
 if TYPE_CHECKING:  # most runs are not private
     from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
+    from trainstack.backends.dp.budget import Accountant
     from trainstack.backends.dp.epsilon import Entry
     from trainstack.backends.privacy_statement import WeightsOrigin
 
 
-def check_origin(
-    origin: WeightsOrigin, args: DifferentialPrivacyArguments
-) -> tuple[str, tuple[Entry, ...], tuple[str, ...]]:
-    """The line of the statement, the steps that count, and why nothing is guaranteed.
+Origin = tuple[str, "Sequence[Entry]", Sequence[str]]
+"""The line of the statement, the steps that count, and why nothing is guaranteed."""
+
+
+def check_origin(origin: WeightsOrigin, args: DifferentialPrivacyArguments) -> Origin:
+    """What weights from a file or folder add to the account.
 
     Raises:
         PrivacyError: the source was trained without privacy, and its data was not declared public.
@@ -28,11 +35,59 @@ def check_origin(
     source = origin.statement
     if source is not None and source.epsilon is not None:
         return f"{name}, whose {source.steps} private steps are among those of this statement", source.history, ()
+    return _without_privacy(f"init_weights_from={origin.path!r}", f"of backend {origin.backend!r}", name, args)
+
+
+def origin_in_process(earlier: Accountant | None, args: DifferentialPrivacyArguments) -> Origin:
+    """What an earlier run of this process on the same module adds to the account; None for one without privacy.
+
+    Raises:
+        PrivacyError: it was without privacy, and its data was not declared public.
+    """
+    history = [] if earlier is None else earlier.last_history()
+    kind = "without privacy" if earlier is None else f"of {sum(steps for _, _, steps in history)} private steps"
+    name = f"those of a run before in this process, {kind}"
+    if args.init_weights_are_public:
+        return f"{name}; declared public by init_weights_are_public", (), ()
+    if earlier is None:
+        return _without_privacy("the module", "by another Trainer of this process", name, args)
+    return f"{name}, which are among those of this statement", history, earlier.overrides
+
+
+def _without_privacy(what: str, by: str, name: str, args: DifferentialPrivacyArguments) -> Origin:
     if args.on_unsafe == "report":
-        return name, (), (f"the initial weights {name} were trained without privacy",)
+        return name, (), (f"the initial weights were trained without privacy: {name}",)
     raise PrivacyError(
-        f"init_weights_from={origin.path!r} was trained without a guarantee (backend {origin.backend!r}): if its data "
-        "has records of this run, its weights show them without clipping and noise. If it was trained on public data, "
-        "write init_weights_are_public=True in DifferentialPrivacyArguments, which the statement then says; otherwise "
-        "begin with weights that have not seen private data."
+        f"{what} was trained without a guarantee, {by}: if its data has records of this run, the weights show them "
+        "without clipping and noise. If it was trained on public data, write init_weights_are_public=True in "
+        "DifferentialPrivacyArguments, which the statement then says; otherwise begin with weights that have not seen "
+        "private data."
     )
+
+
+class TrainedBefore:
+    """The last run that trained a parameter, as long as the parameter lives: its accountant, None without privacy.
+
+    A private run on the same weights would otherwise state its own steps alone, though its weights show those of the
+    first run as well.
+    """
+
+    def __init__(self) -> None:
+        # by id, since tensors compare their elements
+        self._accountants: dict[int, tuple[weakref.ref[Tensor], Accountant | None]] = {}
+
+    def note(self, parameters: Iterable[Tensor], accountant: Accountant | None) -> None:
+        """`accountant` charges steps that change `parameters`; None if they are not private."""
+        for parameter in parameters:
+            key = id(parameter)
+            reference = weakref.ref(parameter, lambda _, key=key: self._accountants.pop(key, None))  # type: ignore[misc]
+            self._accountants[key] = (reference, accountant)
+
+    def find(self, parameters: Iterable[Tensor]) -> list[Accountant | None]:
+        """Those of the runs that trained some of `parameters`, each once."""
+        found = (self._accountants.get(id(parameter)) for parameter in parameters)
+        return list({id(entry[1]): entry[1] for entry in found if entry is not None}.values())
+
+
+trained_before = TrainedBefore()
+"""Of this process."""

@@ -13,13 +13,13 @@ from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.budget import Accountant
 from trainstack.backends.dp.clipping import AdaptiveClipper
 from trainstack.backends.dp.epsilon import Entry
+from trainstack.backends.dp.initial_weights import origin_in_process, trained_before
 from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.probing import WriteDetector
 from trainstack.backends.dp.randomness import Randomness
 from trainstack.backends.dp.sampling import count_records
 from trainstack.backends.dp.statement import private_statement
 from trainstack.backends.dp.telemetry import Telemetry
-from trainstack.backends.dp.trained_before import trained_before
 from trainstack.backends.privacy_statement import PrivacyStatement
 from trainstack.backends.processes.world import World
 from trainstack.backends.single_process import move_to_device
@@ -203,16 +203,9 @@ class Mechanism:
         """Begin without a checkpoint; the steps of earlier starts count if this is one of them `retry`."""
         self._account(lambda: self.accountant.on_fresh_start(retry=retry))
         for earlier in trained_before.find(self.mode.module.parameters()):
-            if earlier.run != self.accountant.run:
-                self._begin_after(earlier)
-
-    def _begin_after(self, earlier: Accountant) -> None:
-        history = earlier.last_history()
-        words = f"those of a private run before in this process, of {sum(n for _, _, n in history)} steps"
-        if self.args.init_weights_are_public:
-            self.accountant.start_from(f"{words}; declared public by init_weights_are_public", [], [])
-        else:
-            self.accountant.start_from(f"{words}, which are among those here", history, earlier.overrides)
+            if earlier is None or earlier.run != self.accountant.run:
+                origin = origin_in_process(earlier, self.args)
+                self.accountant.start_from(*origin)
 
     def on_chosen_stop(self, steps_left: int) -> None:
         """From now on the statement gives the epsilon of all planned steps, as far as the budget allows them.

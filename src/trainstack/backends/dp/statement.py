@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trainstack.backends.dp.ledger import SpendLedger
 
 COVERED = ("the weights after every step, all of them together, and whatever is computed from them",)
+_OF_PLAN = ("expected_batch_size", "dataset_size", "planned_steps", "max_epsilon")
 SEEDED = "whoever knows debug_seed knows which items were sampled and what the noise was"
 EXPOSED = "hooks and events were given records and outputs of training (expose_records=True)"
 NOT_COVERED = (
@@ -76,20 +77,17 @@ def private_statement(
     entries = tuple(merge_steps(history))
     epsilon = epsilon_of(entries, plan.delta, plan.accountant, eps_error=plan.eps_error)
     found = {SEEDED: args.debug_seed is not None, "steps were taken without noise": math.isinf(epsilon)}
-    reasons = list(dict.fromkeys((*overrides, *(reason for reason, holds in found.items() if holds))))
+    reasons = tuple(dict.fromkeys((*overrides, *(reason for reason, holds in found.items() if holds))))
     return PrivacyStatement(
         epsilon=None if reasons else epsilon,
         delta=None if reasons else plan.delta,
-        overrides=tuple(reasons),
+        overrides=reasons,
         accountant=plan.accountant,
         eps_error=plan.eps_error,
         history=entries,
         clipping=args.clipping,
         max_grad_norm=tuple(float(norm) for norm in max_grad_norm),
-        expected_batch_size=plan.expected_batch_size,
-        dataset_size=plan.dataset_size,
-        planned_steps=plan.planned_steps,
-        max_epsilon=plan.max_epsilon,
+        **{name: getattr(plan, name) for name in _OF_PLAN},
         stopped_by_budget=_is_stopped(plan, entries),
         fixed_order_epsilon=None if reasons else fixed_order_epsilon(entries, plan.delta),
         randomness=_randomness(args),

@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from trainstack._files import read_small, real_path
 from trainstack.backends import TrainerBackend, World
-from trainstack.backends.privacy_statement import PrivacyStatement, WeightsOrigin
 from trainstack.backends.spec import known_layers
 from trainstack.checkpointing import Checkpoint, WarmStartReport, warm_start
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
@@ -36,6 +35,7 @@ from trainstack.trainer.schedulers.stepping import Schedules
 from trainstack.trainer.torch_settings import cpu_settings, merge_settings, precision_in_force
 
 if TYPE_CHECKING:
+    from trainstack.backends.privacy_statement import WeightsOrigin
     from trainstack.trainer.data.fixed_samples import Samples
     from trainstack.trainer.data.training_data import TrainingData
 
@@ -140,6 +140,8 @@ def _check_not_private(source: Path, stack: TrainerBackend) -> None:
 
 def _origin_of(source: Path) -> WeightsOrigin:
     """What the manifest of `source` says of its training; a bare file has none."""
+    from trainstack.backends.privacy_statement import PrivacyStatement, WeightsOrigin  # for private runs alone
+
     folder = _checkpoint_of(source)
     if folder is None:
         return WeightsOrigin(path=os.path.abspath(source))

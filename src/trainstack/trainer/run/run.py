@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainstack.backends import Workload
+from trainstack.backends.dp.initial_weights import trained_before
 from trainstack.backends.losses import looks_summed
 from trainstack.checkpointing import Checkpoint, DefaultCheckpointer
 from trainstack.errors import ConfigurationError, ModuleContractError, PeerError, annotate
@@ -433,6 +434,8 @@ class Run:
         check_monitors(self.context, self.loop.schedules)
         agree_on_start(self.context, self.data, self.loop.work, self.loop.schedules)
         self._compare_values = True
+        if not self.stack.is_private:
+            trained_before.note(self.module.parameters(), None)
         if self.pending_rng is None and not self._ranks_are_separate:
             separate_ranks(self.world)
         self._ranks_are_separate = True
