@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-fast test-long check wheel bench bench-peers conformance conformance-peers kills campaign two-jobs hostile differential docs lock clean help
+.PHONY: demo test test-fast test-long check wheel bench bench-peers conformance conformance-peers kills campaign two-jobs hostile attacks differential docs lock clean help
 
 demo: .venv/.stamp ## train, interrupt and resume a small model, and show that the results agree
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -60,6 +60,9 @@ two-jobs: .venv/.stamp ## start two jobs on one directory 50 times, with kills, 
 
 hostile: .venv/.stamp ## read 20,000 hostile and 6,000 damaged checkpoints
 	$(BIN)/python -m tools.hostile_checkpoints $(ARGS)
+
+attacks: .venv/.stamp ## attack private training through 50 kinds of user code; ARGS="--short", "--kinds dropout", "--guesses 0"
+	$(BIN)/python -m tools.attacks $(ARGS)
 
 campaign: .venv/.stamp ## kill modules that keep state in many places, 120 times
 	$(BIN)/python -m tools.kills.campaign $(ARGS)

@@ -1,4 +1,4 @@
-"""Private training that does not keep its promise, in ten ways; run as `make bench ARGS=audit` it audits each.
+"""Private training that does not keep its promise, in 16 ways; run as `make bench ARGS=audit` it audits each.
 
 A table says which probe sees what is wrong, and how often the audit finds fault with training that is as it should be.
 """
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from trainstack.backends.dp import DifferentialPrivacyArguments, setup
-from trainstack.backends.dp.clipping import FlatClipper
+from trainstack.backends.dp.budget import Accountant
+from trainstack.backends.dp.clipping import AutomaticClipper, FlatClipper
 from trainstack.backends.dp.mechanism import Mechanism
 from trainstack.backends.dp.randomness import SeededRandomness
 from trainstack.backends.dp.sampling import PoissonSampling
@@ -25,7 +27,7 @@ from trainstack.backends.workload import Draw
 
 Patch = Callable[[], AbstractContextManager[Any]]
 
-PROBES = ("noise", "sampling", "canaries")
+PROBES = ("noise", "account", "sampling", "canaries")
 
 
 def _scaled_noise(factor: Callable[[Mechanism], float]) -> Patch:
@@ -81,6 +83,56 @@ class _DoubledRate(SeededRandomness):
         return super().mask(step, records, 2 * rate)
 
 
+class _LooseLastLayer(AutomaticClipper):
+    """Divides the last parameter's gradient by a third of the norm."""
+
+    def _rows(self, squares: Tensor, joint: Tensor, finite: Tensor) -> tuple[Tensor, ...]:
+        rows = super()._rows(squares, joint, finite)
+        return (*rows[:-1], 3 * rows[-1])
+
+
+class _HugeExempt(FlatClipper):
+    """Does not clip what is longer than a million times the limit."""
+
+    def _rows(self, squares: Tensor, joint: Tensor, finite: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.where(joint > 1e6 * self.limit, 1.0, row) for row in super()._rows(squares, joint, finite))
+
+
+def _half_charged() -> AbstractContextManager[Any]:
+    real = Accountant.charge
+
+    def charge(self: Any) -> None:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls % 2:
+            real(self)
+
+    return mock.patch.object(Accountant, "charge", charge)
+
+
+def _changed_noise(change: Callable[[Mechanism, Tensor], Tensor]) -> Patch:
+    """What `change` makes of correct noise, in its place."""
+    real = Mechanism._noise
+    return lambda: mock.patch.object(Mechanism, "_noise", lambda self, *given: change(self, real(self, *given)))
+
+
+def _none_on_the_last(mechanism: Mechanism, noise: Tensor) -> Tensor:
+    size = sum(p.numel() for p in mechanism.mode.trained)
+    noise[size - mechanism.mode.trained[-1].numel() : size] = 0
+    return noise
+
+
+def _one_vector(mechanism: Mechanism, noise: Tensor) -> Tensor:
+    """The same numbers for each parameter, from its first weight on."""
+    sizes = [p.numel() for p in mechanism.mode.trained]
+    vector = noise[: max(sizes)].clone()
+    return torch.cat([*(vector[:size] for size in sizes), noise[sum(sizes) :]])
+
+
+def _silent_count(mechanism: Mechanism, noise: Tensor) -> Tensor:
+    noise[-1] = 0
+    return noise
+
+
 BROKEN: dict[str, tuple[Patch, set[str]]] = {
     "no noise": (_scaled_noise(lambda _: 0.0), {"noise", "canaries"}),
     "noise / batch": (
@@ -95,8 +147,20 @@ BROKEN: dict[str, tuple[Patch, set[str]]] = {
     "a fixed order": (_drawn(_in_order), {"sampling"}),
     "the same sample again": (_drawn(_the_first_again), {"sampling"}),
     "doubled rate": (lambda: mock.patch.object(setup, "SeededRandomness", _DoubledRate), {"sampling"}),
+    "last layer to 3 C": (lambda: mock.patch.object(setup, "AutomaticClipper", _LooseLastLayer), {"sampling"}),
+    "above 1e6 C not clipped": (lambda: mock.patch.object(setup, "FlatClipper", _HugeExempt), {"sampling"}),
+    "half the steps charged": (_half_charged, {"account"}),
+    "last layer without noise": (_changed_noise(_none_on_the_last), {"noise"}),
+    "one vector for all layers": (_changed_noise(_one_vector), {"noise"}),
+    "a count without noise": (_changed_noise(_silent_count), {"noise"}),
 }
 """How to break it, and the probes that must see it, each on its own."""
+
+SETTINGS: dict[str, dict[str, str]] = {
+    "last layer to 3 C": {"clipping": "automatic"},
+    "a count without noise": {"clipping": "adaptive"},
+}
+"""The settings with which it is broken, where they are not the usual ones."""
 
 
 @contextmanager
@@ -117,11 +181,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = DifferentialPrivacyArguments(delta=1e-6, noise_multiplier=2.0)
     level = "full" if options.full else "quick"
 
-    print(f"{'':24}" + "".join(f"{probe:10}" for probe in PROBES) + "epsilon at least (stated)  smallest p  seconds")
+    print(f"{'':26}" + "".join(f"{probe:10}" for probe in PROBES) + "epsilon at least (stated)  smallest p  seconds")
     escaped = 0
     for how in BROKEN:
         with broken(how):
-            caught = bool(_row(how, lambda: audit(args, level=level)))
+            settings = replace(args, **SETTINGS.get(how, {}))
+            caught = bool(_row(how, lambda settings=settings: audit(settings, level=level)))
         escaped += not caught
     blamed = [_row(f"correct, audit {i + 1}", lambda: audit(args, level=level)) for i in range(options.runs)]
     summary = f"{len(BROKEN) - escaped} of {len(BROKEN)} broken ones caught"
@@ -137,7 +202,7 @@ def _row(name: str, audit: Callable[[], Any]) -> set[str]:
     marks = "".join(f"{'BROKEN' if probe in seen else '-':10}" for probe in PROBES)
     bounds = f"{report.epsilon_at_least:.2f} or {report.epsilon_at_least_tradeoff:.2f} ({report.epsilon_claimed:.2f})"
     least = min(finding.p_value for finding in report.findings)
-    print(f"{name:24}{marks}{bounds:25}  {least:10.1g}  {took:7.1f}", flush=True)
+    print(f"{name:26}{marks}{bounds:25}  {least:10.1g}  {took:7.1f}", flush=True)
     return seen
 
 

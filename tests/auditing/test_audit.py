@@ -17,7 +17,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
 from tests.helpers.processes import run_world
 from tests.helpers.workers.private import audited
-from tools.broken_privacy import BROKEN, broken
+from tools.broken_privacy import BROKEN, SETTINGS, broken
 from trainstack.auditing import AuditReport, Finding, audit, audit_module
 from trainstack.auditing.canaries import AuditedRun
 from trainstack.auditing.canary_bounds import (
@@ -28,7 +28,14 @@ from trainstack.auditing.canary_bounds import (
     judge_guesses,
     privacy_profile,
 )
-from trainstack.auditing.mechanism_probes import judge_masks, judge_noise, noise_probe, sampling_probe
+from trainstack.auditing.mechanism_probes import (
+    count_probe,
+    displaced,
+    judge_masks,
+    judge_noise,
+    noise_probe,
+    sampling_probe,
+)
 from trainstack.auditing.report import IMPLAUSIBLE
 from trainstack.backends.dp import DifferentialPrivacyArguments, epsilon_of
 from trainstack.backends.dp.epsilon import gaussian_delta
@@ -38,7 +45,8 @@ pytestmark = pytest.mark.slow
 RUNS = 5
 
 PROBES: dict[str, Any] = {
-    "noise": noise_probe,
+    "noise": lambda subject: [*noise_probe(subject), *count_probe(subject)],
+    "account": noise_probe,
     "sampling": sampling_probe,
     "canaries": lambda subject: canary_audit(subject, RUNS).findings,
 }
@@ -60,12 +68,12 @@ def blamed(findings: Any) -> list[str]:
 )
 def test_what_is_broken_is_found_by_each_probe_that_should(how: str, probe: str) -> None:
     with broken(how):
-        findings = PROBES[probe](AuditedRun(args=private()))
-    assert blamed(findings)
+        findings = PROBES[probe](AuditedRun(args=private(**SETTINGS.get(how, {}))))
+    assert blamed([finding for finding in findings if finding.probe == probe])
 
 
-def test_there_are_ten_ways_to_break_it() -> None:
-    assert len(BROKEN) == 10
+def test_there_are_sixteen_ways_to_break_it() -> None:
+    assert len(BROKEN) == 16
 
 
 def test_what_is_right_is_not_blamed() -> None:
@@ -138,10 +146,22 @@ def test_p_values_of_noise_are_not_too_small(weights: int, steps: int) -> None:
     small: dict[str, int] = {}
     for _ in range(tries):
         first, second = (torch.from_numpy(rng.standard_normal((steps, weights))) for _ in range(2))
-        for finding in judge_noise(first, second):
+        for finding in judge_noise(first.split([60, weights - 60], 1), second.split([60, weights - 60], 1)):
             small[finding.claim] = small.get(finding.claim, 0) + (finding.p_value <= 0.1)
-    assert len(small) == 5
+    assert len(small) == 7
     assert max(small.values()) <= 0.1 * tries + 3 * math.sqrt(0.09 * tries), small
+
+
+def test_one_vector_shows_at_its_displacement() -> None:
+    rng = np.random.default_rng(3)
+    left, right = rng.standard_normal((2, 40)), rng.standard_normal((2, 100))
+    z = displaced(left, right)
+    assert np.abs(z).max() < 5
+    direct = (left[0] * right[0, 7:47]).sum() / np.linalg.norm(right[0, 7:47])
+    assert np.isclose(z, direct).any()
+    right[:, 30:70] = left
+    assert displaced(left, right).max() > 5
+    assert displaced(right, left).max() > 5
 
 
 # --- from guesses to epsilon
@@ -246,13 +266,50 @@ def test_a_module_whose_records_count_alone_is_not_blamed_and_left_as_it_was(tmp
     before = {name: value.clone() for name, value in module.state_dict().items()}
     report = audit_module(module, private_run(tmp_path), rounds=2)
     assert report.verdict == "nothing found"
-    assert [finding.probe for finding in report.findings] == ["neighbours"]
+    probes = [finding.probe for finding in report.findings]
+    assert probes == ["neighbours", *["own records"] * 3, *["noise"] * 7, "account"]
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert list(tmp_path.iterdir()) == []
 
 
+class Unrepeatable(Classifier):
+    """Draws noise from a generator that nobody can set back."""
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        noise = torch.from_numpy(np.random.default_rng().standard_normal(batch[0].shape)).float()
+        return super().train_step(global_step, (batch[0] + noise, batch[1]), device)
+
+
+def test_random_numbers_that_do_not_belong_to_records_are_blamed(tmp_path: Path) -> None:
+    report = audit_module(Unrepeatable(numbers(64)), private_run(tmp_path), rounds=1, records=10)
+    assert "the same records have the same sum again" in report.verdict
+
+
+@pytest.mark.parametrize(
+    ("how", "claim"),
+    [
+        ("clipped to 10 C", "each of 20 records left out moves the sum by C at most"),
+        ("0.8 of the noise", "its standard deviation is as stated"),
+        ("one vector for all layers", "it is new for every parameter"),
+        ("half the steps charged", "every update is in the statement"),
+    ],
+)
+def test_what_is_broken_shows_on_the_users_module_too(how: str, claim: str, tmp_path: Path) -> None:
+    with broken(how):
+        report = audit_module(Wide(numbers(64)), private_run(tmp_path), rounds=1, records=20)
+    assert claim in [finding.claim for finding in report.broken]
+
+
+class Wide(Classifier):
+    """Enough weights for a test of noise to tell 0.8 of it."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 300), torch.nn.Tanh(), torch.nn.Linear(300, 3))
+
+
 def test_a_module_that_couples_records_is_blamed(tmp_path: Path) -> None:
-    report = audit_module(Centred(numbers(64)), private_run(tmp_path), rounds=10)
+    report = audit_module(Centred(numbers(64)), private_run(tmp_path), rounds=3, records=10)
     assert report.verdict.startswith("BROKEN")
     assert "the gradients of other records change" in report.verdict
 
@@ -265,6 +322,8 @@ def test_what_cannot_be_audited_is_refused(tmp_path: Path) -> None:
         audit(private(), "sp")
     with pytest.raises(ConfigurationError, match="'sp' is not private"):
         audit_module(Classifier(numbers(64)), private_run(tmp_path, backend="sp", differential_privacy_args=None))
+    with pytest.raises(ConfigurationError, match="at least 1 round and 2 records"):
+        audit_module(Classifier(numbers(64)), private_run(tmp_path), records=1)
     with pytest.raises(ConfigurationError, match="write 'quick' or 'full'"):
         audit(private(), level="quik")
     with pytest.raises(ConfigurationError, match="noise_multiplier=0 promises nothing"):

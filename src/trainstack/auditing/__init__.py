@@ -8,7 +8,8 @@ from trainstack.backends.dp.epsilon import import_opacus
 
 import_opacus("scipy", "An audit")
 
-from trainstack.auditing.audit import audit, audit_module  # noqa: E402 - only after scipy was found
+from trainstack.auditing.audit import audit  # noqa: E402 - only after scipy was found
+from trainstack.auditing.module_audit import audit_module  # noqa: E402
 from trainstack.auditing.report import AuditReport, Finding  # noqa: E402
 
 __all__ = ["AuditReport", "Finding", "audit", "audit_module"]

@@ -1,13 +1,15 @@
-"""Canary records whose gradients are orthogonal unit vectors, so that each one is visible in every update.
+"""Canary records whose gradients are orthogonal, so that each one is visible in every update.
 
-The model is a table with one row a canary; a canary's gradient is its own row, long before clipping and of length C
-after it. What left the private step thus shows, in row i, whether canary i was in it, and the noise.
+The model is several tables of unlike widths with a row for each canary. The gradient of a canary is its own row in all
+tables. Before clipping its length is between 1 and 1e12 times C, after it C. What left the private step thus shows, in
+row i, whether canary i was in it, how much it added to each parameter, and the noise.
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,28 +90,44 @@ class AuditedRun:
         return (float(norms),) if isinstance(norms, int | float) else tuple(float(norm) for norm in norms)
 
     @property
-    def pinned(self) -> DifferentialPrivacyArguments:
-        """The settings without what belongs to the user's own data, and with a clipping norm that stays."""
-        return replace(
-            self.args,
-            dataset_size=None,
-            sample_rate=None,
-            max_epsilon=None,
-            telemetry={name: values for name, values in self.args.telemetry.items() if name in ("loss", "grad_norm")},
-            clip_learning_rate=1e-12 if self.args.clipping == "adaptive" else self.args.clip_learning_rate,
-        )
+    def limits(self) -> tuple[float, ...]:
+        """How much of a canary's clipped gradient lies in each table; their squares add up to that of C."""
+        norms = self.norms
+        return norms if len(norms) > 1 else (norms[0] / math.sqrt(len(_WIDTHS)),) * len(_WIDTHS)
+
+    @property
+    def own_args(self) -> DifferentialPrivacyArguments:
+        """The settings without what belongs to the user's own data."""
+        telemetry = {name: values for name, values in self.args.telemetry.items() if name in ("loss", "grad_norm")}
+        return replace(self.args, dataset_size=None, sample_rate=None, max_epsilon=None, telemetry=telemetry)
 
     def without_noise(self) -> AuditedRun:
         """The same run, but for noise and budget."""
         return replace(self, args=replace(self.args, noise_multiplier=0.0, target_epsilon=None, max_epsilon=None))
 
     def gradient_noise(self, noise_multiplier: float) -> float:
-        """The standard deviation of the gradient's noise over the clipping norm; telemetry and counts cost some."""
-        squares = len(coordinates_of(self.pinned)) * self.args.telemetry_weight**2
-        if self.args.clipping == "adaptive":
-            count = self.args.count_noise_multiplier or max(self.train_batch_size / 20, noise_multiplier)
-            squares += 1 / ((2 * count / noise_multiplier) ** 2 - 1)
-        return noise_multiplier * math.sqrt(1 + squares)
+        """The standard deviation of the gradient's noise over the clipping norm."""
+        return gradient_noise(self.own_args, self.train_batch_size, noise_multiplier)
+
+
+def gradient_noise(args: DifferentialPrivacyArguments, batch: int, noise_multiplier: float) -> float:
+    """The standard deviation of the gradient's noise over the clipping norm; telemetry and counts cost some."""
+    squares = len(coordinates_of(args)) * args.telemetry_weight**2
+    if args.clipping == "adaptive":
+        squares += 1 / ((2 * count_noise(args, batch, noise_multiplier) / noise_multiplier) ** 2 - 1)
+    return noise_multiplier * math.sqrt(1 + squares)
+
+
+def count_noise(args: DifferentialPrivacyArguments, batch: int, noise_multiplier: float) -> float:
+    """The standard deviation of the noise on the count of unclipped records, in records."""
+    return args.count_noise_multiplier or max(batch / 20, noise_multiplier)
+
+
+_WIDTHS = (1, 3, 2)
+"""Of the tables of a model with one clipping norm."""
+
+_DECADES = 12
+"""The lengths of canaries reach from C to 10 to this power times C."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +135,37 @@ class Observation:
     """What left a private run.
 
     Attributes:
-        updates: float64 of shape `(steps, canaries)`: the noisy sums over each step's records, in units of the
-            clipping norm. A canary adds 1 to its column; the noise's standard deviation is sigma.
+        tables: for each parameter float64 of shape `(steps, canaries, width)`: the noisy sums over each step's
+            records, in units of the clipping norm of the step, without the row that stands for no canary.
+        direction: float64 of shape `(sum of widths,)`: that of a canary's gradient within its row; of length 1.
+        limits: the clipping norm of each step as stated before it.
         included: bool of shape `(canaries,)`: those that were trained on, on all processes.
         statement: what the run says of itself.
+        equal_on_ranks: whether all processes were given the same sums.
     """
 
-    updates: Tensor
+    tables: tuple[Tensor, ...]
+    direction: Tensor
+    limits: tuple[float, ...]
     included: Tensor
     statement: PrivacyStatement
+    equal_on_ranks: bool
+
+    @property
+    def steps(self) -> int:
+        """The updates that an optimizer was given."""
+        return len(self.tables[0])
+
+    @property
+    def updates(self) -> Tensor:
+        """float64 of shape `(steps, canaries)`: a canary adds 1 to its column, noise has standard deviation sigma."""
+        return torch.cat(self.tables, dim=2) @ self.direction
+
+    @property
+    def lengths(self) -> Tensor:
+        """float64 of shape `(steps, canaries)`: the norm of each canary's row over all parameters."""
+        lengths: Tensor = torch.linalg.vector_norm(torch.cat(self.tables, dim=2), dim=2)
+        return lengths
 
     @property
     def noise_multiplier(self) -> float:
@@ -134,51 +174,66 @@ class Observation:
 
 
 class CanaryModel(nn.Module):
-    """A table a layer, trained on the records `rows`; the rest of a `ModuleInterface`."""
+    """Tables, trained on the records `rows` with gradients of `lengths`; the rest of a `ModuleInterface`."""
 
     def __init__(self, subject: AuditedRun) -> None:
         super().__init__()
-        norms = subject.norms
-        self.tables = nn.ModuleList(nn.Embedding(subject.dataset_size + 1, 1) for _ in norms)
-        self.rows = torch.empty(0)
-        self.recorder = Recorder(self.parameters(), norms, subject.train_batch_size)
-        self._length = 1e4 * max(norms)  # so much longer than allowed is a gradient before it is clipped
+        limits = subject.limits
+        widths = [_WIDTHS[k % len(_WIDTHS)] for k in range(len(limits))]
+        self.tables = nn.ModuleList(nn.Embedding(subject.dataset_size + 1, width) for width in widths)
+        self.rows, self.lengths = torch.empty(0), torch.empty(0)
+        self.recorder = Recorder(self.parameters(), subject.train_batch_size)
+        norm = math.hypot(*limits)
+        self._shares = [limit / norm / math.sqrt(width) for limit, width in zip(limits, widths, strict=True)]
+        self.direction = torch.cat(
+            [torch.full((width,), share).double() for share, width in zip(self._shares, widths, strict=True)]
+        )
         self._losses_of_records = subject.args.grad_mode == "ghost"
 
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
         return [self.recorder], []
 
     def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
-        records = TensorDataset(self.rows)
+        records = TensorDataset(self.rows, self.lengths)
         return DataLoader(records, sampler=sampler(records), batch_size=batch_size)
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Tensor:
-        losses = self._length * torch.stack([table(batch[0])[:, 0] for table in self.tables]).sum(0)
+        parts = [share * table(batch[0]).sum(-1) for share, table in zip(self._shares, self.tables, strict=True)]
+        losses: Tensor = batch[1] * torch.stack(parts).sum(0)
         return losses if self._losses_of_records else losses.mean()
 
 
 class Recorder(torch.optim.Optimizer):
-    """Keeps what it is given: all that those can see who are shown the model after every step."""
+    """Keeps what it is given: all that those can see who are shown the model after every step.
 
-    def __init__(self, parameters: Any, norms: tuple[float, ...], batch: int) -> None:
+    Attributes:
+        norm_now: the joint clipping norm that the run states.
+        sums: for each step the sums of each table, in units of the norm that was stated before the step.
+        norms: that norm, for each step and for the one after the last.
+    """
+
+    def __init__(self, parameters: Any, batch: int) -> None:
         super().__init__(parameters, {})
-        self.sums: list[Tensor] = []
-        self._factors = [batch * norm / sum(n**2 for n in norms) for norm in norms]
+        self.norm_now: Callable[[], float] = lambda: 1.0
+        self.norms: list[float] = []
+        self.sums: list[list[Tensor]] = []
+        self._batch = batch
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        tables = self.param_groups[0]["params"]
-        rows = [factor * table.grad[:-1, 0].cpu().double() for factor, table in zip(self._factors, tables, strict=True)]
-        self.sums.append(torch.stack(rows).sum(0))
+        factor = self._batch / self.norms[-1]
+        self.sums.append([factor * table.grad[:-1].cpu().double() for table in self.param_groups[0]["params"]])
+        self.norms.append(self.norm_now())
 
 
-def train_canaries(subject: AuditedRun, included: Tensor) -> Observation:
+def train_canaries(subject: AuditedRun, included: Tensor, *, shortest: float = 0.0) -> Observation:
     """Train privately on canaries, by the real `Trainer` and layer; a run of its own, under a folder of its own.
 
     Args:
         subject: the run.
         included: bool of shape `(dataset_size,)`. In place of a canary that is not included stands a record whose
             gradient is a row that nobody looks at.
+        shortest: the logarithm (to base 10) of the shortest gradient in units of C, from 0 to 12.
     """
     from trainstack.trainer import ModuleInterface, Trainer, TrainerArguments
 
@@ -190,7 +245,7 @@ def train_canaries(subject: AuditedRun, included: Tensor) -> Observation:
     with tempfile.TemporaryDirectory() as folder:
         arguments = {
             **{name: getattr(subject, name) for name in names},
-            "differential_privacy_args": subject.pinned,
+            "differential_privacy_args": subject.own_args,
             "output_dir": folder,
             "writers": (),
             "progress": "none",
@@ -201,7 +256,24 @@ def train_canaries(subject: AuditedRun, included: Tensor) -> Observation:
         trainer = Trainer(module, TrainerArguments.from_dict(arguments))
         included = trainer.world.comm.broadcast_object(included, "choosing canaries")
         module.rows = torch.where(included, torch.arange(len(included)), len(included))
+        places = torch.linspace(shortest, _DECADES, len(included), dtype=torch.float64)
+        module.lengths = (math.hypot(*subject.norms) * 10**places).float()
+        adaptive = subject.args.clipping == "adaptive"
+        module.recorder.norms.append(math.hypot(*subject.norms))
+        if adaptive:
+            module.recorder.norm_now = lambda: trainer.privacy_statement().max_grad_norm[0]
+        else:
+            module.recorder.norm_now = lambda: math.hypot(*subject.norms)
         trainer.train()
         statement = trainer.privacy_statement()
+        tables = tuple(torch.stack(table) for table in zip(*module.recorder.sums, strict=True))
+        marks = trainer.world.comm.gather([float(table.sum()) for table in tables], "comparing audited updates")
         trainer.close()
-    return Observation(updates=torch.stack(module.recorder.sums), included=included, statement=statement)
+    return Observation(
+        tables=tables,
+        direction=module.direction,
+        limits=tuple(module.recorder.norms),
+        included=included,
+        statement=statement,
+        equal_on_ranks=all(mark == marks[0] for mark in marks),
+    )

@@ -3,37 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from scipy import optimize, special, stats
 from torch import Tensor
 
-from trainstack.auditing.canaries import AuditedRun, train_canaries
+from trainstack.auditing.canaries import AuditedRun, Observation, count_noise, train_canaries
 from trainstack.auditing.report import Finding, largest_of_normal, most_unlikely_count, two_sided
+from trainstack.backends.dp.arguments import plan_privacy
 
 
 def noise_probe(subject: AuditedRun) -> list[Finding]:
-    """Train twice without any canary, so that the updates are noise and nothing else, and judge it."""
+    """Train twice without any canary, so that the updates are noise and nothing else, and judge it and the account."""
     nobody = subject.all_included.logical_not()
     first, second = (train_canaries(subject, nobody) for _ in range(2))
     sigma = subject.gradient_noise(first.noise_multiplier)
-    return list(judge_noise(first.updates / sigma, second.updates / sigma))
+    scaled = [[table.flatten(1) / sigma for table in seen.tables] for seen in (first, second)]
+    return [*judge_noise(*scaled), *judge_account(first)]
 
 
-def judge_noise(first: Tensor, second: Tensor) -> Iterator[Finding]:
-    """Test two runs' updates of shape `(steps, weights)`, divided by their standard deviation as stated.
+def judge_noise(first: Sequence[Tensor], second: Sequence[Tensor]) -> Iterator[Finding]:
+    """Test two runs' updates of each parameter, divided by their standard deviation as stated.
 
-    Chi-square on the variance, Kolmogorov and Smirnov on the distribution, and correlations: between any two steps,
-    between neighbouring weights, and with any step of the other run.
+    Chi-square on the variance, over all and of each parameter; Kolmogorov and Smirnov on the distribution; and
+    correlations: between any two steps, between neighbouring weights, between parameters at all displacements, and with
+    any step of the other run.
+
+    Args:
+        first, second: for each parameter a tensor of shape `(steps, weights)`.
     """
-    z, other = first.numpy(), second.numpy()
-    total = float((z**2).sum())
+    parts = [part.numpy() for part in first]
+    z, other = np.concatenate(parts, axis=1), np.concatenate([part.numpy() for part in second], axis=1)
+    yield _noise_finding("its standard deviation is as stated", f"{_deviation(z):.4f} times that", _variance_p_value(z))
+    by_part = [_variance_p_value(part) for part in parts]
+    worst = int(np.argmin(by_part))
     yield _noise_finding(
-        "its standard deviation is as stated",
-        f"{(total / z.size) ** 0.5:.4f} times that",
-        two_sided(stats.chi2.cdf(total, z.size), stats.chi2.sf(total, z.size)),
+        "so is that of each parameter",
+        f"{_deviation(parts[worst]):.4f} times that in parameter {worst + 1} of {len(parts)}",
+        min(1.0, len(parts) * by_part[worst]),
     )
     distance = stats.kstest(z.ravel(), "norm", method="asymp")
     yield _noise_finding(
@@ -44,7 +55,111 @@ def judge_noise(first: Tensor, second: Tensor) -> Iterator[Finding]:
         yield _unrelated("it is new in every step", projections(z, z)[np.triu_indices(steps, 1)], weights)
     even, odd = z[:, : weights - 1 : 2].reshape(1, -1), z[:, 1::2].reshape(1, -1)
     yield _unrelated("it is new for every weight", projections(even, odd), odd.size)
+    if len(parts) > 1:
+        crossed = np.concatenate([displaced(parts[i], parts[j]).ravel() for i, j in _pairs(len(parts))])
+        yield _noise_finding(
+            "it is new for every parameter",
+            f"{np.abs(crossed).max():.2f} standard deviations at most",
+            largest_of_normal(crossed),
+        )
     yield _unrelated("it is new in every run", projections(z, other), weights)
+
+
+def _deviation(z: Any) -> float:
+    return float((z**2).mean() ** 0.5)
+
+
+def _variance_p_value(z: Any) -> float:
+    total = float((z**2).sum())
+    return two_sided(stats.chi2.cdf(total, z.size), stats.chi2.sf(total, z.size))
+
+
+def _pairs(parts: int, most: int = 8) -> Iterator[tuple[int, int]]:
+    """All pairs of a few parameters; of many, each with the next and with the first."""
+    for i in range(1, parts):
+        yield from ((j, i) for j in range(i) if parts <= most or j in (0, i - 1))
+
+
+def displaced(left: Any, right: Any) -> Any:
+    """Scalar products of each row of `left` with that of `right`, at all displacements of one against the other.
+
+    Each is divided by the norm of what it meets of the longer one, so that it is standard normal if the shorter one is
+    independent of that. Displacements at which less than half of the shorter one meets the longer one are left out.
+    """
+    if left.shape[1] > right.shape[1]:
+        left, right = right, left
+    short, long = left.shape[1], right.shape[1]
+    margin = short // 2
+    padded = np.pad(right, ((0, 0), (margin, margin)))
+    size = 1 << (padded.shape[1] + short).bit_length()
+    places = long + 2 * margin - short + 1
+
+    def correlate(values: Any, window: Any) -> Any:
+        spectrum = np.fft.rfft(values, size) * np.conj(np.fft.rfft(window, size))
+        return np.fft.irfft(spectrum, size)[:, :places]
+
+    sums = np.cumsum(np.pad(padded**2, ((0, 0), (1, 0))), axis=1)
+    energy = sums[:, short:] - sums[:, :-short]
+    return correlate(padded, left) / np.sqrt(np.maximum(energy, np.finfo(np.float64).tiny))
+
+
+def judge_account(seen: Observation) -> Iterator[Finding]:
+    """No update may be missing in the statement, and all processes must be given the same ones."""
+    stated = seen.statement.steps
+    yield Finding(
+        probe="account",
+        claim="every update is in the statement",
+        seen=f"{seen.steps} updates, {stated} steps stated",
+        p_value=float(stated == seen.steps),
+    )
+    if (seen.statement.world_size or 1) > 1:
+        yield Finding(
+            probe="account",
+            claim="all processes get the same updates",
+            seen="the same" if seen.equal_on_ranks else "other ones",
+            p_value=float(seen.equal_on_ranks),
+        )
+
+
+_COUNTED, _COUNTS = 100, 40
+
+
+def count_probe(subject: AuditedRun) -> list[Finding]:
+    """Recover the noise on the count of unclipped records from the norms that adaptive clipping states.
+
+    All records are in each step and longer than the limit, so that the count is known. Nothing for other clipping.
+    """
+    args = subject.args
+    if args.clipping != "adaptive":
+        return []
+    epochs, rate = _COUNTS, 0.2
+    small = replace(subject, dataset_size=_COUNTED, train_batch_size=_COUNTED, epochs=epochs)
+    small = replace(small, args=replace(args, clip_learning_rate=rate, **_known_noise(subject)))
+    seen = train_canaries(small, small.all_included, shortest=8.0)
+    moved = np.diff(np.log(np.array(seen.limits)))
+    counted = _COUNTED * (
+        args.target_quantile - moved / rate
+    )  # log(C) moves by -rate * (share of unclipped - quantile)
+    z = counted / count_noise(args, _COUNTED, seen.noise_multiplier)
+    pairs = projections(z[None, :-1:2], z[None, 1::2])
+    return [
+        _noise_finding("that of the count is as stated", f"{_deviation(z):.4f} times that", _variance_p_value(z)),
+        _unrelated("the count's is new in every step", pairs, z.size // 2),
+    ]
+
+
+def _known_noise(subject: AuditedRun) -> dict[str, Any]:
+    """The noise of the audited run, whose target would ask for another one at another rate."""
+    args = subject.args
+    if args.noise_multiplier is not None:
+        return {"noise_multiplier": args.noise_multiplier}
+    plan = plan_privacy(
+        subject.own_args,
+        expected_batch_size=subject.train_batch_size,
+        dataset_size=subject.dataset_size,
+        steps=subject.steps,
+    )
+    return {"noise_multiplier": plan.noise_multiplier, "target_epsilon": None, "max_epsilon": None}
 
 
 def projections(left: Any, right: Any) -> Any:
@@ -65,13 +180,14 @@ def _noise_finding(claim: str, seen: str, p_value: float) -> Finding:
 def sampling_probe(subject: AuditedRun) -> list[Finding]:
     """Train twice without noise on all records as canaries, so that the updates are the masks, and judge those."""
     silent = subject.without_noise()
-    first, second = (train_canaries(silent, silent.all_included).updates for _ in range(2))
-    return [judge_influence(first), *judge_masks(first > 0.5, second > 0.5, subject.rate)]
+    first, second = (train_canaries(silent, silent.all_included).lengths for _ in range(2))
+    # A canary as long as C is far from it where C has grown, and the record of another step adds nothing at all.
+    return [judge_influence(torch.cat([first, second])), *judge_masks(first > 1e-6, second > 1e-6, subject.rate)]
 
 
-def judge_influence(updates: Tensor) -> Finding:
-    """No record may add more than the clipping norm; `updates` are in its units, shape `(steps, records)`."""
-    largest = float(updates.abs().max())
+def judge_influence(lengths: Tensor) -> Finding:
+    """No record may add more than the clipping norm; `lengths` are in its units, shape `(steps, records)`."""
+    largest = float(lengths.max())
     bounded = largest <= 1 + 1e-3  # rounding
     return _sampling_finding(
         "no record adds more than the clipping norm", f"{largest:.4g} times that at most", float(bounded)
