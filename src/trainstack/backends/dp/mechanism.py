@@ -86,17 +86,17 @@ class Mechanism:
         self.check_parameters(work)
         self.accountant.charge()
         self._released += 1
-        sums = self.mode.pop_sums()
+        flat = self.mode.pop_flat_sums()
         clipper = self.mode.clipper
         adaptive = clipper if isinstance(clipper, AdaptiveClipper) else None
-        counts = [] if adaptive is None else [adaptive.pop_counts().to(sums[0].device).reshape(1)]
-        flat = torch.cat([part.flatten() for part in sums] + counts)
+        if adaptive is not None:
+            flat = torch.cat([flat, adaptive.pop_counts().to(flat.device).reshape(1)])
         if self._world.is_main:
             flat += self._noise(len(flat), adaptive, flat.device)
         self._world.comm.all_reduce_(flat)
         flat /= self.accountant.plan.expected_batch_size
         gradient = flat if adaptive is None else flat[:-1]
-        parts = torch.split(gradient, [part.numel() for part in sums])
+        parts = torch.split(gradient, [parameter.numel() for parameter in self.mode.trained])
         for parameter in work.optimized_params:
             parameter.grad = None  # nothing but what is released here may reach an optimizer
         for parameter, part in zip(self.mode.trained, parts, strict=True):
@@ -113,13 +113,13 @@ class Mechanism:
         The count and the gradients then share what one step may spend: Andrew et al. 2019, theorem 1.
         """
         sigma = self.accountant.plan.noise_multiplier
-        noise = self._randomness.normal(self._released, count, device)
         if adaptive is None or sigma == 0:
-            return noise.mul_(sigma * self.mode.clipper.sensitivity)
+            return self._randomness.normal(self._released, count, device, sigma * self.mode.clipper.sensitivity)
         # A twentieth of the batch, as Andrew et al. recommend; at least sigma, since it must be above half of that.
         count_noise = self.args.count_noise_multiplier or max(self.accountant.plan.expected_batch_size / 20, sigma)
-        noise[-1] *= count_noise
-        noise[:-1] *= (sigma**-2 - (2 * count_noise) ** -2) ** -0.5 * adaptive.sensitivity
+        scale = (sigma**-2 - (2 * count_noise) ** -2) ** -0.5 * adaptive.sensitivity
+        noise = self._randomness.normal(self._released, count, device, scale)
+        noise[-1] *= count_noise / scale
         return noise
 
     def check_parameters(self, work: Workload) -> None:
