@@ -65,9 +65,9 @@ def _the_first_again(sampling: Any, step: int, honest: Tensor) -> Tensor:
 class _ReusedNoise(SeededRandomness):
     """Draws noise once."""
 
-    def normal(self, step: int, count: int, device: torch.device) -> Tensor:
+    def normal(self, step: int, count: int, device: torch.device, scale: float = 1.0) -> Tensor:
         if not hasattr(self, "kept"):
-            self.kept = super().normal(step, count, device)
+            self.kept = super().normal(step, count, device, scale)
         return self.kept.clone()
 
 

@@ -214,7 +214,10 @@ def main(argv: Sequence[str]) -> int:
             torch.set_num_threads(threads)
             found = least(model, names, options.records, options.rounds)
             cells = [f"{found[name] / found['sp']:.2f}" for name in names[1:]]
-            print(f"| {model} | {threads} | {1e3 * found['sp']:.2f} ms | {GOALS[model]} | {' | '.join(cells)} |", flush=True)
+            print(
+                f"| {model} | {threads} | {1e3 * found['sp']:.2f} ms | {GOALS[model]} | {' | '.join(cells)} |",
+                flush=True,
+            )
     if options.memory:
         print(f"\nPeak memory of making the model and training, MiB.\n\n| model | {' | '.join(names)} |")
         print("|---" * (len(names) + 1) + "|")

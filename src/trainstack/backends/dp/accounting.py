@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from trainstack.backends.dp.epsilon import NO_NOISE, Entry, clt_epsilon, gaussian_epsilon, prv_epsilon, rdp_epsilon
 from trainstack.errors import ConfigurationError
 
-ACCOUNTANTS = ("prv", "rdp")
+ACCOUNTANTS = ("prv", "rdp", "pld")
 LARGEST_ERROR = 0.01
 """What prv adds for its own error, unless a small target asks for less."""
 
@@ -42,7 +42,8 @@ def epsilon_of(
     Args:
         history: (sigma, q, steps) each; steps of the same kind may stand in several entries.
         delta: above 0, below 1.
-        accountant: `"prv"` gives the smaller of both accountants' bounds, `"rdp"` that of Renyi accounting alone.
+        accountant: `"rdp"` gives the bound of Renyi accounting; `"prv"` the smaller of that and of opacus' privacy loss
+            distributions; `"pld"` the smaller of that and of dp_accounting's, which needs `trainstack[pld]`.
         eps_error: by how much prv's bound may lie above the truth.
 
     Returns:
@@ -58,10 +59,16 @@ def epsilon_of(
         return 0.0
     if any(sigma < NO_NOISE for sigma, _, _ in spent):
         return math.inf
-    if accountant == "prv" and all(q == 1 for _, q, _ in spent):
+    if accountant != "rdp" and all(q == 1 for _, q, _ in spent):
         return gaussian_epsilon(math.sqrt(sum(steps / sigma**2 for sigma, _, steps in spent)), delta)
     rdp = rdp_epsilon(spent, delta)
-    return rdp if accountant == "rdp" else min(rdp, prv_epsilon(spent, delta, eps_error, rdp))
+    if accountant == "rdp":
+        return rdp
+    if accountant == "pld":
+        from trainstack.backends.dp.loss_distributions import pld_epsilon
+
+        return min(rdp, pld_epsilon(spent, delta, rdp))
+    return min(rdp, prv_epsilon(spent, delta, eps_error, rdp))
 
 
 def delta_of(
@@ -234,4 +241,4 @@ def check_target(name: str, epsilon: float) -> None:
 def _check_accountant(accountant: str) -> None:
     if accountant not in ACCOUNTANTS:
         why = " It reports too little, so it is not offered." if accountant == "gdp" else ""
-        raise ConfigurationError(f"accountant={accountant!r}:{why} Write 'prv' or 'rdp'.")
+        raise ConfigurationError(f"accountant={accountant!r}:{why} Write 'prv', 'rdp' or 'pld'.")

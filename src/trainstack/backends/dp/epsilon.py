@@ -54,14 +54,24 @@ def clt_epsilon(sigma: float, q: float, steps: int, delta: float) -> float:
 def fixed_order_epsilon(history: Iterable[tuple[float, float, int]], delta: float) -> float:
     """Epsilon of the same steps (sigma, q, steps) if batches were not drawn, but cut from one order fixed beforehand.
 
-    Each record then takes part once an epoch, `ceil(steps * q)` times in all, and nobody need guess in which steps. It
-    is protected as by one Gaussian mechanism of `mu = sqrt(sum of 1/sigma^2)` (Dong, Roth, Su 2019).
+    Each record then takes part once an epoch of `ceil(1 / q)` steps, the last of which may be smaller, and nobody need
+    guess in which steps. It is protected as by one Gaussian mechanism of `mu = sqrt(sum of 1/sigma^2)` over the epochs
+    begun (Dong, Roth, Su 2019).
     Batches that are shuffled in each epoch lie between `shuffled_epsilon_at_least` and this.
     """
-    taken = [(sigma, math.ceil(round(steps * q, 9))) for sigma, q, steps in history]
+    taken = [(sigma, math.ceil(steps / steps_per_epoch(q)) if q > 0 else 0) for sigma, q, steps in history]
     if any(sigma < NO_NOISE and times for sigma, times in taken):
         return math.inf
     return gaussian_epsilon(math.sqrt(sum(times / sigma**2 for sigma, times in taken if times)), delta)
+
+
+def steps_per_epoch(q: float) -> int:
+    """Steps in which a fixed order of all records is used up: `1 / q`, rounded up.
+
+    A q that is a quotient of whole numbers may lie some roundings off it, which must not add a step: an epoch that is
+    taken for longer than it is would have fewer participations than the truth.
+    """
+    return max(1, math.ceil(1 / q * (1 - 1e-12)))
 
 
 def shuffled_epsilon_at_least(sigma: float, steps_per_epoch: int, delta: float) -> float:
@@ -113,19 +123,7 @@ def import_opacus(module: str = "opacus", feature: str = "Differential privacy")
         MissingExtraError: opacus is not installed.
         ConfigurationError: the opacus that is installed is older than 1.6.
     """
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            imported = importlib.import_module(module)
-    except ModuleNotFoundError as missing:
-        if missing.name not in ("opacus", "scipy"):
-            raise
-        raise MissingExtraError(feature, missing.name, "dp") from missing
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
+    imported = import_extra(module, feature, "dp")
     version = opacus_version()
     if tuple(int(part) for part in version.split(".")[:2]) < (1, 6):
         raise ConfigurationError(
@@ -133,6 +131,27 @@ def import_opacus(module: str = "opacus", feature: str = "Differential privacy")
             "adaptive clipping. Install a newer one with: pip install 'trainstack[dp]'"
         )
     return imported
+
+
+def import_extra(module: str, feature: str, extra: str) -> ModuleType:
+    """Import `module` of a package of `extra` for `feature`; logging and the warning filters stay as they were.
+
+    Raises:
+        MissingExtraError: the package, or scipy, is not installed.
+    """
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module)
+    except ModuleNotFoundError as missing:
+        if missing.name not in (module.split(".")[0], "scipy"):
+            raise
+        raise MissingExtraError(feature, missing.name, extra) from missing
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def opacus_version() -> str:

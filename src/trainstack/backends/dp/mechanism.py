@@ -128,15 +128,16 @@ class Mechanism:
             trained_before.note(self.mode.trained, self.accountant)
         self._released += 1
         self._unused_steps = max(0, self._unused_steps - 1)
-        sums = self.mode.pop_sums()
-        flat = torch.cat([*(part.flatten() for part in sums), self.telemetry.pop_sums(sums[0].device)])
+        flat, released = self.mode.pop_flat_sums(), self.telemetry.pop_sums(self.mode.trained[0].device)
+        if len(released):
+            flat = torch.cat([flat, released])
         if self._world.is_main:
             flat += self._noise(len(flat), flat.device)
         self._world.comm.all_reduce_(flat)
         flat /= self.accountant.plan.expected_batch_size
-        size = sum(part.numel() for part in sums)
+        size = len(flat) - len(released)
         gradient = flat[:size]
-        parts = torch.split(gradient, [part.numel() for part in sums])
+        parts = torch.split(gradient, [parameter.numel() for parameter in self.mode.trained])
         for parameter in work.optimized_params:
             parameter.grad = None  # nothing but what is released here may reach an optimizer
         for parameter, part in zip(self.mode.trained, parts, strict=True):
@@ -150,11 +151,11 @@ class Mechanism:
 
         Telemetry is not in units of C, so its part has standard deviations of its own.
         """
-        noise = self._randomness.normal(self._released, count, device)
         deviations = self.telemetry.deviations
-        size = count - len(deviations)
-        noise[:size] *= self.accountant.plan.noise_multiplier * self.telemetry.stretch * self.mode.clipper.sensitivity
-        noise[size:] *= torch.tensor(deviations, device=device)
+        scale = self.accountant.plan.noise_multiplier * self.telemetry.stretch * self.mode.clipper.sensitivity
+        noise = self._randomness.normal(self._released, count, device, scale)
+        if deviations and scale:
+            noise[count - len(deviations) :] *= torch.tensor(deviations, device=device) / scale
         return noise
 
     def check_parameters(self, work: Workload) -> None:

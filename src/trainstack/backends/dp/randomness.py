@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainstack.backends.dp.gaussian_noise import fast_normal
 from trainstack.errors import PrivacyError
 
 _CHUNK = 1 << 20
@@ -40,8 +41,11 @@ class Randomness(ABC):
         """The indices (int64, ascending) of a Poisson sample: each of `records` with probability `rate`, alone."""
 
     @abstractmethod
-    def normal(self, step: int, count: int, device: torch.device) -> Tensor:
-        """`count` independent standard normal numbers, float32 on `device`."""
+    def normal(self, step: int, count: int, device: torch.device, scale: float = 1.0) -> Tensor:
+        """`count` independent normal numbers of mean 0 and standard deviation `scale`, float32 or float64 on `device`.
+
+        To multiply float32 numbers by `scale` afterwards would leave out up to half of the float32 results.
+        """
 
 
 class SeededRandomness(Randomness):
@@ -71,13 +75,13 @@ class SeededRandomness(Randomness):
         stream = np.random.Philox(key=self._mask_key, counter=[0, 0, step, self._times_begun])
         return _chosen(np.random.Generator(stream).random(records) < rate)
 
-    def normal(self, step: int, count: int, device: torch.device) -> Tensor:
+    def normal(self, step: int, count: int, device: torch.device, scale: float = 1.0) -> Tensor:
         self._check_not_forked()
         if device.type == "cpu":
-            return torch.from_numpy(self._host.standard_normal(count)).float()
+            return fast_normal(self._host, count, scale)
         if device not in self._noise:
             self._noise[device] = torch.Generator(device).manual_seed(secrets.randbits(64))
-        return torch.randn(count, generator=self._noise[device], device=device, dtype=torch.float32)
+        return torch.randn(count, generator=self._noise[device], device=device, dtype=torch.float32).mul_(scale)
 
     def _check_not_forked(self) -> None:
         if os.getpid() != self._process:
@@ -99,12 +103,12 @@ class SystemRandomness(Randomness):
     def mask(self, step: int, records: int, rate: float) -> Tensor:
         return _chosen(_uniform(records) < rate)
 
-    def normal(self, step: int, count: int, device: torch.device) -> Tensor:
-        out = np.empty(count, dtype=np.float32)
+    def normal(self, step: int, count: int, device: torch.device, scale: float = 1.0) -> Tensor:
+        out = np.empty(count)
         for begin in range(0, count, _CHUNK):
             part = out[begin : begin + _CHUNK]
             radii = (np.sqrt(-2.0 * np.log1p(-_uniform(len(part)))) for _ in range(4))  # 1 - u is in (0, 1]
-            part[:] = sum(radius * np.cos(2.0 * math.pi * _uniform(len(part))) for radius in radii) / 2
+            part[:] = sum(radius * np.cos(2.0 * math.pi * _uniform(len(part))) for radius in radii) * (scale / 2)
         return torch.from_numpy(out).to(device)
 
 
@@ -117,9 +121,9 @@ class DebugRandomness(Randomness):
     def mask(self, step: int, records: int, rate: float) -> Tensor:
         return _chosen(np.random.default_rng([self._seed, step, 0]).random(records) < rate)
 
-    def normal(self, step: int, count: int, device: torch.device) -> Tensor:
+    def normal(self, step: int, count: int, device: torch.device, scale: float = 1.0) -> Tensor:
         noise = np.random.default_rng([self._seed, step, 1]).standard_normal(count, dtype=np.float32)
-        return torch.from_numpy(noise).to(device)
+        return torch.from_numpy(noise).to(device).mul_(scale)
 
 
 def _chosen(mask: Any) -> Tensor:

@@ -122,7 +122,7 @@ class GradientMode(ABC):
         clipper: bounds what one record adds.
 
     Attributes:
-        sums: for each of `trained` the sum since `pop_sums`, float32, of its shape.
+        sums: for each of `trained` the sum since `pop_sums`, float32, of its shape; views of one tensor, so add in place.
         observer: is called by `add` once for each micro-batch; None for nothing. See `Observer`.
     """
 
@@ -133,7 +133,7 @@ class GradientMode(ABC):
 
     def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter], clipper: Clipper) -> None:
         self.module, self.trained, self.clipper = module, tuple(trained), clipper
-        self.sums = self._zeros()
+        self._flat, self.sums = self._zeros()
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         foreign = [tuple(p.shape) for p in self.trained if id(p) not in names]
         if foreign:
@@ -167,14 +167,24 @@ class GradientMode(ABC):
 
     def pop_sums(self) -> list[Tensor]:
         """`sums`, which begin at zero again."""
-        sums, self.sums = self.sums, self._zeros()
+        sums = self.sums
+        self._flat, self.sums = self._zeros()
         return sums
+
+    def pop_flat_sums(self) -> Tensor:
+        """As `pop_sums`, one after the other in one dimension, and without a copy."""
+        flat = self._flat
+        self.pop_sums()
+        return flat
 
     def close(self) -> None:  # noqa: B027 - most modes leave nothing behind
         """Leave the module as it was found."""
 
-    def _zeros(self) -> list[Tensor]:
-        return [torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for p in self.trained]
+    def _zeros(self) -> tuple[Tensor, list[Tensor]]:
+        """One tensor of zeros, and the views of it that have the shapes of `trained`."""
+        sizes = [parameter.numel() for parameter in self.trained]
+        flat = torch.zeros(sum(sizes), device=self.trained[0].device)
+        return flat, [part.view(p.shape) for part, p in zip(flat.split(sizes), self.trained, strict=True)]
 
     def _observe(self, losses: Tensor, norms: Tensor, outputs: Any) -> None:
         if self.observer is not None:

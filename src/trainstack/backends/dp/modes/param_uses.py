@@ -183,6 +183,12 @@ class ProductUse(DirectUse):
             self._input = self._input.masked_fill(dropped[:, None, None], 0.0)
 
 
+_LONG_RUN = 32
+"""So many numbers in a row are copied about as fast as more."""
+_PATCHES = 1 << 20
+"""Numbers in the patches that are made at a time: 4 MiB."""
+
+
 class ConvUse(DirectUse):
     """Convolutions: the product of `G` with the patches that each output position saw, for each group.
 
@@ -210,23 +216,59 @@ class ConvUse(DirectUse):
         if self.bias is not None:
             self._rows[self.bias] = g.sum(2)
         if self.weight is not None:
-            patches = self._patches(tuple(gradient.shape[2:])).flatten(0, 1)
-            by_group = g.reshape(records * self._groups, -1, g.shape[2])
-            self._rows[self.weight] = torch.bmm(by_group, patches).reshape(records, -1)
+            self._rows[self.weight] = self._products(g, tuple(gradient.shape[2:]))
         del self._input
 
-    def _patches(self, output: tuple[int, ...]) -> Tensor:
-        """`(records, groups, positions, channels of a group * kernel)`."""
-        x = self._input.float()
+    def _products(self, g: Tensor, output: tuple[int, ...]) -> Tensor:
+        """Per-record gradients, `(records, numel)`, with channels after the kernel; patches are made of a few records
+        at a time, so that they stay in a cache."""
+        records, positions = len(g), g.shape[2]
+        self._channels = self._input.shape[1] // self._groups
+        columns = torch.Size(self._kernel).numel() * self._channels
+        by_group = g.reshape(records, self._groups, -1, positions)
+        products = g.new_empty(*by_group.shape[:3], columns)
+        few = max(1, _PATCHES // (self._groups * positions * columns))
+        for x, part, out in zip(self._input.split(few), by_group.split(few), products.split(few), strict=True):
+            torch.bmm(part.flatten(0, 1), self._patches(x, output).flatten(0, 1), out=out.flatten(0, 1))
+        return products.reshape(records, -1)
+
+    def per_record(self) -> dict[int, Tensor]:
+        return {which: self._as_parameter(which, rows) for which, rows in self._rows.items()}
+
+    def weighted(self, rows: Sequence[Tensor]) -> dict[int, Tensor]:
+        return {which: self._as_parameter(which, total[None]) for which, total in super().weighted(rows).items()}
+
+    def _as_parameter(self, which: int, rows: Tensor) -> Tensor:
+        """`rows` with channels before the kernel, as in the weight; they are last in patches."""
+        if which != self.weight or self._channels == 1:
+            return rows
+        size = torch.Size(self._kernel).numel()
+        return rows.reshape(len(rows), -1, size, self._channels).transpose(2, 3).flatten(1)
+
+    def _patches(self, x: Tensor, output: tuple[int, ...]) -> Tensor:
+        """Of some records, `(records, groups, positions, kernel * channels of a group)`.
+
+        Copies are fast where what lies together in a patch also does in the input. So channels come last; and where
+        they are few, the last dimension is unfolded first, so that the other ones are copied in longer runs.
+        """
+        x = x.float()
         if any(before or after for before, after in self._padding):
             x = F.pad(x, [side for pair in reversed(self._padding) for side in pair])
-        x = x.reshape(x.shape[0], self._groups, -1, *x.shape[2:])
-        steps = x.stride()
-        moves = [step * stride for step, stride in zip(steps[3:], self._stride, strict=True)]
-        inner = [step * dilation for step, dilation in zip(steps[3:], self._dilation, strict=True)]
-        size = (*x.shape[:2], *output, x.shape[2], *self._kernel)
-        patches = torch.as_strided(x, size, (*steps[:2], *moves, steps[2], *inner))
-        return patches.reshape(*x.shape[:2], torch.Size(output).numel(), -1)
+        x = x.reshape(x.shape[0], self._groups, -1, *x.shape[2:]).movedim(2, -1).contiguous()
+        front, steps, channels = x.shape[:2], x.stride(), x.shape[-1]
+        moves = [step * stride for step, stride in zip(steps[2:-1], self._stride, strict=True)]
+        inner = [step * dilation for step, dilation in zip(steps[2:-1], self._dilation, strict=True)]
+        positions, kernel = torch.Size(output).numel(), self._kernel
+        if len(kernel) > 1 and channels * kernel[-1] < _LONG_RUN:
+            size = (*front, output[-1], *x.shape[2:-2], kernel[-1], channels)
+            by_last = torch.as_strided(x, size, (*steps[:2], moves[-1], *steps[2:-2], inner[-1], 1))
+            x = by_last.reshape(*size[:-2], -1)
+            steps, channels = x.stride(), x.shape[-1]
+            moves = [step * stride for step, stride in zip(steps[3:-1], self._stride, strict=False)] + [steps[2]]
+            inner = [step * dilation for step, dilation in zip(steps[3:-1], self._dilation, strict=False)]
+            kernel = kernel[:-1]
+        patches = torch.as_strided(x, (*front, *output, *kernel, channels), (*steps[:2], *moves, *inner, 1))
+        return patches.reshape(*front, positions, -1)
 
 
 class EmbeddingUse(ParamUse):
