@@ -68,7 +68,9 @@ class OpInterceptor(TorchFunctionMode):
             if not self._holds_parameter(args, kwargs) or func in _NO_TENSOR or not self._is_innermost():
                 return func(*args, **kwargs)
             return self._with_copies(func, args, kwargs)
-        if handler is not _custom_function and not (torch.is_grad_enabled() and self._is_innermost()):
+        if handler is not _custom_function and not (
+            self._is_innermost() if handler not in _READERS else self._is_here()
+        ):
             return func(*args, **kwargs)
         return handler(self, func, *args, **kwargs)
 
@@ -117,7 +119,10 @@ class OpInterceptor(TorchFunctionMode):
         return self._trained[number].detach()
 
     def _is_innermost(self) -> bool:
-        return torch.is_grad_enabled() and record_vmap.current_level() == self.level
+        return torch.is_grad_enabled() and self._is_here()
+
+    def _is_here(self) -> bool:
+        return record_vmap.current_level() == self.level
 
     def _is_parameter(self, value: Any) -> bool:
         return id(value) in self._number or (bool(self._transposed) and id(value) in self._transposed)
@@ -199,7 +204,7 @@ def _transpose(ops: OpInterceptor, func: Any, parameter: Any, *args: Any, **opti
 
 
 def _other(ops: OpInterceptor, func: Any, args: Any, options: Any) -> Any:
-    if not ops._holds_parameter(args, options):
+    if not torch.is_grad_enabled() or not ops._holds_parameter(args, options):
         return func(*args, **options)
     return ops._with_copies(func, args, options)
 
@@ -470,6 +475,30 @@ def _cross_entropy(
     return ops.wrap(total)
 
 
+def _read(ops: OpInterceptor, func: Any, tensor: Tensor, *args: Any) -> Any:
+    """A number for Python, such as the condition of a branch: that of all records, if they agree."""
+    if ops._is_parameter(tensor) or not record_vmap.is_batched(tensor, ops.level):
+        return func(tensor, *args)
+    with record_vmap.outside_vmap():
+        physical = ops.physical(tensor).detach()
+        record_vmap.require_agreement(physical)
+        return func(physical[0], *args)
+
+
+def _getitem(ops: OpInterceptor, func: Any, tensor: Tensor, index: Any) -> Any:
+    """`x[mask]`, whose shape depends on the mask, for records that have equally many elements in it."""
+    is_mask = isinstance(index, Tensor) and index.dtype is torch.bool and index.dim() > 0
+    if not is_mask or not record_vmap.is_batched(index, ops.level) or ops._is_parameter(tensor):
+        return _other(ops, func, (tensor, index), {})
+    with record_vmap.outside_vmap():
+        mask, physical = ops.physical(index), ops.physical(tensor)
+        counts = mask.flatten(1).sum(1, keepdim=True)
+        record_vmap.require_agreement(counts)
+        found = physical[mask]
+        found = found.view(ops.records, int(counts[0]), *found.shape[1:])
+    return ops.wrap(found)
+
+
 _OPERATORS = (OpOverload, OpOverloadPacket)
 
 _NO_TENSOR = {
@@ -487,6 +516,11 @@ _NO_TENSOR = {
 }
 """Functions of a tensor that return no tensor, or one without a graph."""
 
+_PYTHON_VALUES = ("item", "tolist", "is_nonzero", "__bool__", "__float__", "__int__", "__index__")
+
+_READERS = {_read, _getitem}
+"""Handlers that are needed where no gradient is computed, too."""
+
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     F.conv1d: _conv,
@@ -501,5 +535,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     custom_function_call: _custom_function,
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
     **dict.fromkeys((torch.t, Tensor.t, torch.transpose, Tensor.transpose, torch.permute, Tensor.permute), _transpose),
+    Tensor.__getitem__: _getitem,
+    **dict.fromkeys((getattr(Tensor, name) for name in _PYTHON_VALUES), _read),
     **dict.fromkeys((Tensor.T.__get__, Tensor.mT.__get__), _transpose),  # type: ignore[attr-defined]
 }

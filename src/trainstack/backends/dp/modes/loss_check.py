@@ -1,0 +1,106 @@
+"""Comparison of the loss of a batch with the losses of its records, for modes that run all records together.
+
+Equal values do not prove equal gradients, so the derivatives along a random direction of the parameters are compared
+too: gradients that differ have the same derivative along it with probability 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trainstack.backends.dp.modes.base import Run, Unsupported, full_float32, suppress_warning
+from trainstack.backends.dp.modes.loop import one_loss_value
+from trainstack.backends.dp.modes.probing import DisableRandomness, NoAutocast
+from trainstack.backends.dp.modes.vmap import NOT_VECTORISED, FunctionalModule, explain_vmap_error, one_record_batches
+from trainstack.backends.losses import find_loss
+from trainstack.errors import PrivacyError
+
+_TOLERANCE = 1e-3
+"""Allowed difference, relative to the largest value among the records."""
+
+
+class LossCheck:
+    """Costs two forward passes, one of them with derivatives, and a backward pass.
+
+    Args:
+        module: the user's module.
+        names: of the trained parameters.
+        trained: the trained parameters.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str], trained: Sequence[nn.Parameter]) -> None:
+        self._module, self._names, self._trained = module, tuple(names), tuple(trained)
+
+    def check(self, run: Run, batch: Any, records: int) -> Tensor:
+        """Compare; random numbers of `train_step` are held still.
+
+        Returns:
+            The losses of the records, `(records,)`, without a graph.
+
+        Raises:
+            PrivacyError: the loss of the batch is not made of the losses of its records. The message names no record.
+            Unsupported: `train_step` cannot be run under `vmap`.
+        """
+        direction = tuple(torch.randn_like(p) for p in self._trained)
+        with full_float32(), DisableRandomness():
+            losses, slopes = self._alone(run, batch, records, direction)
+            together, slope, weights = self._together(run, batch, records, direction)
+        expected = losses if together.dim() else losses.mean()
+        size = losses.abs().max() + 1e-6
+        fits = ((together - expected).abs() <= _TOLERANCE * size).all()
+        steep = (weights * slopes).abs().sum() + 1e-6
+        fits = fits & ((slope - (weights * slopes).sum()).abs() <= _TOLERANCE * steep)
+        # What is not finite in any record would hide a difference, and its gradient is left out by itself.
+        if not bool(fits | ~(losses.isfinite() & slopes.isfinite()).all()):
+            raise PrivacyError(
+                "the batch loss is not the mean of the losses of its records, so that clipping does not bound what "
+                "one record changes. Write grad_mode='auto', or return one loss for each record that depends on no "
+                "other record."
+            )
+        return losses
+
+    def _alone(self, run: Run, batch: Any, records: int, direction: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        columns, make = one_record_batches(batch, records)
+        values = tuple(p.detach() for p in self._trained)
+
+        def loss_and_slope(*row: Tensor) -> tuple[Tensor, Tensor]:
+            def loss(*parameters: Tensor) -> Tensor:
+                model = FunctionalModule(self._module, dict(zip(self._names, parameters, strict=True)))
+                return one_loss_value(run(NoAutocast(model), make(row)))
+
+            return jvp(loss, values, direction)  # type: ignore[no-any-return]
+
+        try:
+            with suppress_warning(NOT_VECTORISED), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+                return vmap(loss_and_slope)(*columns)  # type: ignore[no-any-return]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            reason = explain_vmap_error(error)
+            if reason is None:
+                raise
+            raise Unsupported(
+                f"the losses of single records cannot be compared with those of the batch: {reason}"
+            ) from error
+
+    def _together(
+        self, run: Run, batch: Any, records: int, direction: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss or losses, the slope of their weighted sum, and the weights."""
+        with torch.enable_grad():
+            loss = find_loss(run(NoAutocast(self._module), batch), records)
+            mean = loss.new_full((records,), 1.0 / records)
+            weights = torch.randn_like(mean) if loss.dim() else mean
+            total = (loss * weights).sum() if loss.dim() else loss
+            gradients = torch.autograd.grad(total, self._trained, allow_unused=True)
+        slope = loss.new_zeros(())
+        for gradient, part in zip(gradients, direction, strict=True):
+            if gradient is not None:
+                slope = slope + (gradient * part).sum()
+        return loss.detach(), slope, weights
