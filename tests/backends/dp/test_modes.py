@@ -15,18 +15,13 @@ from trainstack.backends.dp.modes.base import GradientMode, Unsupported
 from trainstack.backends.dp.modes.selection import MODES, choose_mode
 
 BATCH_NORM = r"norm \(BatchNorm1d\) normalises records by each other"
-COUPLED = "normalised over the batch"
+COUPLED = "not the mean of the losses of its records"
 
 # What a mode refuses: the shape, and what the refusal names. Everything else is exact.
 REFUSED: dict[str, dict[str, str]] = {
     "loop": {},
     "vmap": {},
-    "bookkeeping": {
-        "loss normalised by weights": COUPLED,
-        "contrastive": COUPLED,
-        "padded mean": COUPLED,
-        "language model head": r"embedding\.weight is used outside",
-    },
+    "bookkeeping": {},
     "hooks": {
         "loss normalised by weights": COUPLED,
         "contrastive": COUPLED,
@@ -52,12 +47,7 @@ for mode in REFUSED.values():
     mode |= {"batch norm without affine": BATCH_NORM, "batch norm frozen": BATCH_NORM}
 
 # The fastest exact mode.
-AUTOMATIC = dict.fromkeys(SHAPES, "bookkeeping") | {
-    "loss normalised by weights": "vmap",
-    "contrastive": "vmap",
-    "language model head": "vmap",
-    "padded mean": "vmap",
-}
+AUTOMATIC = dict.fromkeys(SHAPES, "bookkeeping")
 CASES = [(mode, shape) for mode in MODES for shape in SHAPES]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainstack.backends.dp.clipping import AdaptiveClipper, Clipper, PerLayerClipper
 from trainstack.backends.dp.epsilon import import_opacus
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, detach_outputs, rows_of, suppress_warning
+from trainstack.backends.dp.modes.loop import concatenate_outputs
 from trainstack.backends.dp.modes.loss_check import LossCheck
 from trainstack.backends.losses import find_loss
 
@@ -32,6 +33,8 @@ class HooksMode(GradientMode):
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
         losses = check_without_hooks(self._check, self._hooks, run, batch, records)
+        if losses is None and records > 1:
+            return add_one_by_one(self, run, batch, records)
         try:
             outputs = run(self.module, batch)
             loss = find_loss(outputs, records).mean()
@@ -41,7 +44,7 @@ class HooksMode(GradientMode):
         finally:
             clear_opacus_state(self.module)
         outputs = detach_outputs(outputs, loss)
-        self._observe(losses, norms, outputs)
+        self._observe(loss[None] if losses is None else losses, norms, outputs)
         return outputs
 
     def _rows(self, i: int, records: int) -> Tensor | None:
@@ -60,7 +63,12 @@ class HooksMode(GradientMode):
         self._hooks.cleanup()
 
 
-def check_without_hooks(check: LossCheck, hooks: Any, run: Run, batch: Any, records: int) -> Tensor:
+def add_one_by_one(mode: GradientMode, run: Run, batch: Any, records: int) -> Any:
+    """`mode.add` for each record, in a batch that holds one whose loss is not finite, which is rare."""
+    return concatenate_outputs([mode.add(run, rows_of(batch, records, slice(i, i + 1)), 1) for i in range(records)])
+
+
+def check_without_hooks(check: LossCheck, hooks: Any, run: Run, batch: Any, records: int) -> Tensor | None:
     """See `LossCheck.check`; opacus sees nothing of it."""
     hooks.disable_hooks()
     try:
@@ -139,9 +147,11 @@ class GhostMode(GradientMode):
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
         alone = check_without_hooks(self._check, self._hooks, run, batch, records)
+        if alone is None and records > 1:
+            return add_one_by_one(self, run, batch, records)
         outputs, losses, norms = self._add(run, batch, records)
         outputs = detach_outputs(outputs, losses.mean())
-        self._observe(alone, norms, outputs)
+        self._observe(losses if alone is None else alone, norms, outputs)
         return outputs
 
     def _add(self, run: Run, batch: Any, records: int) -> tuple[Any, Tensor, Tensor]:
@@ -163,7 +173,7 @@ class GhostMode(GradientMode):
         return outputs, losses, norms
 
     def _add_losses(self, losses: Tensor, records: int) -> tuple[Tensor, Tensor | None]:
-        """Add the clipped sum, unless there are records to be left out; returns the joint norms, and which those are."""
+        """Add the clipped sum, unless there are records to be left out; returns all joint norms, and which to."""
         with translate_opacus_errors(self.name, self.module):
             losses.mean().backward(retain_graph=True)  # type: ignore[no-untyped-call]
         squares = torch.stack([self._squares(i, records) for i in range(len(self.trained))])

@@ -26,7 +26,7 @@ from trainstack.backends.dp.modes.probing import (
 from trainstack.backends.dp.modes.vmap import VmapMode
 from trainstack.backends.dp.torch_names import BATCH_NORMS
 from trainstack.backends.losses import loss_item
-from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.errors import ConfigurationError, ModuleContractError, PrivacyError
 
 _logger = logging.getLogger("trainstack")
 
@@ -217,6 +217,8 @@ class ModeVerifier:
             self._try(mode)
         except Exception as error:
             mode.close()
+            if isinstance(error, PrivacyError):  # which ends a run once it has begun
+                raise Unsupported(str(error)) from error
             if isinstance(error, ConfigurationError | torch.OutOfMemoryError):
                 raise
             raise Unsupported(mode.explain_error(error)) from error
