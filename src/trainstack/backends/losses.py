@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from numbers import Real
 from typing import Any
@@ -84,6 +86,20 @@ def with_loss(outputs: Any, loss: Tensor) -> Any:
         kind, items = type(outputs), (loss, *outputs[1:])
         return kind(*items) if hasattr(outputs, "_fields") else kind(items)
     return loss
+
+
+@contextmanager
+def losses_per_record(module: Any) -> Iterator[None]:
+    """A block in which a module with the attribute `loss_per_record` returns one loss for each record in training."""
+    if not hasattr(module, "loss_per_record"):
+        yield
+        return
+    before = module.loss_per_record
+    module.loss_per_record = True
+    try:
+        yield
+    finally:
+        module.loss_per_record = before
 
 
 def is_number(value: Any) -> bool:

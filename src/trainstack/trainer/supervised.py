@@ -23,6 +23,7 @@ from trainstack.trainer.arg_matching import (
 )
 from trainstack.trainer.core.samples import IGNORED_LABEL, checked_weight, labels_in
 from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.record_losses import own_means, without_reduction
 from trainstack.trainer.schedulers.building import build_scheduler, is_scheduler
 from trainstack.trainer.schedulers.placeholders import resolve
 from trainstack.trainer.schedulers.stepping import SchedulerConfig
@@ -84,7 +85,8 @@ class SupervisedModule(ModuleInterface):
     Args:
         model: the network. Its weights are in this module's state dict under "model.".
         loss: a function or module, a mean over samples; None where the model's outputs have an item or field `loss`,
-            which they need not have outside training.
+            which they need not have outside training. In private training it is called with `reduction="none"` where
+            it has that option, and each record takes the mean over its own elements, so that class weights count.
         optimizer: a name such as "adamw", a class, a function of the parameters, or an optimizer over `model`'s.
         train_dataset: an object with `__len__` and `__getitem__`; its `data_collator`, if it has one, collates it.
         val_dataset: likewise, or a dict of them by name; None for no validation.
@@ -116,10 +118,12 @@ class SupervisedModule(ModuleInterface):
         ConfigurationError: an argument is wrong, or two contradict each other.
 
     Attributes:
+        loss_per_record: set by private training while it calls `train_step`, which then returns losses `(records,)`.
         weight_choice: what the loss of the last counted batch is a mean over, in words; empty before the first.
     """
 
     weight_choice = ""
+    loss_per_record = False
 
     def __init__(
         self,
@@ -274,7 +278,7 @@ class SupervisedModule(ModuleInterface):
         found = {"outputs": outputs, "targets": targets}
         if self.loss is None and not training and not _has_loss(outputs):
             return found
-        return {"loss": self._loss(outputs, batch), **found}
+        return {"loss": self._training_loss(outputs, batch) if training else self._loss(outputs, batch), **found}
 
     def metric_inputs(self, outputs: Any, batch: Any) -> dict[str, Any]:
         """`outputs` and `targets` of a step; the items of those that have names, by their names as well."""
@@ -326,7 +330,19 @@ class SupervisedModule(ModuleInterface):
             keys = [] if takes.takes_all else [key for key in batch if key not in takes.names]
         return {key: batch[key] for key in keys if key in batch}
 
-    def _loss(self, outputs: Any, batch: Any) -> Any:
+    def _training_loss(self, outputs: Any, batch: Any) -> Any:
+        """The loss, or, in private training, that of each record, if the criterion can give it."""
+        each = without_reduction(self.loss) if self.loss_per_record and self.loss is not None else None
+        if each is None:
+            return self._loss(outputs, batch)
+        names = parameters_of(self.loss).names  # type: ignore[arg-type]
+        target = batch.get(names[1]) if isinstance(batch, dict) and len(names) > 1 else batch
+        target = target[-1] if isinstance(target, tuple | list) else target
+        means = own_means(self._loss(outputs, batch, each), target, self.loss)  # type: ignore[arg-type]
+        return self._loss(outputs, batch) if means is None else means
+
+    def _loss(self, outputs: Any, batch: Any, loss: Any = None) -> Any:
+        loss = self.loss if loss is None else loss
         if self.loss is None:
             if _has_loss(outputs):
                 return outputs["loss"]
@@ -336,12 +352,12 @@ class SupervisedModule(ModuleInterface):
                 "is none. Give a loss, or write an output_mapping that names it 'loss'."
             )
         if not isinstance(batch, dict) and not isinstance(outputs, dict):
-            return self.loss(outputs, batch[-1])
+            return loss(outputs, batch[-1])
         named = batch if isinstance(batch, dict) else {"target": batch[-1]}
         if isinstance(outputs, dict):
-            return call_with_matching_args(self.loss, outputs, named)
-        first = parameters_of(self.loss).names[:1]
-        return call_with_matching_args(self.loss, {**named, **dict.fromkeys(first, outputs)})
+            return call_with_matching_args(loss, outputs, named)
+        first = parameters_of(loss).names[:1]
+        return call_with_matching_args(loss, {**named, **dict.fromkeys(first, outputs)})
 
 
 _MAY_TAKE_ITEMS = (

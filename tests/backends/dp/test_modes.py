@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.helpers.private_shapes import SHAPES, make, reference, run, trained
+from tests.helpers.private_shapes import SHAPES, Plain, Shape, make, reference, run, trained, vectors
 from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.base import GradientMode, Unsupported
-from trainstack.backends.dp.modes.selection import MODES, choose_mode
+from trainstack.backends.dp.modes.param_uses import NormUse
+from trainstack.backends.dp.modes.selection import MODES, _Reference, choose_mode
+from trainstack.errors import ModuleContractError
 
 BATCH_NORM = r"norm \(BatchNorm1d\) normalises records by each other"
-COUPLED = "normalised over the batch"
+COUPLED = "not the mean of the losses of its records"
 
 # What a mode refuses: the shape, and what the refusal names. Everything else is exact.
 REFUSED: dict[str, dict[str, str]] = {
     "loop": {},
     "vmap": {},
-    "bookkeeping": {
-        "loss normalised by weights": COUPLED,
-        "contrastive": COUPLED,
-        "padded mean": COUPLED,
-        "language model head": r"embedding\.weight is used outside",
-    },
+    "bookkeeping": {},
     "hooks": {
         "loss normalised by weights": COUPLED,
         "contrastive": COUPLED,
@@ -37,8 +35,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "language model head": r"wrong gradient for embedding\.weight",
     },
     "ghost": {
-        "loss normalised by weights": "one loss per example",
-        "contrastive": "Parameter tying",
+        "loss normalised by weights": COUPLED,
+        "contrastive": COUPLED,
         "tied modules": "Parameter tying",
         "used twice": "Parameter tying",
         "padded mean": COUPLED,
@@ -52,12 +50,7 @@ for mode in REFUSED.values():
     mode |= {"batch norm without affine": BATCH_NORM, "batch norm frozen": BATCH_NORM}
 
 # The fastest exact mode.
-AUTOMATIC = dict.fromkeys(SHAPES, "bookkeeping") | {
-    "loss normalised by weights": "vmap",
-    "contrastive": "vmap",
-    "language model head": "vmap",
-    "padded mean": "vmap",
-}
+AUTOMATIC = dict.fromkeys(SHAPES, "bookkeeping")
 CASES = [(mode, shape) for mode in MODES for shape in SHAPES]
 
 
@@ -119,7 +112,106 @@ def test_auto_takes_the_fastest_that_is_exact(shape: str) -> None:
         assert chosen("auto", shape)[0].name == AUTOMATIC[shape]
 
 
-def test_auto_says_what_it_chose_and_why_not_something_faster(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_says_in_lines_what_it_chose_and_why_not_something_faster(caplog: pytest.LogCaptureFixture) -> None:
+    class Steered(Plain):
+        def logits(self, x: Tensor) -> Tensor:
+            return super().logits(x.clone().requires_grad_())
+
+    module = Steered()
     with caplog.at_level("INFO", logger="trainstack"):
-        chosen("auto", "language model head")
-    assert re.search(r"gradient mode 'vmap'.*bookkeeping: embedding\.weight", caplog.text)
+        choose_mode("auto", module, trained(module), FlatClipper(1.0), run, vectors(6), 6)
+    first, *reasons = caplog.messages
+    assert first == "gradient mode 'loop', one record at a time, is slow"
+    assert [re.match(r"not '(\w+)': train_step cannot be vectorised over records\. ", line)[1] for line in reasons] == [  # type: ignore[index]
+        "bookkeeping",
+        "vmap",
+    ]
+    assert max(map(len, caplog.messages)) < 500
+
+
+def _reference(scales: list[float]) -> _Reference:
+    sums = [torch.zeros(2) for _ in scales]
+    return _Reference(batch=None, records=2, scaling=None, sums=sums, scales=torch.tensor(scales))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("parameter", [0, 1])
+def test_a_difference_counts_beside_the_parameters_own_gradient_and_a_hundredth_of_the_largest(parameter: int) -> None:
+    case = _reference([1.0, 1e-4])
+    limit = 1e-4 * (case.scales[parameter] + 1e-2)
+    for factor, expected in ((0.99, None), (1.01, parameter)):
+        sums = [torch.zeros(2), torch.zeros(2)]
+        sums[parameter][0] = factor * limit
+        assert case.differs(sums, case.scales, 1e-4) == expected
+        scales = case.scales.clone()
+        scales[parameter] += factor * limit
+        assert case.differs(case.sums, scales, 1e-4) == expected
+    assert case.differs([torch.full((2,), math.nan), torch.zeros(2)], case.scales, 1e-4) == 0
+
+
+class ZeroGradient(Shape):
+    """The bias of the convolution and of the first norm have no gradient, for a group has one channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 8, 3),
+            nn.GroupNorm(8, 8),
+            nn.Conv2d(8, 8, 3),
+            nn.GroupNorm(8, 8),
+            nn.Flatten(),
+            nn.Linear(32, 3),
+        )
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_parameter_whose_gradient_is_zero_does_not_cost_the_fast_mode(seed: int) -> None:
+    torch.manual_seed(seed)
+    module = ZeroGradient()
+    batch = torch.randn(6, 1, 6, 6), torch.randint(0, 3, (6,))
+    assert choose_mode("auto", module, trained(module), FlatClipper(1.0), run, batch, 6).name == "bookkeeping"
+
+
+def test_a_mode_that_is_wrong_is_refused_where_another_gradient_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = NormUse.receive
+
+    def doubled(self: NormUse, gradient: Tensor, records: int) -> None:
+        receive(self, gradient, records)
+        self._rows = {which: 1.001 * rows for which, rows in self._rows.items()}
+
+    monkeypatch.setattr(NormUse, "receive", doubled)
+    module = ZeroGradient()
+    batch = torch.randn(6, 1, 6, 6), torch.randint(0, 3, (6,))
+    with pytest.raises(Unsupported, match=r"wrong gradient for net\."):
+        choose_mode("bookkeeping", module, trained(module), FlatClipper(1.0), run, batch, 6)
+
+
+@pytest.mark.parametrize("shape", ["loss normalised by weights", "plain"])
+def test_a_normalisation_that_has_no_effect_is_told_of_once(shape: str, caplog: pytest.LogCaptureFixture) -> None:
+    chosen("auto", shape)
+    told = [line for line in caplog.messages if "the loss of a batch is not the mean" in line]
+    assert len(told) == (shape != "plain")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_what_torch_jit_compiled_is_refused_in_a_sentence() -> None:
+    module = Plain()
+    module.first = torch.jit.script(nn.Linear(5, 8))
+    with pytest.raises(Unsupported, match=r"^first is compiled by torch\.jit.*Give the nn\.Module"):
+        choose_mode("auto", module, trained(module), FlatClipper(1.0), run, vectors(6), 6)
+
+
+@pytest.mark.parametrize("asked", MODES)
+def test_a_loss_without_a_gradient_is_the_users_error_in_every_mode(asked: str) -> None:
+    class Detached(Plain):
+        def train_step(self, batch: Any) -> Tensor:
+            return super().train_step(batch).detach()
+
+    module = Detached()
+    module.per_record = asked == "ghost"
+    mode = MODES[asked](module, trained(module), FlatClipper(1.0))
+    with pytest.raises(ModuleContractError, match="no gradient flows"):
+        mode.add(run, vectors(6), 6)
+    mode.close()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot, Window
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.initial_weights import check_origin
+from trainstack.backends.losses import losses_per_record
 from trainstack.backends.processes.borrowed import Borrowed
 from trainstack.backends.spec import register_layer
 from trainstack.backends.workload import Sampling, Workload
@@ -103,7 +104,8 @@ class DP(AbstractTrainerBackendDecorator):
         return guard.add(step, lambda model, part: self._run(work, model, part, step), batch)
 
     def _run(self, work: Workload, model: nn.Module, batch: Any, step: int) -> Any:
-        return self.inner.forward(replace(work, model=model), Stage.TRAIN, batch, step)
+        with losses_per_record(work.module):
+            return self.inner.forward(replace(work, model=model), Stage.TRAIN, batch, step)
 
     def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
         """Nothing is left to do: gradients were taken record by record."""

@@ -40,9 +40,7 @@ def attention(
     projected = {key: F.linear(x, *in_proj).chunk(3, -1) for key, x in distinct.items()}
     targets, batch, width = distinct[id(sequences[0])].shape
     # (batch, heads, positions, width of a head)
-    q, k, v = (
-        projected[id(x)][part].unflatten(2, (heads, -1)).permute(1, 2, 0, 3) for part, x in enumerate(sequences)
-    )
+    q, k, v = (projected[id(x)][part].unflatten(2, (heads, -1)).permute(1, 2, 0, 3) for part, x in enumerate(sequences))
     is_hint = is_causal and padding is None and not weights[0]
     mask = None if is_hint else _joined(pairs, padding, (batch, heads), q.dtype)
     found = None
@@ -62,9 +60,7 @@ def attention(
     return output.squeeze(1), None if found is None else found.squeeze(0)
 
 
-def _joined(
-    pairs: Tensor | None, padding: Tensor | None, sizes: tuple[int, int], dtype: torch.dtype
-) -> Tensor | None:
+def _joined(pairs: Tensor | None, padding: Tensor | None, sizes: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
     """Both masks as one that is added to scores of shape `(batch, heads, targets, sources)`."""
     if pairs is not None:
         pairs = _added(pairs, dtype)

@@ -102,6 +102,14 @@ Run = Callable[[nn.Module, Any], Any]
 autocast included, and returns what `train_step` returned."""
 
 
+def shorten(error: BaseException) -> str:
+    """The kind and the first sentence of what an error says, without texts about the insides of torch."""
+    text = str(error).strip().split("\n")[0].split(". ")[0]
+    if "INTERNAL ASSERT" in text or not text:
+        return f"{type(error).__name__}."
+    return f"{type(error).__name__}: {text[:200].rstrip('.')}."
+
+
 Observer = Callable[[Tensor, Tensor, Any], None]
 """`observer(losses, norms, outputs)` sees what `add` computed for a micro-batch before any noise: the losses of its
 records, float32 of shape `(records,)`; the joint L2 norms of their gradients before clipping, float32 of shape
@@ -163,7 +171,7 @@ class GradientMode(ABC):
 
     def explain_error(self, error: Exception) -> str:
         """What it means that `add` raised `error` when the mode was tried on data with which `train_step` works."""
-        return f"grad_mode={self.name!r} fails: {type(error).__name__}: {error}. Write grad_mode='vmap'."
+        return f"grad_mode={self.name!r} fails. Write grad_mode='auto'. The error was: {shorten(error)}"
 
     def pop_sums(self) -> list[Tensor]:
         """`sums`, which begin at zero again."""

@@ -9,6 +9,7 @@ layer (Bu et al. 2022, arXiv 2210.00038).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,12 +25,13 @@ from trainstack.backends.dp.modes.base import (
     detach_outputs,
     flatten_outputs,
     full_float32,
+    suppress_warning,
 )
 from trainstack.backends.dp.modes.op_interceptor import OpInterceptor
 from trainstack.backends.dp.modes.param_uses import ParamUse, squared_norms
-from trainstack.backends.dp.modes.vmap import explain_vmap_error, one_record_batches
+from trainstack.backends.dp.modes.vmap import NOT_VECTORISED, explain_vmap_error, one_record_batches
 from trainstack.backends.dp.torch_names import pytree
-from trainstack.backends.losses import find_loss
+from trainstack.backends.losses import find_loss, loss_item
 
 _HOOKS = "bookkeeping allows no hooks on saved tensors, as torch.utils.checkpoint and saved_tensors_hooks set"
 
@@ -51,6 +53,15 @@ class BookkeepingMode(GradientMode):
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
         self._check_hooks()
+        try:
+            return self._add_together(run, batch, records)
+        except record_vmap.RecordsDiverge as error:
+            groups = error.groups  # the graph must not live on with the traceback
+        # Each group takes its own branch, as its records do one by one.
+        parts = [self.add(run, pytree.tree_map(partial(_rows, index), batch), len(index)) for index in groups]
+        return _merge(parts, groups)
+
+    def _add_together(self, run: Run, batch: Any, records: int) -> Any:
         uses, outputs = self._forward(run, batch, records)
         losses = find_loss(outputs, records)
         uses = self._receive(uses, losses, records)
@@ -77,7 +88,8 @@ class BookkeepingMode(GradientMode):
                 physical = [_joined(ops.physical(v)) if isinstance(v, Tensor) else v for v in leaves]
             found.extend([ops.uses, pytree.tree_unflatten(physical, form)])
 
-        record_vmap.run_per_record(step, columns)
+        with suppress_warning(NOT_VECTORISED):
+            record_vmap.run_per_record(step, columns)
         return found[0], found[1]
 
     def _check_hooks(self) -> None:
@@ -146,6 +158,29 @@ class BookkeepingMode(GradientMode):
         for i, rows in joint.items():
             self.sums[i] += (factors.rows[i] @ rows).reshape(self.sums[i].shape)
         return table.sum(0).sqrt()
+
+
+def _rows(index: Tensor, column: Tensor | None) -> Tensor | None:
+    return None if column is None else column[index]
+
+
+def _merge(parts: list[Any], groups: list[Tensor]) -> Any:
+    """Outputs of groups of records as those of the batch; what is no tensor is that of the first group."""
+    flat, structure = zip(*map(flatten_outputs, parts), strict=True)
+    if any(other != structure[0] for other in structure):
+        raise Unsupported("train_step returns outputs of another structure for other records. Return the same keys.")
+    place = torch.cat(groups).argsort()
+    leaves = []
+    for values in zip(*flat, strict=True):
+        if not isinstance(values[0], Tensor) or values[0].dim() == 0:
+            leaves.append(values[0])
+        elif all(value.shape[1:] == values[0].shape[1:] for value in values):
+            leaves.append(torch.cat(values)[place])
+        else:
+            rows = [row for value in values for row in value]
+            leaves.append([rows[i] for i in place.tolist()])
+    losses = torch.stack([loss_item(part).detach() * len(group) for part, group in zip(parts, groups, strict=True)])
+    return detach_outputs(pytree.tree_unflatten(leaves, structure[0]), losses.sum() / len(place))
 
 
 def _joined(physical: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, detach_outputs, flatten_outputs, rows_of
 from trainstack.backends.dp.torch_names import pytree
-from trainstack.backends.losses import find_loss
+from trainstack.backends.losses import find_loss, loss_item
 
 
 class LoopMode(GradientMode):
@@ -33,6 +33,14 @@ class LoopMode(GradientMode):
 def one_loss(outputs: Any) -> Tensor:
     """The loss of a batch of one record, 0-dim."""
     return find_loss(outputs, 1).reshape(())
+
+
+def one_loss_value(outputs: Any) -> Tensor:
+    """The same for forward-mode derivatives, under which a loss needs no graph."""
+    loss = loss_item(outputs)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        return one_loss(outputs)  # which says what is wrong with it
+    return loss.reshape(())
 
 
 def concatenate_outputs(outputs: list[Any]) -> Any:

@@ -501,18 +501,15 @@ def _getitem(ops: OpInterceptor, func: Any, tensor: Tensor, index: Any) -> Any:
 
 _OPERATORS = (OpOverload, OpOverloadPacket)
 
+_METHODS = ("size", "dim", "numel", "stride", "data_ptr", "is_contiguous", "element_size", "ndimension", "nelement")
+_METHODS += ("is_floating_point", "is_complex", "detach", "type", "get_device", "requires_grad_", "register_hook")
+_METHODS += ("__len__", "__repr__", "__format__")
+_PROPERTIES = ("shape", "dtype", "device", "layout", "is_cuda", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf")
+_PROPERTIES += ("data", "is_sparse", "is_meta", "is_quantized", "is_nested", "itemsize", "nbytes", "_version", "_base")
+
 _NO_TENSOR = {
-    getattr(Tensor, name)
-    for name in (
-        "size dim numel stride data_ptr is_contiguous element_size ndimension nelement is_floating_point is_complex "
-        "detach type get_device __len__ __repr__ __format__ requires_grad_ register_hook"
-    ).split()
-} | {
-    vars(torch._C.TensorBase)[name].__get__
-    for name in (
-        "shape dtype device layout is_cuda ndim requires_grad grad grad_fn is_leaf data is_sparse is_meta "
-        "is_quantized is_nested itemsize nbytes _version _base"
-    ).split()
+    *(getattr(Tensor, name) for name in _METHODS),
+    *(vars(torch._C.TensorBase)[name].__get__ for name in _PROPERTIES),
 }
 """Functions of a tensor that return no tensor, or one without a graph."""
 

@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from trainstack.backends.dp.clipping import AdaptiveClipper, Clipper, PerLayerClipper
 from trainstack.backends.dp.epsilon import import_opacus
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, detach_outputs, rows_of, suppress_warning
+from trainstack.backends.dp.modes.loop import concatenate_outputs
+from trainstack.backends.dp.modes.loss_check import LossCheck
 from trainstack.backends.losses import find_loss
 
 
 class HooksMode(GradientMode):
     """`opacus.grad_sample.GradSampleHooks`, attached to the module without wrapping it.
 
-    Exact under the same condition as `bookkeeping`, and like that compared with the loop before it is used.
+    Exact if the loss is a plain mean over records of which no one influences another: compared with the loop before it
+    is used, and in each step with the losses of single records.
     """
 
     name: ClassVar[str] = "hooks"
@@ -26,17 +29,23 @@ class HooksMode(GradientMode):
     def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter], clipper: Clipper) -> None:
         super().__init__(module, trained, clipper)
         self._hooks = attach_hooks("GradSampleHooks", "grad_mode='hooks'", module)
+        self._check = LossCheck(module, self.names, self.trained)
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
+        losses = check_without_hooks(self._check, self._hooks, run, batch, records)
+        if losses is None and records > 1:
+            return add_one_by_one(self, run, batch, records)
         try:
             outputs = run(self.module, batch)
             loss = find_loss(outputs, records).mean()
             with translate_opacus_errors(self.name, self.module):
                 loss.backward()  # type: ignore[no-untyped-call]
-            self._add_rows([self._rows(i, records) for i in range(len(self.trained))], records)
+            norms = self._add_rows([self._rows(i, records) for i in range(len(self.trained))], records)
         finally:
             clear_opacus_state(self.module)
-        return detach_outputs(outputs, loss)
+        outputs = detach_outputs(outputs, loss)
+        self._observe(loss[None] if losses is None else losses, norms, outputs)
+        return outputs
 
     def _rows(self, i: int, records: int) -> Tensor | None:
         parameter = self.trained[i]
@@ -52,6 +61,20 @@ class HooksMode(GradientMode):
 
     def close(self) -> None:
         self._hooks.cleanup()
+
+
+def add_one_by_one(mode: GradientMode, run: Run, batch: Any, records: int) -> Any:
+    """`mode.add` for each record, in a batch that holds one whose loss is not finite, which is rare."""
+    return concatenate_outputs([mode.add(run, rows_of(batch, records, slice(i, i + 1)), 1) for i in range(records)])
+
+
+def check_without_hooks(check: LossCheck, hooks: Any, run: Run, batch: Any, records: int) -> Tensor | None:
+    """See `LossCheck.check`; opacus sees nothing of it."""
+    hooks.disable_hooks()
+    try:
+        return check.check(run, batch, records)
+    finally:
+        hooks.enable_hooks()
 
 
 def attach_hooks(kind: str, feature: str, module: nn.Module, **options: Any) -> Any:
@@ -120,8 +143,19 @@ class GhostMode(GradientMode):
                 "clipping='flat' or 'automatic', or another grad_mode."
             )
         self._hooks = attach_hooks("GradSampleHooksFastGradientClipping", "grad_mode='ghost'", module)
+        self._check = LossCheck(module, self.names, self.trained)
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
+        alone = check_without_hooks(self._check, self._hooks, run, batch, records)
+        if alone is None and records > 1:
+            return add_one_by_one(self, run, batch, records)
+        outputs, losses, norms = self._add(run, batch, records)
+        outputs = detach_outputs(outputs, losses.mean())
+        self._observe(losses if alone is None else alone, norms, outputs)
+        return outputs
+
+    def _add(self, run: Run, batch: Any, records: int) -> tuple[Any, Tensor, Tensor]:
+        """Returns what `train_step` returned, the losses and the joint norms."""
         try:
             outputs = run(self.module, batch)
             losses = find_loss(outputs, records)
@@ -129,22 +163,23 @@ class GhostMode(GradientMode):
                 raise Unsupported(
                     "grad_mode='ghost' needs one loss per example: return F.cross_entropy(..., reduction='none')."
                 )
-            dropped = self._add_losses(losses, records)
+            norms, dropped = self._add_losses(losses, records)
         finally:
             clear_opacus_state(self.module)
         if dropped is not None:
             for i in range(records):
                 if not dropped[i]:  # rare, so the simple way: each of the others for itself
-                    self.add(run, rows_of(batch, records, slice(i, i + 1)), 1)
-        return detach_outputs(outputs, losses.mean())
+                    self._add(run, rows_of(batch, records, slice(i, i + 1)), 1)
+        return outputs, losses, norms
 
-    def _add_losses(self, losses: Tensor, records: int) -> Tensor | None:
-        """Add the clipped sum, unless there are records to be left out; returns which."""
+    def _add_losses(self, losses: Tensor, records: int) -> tuple[Tensor, Tensor | None]:
+        """Add the clipped sum, unless there are records to be left out; returns all joint norms, and which to."""
         with translate_opacus_errors(self.name, self.module):
             losses.mean().backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        factors = self.clipper.factors(torch.stack([self._squares(i, records) for i in range(len(self.trained))]))
+        squares = torch.stack([self._squares(i, records) for i in range(len(self.trained))])
+        factors, norms = self.clipper.factors(squares), squares.sum(0).sqrt()
         if factors.dropped is not None and bool(factors.dropped.any()):
-            return factors.dropped
+            return norms, factors.dropped
         self._hooks.disable_hooks()
         try:
             with translate_opacus_errors(self.name, self.module):
@@ -154,7 +189,7 @@ class GhostMode(GradientMode):
         for total, found in zip(self.sums, sums, strict=True):
             if found is not None:
                 total += found
-        return None
+        return norms, None
 
     def _squares(self, i: int, records: int) -> Tensor:
         parameter = self.trained[i]

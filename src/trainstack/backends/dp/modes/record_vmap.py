@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,8 +90,24 @@ def outside_vmap() -> Iterator[None]:
         functorch.push_dynamic_layer_stack(layer)
 
 
-def values_of(tensor: Tensor, level: int, records: int) -> list[Any]:
-    """The values of a tensor with one element in each record, as Python numbers."""
-    with outside_vmap(), torch.no_grad():
-        values: list[Any] = unwrap(tensor, level, records).reshape(records).tolist()
-    return values
+class RecordsDiverge(BaseException):
+    """`train_step` asks for a number or a shape that is not the same for all records.
+
+    No `Exception`, so that the user's code does not catch it.
+
+    Attributes:
+        groups: positions of the records that agree, int64 each.
+    """
+
+    def __init__(self, groups: list[Tensor]) -> None:
+        super().__init__(f"{len(groups)} groups")
+        self.groups = groups
+
+
+def require_agreement(physical: Tensor) -> None:
+    """Raise `RecordsDiverge` unless all records have the same values; nan is equal to itself."""
+    places: dict[str, list[int]] = {}
+    for place, values in enumerate(physical.detach().reshape(len(physical), -1).tolist()):
+        places.setdefault(repr(values), []).append(place)
+    if len(places) > 1:
+        raise RecordsDiverge([torch.tensor(group, device=physical.device) for group in places.values()])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainstack.backends.dp.clipping import Clipper
-from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, rows_of
+from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, rows_of, shorten
 from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
 from trainstack.backends.dp.modes.loop import LoopMode
 from trainstack.backends.dp.modes.opacus_modes import GhostMode, HooksMode
@@ -25,14 +25,15 @@ from trainstack.backends.dp.modes.probing import (
 )
 from trainstack.backends.dp.modes.vmap import VmapMode
 from trainstack.backends.dp.torch_names import BATCH_NORMS
-from trainstack.errors import ConfigurationError, MissingExtraError, ModuleContractError
+from trainstack.backends.losses import loss_item
+from trainstack.errors import ConfigurationError, ModuleContractError, PrivacyError
 
 _logger = logging.getLogger("trainstack")
 
 MODES: dict[str, type[GradientMode]] = {
     mode.name: mode for mode in (BookkeepingMode, VmapMode, HooksMode, GhostMode, LoopMode)
 }
-AUTOMATIC = (BookkeepingMode, VmapMode, HooksMode)
+AUTOMATIC = (BookkeepingMode, VmapMode)
 
 Scaling = Callable[[Tensor, Tensor], Tensor]
 """Factors from squared norms, `(parameters, records)`, and joint norms, `(records,)`; of the shape of the former."""
@@ -41,6 +42,10 @@ _EXACT, _ROUNDED = 1e-4, 0.2
 """Allowed differences from the loop, relative to the sum of the records' norms: in float32, which shows mistakes, and
 under autocast, which shows whether it works there at all."""
 
+_ROUNDING = 100 * torch.finfo(torch.float32).eps
+"""A gradient below this share of the largest is taken for rounding: where the true one is zero, as that of a bias
+before a normalisation, it is nothing else, and rounding must not be compared with rounding."""
+
 
 def choose_mode(
     asked: str, module: nn.Module, trained: Sequence[nn.Parameter], clipper: Clipper, run: Run, probe: Any, records: int
@@ -48,7 +53,7 @@ def choose_mode(
     """The gradient mode to train with, compared with the loop on `probe`.
 
     Args:
-        asked: `"auto"`, or a key of `MODES`. `"auto"` takes the first exact one of bookkeeping, vmap, hooks and loop.
+        asked: `"auto"`, or a key of `MODES`. `"auto"` takes the first exact one of bookkeeping, vmap and loop.
         module: in the mode that it will be trained in.
         trained: see `GradientMode`.
         clipper: see `GradientMode`.
@@ -66,6 +71,7 @@ def choose_mode(
         raise ConfigurationError(f"grad_mode={asked!r}: write one of 'auto', {', '.join(map(repr, MODES))}.")
     if records < 2:
         raise ConfigurationError(f"a probe of {records} records cannot show whether records influence each other: 2.")
+    _check_no_script(module)
     with deterministic_forward(module):
         scaling = _unit_joint_norm if asked == "ghost" else _unit_norm_per_parameter
         verifier = ModeVerifier(module, trained, run, probe, records, scaling)
@@ -75,13 +81,28 @@ def choose_mode(
         for kind in AUTOMATIC:
             try:
                 mode = verifier.verify(kind, clipper)
-            except (Unsupported, MissingExtraError, torch.OutOfMemoryError) as error:
-                reasons.append(f"{kind.name}: {error}")
+            except (Unsupported, torch.OutOfMemoryError) as error:
+                short = error if isinstance(error, Unsupported) else shorten(error)
+                reasons.append(f"not {kind.name!r}: {short}")
                 continue
-            _logger.info("%s", " | ".join([f"gradient mode {mode.name!r}, exact on a probe", *reasons]))
+            _log(logging.INFO, f"gradient mode {mode.name!r}, compared with one record at a time", reasons)
             return mode
-    _logger.warning("%s", " | ".join(["gradient mode 'loop', one record at a time, is slow", *reasons]))
+    _log(logging.WARNING, "gradient mode 'loop', one record at a time, is slow", reasons)
     return LoopMode(module, trained, clipper)
+
+
+def _log(level: int, choice: str, reasons: Sequence[str]) -> None:
+    for line in (choice, *reasons):
+        _logger.log(level, "%s", line)
+
+
+def _check_no_script(module: nn.Module) -> None:
+    scripted = next((name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        raise Unsupported(
+            f"{scripted or 'the module'} is compiled by torch.jit, so that what it does with a record cannot be seen. "
+            "Give the nn.Module from which it was compiled."
+        )
 
 
 class ModeVerifier:
@@ -102,9 +123,9 @@ class ModeVerifier:
         half = rows_of(probe, records, slice(0, records // 2))
         try:
             self._references = [
-                self._reference(batch, count, scaling, self._plain_run)
+                reference
                 for batch, count in ((probe, records), (half, records // 2))
-                for scaling in (_unscaled, leveller)
+                for reference in self._scaled_references(batch, count, leveller)
             ]
             self._is_random = self._has_changed(self._references[0])
             learning = changed_tensors(module, before)
@@ -116,13 +137,38 @@ class ModeVerifier:
                 )
             self._check_stateless([rows_of(probe, records, slice(i, i + 1)) for i in range(records)], states)
             self._rounded = self._reference(probe, records, _unscaled, run) if self._autocast else None
+            self._tell_of_normalisation()
         except (Unsupported, ModuleContractError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise Unsupported(
-                f"train_step fails on a single record{_batch_normalizing_layers(module)}: {error}. Let it take a batch "
-                "of one, and put the records along dimension 0 of everything that collate_fn returns."
+                f"train_step fails on a single record{_batch_normalizing_layers(module)}. Let it take a batch of one, "
+                "and put the records along dimension 0 of everything that collate_fn returns. The error was: "
+                f"{shorten(error)}"
             ) from error
+
+    def _scaled_references(self, batch: Any, records: int, leveller: Scaling) -> tuple[_Reference, _Reference]:
+        plain = self._reference(batch, records, _unscaled, self._plain_run)
+        levelled = self._reference(batch, records, leveller, self._plain_run)
+        return plain, replace(levelled, is_rounding=plain.scales <= _ROUNDING * plain.scales.max())
+
+    def _tell_of_normalisation(self) -> None:
+        """Say that what the user normalises over the batch has no effect on batches of one."""
+        case = self._references[0]
+        if self._is_random:
+            return
+        try:
+            with torch.no_grad():
+                whole = float(loss_item(self._plain_run(self._module, case.batch)).detach().mean())
+        except Exception:  # which is no fault: private training runs it on single records
+            return
+        if abs(whole - case.loss) > 1e-3 * abs(case.loss) + 1e-6:
+            _logger.warning(
+                "the loss of a batch is not the mean of the losses of its records: private training takes each record "
+                "as a batch of one, so class weights, token counts and statistics over the batch have no effect across "
+                "records. To keep weights, return one loss for each record: F.cross_entropy(logits, labels, "
+                "weight=weights, reduction='none')."
+            )
 
     def _has_changed(self, first: _Reference) -> bool:
         """Whether the records have other gradients than they had at first."""
@@ -171,6 +217,8 @@ class ModeVerifier:
             self._try(mode)
         except Exception as error:
             mode.close()
+            if isinstance(error, PrivacyError):  # which ends a run once it has begun
+                raise Unsupported(str(error)) from error
             if isinstance(error, ConfigurationError | torch.OutOfMemoryError):
                 raise
             raise Unsupported(mode.explain_error(error)) from error
@@ -185,7 +233,7 @@ class ModeVerifier:
             )
         if isinstance(mode, LoopMode):
             return
-        if self._is_random and not isinstance(mode, VmapMode):
+        if self._is_random and not mode.one_by_one:
             raise Unsupported(
                 f"train_step draws random numbers, so grad_mode={mode.name!r} cannot be compared with the loop. Write "
                 "grad_mode='vmap', in which no record can influence another."
@@ -196,28 +244,35 @@ class ModeVerifier:
             self._compare(mode, self._rounded, self._run, _ROUNDED)
 
     def _compare(self, mode: GradientMode, case: _Reference, run: Run, tolerance: float) -> None:
-        wrong = case.differs(*self._sums(mode, case.batch, case.records, case.scaling, run), tolerance)
+        sums, scales, _ = self._sums(mode, case.batch, case.records, case.scaling, run)
+        wrong = case.differs(sums, scales, tolerance)
         if wrong is None or self._is_random:
             return
         raise Unsupported(
             f"grad_mode={mode.name!r} gives a wrong gradient for {mode.names[wrong]}: that of {case.records} records "
-            "together is not the sum of those of each alone. Either the loss is no plain mean over records (it is "
-            "normalised over the batch, or compares records), or a layer mixes them, or the parameter is used outside "
-            "of its layer. Write grad_mode='vmap'."
+            "together is not the sum of those of each alone. "
+            + (
+                "Something in train_step behaves otherwise under torch.func.vmap, such as a hook or a branch on "
+                "requires_grad. Write grad_mode='loop', or leave it out."
+                if mode.one_by_one
+                else "Either the loss is no plain mean over records (it is normalised over the batch, or compares "
+                "records), or a layer mixes them, or the parameter is used outside of its layer. Write "
+                "grad_mode='auto'."
+            )
         )
 
     def _reference(self, batch: Any, records: int, scaling: Scaling, run: Run) -> _Reference:
         loop = LoopMode(self._module, self._trained, _ScalingClipper(scaling))
-        sums, scales = self._sums(loop, batch, records, scaling, run)
-        return _Reference(batch=batch, records=records, scaling=scaling, sums=sums, scales=scales)
+        sums, scales, loss = self._sums(loop, batch, records, scaling, run)
+        return _Reference(batch=batch, records=records, scaling=scaling, sums=sums, scales=scales, loss=loss)
 
     def _sums(
         self, mode: GradientMode, batch: Any, records: int, scaling: Scaling, run: Run
-    ) -> tuple[list[Tensor], Tensor]:
-        """The sums of a mode, and for each parameter the sum of the norms of what was added."""
+    ) -> tuple[list[Tensor], Tensor, float]:
+        """The sums of a mode, for each parameter the sum of the norms of what was added, and the mean loss."""
         mode.clipper = clipper = _ScalingClipper(scaling)
-        mode.add(run, batch, records)
-        return mode.pop_sums(), clipper.scales
+        outputs = mode.add(run, batch, records)
+        return mode.pop_sums(), clipper.scales, float(loss_item(outputs).detach())
 
     def _note(self, autocast: bool) -> None:
         self._autocast |= autocast
@@ -232,6 +287,9 @@ class _Reference:
     scaling: Scaling
     sums: list[Tensor]
     scales: Tensor
+    loss: float = 0.0
+    is_rounding: Tensor | None = None
+    """Bool for each parameter: its gradients are nothing but rounding, and are not compared when they are scaled up."""
 
     def differs(self, sums: Sequence[Tensor], scales: Tensor, tolerance: float) -> int | None:
         """The number of a parameter whose sum, or whose norms, are not as the loop has them; None if there is none."""
@@ -240,6 +298,8 @@ class _Reference:
         wrong = [i for i, fits in enumerate((scales - self.scales).abs() <= allowed) if not fits]
         errors = zip(sums, self.sums, allowed, strict=True)
         wrong += [i for i, (mine, its, limit) in enumerate(errors) if not (mine - its).norm() <= limit]
+        if self.is_rounding is not None:
+            wrong = [i for i in wrong if not self.is_rounding[i]]
         return wrong[0] if wrong else None
 
 
@@ -250,7 +310,7 @@ def _unscaled(squares: Tensor, joint: Tensor) -> Tensor:
 
 def _unit_norm_per_parameter(squares: Tensor, joint: Tensor) -> Tensor:
     """Each record's gradient of each parameter at about norm 1: shows a wrong norm, and mistakes in small gradients."""
-    return 1.0 / (squares.sqrt() + 1e-3 * joint + 1e-30)
+    return 1.0 / (squares.sqrt() + 1e-2 * joint + 1e-30)
 
 
 def _unit_joint_norm(squares: Tensor, joint: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from trainstack.backends.dp.modes.base import (
     detach_tensors,
     flatten_outputs,
     rows_of,
+    shorten,
     suppress_warning,
 )
 from trainstack.backends.dp.modes.loop import one_loss
@@ -33,7 +34,11 @@ _FLOATS_AT_ONCE = 1 << 25
 """Per-record gradients that are kept at a time: 128 MiB."""
 
 
-class _FunctionalModule(nn.Module):
+NOT_VECTORISED = "There is a performance drop because we have not yet implemented"
+"""How the warning of torch begins for a function that `vmap` can only repeat."""
+
+
+class FunctionalModule(nn.Module):
     """Calls `module` with other parameters; what `run` is given as the model."""
 
     def __init__(self, module: nn.Module, parameters: dict[str, Tensor]) -> None:
@@ -90,7 +95,7 @@ class VmapMode(GradientMode):
         others: list[Any] = []
 
         def loss_of_one(trained: tuple[Tensor, ...], example: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-            model = _FunctionalModule(self.module, dict(zip(self.names, trained, strict=True)))
+            model = FunctionalModule(self.module, dict(zip(self.names, trained, strict=True)))
             outputs = run(model, make(example))
             found, form = flatten_outputs(outputs)
             others[:] = [form, *(None if isinstance(v, Tensor) else v for v in found)]
@@ -99,8 +104,7 @@ class VmapMode(GradientMode):
         each = vmap(grad_and_value(loss_of_one, has_aux=True), in_dims=(None, 0), randomness="different")
         parameters = tuple(p.detach() for p in self.trained)
         # Without the math kernel attention is only repeated, not vectorised.
-        slow = "There is a performance drop because we have not yet implemented"
-        with suppress_warning(slow), _Float32Norms(), sdpa_kernel(SDPBackend.MATH):
+        with suppress_warning(NOT_VECTORISED), _Float32Norms(), sdpa_kernel(SDPBackend.MATH):
             gradients, (losses, tensors) = each(parameters, tuple(columns))
         norms = self._add_rows(gradients, records)
         form, *values = others
@@ -135,10 +139,10 @@ def one_record_batches(batch: Any, records: int) -> tuple[list[Tensor], Callable
 
 def explain_vmap_error(error: Exception) -> str | None:
     """Why `train_step` cannot run under `vmap`; None if that is not why it failed."""
-    if not isinstance(error, RuntimeError | ValueError):
+    if not isinstance(error, RuntimeError | ValueError | NotImplementedError):
         return None
-    text = str(error).strip().split("\n")[0][:300]
     return (
-        f"train_step cannot be vectorised over records: {text} Avoid .item(), branches on values and buffers that "
-        "change (BatchNorm), or write grad_mode='loop'."
+        "train_step cannot be vectorised over records. Leave out what torch.func.vmap does not know: .item(), branches "
+        "on values, gradient checkpointing, recurrent layers and buffers that change; or write grad_mode='loop'. The "
+        f"error was: {shorten(error)}"
     )

@@ -1,0 +1,121 @@
+"""Comparison of the loss of a batch with the losses of its records, for modes that run all records together.
+
+Equal values do not prove equal gradients, so the derivatives along a random direction of the parameters are compared
+too: gradients that differ have the same derivative along it with probability 0.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trainstack.backends.dp.modes.base import Run, Unsupported, full_float32, suppress_warning
+from trainstack.backends.dp.modes.loop import one_loss_value
+from trainstack.backends.dp.modes.probing import DisableRandomness, NoAutocast
+from trainstack.backends.dp.modes.vmap import NOT_VECTORISED, FunctionalModule, explain_vmap_error, one_record_batches
+from trainstack.backends.losses import find_loss
+from trainstack.errors import PrivacyError
+
+_TOLERANCE = 1e-3
+"""Allowed difference, relative to the largest value among the records."""
+
+
+class LossCheck:
+    """Costs two forward passes, one of them with derivatives, and a backward pass.
+
+    Args:
+        module: the user's module.
+        names: of the trained parameters.
+        trained: the trained parameters.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str], trained: Sequence[nn.Parameter]) -> None:
+        self._module, self._names, self._trained = module, tuple(names), tuple(trained)
+        numbers = {id(p): i for i, p in enumerate(self._trained)}
+        self._padding = [
+            (numbers[id(part.weight)], part.padding_idx)
+            for part in module.modules()
+            if isinstance(part, nn.Embedding) and part.padding_idx is not None and id(part.weight) in numbers
+        ]
+
+    def check(self, run: Run, batch: Any, records: int) -> Tensor | None:
+        """Compare; random numbers of `train_step` are held still.
+
+        Returns:
+            The losses of the records, `(records,)`, without a graph; None where one of them, or its slope, is not
+            finite, so that nothing can be compared.
+
+        Raises:
+            PrivacyError: the loss of the batch is not made of the losses of its records. The message names no record.
+            Unsupported: `train_step` cannot be run under `vmap`.
+        """
+        draw = torch.Generator().manual_seed(secrets.randbits(63))  # not from the generators of the run
+        direction = tuple(torch.randn(p.shape, generator=draw).to(p) for p in self._trained)
+        for number, row in self._padding:  # forward-mode derivatives of torch 2.13.0 do not leave it out
+            direction[number][row] = 0.0
+        weights = torch.randn(records, generator=draw).to(self._trained[0])
+        # torch 2.13.0 compiles its derivatives with what it has deprecated.
+        deprecated = suppress_warning("`torch.jit.script")
+        with full_float32(), DisableRandomness(), deprecated, suppress_warning("Full backward hook is firing"):
+            losses, slopes = self._alone(run, batch, records, direction)
+            if not bool((losses.isfinite() & slopes.isfinite()).all()):
+                return None
+            together, slope, weights = self._together(run, batch, records, direction, weights)
+        expected = losses if together.dim() else losses.mean()
+        size = losses.abs().max() + 1e-6
+        fits = ((together - expected).abs() <= _TOLERANCE * size).all()
+        steep = (weights * slopes).abs().sum() + 1e-6
+        fits = fits & ((slope - (weights * slopes).sum()).abs() <= _TOLERANCE * steep)
+        if not bool(fits):
+            raise PrivacyError(
+                "the batch loss is not the mean of the losses of its records, so that clipping does not bound what "
+                "one record changes. Write grad_mode='auto', or return one loss for each record that depends on no "
+                "other record."
+            )
+        return losses
+
+    def _alone(self, run: Run, batch: Any, records: int, direction: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        columns, make = one_record_batches(batch, records)
+        values = tuple(p.detach() for p in self._trained)
+
+        def loss_and_slope(*row: Tensor) -> tuple[Tensor, Tensor]:
+            def loss(*parameters: Tensor) -> Tensor:
+                model = FunctionalModule(self._module, dict(zip(self._names, parameters, strict=True)))
+                return one_loss_value(run(NoAutocast(model), make(row)))
+
+            return jvp(loss, values, direction)  # type: ignore[no-any-return]
+
+        try:
+            with suppress_warning(NOT_VECTORISED), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+                return vmap(loss_and_slope)(*columns)  # type: ignore[no-any-return]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            reason = explain_vmap_error(error)
+            if reason is None:
+                raise
+            raise Unsupported(
+                f"the losses of single records cannot be compared with those of the batch: {reason}"
+            ) from error
+
+    def _together(
+        self, run: Run, batch: Any, records: int, direction: tuple[Tensor, ...], weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss or losses, the slope of their weighted sum, and the weights, which a mean has already."""
+        with torch.enable_grad():
+            loss = find_loss(run(NoAutocast(self._module), batch), records)
+            if loss.dim() == 0:
+                weights = torch.full_like(weights, 1.0 / records)
+            total = (loss * weights).sum() if loss.dim() else loss
+            gradients = torch.autograd.grad(total, self._trained, allow_unused=True)
+        slope = loss.new_zeros(())
+        for gradient, part in zip(gradients, direction, strict=True):
+            if gradient is not None:
+                slope = slope + (gradient * part).sum()
+        return loss.detach(), slope, weights
