@@ -26,6 +26,7 @@ from trainstack.stage import Stage
 
 if TYPE_CHECKING:
     from trainstack.backends.privacy_statement import PrivacyStatement
+    from trainstack.backends.random_streams import RandomStreams
     from trainstack.backends.workload import Sampling
 
 
@@ -182,6 +183,13 @@ class TrainerBackend(ABC):
     @property
     def public_dataset_size(self) -> int | None:
         """How many records the run is planned for and tells of, where a layer keeps the true number back."""
+        return None
+
+    def random_streams(self, world: World) -> RandomStreams | None:
+        """Where samples, forward passes and hooks get their random numbers from, in place of the process's generators.
+
+        All processes call it together, after `open`. None leaves the generators to the user, whose seeds then count.
+        """
         return None
 
     @property
@@ -395,6 +403,13 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     @property
     def public_dataset_size(self) -> int | None:
         return self.inner.public_dataset_size
+
+    def random_streams(self, world: World) -> RandomStreams | None:
+        if self.private:
+            from trainstack.backends.random_streams import RandomStreams
+
+            return RandomStreams.from_system(world.comm)
+        return self.inner.random_streams(world)
 
     def privacy_statement(self) -> PrivacyStatement:
         if any(layer.overrides("privacy_statement") for layer in self.inner.layers()):

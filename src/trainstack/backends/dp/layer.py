@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # most runs are not private, and need none of it
     from trainstack.backends.dp.budget import Accountant
     from trainstack.backends.dp.mechanism import Mechanism
     from trainstack.backends.privacy_statement import PrivacyStatement
+    from trainstack.backends.processes.world import World
+    from trainstack.backends.random_streams import RandomStreams
 
 _SCALER = (
     "a gradient scaler skips steps and changes its scale by what the data are, without noise. The half precision for "
@@ -60,6 +62,7 @@ class DP(AbstractTrainerBackendDecorator):
         self._args, self._ledger = args, ledger
         self.hides_losses = args is None or not args.log_train_loss
         self._mechanism: Mechanism | None = None
+        self._streams: RandomStreams | None = None
 
     def prepare(self, work: Workload) -> Workload:
         work = self.inner.prepare(work)
@@ -72,7 +75,11 @@ class DP(AbstractTrainerBackendDecorator):
 
         ledger = self._ledger or (work.run_dir and work.run_dir / "privacy-ledger.jsonl")
         self._mechanism = make_mechanism(
-            work, self._args, ledger, lambda model, batch: self._run(work, model, batch, step=1)
+            work,
+            self._args,
+            ledger,
+            lambda model, batch: self._run(work, model, batch, step=1),
+            self.random_streams(work.world),
         )
         return replace(work, gradients_reduced_by=self.name)
 
@@ -84,7 +91,7 @@ class DP(AbstractTrainerBackendDecorator):
             with torch.no_grad():
                 return self.inner.forward(work, stage, batch, step)
         self._ready.check_parameters(work)
-        return self._ready.add(lambda model, part: self._run(work, model, part, step), batch)
+        return self._ready.add(lambda model, part: self._run(work, model, part, step), batch, step)
 
     def _run(self, work: Workload, model: nn.Module, batch: Any, step: int) -> Any:
         return self.inner.forward(replace(work, model=model), Stage.TRAIN, batch, step)
@@ -95,6 +102,14 @@ class DP(AbstractTrainerBackendDecorator):
     def clip(self, work: Workload) -> Tensor | None:
         """Charge the step, then release the noisy mean of the clipped gradients; returns its norm."""
         return self._ready.release(work)
+
+    def random_streams(self, world: World) -> RandomStreams:
+        if self._streams is None:
+            from trainstack.backends.random_streams import RandomStreams
+
+            seed = None if self._args is None else self._args.debug_seed
+            self._streams = RandomStreams.from_system(world.comm) if seed is None else RandomStreams.from_seed(seed)
+        return self._streams
 
     def on_fresh_start(self, *, retry: bool) -> None:
         self._ready.on_fresh_start(retry=retry)

@@ -12,6 +12,7 @@ from torch import Tensor
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.budget import Accountant
 from trainstack.backends.dp.clipping import AdaptiveClipper
+from trainstack.backends.dp.forward_randomness import ForwardRandomness
 from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.probing import WriteDetector
 from trainstack.backends.dp.randomness import Randomness
@@ -32,6 +33,7 @@ class Mechanism:
         accountant: is charged before the noise of a step is drawn.
         mode: gives the sums of clipped gradients.
         randomness: of the noise.
+        forward_randomness: of what `train_step` draws.
         sampling: draws the records.
         world: this process's place; the main process draws the noise.
     """
@@ -43,23 +45,28 @@ class Mechanism:
         accountant: Accountant,
         mode: GradientMode,
         randomness: Randomness,
+        forward_randomness: ForwardRandomness,
         sampling: Sampling,
         world: World,
     ) -> None:
         self.args, self.accountant, self.mode, self.sampling = args, accountant, mode, sampling
         self._randomness, self._world = randomness, world
+        self._forward_randomness = forward_randomness
         self._released = 0
         self._write_detector = WriteDetector(mode.module)
 
-    def add(self, run: Run, batch: Any) -> Any:
-        """Add a micro-batch to the step under way; returns what `train_step` returned, without its graph.
+    def add(self, run: Run, batch: Any, step: int) -> Any:
+        """Add a micro-batch to global step `step`, which is under way; returns what `train_step` returned, without its graph.
 
         Raises:
             PrivacyError: `train_step` wrote into a parameter or buffer, which thereby learns without noise.
         """
         batch = move_to_device(batch, self._world.device)
         self._write_detector.begin()
-        outputs = self.mode.add(run, batch, count_records(batch))
+        records = count_records(batch)
+        run, batch = self._forward_randomness.begin(run, batch, records, step)
+        with self._forward_randomness:
+            outputs = self.mode.add(run, batch, records)
         changed = self._write_detector.changed()
         if changed is not None:
             raise PrivacyError(
@@ -71,6 +78,7 @@ class Mechanism:
     def discard(self) -> None:
         """Forget what a step that was broken off has added up: a record would count twice in the next one."""
         self.mode.pop_sums()
+        self._forward_randomness.discard()
         if isinstance(self.mode.clipper, AdaptiveClipper):
             self.mode.clipper.pop_counts()
 
