@@ -1,11 +1,11 @@
 """`ForwardRandomness` lets a private forward pass draw random numbers that nobody outside can compute.
 
-Why one secret stream for a batch is enough: fix all random numbers. The clipped sums of two neighbouring datasets then
-differ by the one clipped gradient, so their noisy sums are two Gaussians at a distance of C or less. The hockey-stick
-divergence is jointly convex, so the mixture over the random numbers has the same (epsilon, delta). This needs a coupling
-in which every other record has the same numbers in both datasets. It exists where the numbers are independent of the
-data and of each other: then the record that comes next may get any of them. Numbers that an adversary can compute have
-no such mixture, and if a record is left out each later one has another mask (`docs/privacy.md`, "Randomness").
+Why one secret stream for a batch is enough: give each record the same random numbers in two neighbouring datasets. Then
+the clipped sums differ by the one clipped gradient, and the noisy sums are two Gaussians at a distance of C or less.
+The hockey-stick divergence is jointly convex, so the mixture over the random numbers has the same (epsilon, delta). The
+mixture is the real run if the numbers are independent of the data and of each other: then it does not matter which part
+of the stream a record gets. An adversary who can compute the numbers sees no mixture. To him, each record after the one
+that is left out has another mask.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _INSTEAD = (
 
 
 _seed_random = random.seed
+_get_bits, _set_bits = np.random.get_bit_generator, np.random.set_bit_generator  # type: ignore[attr-defined]
+_torch_random: Any = torch.random
 
 
 class _Kept(float):
@@ -46,7 +48,7 @@ class _Kept(float):
 
     def __mul__(self, other: Any) -> float:
         self.used = True
-        return float(self) * other
+        return float(self) * float(other)
 
     __rmul__ = __mul__
 
@@ -158,14 +160,14 @@ class ForwardRandomness:
 
     def __enter__(self) -> None:
         self.seed()
-        self._outer_bits = np.random.get_bit_generator()
-        np.random.set_bit_generator(self._numpy)  # which `np.random.seed` refuses, under whatever name it was imported
+        self._outer_bits = _get_bits()
+        _set_bits(self._numpy)  # which `np.random.seed` refuses, under whatever name it was imported
         self._outer_seeds = [getattr(place, name) for place, name, _ in _SEEDS]
         for place, name, refuse in _SEEDS:
             setattr(place, name, refuse)
-        torch.random.default_generator = self._torch  # type: ignore[assignment]
+        _torch_random.default_generator = self._torch
         if self._record_streams is not None:  # in the backward pass too, in which checkpointing repeats a forward pass
-            self._record_streams.__enter__()
+            self._record_streams.__enter__()  # type: ignore[no-untyped-call]
 
     def seed(self) -> None:
         """Give all generators their next states."""
@@ -192,11 +194,11 @@ class ForwardRandomness:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._record_streams is not None:
-            self._record_streams.__exit__(kind, error, trace)
-        torch.random.default_generator = torch.default_generator
+            self._record_streams.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        _torch_random.default_generator = torch.default_generator
         for (place, name, _), function in zip(_SEEDS, self._outer_seeds, strict=True):
             setattr(place, name, function)
-        np.random.set_bit_generator(self._outer_bits)
+        _set_bits(self._outer_bits)
         if error is None:
             self.check()
             kept: Any = random._inst.gauss_next  # type: ignore[attr-defined]

@@ -56,7 +56,7 @@ class Mechanism:
         self._write_detector = WriteDetector(mode.module)
 
     def add(self, run: Run, batch: Any, step: int) -> Any:
-        """Add a micro-batch to global step `step`, which is under way; returns what `train_step` returned, without its graph.
+        """Add a micro-batch to global step `step`; returns what `train_step` returned, without its graph.
 
         Raises:
             PrivacyError: `train_step` wrote into a parameter or buffer, which thereby learns without noise.

@@ -40,7 +40,9 @@ def _drop(input: Tensor, kept: Tensor, p: float, inplace: bool) -> Tensor:
     return input.mul_(kept) if inplace else input * kept
 
 
-def _dropout(source: NumberSource, func: Any, input: Tensor, p: float = 0.5, training: Any = True, *more: Any, **options: Any) -> Tensor:  # fmt: skip
+def _dropout(
+    source: NumberSource, func: Any, input: Tensor, p: float = 0.5, training: Any = True, *more: Any, **options: Any
+) -> Tensor:
     training = options.get("train", training)
     inplace = bool(options.get("inplace", more[0] if more else False)) or func is torch.dropout_
     if not training or p == 0.0:
@@ -49,11 +51,14 @@ def _dropout(source: NumberSource, func: Any, input: Tensor, p: float = 0.5, tra
 
 
 def _features(input: Tensor) -> Tensor:
-    """One number for each channel of each record."""
-    return input.detach()[(..., *(slice(0, 1),) * (input.dim() - 2))] if input.dim() > 2 else input.detach()
+    """One element for each channel of each record."""
+    input = input.detach()
+    return input if input.dim() < 3 else input.flatten(2)[..., :1].reshape(*input.shape[:2], *[1] * (input.dim() - 2))
 
 
-def _feature_dropout(source: NumberSource, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # fmt: skip
+def _feature_dropout(
+    source: NumberSource, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     if not training or p == 0.0:
         return input
     bare = input.dim() == {F.dropout1d: 2, F.dropout3d: 4}.get(func)
@@ -61,7 +66,9 @@ def _feature_dropout(source: NumberSource, func: Any, input: Tensor, p: float = 
     return _drop(input, _mask(source, of, p), p, inplace)
 
 
-def _alpha(source: NumberSource, func: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:  # fmt: skip
+def _alpha(
+    source: NumberSource, func: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
     if not training or p == 0.0:
         return input
     saturated = -1.7580993408473766  # Klambauer et al.: Self-Normalizing Neural Networks (2017)
@@ -83,7 +90,8 @@ def _normal_values(source: NumberSource, func: Any, *args: Any, **kwargs: Any) -
 def _normal(source: NumberSource, func: Any, mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any) -> Tensor:
     found = func(mean, std, *args, **kwargs).detach()
     mean, std = (value.detach() if isinstance(value, Tensor) else value for value in (mean, std))
-    return mean + std * source.normal(found)
+    values: Tensor = mean + std * source.normal(found)
+    return values
 
 
 def _bernoulli(source: NumberSource, func: Any, input: Tensor, p: Any = None, **kwargs: Any) -> Tensor:
@@ -102,10 +110,13 @@ def _randint(source: NumberSource, func: Any, *args: Any, **kwargs: Any) -> Tens
 
 def _randperm(source: NumberSource, func: Any, *args: Any, **kwargs: Any) -> Tensor:
     found = func(*args, **kwargs)
-    return source.uniform(found.double()).argsort(-1).to(found.dtype)
+    order: Tensor = source.uniform(found.double()).argsort(-1)
+    return order.to(found.dtype)
 
 
-def _multinomial(source: NumberSource, func: Any, input: Tensor, num_samples: int, replacement: bool = False, **kwargs: Any) -> Tensor:  # fmt: skip
+def _multinomial(
+    source: NumberSource, func: Any, input: Tensor, num_samples: int, replacement: bool = False, **kwargs: Any
+) -> Tensor:
     chances = input.detach().double().log()
     if not replacement:  # the first of exponential waiting times
         return (chances - (-torch.log1p(-source.uniform(chances))).log()).topk(num_samples, -1).indices
@@ -138,15 +149,28 @@ def _random_(source: NumberSource, func: Any, self: Tensor, *bounds: int, **name
     return self.copy_((low + (source.uniform(self.detach().double()) * (high - low)).floor()).to(self.dtype))
 
 
-def _log_normal_(source: NumberSource, func: Any, self: Tensor, mean: float = 1.0, std: float = 2.0, **_: Any) -> Tensor:  # fmt: skip
+def _log_normal_(
+    source: NumberSource, func: Any, self: Tensor, mean: float = 1.0, std: float = 2.0, **_: Any
+) -> Tensor:
     return self.copy_((mean + std * source.normal(self.detach())).exp())
 
 
-def _cauchy_(source: NumberSource, func: Any, self: Tensor, median: float = 0.0, sigma: float = 1.0, **_: Any) -> Tensor:  # fmt: skip
+def _cauchy_(
+    source: NumberSource, func: Any, self: Tensor, median: float = 0.0, sigma: float = 1.0, **_: Any
+) -> Tensor:
     return self.copy_(median + sigma * torch.tan(math.pi * (source.uniform(self.detach()) - 0.5)))
 
 
-def _rrelu(source: NumberSource, func: Any, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: Any, **__: Any) -> Tensor:  # fmt: skip
+def _rrelu(
+    source: NumberSource,
+    func: Any,
+    input: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
     slope: Any = (lower + upper) / 2
     if training:
         slope = lower + (upper - lower) * source.uniform(input.detach())
