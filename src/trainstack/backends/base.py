@@ -26,6 +26,7 @@ from trainstack.stage import Stage
 
 if TYPE_CHECKING:
     from trainstack.backends.privacy_statement import PrivacyStatement, WeightsOrigin
+    from trainstack.backends.random_streams import RandomStreams
     from trainstack.backends.workload import Sampling
 
 
@@ -236,6 +237,13 @@ class TrainerBackend(ABC):
     def plan_rows(self, work: Workload) -> list[tuple[str, str]]:
         """Rows that a layer adds to the printed plan, as label and value; asked once `prepare` was called."""
         return []
+
+    def random_streams(self, world: World) -> RandomStreams | None:
+        """Where samples, forward passes and hooks get their random numbers from, in place of the process's generators.
+
+        All processes call it together, after `open`. None leaves the generators to the user, whose seeds then count.
+        """
+        return None
 
     @property
     def is_private(self) -> bool:
@@ -466,6 +474,13 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
 
     def pop_released(self, window: Window) -> Mapping[str, float]:
         return self.inner.pop_released(window)
+
+    def random_streams(self, world: World) -> RandomStreams | None:
+        if self.private:
+            from trainstack.backends.random_streams import RandomStreams
+
+            return RandomStreams.from_system(world.comm)
+        return self.inner.random_streams(world)
 
     def privacy_statement(self) -> PrivacyStatement:
         if any(layer.overrides("privacy_statement") for layer in self.inner.layers()):

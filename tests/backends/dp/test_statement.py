@@ -61,7 +61,7 @@ def test_the_words_name_everything_that_the_guarantee_rests_on() -> None:
         "Batches of a fixed order would give: epsilon ",
         "Covered: the weights after every step",
         "Not covered: validation and tests on private data",
-        "Randomness: generators seeded by the operating system, not by the run's seed; never stored",
+        "Randomness: generators seeded by the operating system, for masks and noise, train_step and data sets, ",
         "per-sample gradients by vmap, processes: 2",
         "Versions: trainstack ",
     ):

@@ -217,8 +217,8 @@ differ together from alone: rounding, and nothing else."""
 
 _INSTEAD = (
     "Let the loss be a mean over records that depend on themselves alone: no statistics over the batch, no division by "
-    "what the batch holds or by the length to which it was padded. Random numbers that collate_fn draws, or a data set "
-    "from generators of its own, look like that too: draw them in train_step, or in the data set from the global ones."
+    "what the batch holds or by the length to which it was padded. Random numbers that collate_fn draws look like that "
+    "too, since they belong to places in the batch: draw them in train_step or in the data set."
 )
 _NO_LIMIT = float(torch.finfo(torch.float32).max) ** 0.5
 

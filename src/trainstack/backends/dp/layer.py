@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # most runs are not private, and need none of it
     from trainstack.backends.dp.mechanism import Mechanism
     from trainstack.backends.dp.state_guard import StateGuard
     from trainstack.backends.privacy_statement import PrivacyStatement, WeightsOrigin
+    from trainstack.backends.processes.world import World
+    from trainstack.backends.random_streams import RandomStreams
 
 _SCALER = (
     "a gradient scaler skips steps and changes its scale by what the data are, without noise. The half precision for "
@@ -73,6 +75,7 @@ class DP(AbstractTrainerBackendDecorator):
         self._mechanism: Mechanism | None = None
         self._guard: StateGuard | None = None
         self._origin: tuple[str, Sequence[Entry], Sequence[str]] | None = None
+        self._streams: RandomStreams | None = None
 
     def prepare(self, work: Workload) -> Workload:
         work = self.inner.prepare(work)
@@ -86,7 +89,11 @@ class DP(AbstractTrainerBackendDecorator):
 
         ledger = self._ledger or (work.run_dir and work.run_dir / "privacy-ledger.jsonl")
         self._mechanism = make_mechanism(
-            work, self._args, ledger, lambda model, batch: self._run(work, model, batch, step=1)
+            work,
+            self._args,
+            ledger,
+            lambda model, batch: self._run(work, model, batch, step=1),
+            self.random_streams(work.world),
         )
         self._guard = StateGuard(work, self._mechanism)
         return replace(work, gradients_reduced_by=self.name)
@@ -125,10 +132,19 @@ class DP(AbstractTrainerBackendDecorator):
 
     def post_processing(self) -> AbstractContextManager[None]:
         return self._state_guard.post_processing()
+
     def on_initial_weights(self, origin: WeightsOrigin) -> None:
         if self._args is not None:
             self._origin = check_origin(origin, self._args)
         self.inner.on_initial_weights(origin)
+
+    def random_streams(self, world: World) -> RandomStreams:
+        if self._streams is None:
+            from trainstack.backends.random_streams import RandomStreams
+
+            seed = None if self._args is None else self._args.debug_seed
+            self._streams = RandomStreams.from_system(world.comm) if seed is None else RandomStreams.from_seed(seed)
+        return self._streams
 
     def on_fresh_start(self, *, retry: bool) -> None:
         self._ready.on_fresh_start(retry=retry)

@@ -14,6 +14,7 @@ from trainstack.backends.dp.budget import Accountant
 from trainstack.backends.dp.clipping import AdaptiveClipper
 from trainstack.backends.dp.epsilon import Entry
 from trainstack.backends.dp.initial_weights import origin_in_process, trained_before
+from trainstack.backends.dp.forward_randomness import ForwardRandomness
 from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.probing import WriteDetector
 from trainstack.backends.dp.randomness import Randomness
@@ -37,6 +38,7 @@ class Mechanism:
         accountant: is charged before the noise of a step is drawn.
         mode: gives the sums of clipped gradients.
         randomness: of the noise.
+        forward_randomness: of what `train_step` draws.
         sampling: draws the records.
         world: this process's place; the main process draws the noise.
 
@@ -51,6 +53,7 @@ class Mechanism:
         accountant: Accountant,
         mode: GradientMode,
         randomness: Randomness,
+        forward_randomness: ForwardRandomness,
         sampling: Sampling,
         world: World,
     ) -> None:
@@ -59,12 +62,13 @@ class Mechanism:
         self._released = self._released_before = self._unused_steps = 0
         self.notes: tuple[str, ...] = ()
         self.on_begin: Callable[[], None] = lambda: None
+        self._forward_randomness = forward_randomness
         self._write_detector = WriteDetector(mode.module)
         self.telemetry = Telemetry(args, accountant.plan, mode.clipper, one_by_one=mode.one_by_one)
         mode.observer = self.telemetry.observe if self.telemetry.is_observing else None
 
-    def add(self, run: Run, batch: Any) -> Any:
-        """Add a micro-batch to the step under way; returns what `train_step` returned, without its graph.
+    def add(self, run: Run, batch: Any, step: int) -> Any:
+        """Add a micro-batch to global step `step`; returns what `train_step` returned, without its graph.
 
         Raises:
             PrivacyError: `train_step` wrote into a parameter or buffer, which thereby learns without noise.
@@ -72,7 +76,9 @@ class Mechanism:
         batch = move_to_device(batch, self._world.device)
         self._write_detector.begin()
         records = count_records(batch)
-        outputs = self.mode.add(run, batch, records)
+        run, batch = self._forward_randomness.begin(run, batch, records, step)
+        with self._forward_randomness:
+            outputs = self.mode.add(run, batch, records)
         self.telemetry.check_observed(records)
         changed = self._write_detector.changed()
         if changed is not None:
@@ -111,6 +117,7 @@ class Mechanism:
         Steps are about to be made; `on_begin` is called.
         """
         self.on_begin()
+        self._forward_randomness.discard()
         self.telemetry.pop_sums(self.mode.pop_sums()[0].device)
 
     def release(self, work: Workload) -> Tensor:

@@ -10,6 +10,7 @@ from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, Priva
 from trainstack.backends.dp.budget import open_accountant
 from trainstack.backends.dp.checks import choose_probe_records, neighbour_problems, setup_problems, static_problems
 from trainstack.backends.dp.clipping import AdaptiveClipper, AutomaticClipper, Clipper, FlatClipper, per_layer_clipper
+from trainstack.backends.dp.forward_randomness import ForwardRandomness
 from trainstack.backends.dp.mechanism import Mechanism
 from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.selection import choose_mode
@@ -20,13 +21,18 @@ from trainstack.backends.dp.statement import EXPOSED, SEEDED
 from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.backends.processes.communicator import Communicator
 from trainstack.backends.processes.packing import broadcast_coalesced
+from trainstack.backends.random_streams import RandomStreams
 from trainstack.backends.single_process import move_to_device
 from trainstack.backends.workload import TrainingSet, Workload
 from trainstack.errors import ConfigurationError, PrivacyError
 
 
 def make_mechanism(
-    work: Workload, args: DifferentialPrivacyArguments, ledger: str | PathLike[str] | None, run: Run
+    work: Workload,
+    args: DifferentialPrivacyArguments,
+    ledger: str | PathLike[str] | None,
+    run: Run,
+    streams: RandomStreams,
 ) -> Mechanism:
     """Everything for the private steps of a run, the same on all its processes.
 
@@ -35,6 +41,7 @@ def make_mechanism(
         args: what is promised.
         ledger: where steps are recorded unless `args.ledger` names another; on the main process only.
         run: runs the module on a batch as the layers inside do.
+        streams: of the random numbers in forward passes.
 
     Raises:
         PrivacyError: all reasons for which the promise could not be kept, each with what to write instead.
@@ -64,8 +71,21 @@ def make_mechanism(
         exhausted_reason=accountant.exhausted_reason,
         discard=lambda: mechanism.discard(),  # bound below: each of the two needs the other
     )
+    forward_randomness = ForwardRandomness(
+        work.module,
+        work.world.device,
+        streams,
+        debug_seed=args.debug_seed,
+        records=lambda step: sampling.draw(step).local,
+    )
     mechanism = Mechanism(
-        args=args, accountant=accountant, mode=mode, randomness=randomness, sampling=sampling, world=work.world
+        args=args,
+        accountant=accountant,
+        mode=mode,
+        randomness=randomness,
+        forward_randomness=forward_randomness,
+        sampling=sampling,
+        world=work.world,
     )
     return mechanism
 

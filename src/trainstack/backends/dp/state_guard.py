@@ -62,7 +62,7 @@ class StateGuard:
             PrivacyError: an attribute carries records into this step, or `train_step` wrote into the state.
         """
         before = self._attributes.begin_step(step, self._bind_gradients(run, batch))
-        outputs = self._mechanism.add(run, batch)
+        outputs = self._mechanism.add(run, batch, step)
         self._attributes.end_forward(before)
         return outputs
 

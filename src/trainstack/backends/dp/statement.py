@@ -197,8 +197,12 @@ def _randomness(args: DifferentialPrivacyArguments) -> str:
     if args.debug_seed is not None:
         return "debug_seed, the same in every run"
     if args.secure:
-        return "every mask and every noise value from the operating system's entropy"
-    return "generators seeded by the operating system, not by the run's seed; never stored"
+        passes = "train_step and data sets draw from generators that it seeds; no random state is stored"
+        return f"every mask and every noise value from the operating system's entropy; {passes}"
+    return (
+        "generators seeded by the operating system, for masks and noise, train_step and data sets, whatever seeds the "
+        "script sets; never stored"
+    )
 
 
 def _is_stopped(plan: PrivacyPlan, entries: tuple[Entry, ...]) -> bool:

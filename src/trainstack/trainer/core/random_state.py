@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from trainstack.backends import World
+from trainstack.backends.random_streams import RandomStreams
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.core.order import mix
 
@@ -29,8 +30,15 @@ def seed_everything(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def _seed_one(seed: int, device: torch.device) -> None:
+Seed = int | RandomStreams
+"""What random numbers derive from: a seed of the user's, or the streams of a private run."""
+
+
+def _seed_one(seed: Seed, device: torch.device) -> None:
     """Seed the generators of the host and of `device`, and of no other device; `capture_rng` was called before."""
+    if isinstance(seed, RandomStreams):
+        seed.seed_all(device, (), "isolated")
+        return
     _seed_each({"python": seed, "numpy": mix(seed), "torch": seed, device.type: seed}, device)
 
 
@@ -80,7 +88,7 @@ def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 @contextmanager
-def isolated_rng(seed: int, device: torch.device) -> Iterator[None]:
+def isolated_rng(seed: Seed, device: torch.device) -> Iterator[None]:
     """A block that draws from generators seeded with `seed` and leaves the outer ones as they were."""
     saved = capture_rng(device)
     try:
@@ -125,12 +133,18 @@ def _digest(state: Any) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
-def seed_sample(seed: int, epoch: int, index: int) -> None:
+def seed_sample(seed: Seed, epoch: int, index: int) -> None:
     """Seed the host's generators for one sample, so that its augmentation depends on nothing else.
 
     Whatever process, worker or micro-batch loads sample `index` in `epoch`, it draws the same numbers. The generators
     are those of the process: another thread that draws from them at the same time changes the numbers.
+
+    A record that is drawn several times in an epoch has the same numbers each time, in a private run too. Given the
+    secret key, the dataset of an epoch is then a fixed one, and steps on it compose as without augmentation.
     """
+    if isinstance(seed, RandomStreams):
+        seed.seed_host("sample", epoch, index)
+        return
     key = mix(seed, epoch, index)
     # Shifted by one: a seed of 63 bits is the same number whether it is read with a sign or without.
     torch.default_generator.manual_seed(key >> 1)
@@ -155,7 +169,7 @@ class LoaderGenerators:
         epoch: for which the loader is used.
     """
 
-    def __init__(self, seed: int, epoch: int) -> None:
+    def __init__(self, seed: Seed, epoch: int) -> None:
         self._seed, self._epoch = seed, epoch
         self._state: dict[str, Any] | None = None  # seeded in the first block
         self._outer: dict[str, Any] = {}

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
+from trainstack.backends.random_streams import RandomStreams
 from trainstack.backends.single_process import after_copies
 from trainstack.errors import annotate
 from trainstack.trainer.core.order import mix
-from trainstack.trainer.core.random_state import preserve_host_rng, seed_sample
+from trainstack.trainer.core.random_state import Seed, preserve_host_rng, seed_sample
 from trainstack.trainer.data.epochs import call_set_epoch, datasets_in
 from trainstack.trainer.data.own_generators import OwnGenerators
 from trainstack.trainer.data.torch_classes import is_usual, stacks_tensors
@@ -116,13 +117,17 @@ class PartOfDataset(Subset[Any]):
 class SeededDataset(Dataset[Any]):
     """A dataset whose samples draw from generators seeded by (seed, epoch, index) and by nothing else.
 
+    In a private run, what draws for several samples at once gets new secret states each time: the numbers of a sample
+    then depend on its place, and would link the steps in which the same sample comes first. With a debug seed, samples
+    are fetched one by one instead, so that their numbers do not depend on the others.
+
     Args:
         dataset: of the user.
-        seed: of the run.
+        seed: of the run, or its streams.
         collate_fn: makes batches of the samples, and may draw as well.
     """
 
-    def __init__(self, dataset: Any, seed: int, collate_fn: Any = None) -> None:
+    def __init__(self, dataset: Any, seed: Seed, collate_fn: Any = None) -> None:
         self.dataset = dataset
         self.seed = seed
         self.generators = OwnGenerators(train_dataset=dataset, collate_fn=collate_fn)
@@ -148,6 +153,14 @@ class SeededDataset(Dataset[Any]):
         seed_sample(self.seed, epoch, index)
         self.generators.seed(self.seed, epoch, index)
 
+    def _seed_batch(self, epoch: int, index: int) -> None:
+        """Seed what draws for several samples, the first of which is `index`."""
+        seed = self.seed
+        if isinstance(seed, RandomStreams):
+            seed, index = (RandomStreams.from_system() if seed.is_secret else seed), _BATCH
+        seed_sample(seed, epoch, index)
+        self.generators.seed(seed, epoch, index)
+
     def _fetches_batches(self) -> bool:
         """Whether the dataset loads many samples at once; a `worker_init_fn` may have changed that."""
         dataset = self.dataset
@@ -158,9 +171,10 @@ class SeededDataset(Dataset[Any]):
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
         """The samples of one micro-batch; a key is (epoch, index)."""
         self._set_epoch_of_copy(keys[0][0])
-        if self._fetches_batches():
-            self._seed_sample(*keys[0])
-            return self.dataset.__getitems__([index for _, index in keys])
+        alone = isinstance(self.seed, RandomStreams) and not self.seed.is_secret
+        if self._fetches_batches() and not alone:
+            self._seed_batch(*keys[0])
+            return self._before_collate(self.dataset.__getitems__([index for _, index in keys]), keys[0])
         samples = []
         for epoch, index in keys:
             self._seed_sample(epoch, index)
@@ -169,7 +183,16 @@ class SeededDataset(Dataset[Any]):
             except Exception as error:
                 annotate(error, f"raised by the data set for sample {index}")
                 raise
+        return self._before_collate(samples, keys[0])
+
+    def _before_collate(self, samples: Any, first: tuple[int, int]) -> Any:
+        if isinstance(self.seed, RandomStreams):  # else `collate_fn` goes on with the numbers of the last sample
+            self._seed_batch(*first)
         return samples
+
+
+_BATCH = -2
+"""In the place of a sample's index in the seed of what makes a batch in a run with a debug seed."""
 
 
 def loading_options(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -186,11 +209,11 @@ class Fetcher:
     Args:
         loader: a map-style `DataLoader`; its data set, `collate_fn`, workers and pinning are used, its sampler and
             batch size are not.
-        seed: of the samples' own generators.
+        seed: of the samples' own generators, or the streams of a private run.
         fast_paths: whether rows of a `TensorDataset` may be indexed at once instead of collated.
     """
 
-    def __init__(self, loader: DataLoader[Any], seed: int, *, fast_paths: bool = True) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: Seed, *, fast_paths: bool = True) -> None:
         self.loader = loader
         self.seed = seed
         self._fast_paths = fast_paths
@@ -237,8 +260,7 @@ class Fetcher:
                 self._seeded,
                 batch_sampler=self._keys,
                 worker_init_fn=WorkerStart(self.loader.worker_init_fn),
-                # Shifted by one: a seed of 63 bits is the same number whether it is read with a sign or without.
-                generator=torch.Generator().manual_seed(mix(self.seed) >> 1),
+                generator=_workers_generator(self.seed),
                 persistent_workers=self.loader.persistent_workers,
                 **loading_options(self.loader),
             )
@@ -254,6 +276,16 @@ class Fetcher:
             if batch is None:
                 return
             yield batch
+
+
+def _workers_generator(seed: Seed) -> torch.Generator:
+    """From which torch draws the seeds that workers begin with."""
+    generator = torch.Generator()
+    if isinstance(seed, RandomStreams):
+        seed.seed_each([generator], "workers")
+        return generator
+    # Shifted by one: a seed of 63 bits is the same number whether it is read with a sign or without.
+    return generator.manual_seed(mix(seed) >> 1)
 
 
 class _KeyBatches:

@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader
 
 from trainstack.backends.generator_search import FoundGenerators, find_generators
 from trainstack.backends.generators import get_generator_state, seed_generator, set_generator_state
+from trainstack.backends.random_streams import RandomStreams
 from trainstack.trainer.core.order import mix
+from trainstack.trainer.core.random_state import Seed
 
 
 def can_be_seeded(generator: Any) -> bool:
@@ -55,7 +57,7 @@ class OwnGenerators:
         found.by_path = {path: one for path, one in found.by_path.items() if id(one) not in self._left_out}
         return found
 
-    def seed(self, seed: int, epoch: int, index: int) -> None:
+    def seed(self, seed: Seed, epoch: int, index: int) -> None:
         """Seed each by (seed, epoch, index) and its position among them."""
         place = os.getpid(), epoch
         if place != self._found_at:
@@ -65,6 +67,9 @@ class OwnGenerators:
             return
         if self._kept == []:
             self._kept = [(generator, get_generator_state(generator)) for generator in self._found]
+        if isinstance(seed, RandomStreams):
+            seed.seed_each(self._found, "sample", epoch, index)
+            return
         for position, generator in enumerate(self._found):
             seed_generator(generator, mix(seed, epoch, index, position))
 

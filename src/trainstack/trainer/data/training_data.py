@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -11,14 +12,15 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from trainstack.backends import World
 from trainstack.backends.fast_paths import fast_paths_enabled
+from trainstack.backends.random_streams import RandomStreams
 from trainstack.backends.workload import Sampling, TrainingSet
-from trainstack.errors import CheckpointMismatchError, ConfigurationError, ModuleContractError, annotate
+from trainstack.errors import CheckpointMismatchError, ConfigurationError, ModuleContractError, PrivacyError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.order import DataOrder, OrderCursor, RankSlice
 from trainstack.trainer.core.plan import TrainingPlan
-from trainstack.trainer.core.random_state import LoaderGenerators
+from trainstack.trainer.core.random_state import LoaderGenerators, Seed
 from trainstack.trainer.core.state import RunState, is_stateful
 from trainstack.trainer.data.epochs import set_epoch
 from trainstack.trainer.data.fixed_samples import Samples, sample_hashes
@@ -104,6 +106,7 @@ class TrainingData:
         log: for warnings about the order of the data.
         public_dataset_size: how long the plan takes a data set to be, where the true length is private.
         is_sampled: whether each step draws a sample of random size.
+        streams: of samples and loaders in a private run; None for those of `seed`.
 
     Attributes:
         plan: the run's step arithmetic.
@@ -124,9 +127,11 @@ class TrainingData:
         log: RunLogger,
         public_dataset_size: int | None = None,
         is_sampled: bool = False,
+        streams: RandomStreams | None = None,
     ) -> None:
         self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
         self._public_dataset_size, self._is_sampled = public_dataset_size, is_sampled
+        self._sample_seed: Seed = seed if streams is None else streams
         self._fetcher: Fetcher | None = None
         self._fast_paths = fast_paths_enabled(args.fast_paths)
         self._cursor: OrderCursor | None = None
@@ -159,12 +164,23 @@ class TrainingData:
 
     def _warn_of_unseedable(self, loader: Any) -> None:
         found = own_generators(loader).search()
-        paths = [*found.without_state, *(path for path, one in found.by_path.items() if not can_be_seeded(one))]
+        draws_from_system = isinstance(self._sample_seed, RandomStreams) and self._sample_seed.is_secret
+        paths = [
+            path
+            for path, one in found.without_state.items()
+            if not (draws_from_system and isinstance(one, random.SystemRandom))
+        ]
+        paths += [path for path, one in found.by_path.items() if not can_be_seeded(one)]
         if found.unsearched:
             self._log.warning(
                 f"{found.describe_unsearched()}: too large or too deep to be searched whole for random generators. "
                 "Those that were not found are not seeded, so a resume may draw other samples. Keep the generators in "
                 "attributes of the data set."
+            )
+        if paths and isinstance(self._sample_seed, RandomStreams):
+            raise PrivacyError(
+                f"{', '.join(paths)} cannot be seeded from the operating system, so the random numbers of samples may "
+                "be known outside. Use numpy.random.default_rng(), random.Random() or torch.Generator()."
             )
         if paths:
             self._log.warning(
@@ -188,7 +204,7 @@ class TrainingData:
             CheckpointMismatchError: the epoch has begun with its data in another order.
             ModuleContractError: the module has no usable training data.
         """
-        generators = LoaderGenerators(self._seed, state.epoch)
+        generators = LoaderGenerators(self._sample_seed, state.epoch)
         with generators:  # what the method draws has to be the same on all ranks
             loader = self._ask()
         if loader is None:
@@ -310,7 +326,7 @@ class TrainingData:
         if weigh is None:
             weigh = counter = SampleCounter(loader, self._warn_once, accumulation * world.size)
         if not is_stateful(loader):  # the state of such a loader goes with those of its generators
-            own_generators(loader, besides=self._module).seed(self._seed, state.epoch, WHOLE_EPOCH)
+            own_generators(loader, besides=self._module).seed(self._sample_seed, state.epoch, WHOLE_EPOCH)
         within = state.batches_in_epoch > 0
         batches, positioned = self.loader_state.begin(loader, generators, within=within, counter=counter)
         if self._is_presharded(loader):
@@ -393,7 +409,7 @@ class TrainingData:
 
     def _fetcher_of(self, loader: Any) -> Fetcher:
         if self._fetcher is None or not self._fetcher.serves(loader):
-            self._fetcher = Fetcher(loader, self._seed, fast_paths=self._fast_paths)
+            self._fetcher = Fetcher(loader, self._sample_seed, fast_paths=self._fast_paths)
         return self._fetcher
 
     def _ask(self) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 
 from trainstack.backends.generator_search import FoundGenerators, find_generators
 from trainstack.backends.generators import get_generator_state, seed_generator, set_generator_state
+from trainstack.backends.random_streams import Place, RandomStreams
+from trainstack.errors import PrivacyError
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.fingerprints import hash_text, hash_value
 from trainstack.trainer.core.order import mix
@@ -46,12 +48,34 @@ def put_back_generators(context: RunContext, states: Mapping[str, Any]) -> list[
     return failed
 
 
+def renew_generators(context: RunContext, streams: RandomStreams, *place: Place) -> None:
+    """Seed the generators of the process, the module and the callbacks in a private run, from the operating system.
+
+    With a debug seed they get the numbers of a place in the run. Whoever has seeded them before has no influence.
+
+    Raises:
+        PrivacyError: one of them cannot be seeded.
+    """
+    rank, own = context.world.rank, _find(context).by_path
+    now = RandomStreams.from_system() if streams.is_secret else streams
+    for position, (path, generator) in enumerate(own.items()):
+        try:
+            now.seed_each([generator], *place, rank, position)
+        except Exception as error:
+            raise PrivacyError(
+                f"{path} ({type(generator).__name__}) cannot be seeded, so its random numbers may be known outside: "
+                f"{type(error).__name__}: {error}. Use torch.Generator(), numpy.random.default_rng() or "
+                "random.Random()."
+            ) from error
+    now.seed_all(context.world.device, (), *place, rank)
+
+
 def restore_generators(context: RunContext, ranks: Sequence[Mapping[str, Any]]) -> None:
     """Let the generators of the module and the callbacks go on as the checkpoint says; all ranks call it.
 
     With another number of ranks, generators that are equal on all of them, then and now, go on as they are. The others
-    are seeded anew by the seed of the run, the step and the rank, as the generators of the process are. In a private
-    run all go on as they were made, since no checkpoint has their states.
+    are seeded anew by the seed of the run, the step and the rank, as the generators of the process are. A private run
+    seeds all of them when training begins.
 
     Args:
         context: of the run.

@@ -492,9 +492,10 @@ def make_checkpoint(
     for anything, so there are no random states, and no states of other ranks. `begin` is what `Beginnings.old_states`
     returns; like the random states, it is kept for each rank.
     """
-    rng = {"now": capture_rng(context.world.device), "epoch": epoch_rng, "begin": begin}
-    # A private run stores no states of generators: who has them knows what was drawn.
-    rng[GENERATORS] = {} if context.stack.is_private else get_generator_states(context)
+    rng: dict[str, Any] = {"begin": begin}
+    if not context.stack.is_private:  # which stores no random states: they tell what was drawn
+        rng |= {"now": capture_rng(context.world.device), "epoch": epoch_rng}
+        rng[GENERATORS] = get_generator_states(context)
     mine = (rng, loader_state, cpu_settings())
     ranks = context.world.comm.gather(mine, "taking a checkpoint") if after is None else []
     loaders = [loader for _, loader, _ in ranks]

@@ -125,7 +125,7 @@ class Beginnings:
         if state is None:
             return
         self._loaded, self._old_training = state, state["training"]
-        self._training_rng = state["training_rng"]
+        self._training_rng = None if self._context.stack.is_private else state["training_rng"]
         self._training_has_begun = not state["over"]
 
     def pop_epoch(self) -> tuple[bool, Mapping[str, Any] | None]:

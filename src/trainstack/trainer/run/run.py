@@ -44,7 +44,7 @@ from trainstack.trainer.module_checks import check_optimizers_schedulers, check_
 from trainstack.trainer.module_interface import MicroBatchInfo, StepView
 from trainstack.trainer.reporting.loss_meter import shown_indices
 from trainstack.trainer.reporting.reporter import Reporter
-from trainstack.trainer.resume.module_generators import restore_generators
+from trainstack.trainer.resume.module_generators import renew_generators, restore_generators
 from trainstack.trainer.resume.own_states import overrides_update_state, restore_own_buffers
 from trainstack.trainer.resume.restoring import (
     SAMPLES,
@@ -136,9 +136,10 @@ class Run:
         check_signatures(module, self.log, context.val_step)
         self.pending_rng: Mapping[str, Any] | None = None
         self.epoch_rng: Mapping[str, Any] | None = None
-        with isolated_rng(mix(state.seed), world.device):
+        self._streams = streams = self.stack.random_streams(world)
+        with isolated_rng(streams or mix(state.seed), world.device):
             records, is_sampled = self.stack.public_dataset_size, self.stack.is_private
-            self.data = TrainingData(module, args, world, state.seed, self.log, records, is_sampled)
+            self.data = TrainingData(module, args, world, state.seed, self.log, records, is_sampled, streams)
         self._saves = context.checkpointer.is_due(0, force=True)
         self._hash_samples()
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
@@ -377,7 +378,9 @@ class Run:
 
     def _call_begin_hooks(self, begun: BegunEpoch, calls: list[Callable[[], Any]]) -> None:
         device = self.world.device
-        if begun.goes_on and self.epoch_rng is not None:
+        if self._streams is not None:
+            renew_generators(self.context, self._streams, "epoch", self.state.epoch)
+        elif begun.goes_on and self.epoch_rng is not None:
             restore_rng(self.epoch_rng, device)
         else:
             self.restore_rng_once()
@@ -436,7 +439,9 @@ class Run:
         self._compare_values = True
         if not self.stack.is_private:
             trained_before.note(self.module.parameters(), None)
-        if self.pending_rng is None and not self._ranks_are_separate:
+        if self._streams is not None:
+            renew_generators(self.context, self._streams, "training")
+        elif self.pending_rng is None and not self._ranks_are_separate:
             separate_ranks(self.world)
         self._ranks_are_separate = True
         self.modes.begin(self.log)
@@ -734,7 +739,8 @@ class Run:
             context.user_state.update_state(saved["user"])
         rng = rng_of_rank(checkpoint.rng_state, self.world, state)
         if rng is not None:
-            self.pending_rng, self.epoch_rng = rng["now"], rng["epoch"]
+            if self._streams is None:  # older versions stored random states of private runs
+                self.pending_rng, self.epoch_rng = rng["now"], rng["epoch"]
             self.beginnings.load(rng.get("begin"))
         restore_generators(context, (checkpoint.rng_state or {}).get("ranks", ()))
         self.data.loader_state.restore(saved.get("loaders"), self.world)
