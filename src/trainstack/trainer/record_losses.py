@@ -25,7 +25,7 @@ def without_reduction(loss: Callable[..., Any]) -> Callable[..., Any] | None:
         if getattr(loss, "reduction", None) != "mean":
             return None
         copied = copy.copy(loss)  # which shares its parameters
-        copied.reduction = "none"
+        copied.__dict__["reduction"] = "none"
         return copied
     return functools.partial(loss, reduction="none") if _default(loss, "reduction") == "mean" else None
 

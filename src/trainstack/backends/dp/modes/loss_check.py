@@ -89,11 +89,12 @@ class LossCheck:
                 model = FunctionalModule(self._module, dict(zip(self._names, parameters, strict=True)))
                 return one_loss_value(run(NoAutocast(model), make(row)))
 
-            return jvp(loss, values, direction)  # type: ignore[no-any-return]
+            value, slope = jvp(loss, values, direction)  # type: ignore[misc]
+            return value, slope
 
         try:
             with suppress_warning(NOT_VECTORISED), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-                return vmap(loss_and_slope)(*columns)  # type: ignore[no-any-return]
+                return vmap(loss_and_slope)(*columns)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

@@ -56,7 +56,7 @@ class OpInterceptor(TorchFunctionMode):
 
     def __enter__(self) -> OpInterceptor:
         self.level = record_vmap.current_level() or 0
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -298,7 +298,7 @@ def _folded(
         output = compute(x)
         output = ops.record_use(use, x if kept is None else kept(x), output)
         if is_batch:
-            output = output.unflatten(0, (ops.records, -1)) if each else output.view(ops.records, *output.shape)
+            output = output.view(ops.records, each, *output.shape[1:])
     return ops.wrap(output)
 
 
@@ -501,10 +501,10 @@ def _getitem(ops: OpInterceptor, func: Any, tensor: Tensor, index: Any) -> Any:
 
 _OPERATORS = (OpOverload, OpOverloadPacket)
 
-_METHODS = ("size", "dim", "numel", "stride", "data_ptr", "is_contiguous", "element_size", "ndimension", "nelement")
+_METHODS: tuple[str, ...] = ("size", "dim", "numel", "stride", "data_ptr", "is_contiguous", "element_size", "ndimension", "nelement")
 _METHODS += ("is_floating_point", "is_complex", "detach", "type", "get_device", "requires_grad_", "register_hook")
 _METHODS += ("__len__", "__repr__", "__format__")
-_PROPERTIES = ("shape", "dtype", "device", "layout", "is_cuda", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf")
+_PROPERTIES: tuple[str, ...] = ("shape", "dtype", "device", "layout", "is_cuda", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf")
 _PROPERTIES += ("data", "is_sparse", "is_meta", "is_quantized", "is_nested", "itemsize", "nbytes", "_version", "_base")
 
 _NO_TENSOR = {

@@ -50,7 +50,7 @@ def run_per_record(function: Callable[..., object], columns: Sequence[Tensor]) -
 
 def current_level() -> int | None:
     """The number of the innermost transform of `torch.func` that is active; None outside of all."""
-    level: int | None = functorch.maybe_current_level()  # type: ignore[attr-defined]
+    level: int | None = functorch.maybe_current_level()
     return level
 
 
