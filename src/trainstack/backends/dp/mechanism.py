@@ -93,7 +93,10 @@ class Mechanism:
             _log.warning("the run is not private any more: %s", reason)
 
     def note(self, text: str) -> None:
-        """Add a line to the statement: the guarantee does not cover `text`."""
+        """Add a line to the statement of this process: the guarantee does not cover `text`.
+
+        No checkpoint has it: another process makes the same checks, and notes what it finds.
+        """
         self.notes = tuple(dict.fromkeys((*self.notes, text)))
 
     def discard(self) -> None:
@@ -173,8 +176,7 @@ class Mechanism:
         self.accountant.settle()
         clipper = self.mode.clipper
         limit = clipper.limit if isinstance(clipper, AdaptiveClipper) else None
-        state = {"accountant": self.accountant.get_state(), "released": self._released, "clipping_norm": limit}
-        return {**state, "notes": list(self.notes)}
+        return {"accountant": self.accountant.get_state(), "released": self._released, "clipping_norm": limit}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `get_state` returned; the main process consults the ledger, the others follow it.
@@ -189,7 +191,6 @@ class Mechanism:
             )
         self._account(lambda: self.accountant.update_state(state["accountant"]))
         self._released = int(state["released"])
-        self.notes = tuple(dict.fromkeys((*self.notes, *map(str, state.get("notes", ())))))
         if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
             self.mode.clipper.limit = float(state["clipping_norm"])
 

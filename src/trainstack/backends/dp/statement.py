@@ -19,6 +19,7 @@ NOT_COVERED = (
     "hyper-parameters, early stopping and the choice of a checkpoint, if private data guided them",
     "statistics of the data used to prepare it",
     "what train_step logs or returns, and callbacks write",
+    "numbers that hooks and callbacks set in the module, if records decided them",
     "records kept in global variables, closures, files or the workers of a loader",
 )
 
