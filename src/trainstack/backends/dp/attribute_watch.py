@@ -30,6 +30,7 @@ from trainstack.backends.generator_search import is_of_user
 _EVERY = 100
 """Steps after which all values are compared again, from the hundredth on. Before it steps 1, 2, 4, 8, ... are due."""
 
+_NUMBERS = frozenset({bool, int, float, str, type(None)})
 _NOTHING = Kept(value=None)
 
 
@@ -70,7 +71,7 @@ class AttributeWatch:
     ) -> None:
         self._module, self._refuse, self._note = module, refuse, note
         self._owners: dict[str, dict[str, Any]] = {}
-        self._of_user = frozenset[str]()
+        self._of_user: list[tuple[str, dict[str, Any]]] = []
         self._first: dict[Place, Kept] | None = None
         self._marked: dict[Place, Any] = {}
         self._seen, self._in_forward = set[Place](), set[Place]()
@@ -103,9 +104,8 @@ class AttributeWatch:
     def marks(self) -> dict[Place, Any]:
         """Short marks of attributes, which show a new value but not each write into an old one; costs microseconds."""
         return {
-            (path, key): mark_of(value)
-            for path, held in self._owners.items()
-            if path in self._of_user
+            (path, key): value if type(value) in _NUMBERS else mark_of(value)
+            for path, held in self._of_user
             for key, value in held.items()
             if key not in OF_EVERY_MODULE
         }
@@ -140,7 +140,7 @@ class AttributeWatch:
     def _find_owners(self) -> None:
         self._owners = owners_of(self._module)
         parts = {path for path, part in self._module.named_modules() if not is_of_user(type(part))}
-        self._of_user = frozenset(self._owners.keys() - parts)
+        self._of_user = [(path, held) for path, held in self._owners.items() if path not in parts]
 
     def _judge(self, changed: set[Place], now: dict[Place, Kept], gradients: Callable[[], Tensor]) -> None:
         def is_schedule(place: Place) -> bool:

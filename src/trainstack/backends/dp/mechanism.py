@@ -108,7 +108,10 @@ class Mechanism:
             _log.warning("the run is not private any more: %s", reason)
 
     def note(self, text: str) -> None:
-        """Add a line to the statement: the guarantee does not cover `text`."""
+        """Add a line to the statement of this process: the guarantee does not cover `text`.
+
+        No checkpoint has it: another process makes the same checks, and notes what it finds.
+        """
         self.notes = tuple(dict.fromkeys((*self.notes, text)))
 
     def discard(self) -> None:
@@ -185,7 +188,7 @@ class Mechanism:
         clipper = self.mode.clipper
         limit = clipper.limit if isinstance(clipper, AdaptiveClipper) else None
         state = {"accountant": self.accountant.get_state(), "released": self._released, "clipping_norm": limit}
-        state |= {"notes": list(self.notes), "unused_steps": self._unused_steps}
+        state |= {"unused_steps": self._unused_steps}
         return {**state, "telemetry": self.telemetry.get_state()} if self.telemetry.is_observing else state
 
     def update_state(self, state: Mapping[str, Any]) -> None:
@@ -202,7 +205,6 @@ class Mechanism:
         self._account(lambda: self.accountant.update_state(state["accountant"]))
         self._released = self._released_before = int(state["released"])
         self._unused_steps = int(state.get("unused_steps", 0))
-        self.notes = tuple(dict.fromkeys((*self.notes, *map(str, state.get("notes", ())))))
         self.telemetry.update_state(state.get("telemetry", {}))
         if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
             self.mode.clipper.limit = float(state["clipping_norm"])

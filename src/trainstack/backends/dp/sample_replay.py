@@ -16,7 +16,7 @@ from trainstack.backends.dp.plain_state import copy_value, same_value
 from trainstack.backends.workload import TrainingSet
 
 _RECORDS = 2
-_FIRST, _SHARE = 16, 0.005
+_FIRST, _SHARE = 16, 0.002
 """So many steps of a process are always checked, and later ones as long as all checks take less than this share of the
 time since the first."""
 

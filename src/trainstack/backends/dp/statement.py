@@ -29,6 +29,7 @@ NOT_COVERED = (
     "what train_step logs or returns, and callbacks write",
     "what a callback or a function decides by trainer.history, such as a learning rate",
     "the gradient mode and what is refused at the start, which are functions of private records",
+    "numbers that hooks and callbacks set in the module, if records decided them",
     "records kept in global variables, closures, files or the workers of a loader",
 )
 LOSSES = {

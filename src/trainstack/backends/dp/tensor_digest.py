@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import is_not
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ FOLD = 509
 """Columns into which the 64-bit words of a tensor are folded. A prime, so that rows of a weight that change places do
 not meet in the same columns."""
 
+Form = tuple[str, torch.Size, torch.dtype, torch.device]
 _Key = tuple[int, int, torch.Size, torch.dtype]
 
 
@@ -23,6 +25,16 @@ class _Words:
     size: int
     folded: tuple[Tensor, ...]
     whole: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Where the numbers of each tensor are in a digest: first what is whole, then the sums, for each device."""
+
+    words: list[_Words]
+    forms: tuple[Form, ...]
+    places: tuple[tuple[slice, ...], ...]
+    parts: Mapping[torch.device, tuple[list[Tensor], list[Tensor]]]
 
 
 class TensorDigest:
@@ -38,6 +50,7 @@ class TensorDigest:
 
     def __init__(self) -> None:
         self._known: dict[str, _Words] = {}
+        self._last: _Layout | None = None
 
     @torch.no_grad()
     def compute(self, tensors: Mapping[str, Tensor]) -> Digest:
@@ -47,16 +60,14 @@ class TensorDigest:
             found = known.get(name)
             key = (id(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype)
             words.append(found if found is not None and found.key == key else self._look_at(name, tensor, key))
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for one, tensor in zip(words, tensors.values(), strict=True):
-            there = by_device.setdefault(tensor.device, [])
-            there += one.whole
-            there += [part.sum(0) for part in one.folded]
-        return Digest(
-            forms=tuple((name, *one.key[2:], t.device) for (name, t), one in zip(tensors.items(), words, strict=True)),
-            sizes=tuple(one.size for one in words),
-            sums={device: torch.cat(there) for device, there in by_device.items() if there},
-        )
+        last = self._last
+        if last is None or len(last.words) != len(words) or any(map(is_not, last.words, words)):
+            last = self._last = _layout(tensors, words)
+        sums = {
+            device: torch.cat([*whole, *[part.sum(0) for part in folded]])
+            for device, (whole, folded) in last.parts.items()
+        }
+        return Digest(forms=last.forms, places=last.places, sums=sums)
 
     def _look_at(self, name: str, tensor: Tensor, key: _Key) -> _Words:
         flat, is_view = _flat(tensor.detach())
@@ -68,26 +79,23 @@ class TensorDigest:
         return found
 
 
-Form = tuple[str, torch.Size, torch.dtype, torch.device]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Digest:
     """What `TensorDigest.compute` found.
 
     Attributes:
         forms: name, shape, dtype and device of each tensor.
-        sizes: how many numbers of `sums` belong to each, in the same order.
+        places: which numbers of `sums` belong to each, in the same order.
         sums: int64, one vector a device.
     """
 
     forms: tuple[Form, ...]
-    sizes: tuple[int, ...]
+    places: tuple[tuple[slice, ...], ...]
     sums: Mapping[torch.device, Tensor]
 
     def differs(self, other: Digest) -> Tensor | bool:
         """Whether `other` is of other values: a 0-dim bool, read by the caller; False and True are known already."""
-        if self.forms != other.forms or self.sums.keys() != other.sums.keys():
+        if (self.forms is not other.forms and self.forms != other.forms) or self.sums.keys() != other.sums.keys():
             return True
         found: Tensor | bool = False
         for device, sums in self.sums.items():
@@ -107,13 +115,32 @@ class Digest:
         return list(dict.fromkeys([*missing, *(form[0] for form in same if not torch.equal(mine[form], its[form]))]))
 
     def _by_form(self) -> dict[Form, Tensor]:
-        at, found = dict.fromkeys(self.sums, 0), dict[Form, Tensor]()
-        for form, size in zip(self.forms, self.sizes, strict=True):
-            device = form[3]
-            if size:
-                found[form] = self.sums[device][at[device] : at[device] + size]
-                at[device] += size
-        return found
+        return {
+            form: torch.cat([self.sums[form[3]][place] for place in places])
+            for form, places in zip(self.forms, self.places, strict=True)
+            if places
+        }
+
+
+def _layout(tensors: Mapping[str, Tensor], words: list[_Words]) -> _Layout:
+    parts: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    for one, tensor in zip(words, tensors.values(), strict=True):
+        if one.size:
+            whole, folded = parts.setdefault(tensor.device, ([], []))
+            whole += one.whole
+            folded += one.folded
+    at = {device: [0, sum(part.numel() for part in whole)] for device, (whole, _) in parts.items()}
+    places = []
+    for one, tensor in zip(words, tensors.values(), strict=True):
+        found = []
+        for kind, count in ((0, one.size - FOLD * len(one.folded)), (1, FOLD * len(one.folded))):
+            if count:
+                start = at[tensor.device][kind]
+                found.append(slice(start, start + count))
+                at[tensor.device][kind] += count
+        places.append(tuple(found))
+    forms = tuple((name, *one.key[2:], t.device) for (name, t), one in zip(tensors.items(), words, strict=True))
+    return _Layout(words=words, forms=forms, places=tuple(places), parts=parts)
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, bool]:
