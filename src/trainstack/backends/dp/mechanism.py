@@ -118,7 +118,8 @@ class Mechanism:
         deviations = self.telemetry.deviations
         size = count - len(deviations)
         noise[:size] *= self.accountant.plan.noise_multiplier * self.telemetry.stretch * self.mode.clipper.sensitivity
-        noise[size:] *= torch.tensor(deviations, device=device)
+        if deviations:
+            noise[size:] *= torch.tensor(deviations, device=device)
         return noise
 
     def check_parameters(self, work: Workload) -> None:
