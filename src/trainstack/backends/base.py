@@ -209,8 +209,8 @@ class TrainerBackend(ABC):
         """
         return {}
 
-    def plan_rows(self) -> list[tuple[str, str]]:
-        """What the layer adds to the plan that is printed, as label and value; known once `prepare` was called."""
+    def plan_rows(self, work: Workload) -> list[tuple[str, str]]:
+        """Rows that a layer adds to the printed plan, as label and value; asked once `prepare` was called."""
         return []
 
     @property
@@ -427,6 +427,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     @property
     def public_dataset_size(self) -> int | None:
         return self.inner.public_dataset_size
+
+    def plan_rows(self, work: Workload) -> list[tuple[str, str]]:
+        return self.inner.plan_rows(work)
 
     def pop_released(self, window: Window) -> Mapping[str, float]:
         return self.inner.pop_released(window)

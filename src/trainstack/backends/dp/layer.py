@@ -122,8 +122,8 @@ class DP(AbstractTrainerBackendDecorator):
         """What was spent and may still be."""
         return self._ready.accountant
 
-    def plan_rows(self) -> list[tuple[str, str]]:
-        return self._ready.telemetry.plan_rows()
+    def plan_rows(self, work: Workload) -> list[tuple[str, str]]:
+        return [*self.inner.plan_rows(work), *self._ready.telemetry.plan_rows()]
 
     def pop_released(self, window: Window) -> Mapping[str, float]:
         return self._ready.telemetry.pop(window)

@@ -24,9 +24,8 @@ def setup_rows(context: RunContext, data: TrainingData, work: Workload) -> list[
         ("gradients", _gradients(context, work)),
         ("optimizer", "\n".join(_optimizers(work.optimizers))),
         ("parameters", _parameters(work.module, work.optimizers)),
+        *context.stack.plan_rows(work),
     ]
-    for layer in context.stack.layers():
-        rows += layer.plan_rows()
     module = context.module
     if not lacks_method(module, "val_step", context.val_step) and lacks_method(module, "get_val_dataloaders"):
         rows.append(("validation", "none: get_val_dataloaders is not defined"))
