@@ -92,7 +92,8 @@ class _TorchGenerator:
 
 def _bytes_of(state: torch.Tensor) -> Any:
     """The memory of a state; under `vmap` any function of torch, `numpy` too, would give a tensor of each record."""
-    return np.frombuffer((ctypes.c_uint8 * state.nbytes).from_address(state.data_ptr()), dtype=np.uint8)
+    memory: Any = (ctypes.c_uint8 * state.nbytes).from_address(state.data_ptr())
+    return np.frombuffer(memory, dtype=np.uint8)
 
 
 class _NumpyBits(np.random.SFC64):
@@ -284,8 +285,8 @@ def module_generators(module: nn.Module) -> tuple[Any, ...]:
             seed_from(generator, np.random.SFC64(0))
         except Exception as error:  # whatever a class of the user's raises
             raise PrivacyError(
-                f"{path} ({type(generator).__name__}) cannot be seeded ({type(error).__name__}: {error}), so its random "
-                "numbers may be known outside. Use torch.Generator(), numpy.random.default_rng() or random.Random()."
+                f"{path} ({type(generator).__name__}) cannot be seeded ({type(error).__name__}: {error}), so its "
+                "random numbers may be known outside. Use torch.Generator(), numpy.random.default_rng() or random.Random()."
             ) from error
         set_generator_state(generator, state)
     return tuple(found.values())

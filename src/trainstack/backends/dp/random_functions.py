@@ -274,5 +274,5 @@ COMPOSED: dict[Any, Any] = {
     function: _without_dispatch(function)
     for function in (F.multi_head_attention_forward, F.gumbel_softmax, torch.autograd.grad, Tensor.backward)
 }
-"""Python functions of torch that call random ones, with copies of them in which a mode sees these calls. A backward pass
-does where gradient checkpointing repeats a part of the forward pass."""
+"""Python functions of torch that call random ones, with copies of them in which a mode sees these calls. A backward
+pass does where gradient checkpointing repeats a part of the forward pass."""
