@@ -286,7 +286,8 @@ def module_generators(module: nn.Module) -> tuple[Any, ...]:
         except Exception as error:  # whatever a class of the user's raises
             raise PrivacyError(
                 f"{path} ({type(generator).__name__}) cannot be seeded ({type(error).__name__}: {error}), so its "
-                "random numbers may be known outside. Use torch.Generator(), numpy.random.default_rng() or random.Random()."
+                "random numbers may be known outside. Use torch.Generator(), numpy.random.default_rng() or "
+                "random.Random()."
             ) from error
         set_generator_state(generator, state)
     return tuple(found.values())
