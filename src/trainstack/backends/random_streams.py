@@ -86,7 +86,7 @@ class RandomStreams:
 def set_bits(bits: np.random.SFC64, seed: bytes) -> None:
     """Give an SFC64 generator the state that follows from 32 bytes."""
     state = np.frombuffer(seed, dtype=np.uint64).copy()
-    bits.state = {"bit_generator": "SFC64", "state": {"state": state}, "has_uint32": 0, "uinteger": 0}
+    bits.state = {"bit_generator": type(bits).__name__, "state": {"state": state}, "has_uint32": 0, "uinteger": 0}
     bits.random_raw(12, output=False)  # as the author's seeding does: afterwards each bit depends on all of the seed
 
 

