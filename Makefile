@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-fast test-long check wheel bench bench-peers conformance conformance-peers kills campaign two-jobs hostile attacks differential docs lock clean help
+.PHONY: demo test test-fast test-long check wheel bench bench-peers conformance conformance-peers kills campaign two-jobs hostile attacks differential dp-table docs lock clean help
 
 demo: .venv/.stamp ## train, interrupt and resume a small model, and show that the results agree
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -57,6 +57,9 @@ kills: .venv/.stamp ## kill trainings at 200 random moments and compare what the
 
 two-jobs: .venv/.stamp ## start two jobs on one directory 50 times, with kills, stops and clock jumps; ARGS="--cases 5"
 	$(BIN)/python -m tools.two_jobs $(ARGS)
+
+dp-table: .venv/.stamp ## published accuracies of private training beside ours, in hours; continues after a kill; ARGS="--rows cnn"
+	$(BIN)/python -m tools.dp_table $(ARGS)
 
 hostile: .venv/.stamp ## read 20,000 hostile and 6,000 damaged checkpoints
 	$(BIN)/python -m tools.hostile_checkpoints $(ARGS)

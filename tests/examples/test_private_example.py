@@ -10,7 +10,8 @@ import pytest
 from tests.helpers.scripts import run_python
 from trainstack.backends.dp import PrivacyStatement
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "private.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SCRIPT = EXAMPLES / "private.py"
 
 
 @pytest.mark.processes
@@ -39,3 +40,12 @@ def test_a_short_run_keeps_its_budget_and_learns_on_both_data_sets(tmp_path: Pat
         assert statement.steps == steps
         assert 2.9 < statement.epsilon <= 3.0
         assert not (runs / name / "not-private" / "privacy_statement.json").exists()
+
+
+@pytest.mark.processes
+def test_few_records_suffice_for_a_good_accuracy_at_epsilon_3(tmp_path: Path) -> None:
+    done = run_python(str(EXAMPLES / "private_digits.py"), "--runs", "1", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert float(re.findall(r"^accuracy ([\d.]+) ", done.stdout, re.M)[0]) > 0.93
+    assert re.search(r"^signal to noise +3\.3 = batch 512", done.stdout, re.M)
+    assert float(re.findall(r"epsilon ([\d.]+), delta", done.stdout)[0]) <= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tools.dp_table.images import Images, digits
+from tools.dp_table.images import digits
 from tools.dp_table.scattering import CHANNELS, Scattering
 
 SIDE = 7
@@ -42,7 +43,7 @@ def private_statistics(features: np.ndarray, noise_multiplier: float, path: Path
     the limits are the medians over scikit-learn's digits, which are public.
     """
     if not path.is_file():
-        limits = np.median(np.linalg.norm(_moments(_public_features()), axis=2), axis=1)
+        limits = _public_limits()
         sums = np.zeros((2, CHANNELS))
         for begin in range(0, len(features), 2000):
             moments = _moments(features[begin : begin + 2000])
@@ -64,6 +65,8 @@ def _moments(features: np.ndarray) -> np.ndarray:
     return np.stack([values.mean(axis=2), (values**2).mean(axis=2)])
 
 
-def _public_features() -> np.ndarray:
-    public: Images = digits()
-    return Scattering()(public.train[:500].float() / 255).numpy()
+@functools.cache
+def _public_limits() -> np.ndarray:
+    """Medians of the norms of both moments over public images: float64 of shape (2,)."""
+    public = Scattering()(digits().train[:500].float() / 255).numpy()
+    return np.median(np.linalg.norm(_moments(public), axis=2), axis=1)

@@ -74,7 +74,7 @@ def _advice(plan: PrivacyPlan, parameters: int) -> str:
     batch, sigma = larger_batch(plan, parameters)
     ratio = signal_to_noise(batch, sigma, parameters)
     begin = f"below {LEAST_RATIO:g}, the noise is longer than the gradient: "
-    page = 'See "Choose the batch" in docs/privacy.md.'
+    page = 'See "Batch size, clipping, learning rate" in docs/privacy.md.'
     if ratio < 0.95 * LEAST_RATIO:
         return (
             f"{begin}all {plan.dataset_size} records in each step would give {ratio:.2g} at the same epsilon and "
