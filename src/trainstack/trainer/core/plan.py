@@ -173,15 +173,17 @@ class TrainingPlan:
             return min(caps, default=0)
         return min([self.batches_per_epoch // (self.world_size * self.accumulation) + 1, *caps])
 
-    def rows(self) -> list[tuple[str, str]]:
-        """The plan as label and value, for a table."""
+    def rows(self, *, sampled: bool = False) -> list[tuple[str, str]]:
+        """The plan as label and value, for a table; `sampled` if each step draws its samples at random."""
         split = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
         split += f" x {self.accumulation} micro-batch{'es' if self.accumulation > 1 else ''} x {self.micro_batch}"
         if self.last_micro_batch != self.micro_batch:
             split += f", the last of {self.last_micro_batch}"
         unknown = "unknown until the loader ends"
         rows = [("global batch", f"{self.global_batch} = {split}")]
-        if self.samples_per_epoch is not None:
+        if sampled:
+            rows.append(("samples a step", f"{self.global_batch} on average, drawn anew in each step"))
+        elif self.samples_per_epoch is not None:
             rows.append(("samples an epoch", f"{self.samples_per_epoch} (last step: {self.last_step_samples})"))
         steps = unknown if self.steps_per_epoch is None else str(self.steps_per_epoch)
         if self.max_steps_per_epoch is not None:

@@ -115,7 +115,8 @@ class GradientMode(ABC):
         clipper: bounds what one record adds.
 
     Attributes:
-        sums: for each of `trained` the sum since `pop_sums`, float32, of its shape; views of one tensor, so add in place.
+        sums: for each of `trained` the sum since `pop_sums`, float32, of its shape; views of one tensor, to be
+            added to in place.
     """
 
     name: ClassVar[str] = ""
@@ -175,7 +176,7 @@ class GradientMode(ABC):
         """One tensor of zeros, and the views of it that have the shapes of `trained`."""
         sizes = [parameter.numel() for parameter in self.trained]
         flat = torch.zeros(sum(sizes), device=self.trained[0].device)
-        return flat, [part.view(p.shape) for part, p in zip(flat.split(sizes), self.trained, strict=True)]
+        return flat, [part.view(p.shape) for part, p in zip(torch.split(flat, sizes), self.trained, strict=True)]
 
     def _add_rows(self, gradients: Sequence[Tensor | None], records: int) -> None:
         """Clip and add per-record gradients, `(records, *shape)` each; None is zero."""

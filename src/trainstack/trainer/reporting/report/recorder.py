@@ -173,7 +173,7 @@ def begin_recording(
         private=stack.is_private,
         monitor=args.placed_checkpointer_args.monitor,
         arguments=to_jsonable(args.to_dict()),
-        plan=(*plan.rows(), *optimizer_rows(optimizers)),
+        plan=(*plan.rows(sampled=stack.sampling is not None), *optimizer_rows(optimizers)),
         stack=stack.explain(),
         model=model_rows(context.module),
         environment=environment_rows(device, context.world.size),
