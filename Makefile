@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-fast test-long check wheel bench bench-peers conformance conformance-peers kills campaign two-jobs hostile attacks differential dp-table docs lock clean help
+.PHONY: demo test test-fast test-long check wheel bench bench-private bench-peers conformance conformance-peers kills campaign two-jobs hostile attacks differential dp-table docs lock clean help
 
 demo: .venv/.stamp ## train, interrupt and resume a small model, and show that the results agree
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -41,6 +41,9 @@ check: .venv/.stamp ## format, lint, types, the table of features and the docume
 
 bench: .venv/.stamp ## time a training step
 	$(BIN)/python -m tools.bench $(ARGS)
+
+bench-private: .venv/.stamp ## time whole private steps beside plain ones and opacus, in one process
+	$(BIN)/python -m tools.bench private-steps $(ARGS)
 
 bench-peers: .venv-peers/.stamp ## the same beside other trainers, in .venv-peers
 	.venv-peers/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-input \

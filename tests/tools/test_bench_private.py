@@ -40,6 +40,16 @@ def test_memory_is_what_a_new_process_needs() -> None:
     assert memory("mlp", "vmap", 64) > memory("mlp", "plain", 64)
 
 
+def test_whole_steps_are_measured_beside_plain_ones_and_opacus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["private-steps", "--model", "mlp", "--records", "8", "--threads", "1", "--rounds", "1", "--no-memory"])
+        == 0
+    )
+    row = capsys.readouterr().out.splitlines()[-1].split("|")
+    assert row[1].strip() == "mlp"
+    assert all(float(ratio) > 0 for ratio in row[5:8])
+
+
 def test_make_bench_reaches_it_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["private", "--model", "mlp", "--records", "4", "--only", "bookkeeping", "--rounds", "1"]) == 0
     assert "| mlp | 4 |" in capsys.readouterr().out

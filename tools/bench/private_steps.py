@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import itertools
 import os
 import subprocess
@@ -17,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from tools.bench.allocator import keep_freed_memory
@@ -181,7 +180,7 @@ def peak(model: str, contender: str, batch: int) -> float:
 def _own_peak(model: str, contender: str, batch: int) -> float:
     data = dataset(model)
     import_opacus("opacus.optimizers", "the benchmark")
-    import trainstack.backends.dp.setup  # imports are not what is measured
+    importlib.import_module("trainstack.backends.dp.setup")  # imports are not what is measured
 
     before = _status("VmRSS")
     with tempfile.TemporaryDirectory() as folder:

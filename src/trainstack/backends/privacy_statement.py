@@ -40,7 +40,7 @@ class PrivacyStatement:
         epsilon: an upper bound of what was spent; None where nothing is guaranteed.
         delta: of the guarantee; None where nothing is.
         overrides: why nothing is guaranteed; empty where `epsilon` holds.
-        accountant: `"prv"` or `"rdp"`; None, like all that follows, without a privacy layer.
+        accountant: `"prv"`, `"rdp"` or `"pld"`; None, like all that follows, without a privacy layer.
         eps_error: by how much prv's bound may lie above the truth, as a rule.
         history: (noise multiplier, sampling rate, steps) each.
         clipping, max_grad_norm: how each record's gradient was bounded; adaptive clipping gives the norm of now.
@@ -171,8 +171,9 @@ def _details(s: PrivacyStatement) -> list[tuple[str, str]]:
     if s.epsilon is not None and s.replace_one is not None:
         replaced, delta = s.replace_one
         error = f", as a rule at most {s.eps_error:g} above the truth" if s.accountant == "prv" else ""
+        library = "dp_accounting" if s.accountant == "pld" else "opacus"
         found += [
-            ("Accountant", f"{s.accountant} of opacus, an upper bound{error}"),
+            ("Accountant", f"{s.accountant} of {library}, an upper bound{error}"),
             ("Neighbours", s.relation),
             ("One item replaced", f"epsilon {round_up(replaced)}, delta {delta:.2g}"),
             ("Batches of a fixed order would give", f"epsilon {round_up(s.fixed_order_epsilon or 0.0)}"),

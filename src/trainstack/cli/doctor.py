@@ -24,6 +24,7 @@ from trainstack.trainer import SupervisedModule, Trainer, TrainerArguments
 _EXTRAS = {
     "hub": "huggingface_hub",
     "dp": "opacus",
+    "pld": "dp-accounting",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow-skinny",

@@ -202,6 +202,11 @@ def test_a_target_beyond_all_noise_is_refused() -> None:
         calibrate_noise(1e-5, 1e-9, 1.0, 10**6, "rdp")
 
 
+def test_a_budget_that_only_the_tighter_accountant_allows_allows_all_planned_steps() -> None:
+    prv, rdp = (epsilon_of([(1.0, 0.01, 500)], 1e-5, accountant) for accountant in ("prv", "rdp"))
+    assert steps_within((prv + rdp) / 2, [], 1.0, 0.01, 1e-5, at_most=500) == 500
+
+
 @both
 @pytest.mark.parametrize(
     ("budget", "history", "sigma", "q"),

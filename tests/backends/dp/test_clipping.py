@@ -139,3 +139,12 @@ def test_norms_are_float32_inside_a_region_of_autocast_and_where_less_precision_
             assert 0.05 * (1 - 1e-3) <= norm <= 0.05 * (1 + 1e-3)
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("limit", [0.05, 0.7, 1.0, 1000.0])
+def test_in_float64_no_clipped_norm_exceeds_the_limit_at_all(limit: float) -> None:
+    """float32 rounds norms and factors; the noise is scaled to the limit."""
+    norms = limit * (1 + torch.rand(100_000, dtype=torch.float64) * torch.logspace(-9, 8, 100_000, dtype=torch.float64))
+    squares = norms.square().float()[None]
+    for clipper in (FlatClipper(limit), PerLayerClipper([0], [limit]), AutomaticClipper(limit), AdaptiveClipper(limit)):
+        assert float((clipper.factors(squares).rows[0].double() * norms).max()) <= limit

@@ -67,6 +67,18 @@ def test_a_fixed_order_counts_epochs_begun() -> None:
     assert fixed_order_epsilon([(2.0, 0.1, 11)], 1e-5) == two
 
 
+def test_an_epoch_whose_last_step_is_not_full_is_one_participation() -> None:
+    one, two, four = (gaussian_epsilon(math.sqrt(times), 1e-5) for times in (1, 2, 4))
+    q = 256 / 60_000  # 234.4 steps
+    assert round(one, 2) == 4.38
+    assert [fixed_order_epsilon([(1.0, q, steps)], 1e-5) for steps in (1, 235, 236, 470)] == [one, one, two, two]
+    assert fixed_order_epsilon([(1.0, q, 471), (1.0, 1.0, 1)], 1e-5) == four
+    for batch, records in ((3, 9), (7, 49), (1, 3), (999, 2997), (4096, 1 << 40)):
+        whole = -(-records // batch)
+        assert fixed_order_epsilon([(1.0, batch / records, whole)], 1e-5) == one
+        assert fixed_order_epsilon([(1.0, batch / records, whole + 1)], 1e-5) == two
+
+
 SHUFFLED = [(0.5, 9.997, 5.026), (0.6, 8.000, 2.779), (0.8, 5.554, 0.888), (1.0, 3.761, 0.393)]
 
 

@@ -305,6 +305,13 @@ def test_noise_is_new_each_time_that_a_run_goes_on_from_a_checkpoint(secure: boo
     assert all(float((a - b).norm()) > 0.1 for a, b in zip(*released, strict=True))
 
 
+def test_a_budget_that_suffices_exactly_allows_all_planned_steps(tmp_path: Path) -> None:
+    prv, rdp = (epsilon_of([(1.0, 4 / 200, 50)], 1e-4, accountant) for accountant in ("prv", "rdp"))
+    args = promise(**NOISY, max_epsilon=(prv + rdp) / 2, accountant="prv")
+    trainer = trained(Recorded(numbers(200)), tmp_path, args, train_batch_size=4, epochs=1)
+    assert trainer.global_steps_finished == trainer.plan.total_steps == 50
+
+
 @pytest.mark.parametrize("make", [lambda: SeededRandomness(1), SystemRandomness])
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_random_states_cannot_be_copied(make: Any, copied: Any) -> None:

@@ -173,3 +173,22 @@ def test_the_recorded_rate_is_the_one_that_the_step_used(log_every: int, by_hand
     assert history.get_metric_values("schedule/lr/0") == used.used
     steps = sorted({*range(log_every, 8, log_every), 7})
     assert [(r.step, r.value) for r in history.records("lr")] == [(step, used.used[step - 1]) for step in steps]
+
+
+class Tokens(Classifier):
+    def batch_weight(self, batch: Any) -> float:
+        return 3.0 * len(batch[0])
+
+
+def test_a_private_run_says_how_samples_are_drawn_and_that_each_counts_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Logs
+) -> None:
+    promise = ts.DifferentialPrivacyArguments(delta=1e-3, noise_multiplier=1.0)
+    train(
+        Tokens(numbers(29)), tmp_path, writers=["stdout"], backend="sp-dp", differential_privacy_args=promise, epochs=2
+    )
+    table = " ".join(capsys.readouterr().out.split())
+    assert "samples a step 8 on average, drawn anew in each step" in table
+    assert "last step" not in table
+    said = [record.message for record in caplog.records if "batch_weight is not used" in record.message]
+    assert said == [one for one in said[:1] if "each sample counts once" in one] != []

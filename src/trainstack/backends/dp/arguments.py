@@ -49,7 +49,8 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
         count_noise_multiplier: of `"adaptive"`: the noise on the count of unclipped records, in records; by default a
             twentieth of the batch. Must be more than half of `noise_multiplier`.
         grad_mode: how gradients of single records are computed; `"auto"` takes the fastest that is exact.
-        accountant: `"prv"`, the tighter one, or `"rdp"`, the quicker one.
+        accountant: `"prv"`, the tighter one; `"rdp"`, the quicker one; or `"pld"`, dp_accounting's, the
+            tightest for many steps at a tiny rate, which takes seconds and needs `trainstack[pld]`.
         dataset_size: N, the number of records that may be published, not below the true one: steps, rate and delta go
             by it, and nothing that a run writes has another. By default the true one, which is then public.
         secure: draw every mask and all noise from the operating system's entropy, which is slower.
@@ -272,7 +273,7 @@ class PrivacyPlan:
         noise_multiplier: sigma.
         sample_rate: q, the probability with which each record is in a step.
         delta: of the guarantee.
-        accountant: `"prv"` or `"rdp"`.
+        accountant: `"prv"`, `"rdp"` or `"pld"`.
         max_epsilon: training stops before it is exceeded; None for never.
         planned_steps: of the whole run.
         expected_batch_size: B, by which the noisy sum is divided.

@@ -46,7 +46,7 @@ def fast_normal(generator: np.random.Generator, count: int, scale: float) -> Ten
 def _fill_pairs(generator: np.random.Generator, out: Tensor, scale: float) -> None:
     pairs = len(out) // 2
     words: Any = generator.bit_generator.random_raw((3 * pairs + 1) // 2)
-    dither, angle, radius = torch.from_numpy(words.view(np.int32))[: 3 * pairs].split(pairs)
+    dither, angle, radius = torch.split(torch.from_numpy(words.view(np.int32))[: 3 * pairs], pairs)
     out.copy_(dither.view(torch.int16)).mul_(scale * _DITHER)
     u = radius.float().abs_().mul_(2.0**-31)
     _redraw_small(generator, u.numpy())

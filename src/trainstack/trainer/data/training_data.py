@@ -395,6 +395,12 @@ class TrainingData:
                 f"{type(self._module).__name__}.loss_reduction is 'sum', and a private run bounds and adds the "
                 "gradients of single records. Return one loss for each record, or their mean."
             )
+        if custom_batch_weight(self._module) is not None and not self._choice_logged:
+            self._choice_logged = True
+            self._log.info(
+                "batch_weight is not used in private training: each sample counts once, however many items it holds, "
+                "since the gradient of each is clipped by itself. Evaluation uses it."
+            )
         problem = unsupported_order_reason(loader)
         if problem is not None or len(loader.dataset) != self.training_set.length:
             raise ModuleContractError(

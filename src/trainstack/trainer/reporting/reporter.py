@@ -83,7 +83,8 @@ class Reporter:
                 self._log.warning(f"there will be no run report: {type(error).__name__}: {error}")
         layers = "\n".join(f"{layer.name}: {layer.summary}" for layer in stack.layers())
         rows = [("folder", shortest(self._log_dir))] if context.directory.is_claimed else []
-        rows += [("backend", f"{stack.spec} on {context.world.device}"), ("stack", layers), *plan.rows()]
+        rows += [("backend", f"{stack.spec} on {context.world.device}"), ("stack", layers)]
+        rows += plan.rows()
         rows += setup_rows(context, data, work)
         if plan.global_batch == 1 and (plan.steps_per_epoch or 0) > _MANY_STEPS:
             self._log.warning(

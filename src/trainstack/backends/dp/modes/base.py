@@ -130,7 +130,8 @@ class GradientMode(ABC):
         clipper: bounds what one record adds.
 
     Attributes:
-        sums: for each of `trained` the sum since `pop_sums`, float32, of its shape; views of one tensor, so add in place.
+        sums: for each of `trained` the sum since `pop_sums`, float32, of its shape; views of one tensor, to be
+            added to in place.
         observer: is called by `add` once for each micro-batch; None for nothing. See `Observer`.
     """
 
@@ -192,7 +193,7 @@ class GradientMode(ABC):
         """One tensor of zeros, and the views of it that have the shapes of `trained`."""
         sizes = [parameter.numel() for parameter in self.trained]
         flat = torch.zeros(sum(sizes), device=self.trained[0].device)
-        return flat, [part.view(p.shape) for part, p in zip(flat.split(sizes), self.trained, strict=True)]
+        return flat, [part.view(p.shape) for part, p in zip(torch.split(flat, sizes), self.trained, strict=True)]
 
     def _observe(self, losses: Tensor, norms: Tensor, outputs: Any) -> None:
         if self.observer is not None:

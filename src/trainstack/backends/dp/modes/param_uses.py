@@ -228,7 +228,8 @@ class ConvUse(DirectUse):
         by_group = g.reshape(records, self._groups, -1, positions)
         products = g.new_empty(*by_group.shape[:3], columns)
         few = max(1, _PATCHES // (self._groups * positions * columns))
-        for x, part, out in zip(self._input.split(few), by_group.split(few), products.split(few), strict=True):
+        parts = (torch.split(whole, few) for whole in (self._input, by_group, products))
+        for x, part, out in zip(*parts, strict=True):
             torch.bmm(part.flatten(0, 1), self._patches(x, output).flatten(0, 1), out=out.flatten(0, 1))
         return products.reshape(records, -1)
 

@@ -1,0 +1,86 @@
+"""Noise is normal up to its tails, and has no grid; masks come from a stream once."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from trainstack.backends.dp.gaussian_noise import _redraw_small, fast_normal
+from trainstack.backends.dp.randomness import SeededRandomness, SystemRandomness
+
+CPU = torch.device("cpu")
+
+
+def generator(seed: int = 0) -> np.random.Generator:
+    return np.random.Generator(np.random.SFC64(seed))
+
+
+def test_it_is_normal() -> None:
+    count = 2_000_000
+    drawn = fast_normal(generator(), count, 3.0).numpy().astype(np.float64) / 3.0
+    for power, expected in enumerate([0.0, 1.0, 0.0, 3.0, 0.0, 15.0], start=1):
+        spread = math.sqrt(math.prod(range(1, 2 * power, 2)) / count)  # of the mean of z^power, or a little more
+        assert abs(float(np.mean(drawn**power)) - expected) < 5 * spread
+    assert stats.kstest(drawn[:500_000], "norm").pvalue > 1e-4
+    assert abs(np.corrcoef(drawn[: count // 2], drawn[count // 2 :])[0, 1]) < 5 / math.sqrt(count / 2)
+
+
+def test_as_many_numbers_lie_far_out_as_should() -> None:
+    random, found, count = generator(1), np.zeros(3), 0
+    for _ in range(16):
+        drawn = fast_normal(random, 1 << 20, 1.0).abs_()
+        found += [int((drawn > far).sum()) for far in (4.0, 4.5, 5.0)]
+        count += 1 << 20
+    expected = [count * math.erfc(far / math.sqrt(2)) for far in (4.0, 4.5, 5.0)]
+    assert all(abs(a - b) < 5 * math.sqrt(b) + 1 for a, b in zip(found, expected, strict=True))
+
+
+def test_there_is_no_largest_number() -> None:
+    """2^-16, below which numbers get new bits, is 4.7 standard deviations; 24 bits end at 5.8."""
+    far, random = np.zeros(200_000, dtype=np.float32), generator(2)
+    _redraw_small(random, far)
+    assert 0 < far.min() < 2.0**-32
+    assert stats.kstest(far / 2.0**-16, "uniform").pvalue > 1e-4  # uniform below 2^-16 too
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.1, 0.3])
+def test_all_float32_results_are_reached(scale: float) -> None:
+    """float32 numbers that are multiplied by 1.1 leave out one result in ten around 1.5."""
+    low = np.float32(1.5)
+    drawn = fast_normal(generator(3), 3_000_000, scale).numpy()
+    # The last 6 bits, of numbers in a binade, are as good as uniform.
+    bits = drawn[(drawn >= low * scale / 1.5) & (drawn < low * scale / 1.5 * 1.5)].view(np.int32) & 63
+    assert stats.chisquare(np.bincount(bits, minlength=64)).pvalue > 1e-4
+
+
+def test_no_noise_is_zero_and_odd_counts_are_served() -> None:
+    assert fast_normal(generator(), 5, 0.0).tolist() == [0.0] * 5
+    assert [len(fast_normal(generator(), count, 1.0)) for count in (0, 1, 2, 7, (1 << 18) + 3)] == [
+        0,
+        1,
+        2,
+        7,
+        (1 << 18) + 3,
+    ]
+
+
+def test_noise_from_the_operating_system_is_scaled_before_it_is_rounded() -> None:
+    drawn = SystemRandomness().normal(1, 50_000, CPU, 1.1)
+    assert drawn.dtype is torch.float64
+    assert stats.kstest(drawn.numpy() / 1.1, "norm").pvalue > 1e-4
+
+
+def test_no_stream_of_masks_is_used_twice() -> None:
+    first, second = SeededRandomness(7), SeededRandomness(7)
+    before = first.mask(5, 1000, 0.5)
+    assert torch.equal(before, second.mask(5, 1000, 0.5))
+    assert not torch.equal(before, first.mask(6, 1000, 0.5))
+    first.begin()
+    second.begin()
+    again = first.mask(5, 1000, 0.5)
+    assert not torch.equal(before, again)
+    assert torch.equal(again, second.mask(5, 1000, 0.5))
