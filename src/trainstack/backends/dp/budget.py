@@ -385,7 +385,7 @@ class Accountant:
             what = (
                 f"lacks {_total(missing)} of the {_total(history)} steps before this checkpoint"
                 if missing
-                else "lacks the newest line that this checkpoint names: it is an older copy, or another ledger"
+                else "lacks the newest line that this checkpoint names: it is an older copy or another ledger"
             )
             place = saved.get("address", "in the folder of the run")
             raise PrivacyLedgerError(
