@@ -16,9 +16,9 @@ def test_the_table_tells_who_was_caught_and_who_was_blamed(
     monkeypatch.setattr(broken_privacy, "BROKEN", {"no noise": broken_privacy.BROKEN["no noise"]})
     assert main(["audit", "--runs", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["noise", "sampling", "canaries"]
-    assert lines[1].split()[:5] == ["no", "noise", "BROKEN", "-", "BROKEN"]
-    assert lines[2].split()[:6] == ["correct,", "audit", "1", "-", "-", "-"]
+    assert lines[0].split()[:4] == ["noise", "account", "sampling", "canaries"]
+    assert lines[1].split()[:6] == ["no", "noise", "BROKEN", "-", "-", "BROKEN"]
+    assert lines[2].split()[:7] == ["correct,", "audit", "1", "-", "-", "-", "-"]
     assert lines[3] == "1 of 1 broken ones caught; 0 of 1 correct ones blamed"
 
 
