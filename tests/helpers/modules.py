@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import trainstack as ts
 
 FEATURES, CLASSES = 6, 3
-REPRODUCIBLE = ts.DifferentialPrivacyArguments(delta=1e-4, noise_multiplier=0.1, debug_seed=3)
+REPRODUCIBLE = ts.DifferentialPrivacyArguments(delta=1e-4, noise_multiplier=0.1, debug_seed=3, expose_records=True)
 """For runs of private backends that are compared with each other; they are not private."""
 
 
