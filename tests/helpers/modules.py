@@ -15,7 +15,12 @@ import trainstack as ts
 
 FEATURES, CLASSES = 6, 3
 REPRODUCIBLE = ts.DifferentialPrivacyArguments(
-    delta=1e-4, noise_multiplier=0.1, debug_seed=3, log_train_loss=True, public_validation=True
+    delta=1e-4,
+    noise_multiplier=0.1,
+    debug_seed=3,
+    log_train_loss=True,
+    public_validation=True,
+    expose_records=True,
 )
 """For runs of private backends that are compared with each other; they are not private."""
 
