@@ -79,6 +79,7 @@ def test_bert_with_an_attention_mask(attention: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft about transformers
 @pytest.mark.parametrize("lora", [False, True])
 def test_gpt2_with_padded_labels(attention: str, lora: bool) -> None:
     transformers = pytest.importorskip("transformers")
