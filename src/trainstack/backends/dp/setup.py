@@ -6,6 +6,8 @@ import hashlib
 import secrets
 from os import PathLike
 
+from torch import Tensor
+
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan, plan_privacy
 from trainstack.backends.dp.budget import Accountant
 from trainstack.backends.dp.checks import choose_probe_records, neighbour_problems, setup_problems, static_problems
@@ -70,23 +72,19 @@ def make_mechanism(
         exhausted_reason=accountant.exhausted_reason,
         discard=lambda: mechanism.discard(),  # bound below: each of the two needs the other
     )
-    forward_randomness = ForwardRandomness(
-        work.module,
-        work.world.device,
-        streams,
-        debug_seed=args.debug_seed,
-        records=lambda step: sampling.draw(step).local,
-    )
-    mechanism = Mechanism(
-        args=args,
-        accountant=accountant,
-        mode=mode,
-        randomness=randomness,
-        forward_randomness=forward_randomness,
-        sampling=sampling,
-        world=work.world,
-    )
+    forward, world = _forward_randomness(work, args, streams, sampling), work.world
+    parts = {"mode": mode, "randomness": randomness, "forward_randomness": forward, "sampling": sampling}
+    mechanism = Mechanism(args=args, accountant=accountant, world=world, **parts)
     return mechanism
+
+
+def _forward_randomness(
+    work: Workload, args: DifferentialPrivacyArguments, streams: RandomStreams, sampling: PoissonSampling
+) -> ForwardRandomness:
+    def records(step: int) -> Tensor:
+        return sampling.draw(step).local
+
+    return ForwardRandomness(work.module, work.world.device, streams, debug_seed=args.debug_seed, records=records)
 
 
 def _plan(data: TrainingSet, args: DifferentialPrivacyArguments) -> PrivacyPlan:
