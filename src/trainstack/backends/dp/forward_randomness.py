@@ -218,7 +218,7 @@ class ForwardRandomness:
         for (place, name, _), function in zip(_SEEDS, self._outer_seeds, strict=True):
             setattr(place, name, function)
         _set_bits(self._outer_bits)
-        inst: Any = random._inst  # type: ignore[attr-defined]
+        inst: Any = random._inst
         kept, inst.gauss_next = inst.gauss_next, None  # no state that is captured outside holds an object of ours
         if error is None:
             self.check()

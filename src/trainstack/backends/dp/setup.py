@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from os import PathLike
+from typing import Any
 
 from torch import Tensor
 
@@ -73,8 +74,8 @@ def make_mechanism(
         discard=lambda: mechanism.discard(),  # bound below: each of the two needs the other
     )
     forward, world = _forward_randomness(work, args, streams, sampling), work.world
-    parts = {"mode": mode, "randomness": randomness, "forward_randomness": forward, "sampling": sampling}
-    mechanism = Mechanism(args=args, accountant=accountant, world=world, **parts)
+    parts: dict[str, Any] = {"mode": mode, "forward_randomness": forward, "sampling": sampling}
+    mechanism = Mechanism(args=args, accountant=accountant, world=world, randomness=randomness, **parts)
     return mechanism
 
 
