@@ -279,7 +279,8 @@ def test_no_random_state_is_in_a_file(debug_seed: int | None, tmp_path: Path) ->
     class Watched(SeedsInHooks):
         def on_end_train_step(self, *args: Any) -> None:
             torch_words = torch.get_rng_state().numpy()[24 : 24 + 8 * 624].view(np.uint64).astype(np.uint32)
-            python, numpys = random.getstate()[1], np.random.get_state()[1]
+            python: Any = random.getstate()[1]
+            numpys: Any = np.random.get_state(legacy=False)["state"]["key"]
             own = self.own.get_state().numpy()[24 : 24 + 8 * 624].view(np.uint64).astype(np.uint32)
             for words in (torch_words, np.array(python[:-1], dtype=np.uint32), numpys, own):
                 parts.extend(
@@ -310,6 +311,7 @@ def test_a_resume_has_other_numbers_whatever_the_checkpoint_holds(
     args = secret(debug_seed=None)
     ts.Trainer(Recorded(numbers(20), dropout=0.5), private(tmp_path / "first", args, epochs=1, **changes)).train()
     if old:
+
         def with_states(*given: Any) -> Any:
             ts.seed_everything(0)
             states = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}

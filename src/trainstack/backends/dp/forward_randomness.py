@@ -218,9 +218,10 @@ class ForwardRandomness:
         for (place, name, _), function in zip(_SEEDS, self._outer_seeds, strict=True):
             setattr(place, name, function)
         _set_bits(self._outer_bits)
+        inst: Any = random._inst
+        kept, inst.gauss_next = inst.gauss_next, None  # no state that is captured outside holds an object of ours
         if error is None:
             self.check()
-            kept: Any = random._inst.gauss_next  # type: ignore[attr-defined]
             if kept is not self._kept and not self._kept.used:
                 raise PrivacyError(f"train_step seeds Python's random numbers. {_INSTEAD}")
 

@@ -244,8 +244,7 @@ UNHANDLED = {
     torch.poisson,
     torch.binomial,
     torch.native_dropout,
-    torch._standard_gamma,
-    torch._sample_dirichlet,
+    *(getattr(torch, name, None) for name in ("_standard_gamma", "_sample_dirichlet")),  # torch 2.10 to 2.13
     torch.rrelu_,
     torch.alpha_dropout_,
     torch.feature_dropout_,

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 from os import PathLike
+from typing import Any
+
+from torch import Tensor
 
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan, plan_privacy
 from trainstack.backends.dp.budget import open_accountant
@@ -71,23 +74,19 @@ def make_mechanism(
         exhausted_reason=accountant.exhausted_reason,
         discard=lambda: mechanism.discard(),  # bound below: each of the two needs the other
     )
-    forward_randomness = ForwardRandomness(
-        work.module,
-        work.world.device,
-        streams,
-        debug_seed=args.debug_seed,
-        records=lambda step: sampling.draw(step).local,
-    )
-    mechanism = Mechanism(
-        args=args,
-        accountant=accountant,
-        mode=mode,
-        randomness=randomness,
-        forward_randomness=forward_randomness,
-        sampling=sampling,
-        world=work.world,
-    )
+    forward, world = _forward_randomness(work, args, streams, sampling), work.world
+    parts: dict[str, Any] = {"mode": mode, "forward_randomness": forward, "sampling": sampling}
+    mechanism = Mechanism(args=args, accountant=accountant, world=world, randomness=randomness, **parts)
     return mechanism
+
+
+def _forward_randomness(
+    work: Workload, args: DifferentialPrivacyArguments, streams: RandomStreams, sampling: PoissonSampling
+) -> ForwardRandomness:
+    def records(step: int) -> Tensor:
+        return sampling.draw(step).local
+
+    return ForwardRandomness(work.module, work.world.device, streams, debug_seed=args.debug_seed, records=records)
 
 
 def _plan(data: TrainingSet, args: DifferentialPrivacyArguments) -> PrivacyPlan:

@@ -118,6 +118,9 @@ class TrainingData:
         training_set: what the layers of the stack may know of the data.
     """
 
+    _fetcher: Fetcher | None = None
+    _cursor: OrderCursor | None = None
+
     def __init__(
         self,
         module: ModuleInterface,
@@ -132,9 +135,7 @@ class TrainingData:
         self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
         self._public_dataset_size, self._is_sampled = public_dataset_size, is_sampled
         self._sample_seed: Seed = seed if streams is None else streams
-        self._fetcher: Fetcher | None = None
         self._fast_paths = fast_paths_enabled(args.fast_paths)
-        self._cursor: OrderCursor | None = None
         self._custom_order_logged = self._lengths_differ_logged = self._choice_logged = False
         self.loader: Any = None
         self.sample_hashes: Samples = {}

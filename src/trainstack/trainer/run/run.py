@@ -119,6 +119,8 @@ class Run:
         may_be_nonfinite: names of buffers that held inf or nan when the run was made.
     """
 
+    pending_rng: Mapping[str, Any] | None = None
+    epoch_rng: Mapping[str, Any] | None = None
     _begun: BegunEpoch | None = None
     _saved_samples: Mapping[str, str] = MappingProxyType({})  # of the checkpoint, for the next epoch to compare
     _compare_values = True  # before the next step
@@ -134,8 +136,6 @@ class Run:
         made_metrics = Metrics(metrics, module)
         self.modes = TrainingModes(module, self.stack.is_private)
         check_signatures(module, self.log, context.val_step)
-        self.pending_rng: Mapping[str, Any] | None = None
-        self.epoch_rng: Mapping[str, Any] | None = None
         self._streams = streams = self.stack.random_streams(world)
         with isolated_rng(streams or mix(state.seed), world.device):
             records, is_sampled = self.stack.public_dataset_size, self.stack.is_private
