@@ -21,9 +21,9 @@ from trainstack.trainer.arg_matching import (
     select_mappings,
     unused_items_message,
 )
+from trainstack.trainer.core.record_losses import own_means, without_reduction
 from trainstack.trainer.core.samples import IGNORED_LABEL, checked_weight, labels_in
 from trainstack.trainer.module_interface import ModuleInterface
-from trainstack.trainer.record_losses import own_means, without_reduction
 from trainstack.trainer.schedulers.building import build_scheduler, is_scheduler
 from trainstack.trainer.schedulers.placeholders import resolve
 from trainstack.trainer.schedulers.stepping import SchedulerConfig

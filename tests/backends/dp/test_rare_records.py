@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import trainstack as ts
 from trainstack.backends.losses import losses_per_record
-from trainstack.trainer.record_losses import without_reduction
+from trainstack.trainer.core.record_losses import without_reduction
 
 RECORDS = 10_000
 

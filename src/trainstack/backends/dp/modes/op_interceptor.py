@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.function import custom_function_call  # type: ignore[attr-defined]
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
@@ -499,7 +498,8 @@ def _getitem(ops: OpInterceptor, func: Any, tensor: Tensor, index: Any) -> Any:
     return ops.wrap(found)
 
 
-_OPERATORS = (OpOverload, OpOverloadPacket)
+# torch 2.13.0: the classes of operators, and of those with several overloads
+_OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
 
 _METHODS: tuple[str, ...] = ("size", "dim", "numel", "stride", "data_ptr", "is_contiguous", "element_size", "ndimension", "nelement")
 _METHODS += ("is_floating_point", "is_complex", "detach", "type", "get_device", "requires_grad_", "register_hook")
@@ -509,7 +509,7 @@ _PROPERTIES += ("data", "is_sparse", "is_meta", "is_quantized", "is_nested", "it
 
 _NO_TENSOR = {
     *(getattr(Tensor, name) for name in _METHODS),
-    *(vars(torch._C.TensorBase)[name].__get__ for name in _PROPERTIES),
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
 }
 """Functions of a tensor that return no tensor, or one without a graph."""
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch
 from torch.func import vmap
 
+functorch: Any = getattr(getattr(torch, "_C"), "_functorch", None)  # noqa: B009 - torch 2.13.0, private
 _NAMES = (
     "_add_batch_dim",
     "get_unwrapped",
