@@ -40,7 +40,10 @@ def attention(
     projected = {key: F.linear(x, *in_proj).chunk(3, -1) for key, x in distinct.items()}
     targets, batch, width = distinct[id(sequences[0])].shape
     # (batch, heads, positions, width of a head)
-    q, k, v = (projected[id(x)][part].reshape(-1, batch, heads, width // heads).permute(1, 2, 0, 3) for part, x in enumerate(sequences))
+    q, k, v = (
+        projected[id(x)][part].reshape(-1, batch, heads, width // heads).permute(1, 2, 0, 3)
+        for part, x in enumerate(sequences)
+    )
     is_hint = is_causal and padding is None and not weights[0]
     mask = None if is_hint else _joined(pairs, padding, (batch, heads), q.dtype)
     found = None

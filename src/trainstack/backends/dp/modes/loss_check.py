@@ -63,10 +63,11 @@ class LossCheck:
         # torch 2.13.0 compiles its derivatives with what it has deprecated.
         deprecated = suppress_warning("`torch.jit.script")
         with full_float32(), DisableRandomness(), deprecated, suppress_warning("Full backward hook is firing"):
+            # First, so that an exception of `train_step` comes as it is.
+            together, slope, weights = self._together(run, batch, records, direction, weights)
             losses, slopes = self._alone(run, batch, records, direction)
             if not bool((losses.isfinite() & slopes.isfinite()).all()):
                 return None
-            together, slope, weights = self._together(run, batch, records, direction, weights)
         expected = losses if together.dim() else losses.mean()
         size = losses.abs().max() + 1e-6
         fits = ((together - expected).abs() <= _TOLERANCE * size).all()

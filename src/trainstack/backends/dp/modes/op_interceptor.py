@@ -501,10 +501,31 @@ def _getitem(ops: OpInterceptor, func: Any, tensor: Tensor, index: Any) -> Any:
 # torch 2.13.0: the classes of operators, and of those with several overloads
 _OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
 
-_METHODS: tuple[str, ...] = ("size", "dim", "numel", "stride", "data_ptr", "is_contiguous", "element_size", "ndimension", "nelement")
+_METHODS: tuple[str, ...] = (
+    "size",
+    "dim",
+    "numel",
+    "stride",
+    "data_ptr",
+    "is_contiguous",
+    "element_size",
+    "ndimension",
+    "nelement",
+)
 _METHODS += ("is_floating_point", "is_complex", "detach", "type", "get_device", "requires_grad_", "register_hook")
 _METHODS += ("__len__", "__repr__", "__format__")
-_PROPERTIES: tuple[str, ...] = ("shape", "dtype", "device", "layout", "is_cuda", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf")
+_PROPERTIES: tuple[str, ...] = (
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "is_cuda",
+    "ndim",
+    "requires_grad",
+    "grad",
+    "grad_fn",
+    "is_leaf",
+)
 _PROPERTIES += ("data", "is_sparse", "is_meta", "is_quantized", "is_nested", "itemsize", "nbytes", "_version", "_base")
 
 _NO_TENSOR = {
