@@ -219,6 +219,10 @@ class Recorder(torch.optim.Optimizer):
         self.sums: list[list[Tensor]] = []
         self._batch = batch
 
+    def begin(self, norm: float) -> None:
+        """Start with this clipping norm, which stays unless `norm_now` is replaced."""
+        self.norms, self.norm_now = [norm], lambda: norm
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         factor = self._batch / self.norms[-1]
@@ -258,12 +262,9 @@ def train_canaries(subject: AuditedRun, included: Tensor, *, shortest: float = 0
         module.rows = torch.where(included, torch.arange(len(included)), len(included))
         places = torch.linspace(shortest, _DECADES, len(included), dtype=torch.float64)
         module.lengths = (math.hypot(*subject.norms) * 10**places).float()
-        adaptive = subject.args.clipping == "adaptive"
-        module.recorder.norms.append(math.hypot(*subject.norms))
-        if adaptive:
+        module.recorder.begin(math.hypot(*subject.norms))
+        if subject.args.clipping == "adaptive":
             module.recorder.norm_now = lambda: trainer.privacy_statement().max_grad_norm[0]
-        else:
-            module.recorder.norm_now = lambda: math.hypot(*subject.norms)
         trainer.train()
         statement = trainer.privacy_statement()
         tables = tuple(torch.stack(table) for table in zip(*module.recorder.sums, strict=True))
