@@ -171,8 +171,8 @@ def _check_choices(args: DifferentialPrivacyArguments) -> None:
         raise ConfigurationError(
             f"secure=True and debug_seed={args.debug_seed}: a seed makes the noise known. Leave one of them out."
         )
-    numbers = ("delta", "noise_multiplier", "target_epsilon", "max_epsilon", "sample_rate", "telemetry_weight", "ledger_budget")
-    for name in (*numbers, "target_quantile", "clip_learning_rate", "count_noise_multiplier"):
+    numbers = ("delta", "noise_multiplier", "target_epsilon", "max_epsilon", "sample_rate", "telemetry_weight")
+    for name in (*numbers, "target_quantile", "clip_learning_rate", "count_noise_multiplier", "ledger_budget"):
         value = getattr(args, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ConfigurationError(f"{name}={value!r}: write a number.")

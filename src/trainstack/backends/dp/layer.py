@@ -178,6 +178,7 @@ class DP(AbstractTrainerBackendDecorator):
 
     def pop_released(self, window: Window) -> Mapping[str, float]:
         return self._ready.telemetry.pop(window)
+
     def announce_steps(self, steps: int, publish: Callable[[PrivacyStatement], None] | None) -> None:
         self._ready.announce_steps(steps, publish)
         self.inner.announce_steps(steps, publish)

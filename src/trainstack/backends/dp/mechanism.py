@@ -13,8 +13,8 @@ from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.budget import Accountant
 from trainstack.backends.dp.clipping import AdaptiveClipper
 from trainstack.backends.dp.epsilon import Entry
-from trainstack.backends.dp.initial_weights import origin_in_process, trained_before
 from trainstack.backends.dp.forward_randomness import ForwardRandomness
+from trainstack.backends.dp.initial_weights import origin_in_process, trained_before
 from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.probing import WriteDetector
 from trainstack.backends.dp.randomness import Randomness
