@@ -112,8 +112,7 @@ class TrainingPlan:
             )
         process_batch = -(-train_batch_size // world_size)
         accumulation, micro = split_evenly(process_batch, gpu_batch_size_limit)
-        in_step = accumulation * world_size
-        lengths = _lengths(dataset_length, loader_length, train_batch_size, micro, in_step, drop_last)
+        lengths = _lengths(dataset_length, loader_length, train_batch_size, micro, accumulation * world_size, drop_last)
         steps = lengths["steps_per_epoch"]
         if steps is not None and max_steps_per_epoch is not None:
             steps = lengths["steps_per_epoch"] = min(steps, max_steps_per_epoch)

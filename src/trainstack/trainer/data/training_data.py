@@ -143,8 +143,7 @@ class TrainingData:
         self.hashes_epochs = False
         self._overfit = OverfitSubset(args.overfit_batches, args.global_batch_size(world.size), seed)
         self._sharding = args.data_sharding_of(Stage.TRAIN)
-        presharded = self._sharding == "loader"
-        self.loader_state = LoaderState(log, fast_paths=self._fast_paths, split_by_rank=presharded)
+        self.loader_state = LoaderState(log, fast_paths=self._fast_paths, split_by_rank=self._sharding == "loader")
         self._stream_check: StreamCheck | None = None
         self.plan = self._make_plan(None)
         loader = self._ask()
