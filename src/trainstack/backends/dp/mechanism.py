@@ -14,7 +14,7 @@ from trainstack.backends.dp.budget import Accountant
 from trainstack.backends.dp.clipping import AdaptiveClipper
 from trainstack.backends.dp.epsilon import Entry
 from trainstack.backends.dp.forward_randomness import ForwardRandomness
-from trainstack.backends.dp.initial_weights import origin_in_process, trained_before
+from trainstack.backends.dp.initial_weights import origin_in_process
 from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.probing import WriteDetector
 from trainstack.backends.dp.randomness import Randomness
@@ -24,6 +24,7 @@ from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.backends.privacy_statement import PrivacyStatement
 from trainstack.backends.processes.world import World
 from trainstack.backends.single_process import move_to_device
+from trainstack.backends.trained_before import trained_before
 from trainstack.backends.workload import Sampling, Workload
 from trainstack.errors import CheckpointMismatchError, PrivacyError
 

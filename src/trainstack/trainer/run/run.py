@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainstack.backends import Workload
-from trainstack.backends.dp.initial_weights import trained_before
 from trainstack.backends.losses import looks_summed
+from trainstack.backends.trained_before import trained_before
 from trainstack.checkpointing import Checkpoint, DefaultCheckpointer
 from trainstack.errors import ConfigurationError, ModuleContractError, PeerError, annotate
 from trainstack.trainer.arguments import TrainerArguments
