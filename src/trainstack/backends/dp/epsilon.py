@@ -146,10 +146,9 @@ def import_extra(module: str, feature: str, extra: str) -> ModuleType:
             warnings.simplefilter("ignore")
             return importlib.import_module(module)
     except ModuleNotFoundError as missing:
-        package = (missing.name or "").split(".")[0]
-        if package not in (module.split(".")[0], "scipy"):
+        if missing.name not in (module.split(".")[0], "scipy"):
             raise
-        raise MissingExtraError(feature, package, extra) from missing
+        raise MissingExtraError(feature, missing.name, extra) from missing
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
