@@ -77,7 +77,7 @@ def sums_of(directory: Any, module: ts.ModuleInterface, callbacks: Any = (), **g
     """The sums of clipped gradients of each step that was released, in units of C."""
     seen = Gradients()
     private = ts.DifferentialPrivacyArguments(
-        delta=1e-4, noise_multiplier=0.0, debug_seed=SEED, accountant="rdp", **given
+        **{"delta": 1e-4, "noise_multiplier": 0.0, "debug_seed": SEED, "accountant": "rdp", "grad_mode": "loop"} | given
     )
     args = arguments(
         directory,
@@ -94,7 +94,8 @@ def sums_of(directory: Any, module: ts.ModuleInterface, callbacks: Any = (), **g
 
 def private_trainer(directory: Any, module: ts.ModuleInterface, callbacks: Any = (), **given: Any) -> ts.Trainer:
     """Of a run with noise and without a debug seed."""
-    promise = ts.DifferentialPrivacyArguments(delta=1e-4, noise_multiplier=1.0, accountant="rdp", **given)
+    given = {"delta": 1e-4, "noise_multiplier": 1.0, "accountant": "rdp"} | given
+    promise = ts.DifferentialPrivacyArguments(**given)
     args = arguments(
         directory, backend="sp-dp", differential_privacy_args=promise, epochs=2, train_batch_size=BATCH, writers=[]
     )
@@ -161,6 +162,20 @@ def test_a_write_in_the_forward_pass_from_step_3_on_is_refused(write: Callable[.
     assert "global step 3" in " ".join(raised.value.__notes__)
 
 
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_of_records_under_vmap_ends_the_run_at_once(write: Callable[..., None], tmp_path: Any) -> None:
+    class Writing(Net):
+        def remember(self, step: int, x: Tensor) -> None:
+            if step >= 3:
+                write(self, x)
+
+    with pytest.raises((PrivacyError, RuntimeError)) as raised:
+        sums_of(tmp_path, Writing(0.5), grad_mode="bookkeeping")
+    notes = " ".join(raised.value.__notes__)
+    assert "global step 3" in notes
+    assert isinstance(raised.value, PrivacyError) or "each record by itself" in notes
+
+
 class WritesAt(ts.Callback):
     """Writes what the module has kept of its records into a buffer or parameter, at one event."""
 
@@ -208,7 +223,9 @@ def test_a_change_that_is_put_back_before_the_optimizer_step_is_refused(tmp_path
 
 
 def test_a_statement_says_what_was_changed_where_the_run_continues(tmp_path: Any) -> None:
-    trainer = private_trainer(tmp_path, Keeps(0.5), [WritesAt("train_step_end", by_data)], on_unsafe="report")
+    trainer = private_trainer(
+        tmp_path, Keeps(0.5), [WritesAt("train_step_end", by_data)], on_unsafe="report", grad_mode="loop"
+    )
     trainer.train()
     assert "NOT PRIVATE: buffer has changed, but not by an optimizer step" in trainer.privacy_statement().text
 
@@ -486,7 +503,9 @@ class Usual(Net):
 
 
 def test_usual_runs_are_not_refused(tmp_path: Any) -> None:
-    promise = ts.DifferentialPrivacyArguments(delta=1e-4, noise_multiplier=1.0, accountant="rdp")
+    promise = ts.DifferentialPrivacyArguments(
+        delta=1e-4, noise_multiplier=1.0, accountant="rdp", public_validation=True
+    )
     args = arguments(
         tmp_path,
         backend="sp-dp",

@@ -18,8 +18,7 @@ from trainstack.backends.dp.plain_state import (
     SCALARS,
     Kept,
     Place,
-    copy_value,
-    is_watched,
+    installed_attributes,
     keep,
     mark_of,
     owners_of,
@@ -184,26 +183,10 @@ class AttributeWatch:
     @contextmanager
     def _installed(self, values: Mapping[Place, Kept]) -> Iterator[None]:
         """A block in which attributes have copies of `values`; afterwards they are what they were."""
-        before = {path: dict(held) for path, held in self._owners.items()}
-        try:
-            for path, held in self._owners.items():
-                for key in [key for key in held if is_watched(path, key, self._owners)]:
-                    if (path, key) in values:
-                        held[key] = copy_value(values[path, key].value)
-                    else:
-                        del held[key]
-            for (path, key), kept in values.items():
-                if path in self._owners and key not in self._owners[path]:
-                    self._owners[path][key] = copy_value(kept.value)
-            sink = vars(self._module).get("_log_sink")
-            if sink is not None:
+        with installed_attributes(self._owners, values):
+            if vars(self._module).get("_log_sink") is not None:
                 vars(self._module)["_log_sink"] = _Silent()
             yield
-        finally:
-            for path, held in self._owners.items():
-                for key in held.keys() - before[path].keys():
-                    del held[key]
-                held.update(before[path])
 
 
 class _Silent:

@@ -26,9 +26,14 @@ from trainstack.backends.processes.world import World
 from trainstack.backends.single_process import move_to_device
 from trainstack.backends.trained_before import trained_before
 from trainstack.backends.workload import Sampling, Workload
-from trainstack.errors import CheckpointMismatchError, PrivacyError
+from trainstack.errors import CheckpointMismatchError, PrivacyError, annotate
 
 _log = logging.getLogger("trainstack")
+
+_ALONE = (
+    "private training runs train_step on each record by itself, mostly under torch.func.vmap. Tensors of one call "
+    "cannot be kept for another, in buffers, attributes or lists."
+)
 
 
 class Mechanism:
@@ -79,7 +84,11 @@ class Mechanism:
         records = count_records(batch)
         run, batch = self._forward_randomness.begin(run, batch, records, step)
         with self._forward_randomness:
-            outputs = self.mode.add(run, batch, records)
+            try:
+                outputs = self.mode.add(run, batch, records)
+            except RuntimeError as error:
+                annotate(error, _ALONE)
+                raise
         self.telemetry.check_observed(records)
         changed = self._write_detector.changed()
         if changed is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +130,36 @@ def mark_of(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.nbytes <= 1024 and not value.dtype.hasobject:
         return value.tobytes()
     return (id(value), len(value)) if isinstance(value, (*_SEQUENCES, *_SETS, dict)) else id(value)
+
+
+@contextmanager
+def installed_attributes(
+    owners: Mapping[str, dict[str, Any]], values: Mapping[Place, Kept] | None = None
+) -> Iterator[None]:
+    """A block in which attributes have copies of `values`; afterwards they are what they were.
+
+    Args:
+        owners: see `owners_of`.
+        values: of all attributes; None for those of now.
+    """
+    before = {path: dict(held) for path, held in owners.items()}
+    now = keep(owners)
+    values = now if values is None else values
+    try:
+        for path, key in now:
+            if (path, key) in values:
+                owners[path][key] = copy_value(values[path, key].value)
+            else:
+                del owners[path][key]
+        for (path, key), kept in values.items():
+            if path in owners and key not in owners[path]:
+                owners[path][key] = copy_value(kept.value)
+        yield
+    finally:
+        for path, held in owners.items():
+            for key in held.keys() - before[path].keys():
+                del held[key]
+            held.update(before[path])
 
 
 def _storages(owners: Mapping[str, dict[str, Any]]) -> set[int]:

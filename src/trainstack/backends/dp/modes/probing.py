@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainstack.backends.dp.modes.base import full_float32
+from trainstack.backends.dp.plain_state import installed_attributes, owners_of
 from trainstack.backends.generator_search import find_generators
 from trainstack.backends.generators import get_generator_state, set_generator_state
 
@@ -48,7 +49,7 @@ class RandomStates:
 def deterministic_forward(module: nn.Module) -> Iterator[RandomStates]:
     """Dropout does nothing, noise is constant and float32 is not rounded to TF32.
 
-    Parameters, buffers, states of random generators and precisions are put back at the end.
+    Parameters, buffers, plain attributes, states of random generators and precisions are put back at the end.
 
     Yields:
         The states of the generators, for what draws from them all the same.
@@ -56,7 +57,7 @@ def deterministic_forward(module: nn.Module) -> Iterator[RandomStates]:
     kept = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
     states = RandomStates(module)
     try:
-        with full_float32(), DisableRandomness():
+        with full_float32(), DisableRandomness(), installed_attributes(owners_of(module)):
             yield states
     finally:
         states.restore()
@@ -174,8 +175,12 @@ class WriteDetector:
 
 
 def _fingerprint(tensor: Tensor | None) -> tuple[int, int, int] | None:
-    # torch 2.13.0: `_version` counts writes in place
-    return None if tensor is None else (id(tensor), tensor.data_ptr(), tensor._version)
+    if tensor is None:
+        return None
+    try:
+        return id(tensor), tensor.data_ptr(), tensor._version  # torch 2.13.0: counts writes in place
+    except RuntimeError:  # a tensor of records under `vmap` has no memory
+        return id(tensor), 0, 0
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

@@ -24,6 +24,7 @@ from trainstack.backends.dp.modes.probing import (
     plain_attributes,
 )
 from trainstack.backends.dp.modes.vmap import VmapMode
+from trainstack.backends.dp.plain_state import installed_attributes, owners_of
 from trainstack.backends.dp.torch_names import BATCH_NORMS
 from trainstack.backends.losses import loss_item
 from trainstack.errors import ConfigurationError, ModuleContractError, PrivacyError
@@ -215,7 +216,8 @@ class ModeVerifier:
         """
         mode = kind(self._module, self._trained, clipper)
         try:
-            self._try(mode)
+            with installed_attributes(owners_of(self._module)):  # a trial under `vmap` leaves tensors that are gone
+                self._try(mode)
         except Exception as error:
             mode.close()
             if isinstance(error, PrivacyError):  # which ends a run once it has begun
