@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
-
-if TYPE_CHECKING:  # most runs are not private
-    from trainstack.backends.dp.budget import Accountant
 
 
 class TrainedBefore:
@@ -21,16 +18,16 @@ class TrainedBefore:
 
     def __init__(self) -> None:
         # by id, since tensors compare their elements
-        self._accountants: dict[int, tuple[weakref.ref[Tensor], Accountant | None]] = {}
+        self._accountants: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
 
-    def note(self, parameters: Iterable[Tensor], accountant: Accountant | None) -> None:
+    def note(self, parameters: Iterable[Tensor], accountant: Any) -> None:
         """`accountant` charges steps that change `parameters`; None if they are not private."""
         for parameter in parameters:
             key = id(parameter)
             reference = weakref.ref(parameter, lambda _, key=key: self._accountants.pop(key, None))  # type: ignore[misc]
             self._accountants[key] = (reference, accountant)
 
-    def find(self, parameters: Iterable[Tensor]) -> list[Accountant | None]:
+    def find(self, parameters: Iterable[Tensor]) -> list[Any]:
         """Those of the runs that trained some of `parameters`, each once."""
         found = (self._accountants.get(id(parameter)) for parameter in parameters)
         return list({id(entry[1]): entry[1] for entry in found if entry is not None}.values())

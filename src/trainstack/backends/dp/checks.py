@@ -21,6 +21,7 @@ from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, check
 from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.base import GradientMode, Run, rows_of
 from trainstack.backends.dp.modes.probing import NoAutocast, deterministic_forward
+from trainstack.backends.dp.plain_state import installed_attributes, owners_of
 from trainstack.backends.dp.sampling import check_records
 from trainstack.backends.dp.torch_names import BATCH_NORMS, INSTANCE_NORMS, pytree
 from trainstack.backends.single_process import move_to_device
@@ -267,7 +268,7 @@ def _clipped_sum(mode: GradientMode, run: Run, data: TrainingSet, index: Tensor,
     mode.clipper = FlatClipper(limit)
     batch = move_to_device(data.fetch(index), mode.trained[0].device)
     check_records(batch, len(index))
-    with deterministic_forward(mode.module) as states:
+    with deterministic_forward(mode.module) as states, installed_attributes(owners_of(mode.module)):
         if mode.one_by_one:
             for i in range(len(index)):
                 states.restore()  # with the same random numbers, however many records come before it

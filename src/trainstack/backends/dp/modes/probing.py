@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainstack.backends.dp.modes.base import full_float32
-from trainstack.backends.dp.plain_state import installed_attributes, owners_of
 from trainstack.backends.generator_search import find_generators
 from trainstack.backends.generators import get_generator_state, set_generator_state
 
@@ -49,7 +48,7 @@ class RandomStates:
 def deterministic_forward(module: nn.Module) -> Iterator[RandomStates]:
     """Dropout does nothing, noise is constant and float32 is not rounded to TF32.
 
-    Parameters, buffers, plain attributes, states of random generators and precisions are put back at the end.
+    Parameters, buffers, states of random generators and precisions are put back at the end.
 
     Yields:
         The states of the generators, for what draws from them all the same.
@@ -57,7 +56,7 @@ def deterministic_forward(module: nn.Module) -> Iterator[RandomStates]:
     kept = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
     states = RandomStates(module)
     try:
-        with full_float32(), DisableRandomness(), installed_attributes(owners_of(module)):
+        with full_float32(), DisableRandomness():
             yield states
     finally:
         states.restore()
