@@ -110,10 +110,13 @@ def test_no_other_copy_is_without_a_wait() -> None:
 # --- float64, which MPS does not have
 
 ON_HOST = {
-    "auditing/canaries.py": 1,  # behind .cpu()
+    "auditing/canaries.py": 3,  # behind .cpu(), and of Python numbers
     "auditing/canary_bounds.py": 1,  # of Python numbers
     "auditing/mechanism_probes.py": 2,  # masks on the host
+    "auditing/module_audit.py": 1,  # behind .cpu()
     "backends/dp/checks.py": 3,  # a name, behind .cpu(), and of Python numbers
+    "backends/dp/random_functions.py": 1,  # behind .cpu()
+    "backends/dp/record_streams.py": 2,  # of float64 numbers alone
     "backends/processes/communicator.py": 1,  # bytes that gloo has received on the host
     "backends/processes/reducer.py": 1,  # a name
     "checkpointing/difference.py": 1,  # two files

@@ -102,7 +102,7 @@ class _ReadyRun:
         self._stack.clip(self.work)
         trained = [p for p in self.work.optimized_params if p.grad is not None]
         factor = self._batch / norm
-        return [factor * p.grad.detach().double().cpu().flatten() for p in trained]
+        return [factor * p.grad.detach().cpu().double().flatten() for p in trained]
 
 
 @contextmanager

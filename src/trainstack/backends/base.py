@@ -88,6 +88,7 @@ class TrainerBackend(ABC):
         joins_processes: whether the layer lets several processes train together.
         configured_by: the classes of the fields of `TrainerArguments` that configure the layer, each with the parameter
             of the constructor that takes the field.
+        rank_zero_state: keys of the layer's state that rank 0 alone has, or has in its own way.
         requires_state: refuse to go on from a checkpoint without the state of this layer, such as a privacy
             accountant's.
     """
@@ -108,6 +109,7 @@ class TrainerBackend(ABC):
     hides_records: bool = False
     public_validation: bool = False
     released_metrics: tuple[str, ...] = ()
+    rank_zero_state: ClassVar[frozenset[str]] = frozenset()
     requires_state: ClassVar[bool] = False
     _runner: LoopRunner | None = None
     _owner: weakref.ref[Any] | None = None

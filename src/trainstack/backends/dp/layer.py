@@ -58,6 +58,7 @@ class DP(AbstractTrainerBackendDecorator):
     private: ClassVar[bool] = True
     bounds_gradients: ClassVar[bool] = True
     configured_by: ClassVar[Mapping[type, str]] = {DifferentialPrivacyArguments: "args"}
+    rank_zero_state: ClassVar[frozenset[str]] = frozenset({"ledger"})
     requires_state: ClassVar[bool] = True
 
     def __init__(

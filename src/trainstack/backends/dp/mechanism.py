@@ -197,8 +197,9 @@ class Mechanism:
         self.accountant.settle()
         clipper = self.mode.clipper
         limit = clipper.limit if isinstance(clipper, AdaptiveClipper) else None
-        state = {"accountant": self.accountant.get_state(), "released": self._released, "clipping_norm": limit}
-        state |= {"unused_steps": self._unused_steps}
+        account = self.accountant.get_state()
+        state = {"ledger": account.pop("ledger", None), "accountant": account, "released": self._released}
+        state |= {"clipping_norm": limit, "unused_steps": self._unused_steps}
         return {**state, "telemetry": self.telemetry.get_state()} if self.telemetry.is_observing else state
 
     def update_state(self, state: Mapping[str, Any]) -> None:
@@ -212,7 +213,8 @@ class Mechanism:
                 "the checkpoint does not tell what privacy its training has cost, so it cannot be accounted for. "
                 "Resume from a checkpoint of a private run."
             )
-        self._account(lambda: self.accountant.update_state(state["accountant"]))
+        account = {**state["accountant"], "ledger": state.get("ledger")}
+        self._account(lambda: self.accountant.update_state(account))
         self._released = self._released_before = int(state["released"])
         self._unused_steps = int(state.get("unused_steps", 0))
         self.telemetry.update_state(state.get("telemetry", {}))

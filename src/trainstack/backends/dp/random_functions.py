@@ -109,23 +109,29 @@ def _randint(source: NumberSource, func: Any, *args: Any, **kwargs: Any) -> Tens
     bounds = [value for value in args[skipped:] if isinstance(value, int)]
     bounds += [kwargs[name] for name in ("low", "high") if name in kwargs]
     low, high = bounds if len(bounds) > 1 else (0, bounds[0])
-    return (low + (source.uniform(found.double()) * (high - low)).floor()).to(found.dtype)
+    return (low + (source.uniform(_on_host(found)) * (high - low)).floor()).to(found)
 
 
 def _randperm(source: NumberSource, func: Any, *args: Any, **kwargs: Any) -> Tensor:
     found = func(*args, **kwargs)
-    order: Tensor = source.uniform(found.double()).argsort(-1)
-    return order.to(found.dtype)
+    order: Tensor = source.uniform(_on_host(found)).argsort(-1)
+    return order.to(found)
+
+
+def _on_host(values: Tensor) -> Tensor:
+    """float64, which MPS does not have."""
+    return values.detach().cpu().double()
 
 
 def _multinomial(
     source: NumberSource, func: Any, input: Tensor, num_samples: int, replacement: bool = False, **kwargs: Any
 ) -> Tensor:
-    chances = input.detach().double().log()
+    chances = _on_host(input).log()
     if not replacement:  # the first of exponential waiting times
-        return (chances - (-torch.log1p(-source.uniform(chances))).log()).topk(num_samples, -1).indices
+        found = (chances - (-torch.log1p(-source.uniform(chances))).log()).topk(num_samples, -1).indices
+        return found.to(input.device)
     chances = chances.unsqueeze(-2).expand(*chances.shape[:-1], num_samples, chances.shape[-1])
-    return (chances - (-torch.log1p(-source.uniform(chances))).log()).argmax(-1)
+    return (chances - (-torch.log1p(-source.uniform(chances))).log()).argmax(-1).to(input.device)
 
 
 def _normal_(source: NumberSource, func: Any, self: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
@@ -150,7 +156,7 @@ def _random_(source: NumberSource, func: Any, self: Tensor, *bounds: int, **name
     bounds = tuple(named[name] for name in ("from", "to") if name in named) or bounds
     largest = 2**24 if self.is_floating_point() else min(torch.iinfo(self.dtype).max, 2**53)
     low, high = bounds if len(bounds) > 1 else (0, bounds[0] if bounds else largest)
-    return self.copy_((low + (source.uniform(self.detach().double()) * (high - low)).floor()).to(self.dtype))
+    return self.copy_((low + (source.uniform(_on_host(self)) * (high - low)).floor()).to(self.dtype))
 
 
 def _log_normal_(

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from trainstack.backends import TrainerBackend
 from trainstack.checkpointing import Checkpoint
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.context import RunContext
@@ -129,10 +130,20 @@ def _without_buffers(part: Part, context: RunContext) -> tuple[Part, Part]:
     return rest, buffers
 
 
-def comparable(states: Mapping[str, Any]) -> dict[str, Any]:
-    """`states` without what the trainer notes of its callbacks, such as how they were made, perhaps by rank."""
-    own = {key: state for key, state in states.get(CALLBACKS, {}).items() if key != OWN}
-    return {**states, **({CALLBACKS: own} if CALLBACKS in states else {})}
+def comparable(states: Mapping[str, Any], stack: TrainerBackend) -> dict[str, Any]:
+    """`states` without those of rank 0 alone.
+
+    These are what the trainer notes of its callbacks, such as how they were made, perhaps by rank, and what layers call
+    `rank_zero_state`.
+    """
+    found = dict(states)
+    if CALLBACKS in states:
+        found[CALLBACKS] = {key: state for key, state in states[CALLBACKS].items() if key != OWN}
+    for layer in stack.layers() if LAYERS in states else ():
+        if layer.rank_zero_state and layer.name in states[LAYERS]:
+            own = {key: value for key, value in states[LAYERS][layer.name].items() if key not in layer.rank_zero_state}
+            found[LAYERS] = {**found[LAYERS], layer.name: own}
+    return found
 
 
 def _trees_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -211,7 +222,7 @@ def _with_fresh_differences(checkpoint: Checkpoint, context: RunContext, wanted:
     module, trees = context.module, _trees_of(checkpoint)
     known = (*module.parameters(), *module.buffers())
     _, places = divide_by_rank(
-        context.world.comm, comparable({name: states[name] for name in states if name in wanted}), known
+        context.world.comm, comparable({name: states[name] for name in states if name in wanted}, context.stack), known
     )
     if not places:
         return checkpoint

@@ -537,7 +537,7 @@ def _states_of(context: RunContext, *, by_rank: bool) -> tuple[dict[str, Any], l
     }
     if not by_rank:
         return states, None, []
-    parts, places = divide_by_rank(context.world.comm, comparable(states), context.module.parameters())
+    parts, places = divide_by_rank(context.world.comm, comparable(states, context.stack), context.module.parameters())
     names = [describe_place(place) for place in places]
     buffers = {name for name, _ in context.module.named_buffers()} & {p[-1] for p in places if p[0] == MODULE}
     if buffers and not context.said_of_buffers:
