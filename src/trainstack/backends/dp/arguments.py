@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from os import PathLike
+from pathlib import Path
 from typing import ClassVar
 
 from trainstack._keywords import SuggestsNames
@@ -122,7 +122,7 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
     public_validation: bool = False
     log_train_loss: bool = False
     allow_plan_change: bool = False
-    ledger: str | PathLike[str] | None = None
+    ledger: str | Path | None = None
     ledger_budget: float | None = None
     dataset_name: str | None = None
     init_weights_are_public: bool = False

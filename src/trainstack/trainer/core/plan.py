@@ -105,16 +105,15 @@ class TrainingPlan:
         """
         if train_batch_size % world_size and not is_sampled:
             lower = train_batch_size - train_batch_size % world_size
-            choices = [str(b) for b in (lower, lower + world_size) if b > 0]
+            choices = " or ".join(str(b) for b in (lower, lower + world_size) if b > 0)
             raise ConfigurationError(
                 f"train_batch_size={train_batch_size} cannot be divided among {world_size} processes: it is the "
-                f"number of samples a step over all of them. Write train_batch_size={' or '.join(choices)}."
+                f"number of samples a step over all of them. Write train_batch_size={choices}."
             )
         process_batch = -(-train_batch_size // world_size)
         accumulation, micro = split_evenly(process_batch, gpu_batch_size_limit)
         lengths = _lengths(dataset_length, loader_length, train_batch_size, micro, accumulation * world_size, drop_last)
-        steps = lengths["steps_per_epoch"]
-        if steps is not None and max_steps_per_epoch is not None:
+        if (steps := lengths["steps_per_epoch"]) is not None and max_steps_per_epoch is not None:
             steps = lengths["steps_per_epoch"] = min(steps, max_steps_per_epoch)
         max_steps, epochs = _limited(max_steps, steps, epochs)
         return cls(

@@ -105,7 +105,6 @@ class TrainingData:
         seed: of the order.
         log: for warnings about the order of the data.
         public_dataset_size: how long the plan takes a data set to be, where the true length is private.
-        is_sampled: whether each step draws a sample of random size.
         streams: of samples and loaders in a private run; None for those of `seed`.
 
     Attributes:
@@ -129,11 +128,10 @@ class TrainingData:
         seed: int,
         log: RunLogger,
         public_dataset_size: int | None = None,
-        is_sampled: bool = False,
         streams: RandomStreams | None = None,
     ) -> None:
         self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
-        self._public_dataset_size, self._is_sampled = public_dataset_size, is_sampled
+        self._public_dataset_size, self._is_sampled = public_dataset_size, streams is not None
         self._sample_seed: Seed = seed if streams is None else streams
         self._fast_paths = fast_paths_enabled(args.fast_paths)
         self._custom_order_logged = self._lengths_differ_logged = self._choice_logged = False

@@ -138,8 +138,8 @@ class Run:
         check_signatures(module, self.log, context.val_step)
         self._streams = streams = self.stack.random_streams(world)
         with isolated_rng(streams or mix(state.seed), world.device):
-            records, is_sampled = self.stack.public_dataset_size, self.stack.is_private
-            self.data = TrainingData(module, args, world, state.seed, self.log, records, is_sampled, streams)
+            records = self.stack.public_dataset_size
+            self.data = TrainingData(module, args, world, state.seed, self.log, records, streams)
         self._saves = context.checkpointer.is_due(0, force=True)
         self._hash_samples()
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
