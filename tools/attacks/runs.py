@@ -220,7 +220,7 @@ def play(kind: Kind, records: Any, settings: Settings) -> Outcome:
             trainer = ts.Trainer(module, _arguments(kind, settings, folder), callbacks=list(kind.callbacks()))
             trainer.train()
             statement = trainer.privacy_statement()
-        except (ts.PrivacyError, RuntimeError) as error:  # torch refuses some code by itself, and releases nothing
+        except (ts.PrivacyError, RuntimeError, ValueError) as error:  # torch refuses some code itself; nothing is released
             refused = str(error)
         finally:
             if trainer is not None:
@@ -281,7 +281,7 @@ def never_drawn(record: int) -> Iterator[list[int]]:
     def draw(self: PoissonSampling, step: int) -> Draw:
         drawn = real(self, step)
         kept = drawn.local[drawn.local != record]
-        if len(kept) < len(drawn.local):
+        if len(kept) < len(drawn.local) and step not in steps:  # a step may ask for its sample again
             steps.append(step)
         return Draw(local=kept, total=drawn.total - (len(drawn.local) - len(kept)))
 
