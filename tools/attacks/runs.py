@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainstack as ts
+from trainstack.backends.dp import setup
 from trainstack.backends.dp.randomness import DebugRandomness
 from trainstack.backends.dp.sampling import PoissonSampling
 from trainstack.backends.workload import Draw
@@ -220,7 +221,11 @@ def play(kind: Kind, records: Any, settings: Settings) -> Outcome:
             trainer = ts.Trainer(module, _arguments(kind, settings, folder), callbacks=list(kind.callbacks()))
             trainer.train()
             statement = trainer.privacy_statement()
-        except (ts.PrivacyError, RuntimeError, ValueError) as error:  # torch refuses some code itself; nothing is released
+        except (
+            ts.PrivacyError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # torch refuses some code itself; nothing is released
             refused = str(error)
         finally:
             if trainer is not None:
@@ -264,6 +269,13 @@ def _arguments(kind: Kind, settings: Settings, folder: str) -> Any:
         handle_signals=False,
         checkpointer_args=ts.DefaultCheckpointerArguments(checkpoint=False),
     )
+
+
+@contextmanager
+def unprobed() -> Iterator[None]:
+    """Leave out the comparison of neighbours before training, which takes half of a short run."""
+    with mock.patch.object(setup, "neighbour_problems", lambda *_: ()):
+        yield
 
 
 @contextmanager
