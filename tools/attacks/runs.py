@@ -225,7 +225,7 @@ def play(kind: Kind, records: Any, settings: Settings) -> Outcome:
             ts.PrivacyError,
             RuntimeError,
             ValueError,
-        ) as error:  # torch refuses some code itself; nothing is released
+        ) as error:  # torch refuses some code itself
             refused = str(error)
         finally:
             if trainer is not None:
@@ -274,7 +274,7 @@ def _arguments(kind: Kind, settings: Settings, folder: str) -> Any:
 @contextmanager
 def unprobed() -> Iterator[None]:
     """Leave out the comparison of neighbours before training, which takes half of a short run."""
-    with mock.patch.object(setup, "neighbour_problems", lambda *_: ()):
+    with mock.patch.object(setup, "neighbour_problems", return_value=()):
         yield
 
 
