@@ -4,6 +4,7 @@
     make attacks ARGS="--guesses 0"          the sums only
     make attacks ARGS="--kinds dropout 'class weights'"
     make attacks ARGS="--short"              the kinds and numbers of `make test`
+    make attacks ARGS="--results FILE"       keep finished rows in a file; another call takes them from there
 
 A kind passes if it is refused before the first step, or states that it guarantees nothing, or if two things hold: with
 the random numbers of each record fixed, one record moves the sum of clipped gradients by C (1 + 1e-3) at most, and by
@@ -14,9 +15,13 @@ than the stated guarantee allows but in one game of a thousand. The exit status 
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 from tools.attacks import published, user_losses, user_randomness, user_state
 from tools.attacks.guessing import Game, Verdict, game_of, play_game
@@ -57,26 +62,47 @@ def attack(kind: Kind, guesses: int, *, short: bool = False) -> tuple[Influence,
     return influence, play_game(game_of(kind), guesses) if guesses and trains else None
 
 
-def run(kinds: Sequence[Kind], games: Sequence[Game], guesses: int, *, short: bool) -> list[str]:
+def _play_alone(game: Game, guesses: int) -> tuple[None, Verdict]:
+    return None, play_game(game, game.guesses or guesses)
+
+
+def run(
+    kinds: Sequence[Kind], games: Sequence[Game], guesses: int, *, short: bool, results: Path | None = None
+) -> list[str]:
     """Attack all of them, and print a row for each.
+
+    Args:
+        kinds, games: what to attack.
+        guesses: of each game.
+        short: leave out half of the neighbours.
+        results: where finished rows are kept, one JSON list a line; those of a former call are printed again.
 
     Returns:
         The names of those that failed.
     """
     print(_line((*HEAD, "")), flush=True)
+    lines = results.read_text().splitlines() if results is not None and results.exists() else []
+    kept: dict[str, tuple[str, bool]] = {name: (row, holds) for name, row, holds in map(json.loads, lines)}
     failed = []
+
+    def show(name: str, play: Callable[[], tuple[Influence | None, Verdict | None]]) -> None:
+        if name not in kept:
+            began = time.monotonic()
+            influence, verdict = play()
+            row = _row(name, influence, verdict, time.monotonic() - began)
+            kept[name] = row, all(part is None or part.holds for part in (influence, verdict))
+            if results is not None:
+                with results.open("a") as file:
+                    file.write(json.dumps([name, *kept[name]]) + "\n")
+        row, holds = kept[name]
+        print(row, flush=True)
+        if not holds:
+            failed.append(name)
+
     for kind in kinds:
-        began = time.monotonic()
-        influence, verdict = attack(kind, guesses, short=short)
-        print(_row(kind.name, influence, verdict, time.monotonic() - began), flush=True)
-        if not influence.holds or (verdict is not None and not verdict.holds):
-            failed.append(kind.name)
+        show(kind.name, partial(attack, kind, guesses, short=short))
     for game in games if guesses else ():
-        began = time.monotonic()
-        verdict = play_game(game, guesses)
-        print(_row(game.kind.name, None, verdict, time.monotonic() - began), flush=True)
-        if not verdict.holds:
-            failed.append(game.kind.name)
+        show(game.kind.name, partial(_play_alone, game, guesses))
     attacked = len(kinds) + (len(games) if guesses else 0)
     print(f"{attacked - len(failed)} of {attacked} passed" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return failed
@@ -88,7 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--guesses", type=int, help=f"of each game; {GUESSES} by default")
     parser.add_argument("--kinds", nargs="+", help="only those whose names contain one of these")
     parser.add_argument("--short", action="store_true", help="the kinds, pairs and guesses of `make test`")
+    parser.add_argument("--results", type=Path, help="keep finished rows in this file, and take them from there")
     given = parser.parse_args(arguments)
+    logging.getLogger("trainstack").addHandler(logging.NullHandler())  # the table has the modes and refusals
     kinds = [kind for kind in KINDS if kind.short or not given.short]
     games = list(published.games(short=given.short))
     if given.kinds:
@@ -97,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not kinds and not games:
             parser.error(f"--kinds {' '.join(given.kinds)}: no name contains one of these")
     guesses = given.guesses if given.guesses is not None else SHORT_GUESSES if given.short else GUESSES
-    return 1 if run(kinds, games, guesses, short=given.short) else 0
+    return 1 if run(kinds, games, guesses, short=given.short, results=given.results) else 0
 
 
 if __name__ == "__main__":

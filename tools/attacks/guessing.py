@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from scipy import stats
 
 from tools.attacks.neighbours import caveats
-from tools.attacks.runs import Kind, Outcome, Settings, make_records, play
+from tools.attacks.runs import Kind, Outcome, Settings, make_records, play, unprobed
 from trainstack.auditing.canary_bounds import privacy_profile
 
 ERROR = 1e-3
@@ -57,6 +58,11 @@ class Game:
     settings: Settings
     data: Callable[[bool], Any]
     prepare: Callable[[Game], Callable[[Outcome], bool] | None]
+    guesses: int | None = None
+    """How often it is played, where the attack names a number."""
+    probe_each: bool = True
+    """Whether each run compares neighbours before it trains, which takes half of a short run. Otherwise the runs of
+    `prepare` do, with the record and without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +106,8 @@ def play_game(game: Game, guesses: int) -> Verdict:
     right, outcome = 0, None
     for _ in range(guesses):
         present = bool(secrets.randbits(1))
-        outcome = play(game.kind, game.data(present), game.settings)
+        with nullcontext() if game.probe_each else unprobed():
+            outcome = play(game.kind, game.data(present), game.settings)
         if outcome.refused is not None:
             return Verdict(outcome="refused", reason=outcome.refused)
         if outcome.statement.epsilon is None or (notes := caveats(outcome, game.settings)):
@@ -136,6 +143,7 @@ def game_of(kind: Kind) -> Game:
         settings=SETTINGS,
         data=lambda present: records if present else records.without(TARGET),
         prepare=nearest_run,
+        probe_each=False,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from tools.attacks.runs import (
     never_drawn,
     play,
     seed_with,
+    unprobed,
 )
 
 TOLERANCE = 1e-3
@@ -135,15 +137,16 @@ def _pairs(kind: Kind, settings: Settings, short: bool) -> Iterator[Pair]:
     records = make_records(settings.dataset_size, RARE)
     everywhere = settings.batch == settings.dataset_size
     whole = play(kind, records, settings)
-    for index in () if short and not everywhere else (RARE, 0):
-        with never_drawn(index) as steps:
-            other = play(kind, records, settings)
-        yield whole, other, dict.fromkeys(steps, 1.0), settings
-    if not (short and everywhere):
-        other = play(kind, records.replaced(RARE, by=0), settings)
-        yield whole, other, 2.0 if everywhere else {_STEP: 2.0}, settings
-    if everywhere and not short:  # in a dataset that really lacks the last record, all others keep their indices
-        yield whole, play(kind, records.without(len(records) - 1), settings), 1.0, settings
+    with unprobed() if short else nullcontext():  # the run before has compared neighbours
+        for index in (RARE, 0) if not short else (RARE,) if everywhere else ():
+            with never_drawn(index) as steps:
+                other = play(kind, records, settings)
+            yield whole, other, dict.fromkeys(steps, 1.0), settings
+        if not (short and everywhere):
+            other = play(kind, records.replaced(RARE, by=0), settings)
+            yield whole, other, 2.0 if everywhere else {_STEP: 2.0}, settings
+        if everywhere and not short:  # in a dataset that lacks the last record, all others keep their indices
+            yield whole, play(kind, records.without(len(records) - 1), settings), 1.0, settings
 
 
 def _compare(first: Outcome, second: Outcome, allowed: dict[int, float] | float, settings: Settings) -> dict[str, Any]:

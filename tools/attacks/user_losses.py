@@ -129,7 +129,7 @@ class _CheckpointedDropout(UserModule):
         return nn.functional.cross_entropy(outputs, batch[1])
 
 
-class _LoRA(nn.Module):
+class _LoRALayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(FEATURES, CLASSES).requires_grad_(False)
@@ -142,7 +142,7 @@ class _LoRA(nn.Module):
 
 class _LoRA(UserModule):
     def make_net(self) -> nn.Module:
-        return _LoRA()
+        return _LoRALayer()
 
 
 class _WeightNorm(UserModule):
@@ -181,7 +181,7 @@ KINDS = (
     Kind(name="gradient checkpointing", module=_GradientCheckpointing, must_train=True, short=True),
     Kind(name="checkpointing with dropout", module=_CheckpointedDropout),
     Kind(name="LoRA", module=_LoRA, must_train=True),
-    Kind(name="_LoRA with EMA", module=_LoRA, callbacks=lambda: [ts.callbacks.EMA(0.9)], must_train=True),
+    Kind(name="LoRA with EMA", module=_LoRA, callbacks=lambda: [ts.callbacks.EMA(0.9)], must_train=True),
     Kind(name="weight_norm", module=_WeightNorm, must_train=True),
     Kind(name="spectral_norm", module=_SpectralNorm),
     Kind(name="compiled part", module=_Compiled, must_train=True),

@@ -112,7 +112,9 @@ def _ready_run(module: Any, args: Any, **private: Any) -> Iterator[_ReadyRun]:
 
     training = {part: part.training for part in module.modules()}
     with tempfile.TemporaryDirectory() as folder:
-        changed = replace(args.differential_privacy_args, on_unsafe="report", **private)
+        # whatever the weights have seen is no part of these runs
+        private = {"on_unsafe": "report", "init_weights_are_public": True, **private}
+        changed = replace(args.differential_privacy_args, **private)
         quiet = replace(args, output_dir=folder, resume=False, writers=(), differential_privacy_args=changed)
         trainer = Trainer(module, quiet)
         try:

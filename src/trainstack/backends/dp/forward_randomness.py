@@ -174,7 +174,7 @@ class ForwardRandomness:
             return run(model, batch)
 
     def discard(self) -> None:
-        """The step under way was broken off and begins again."""
+        """The step under way has ended, or was broken off and begins again."""
         self._step = self._done = 0
 
     def __enter__(self) -> None:

@@ -65,7 +65,8 @@ class Mechanism:
     ) -> None:
         self.args, self.accountant, self.mode, self.sampling = args, accountant, mode, sampling
         self._randomness, self._world = randomness, world
-        self._released = self._released_before = self._unused_steps = 0
+        self._released = self._unused_steps = 0
+        self._trains = False
         self.notes: tuple[str, ...] = ()
         self.on_begin: Callable[[], None] = lambda: None
         self._forward_randomness = forward_randomness
@@ -143,9 +144,8 @@ class Mechanism:
             PrivacyBudgetError: the step would exceed the budget; nothing is released.
         """
         self.check_parameters(work)
+        self._forward_randomness.discard()  # an audit makes the same step again
         self.accountant.charge()
-        if self._released == self._released_before:
-            trained_before.note(self.mode.trained, self.accountant)
         self._released += 1
         self._unused_steps = max(0, self._unused_steps - 1)
         flat, released = self.mode.pop_flat_sums(), self.telemetry.pop_sums(self.mode.trained[0].device)
@@ -165,6 +165,12 @@ class Mechanism:
         self.telemetry.release(flat[size:])
         norm: Tensor = torch.linalg.vector_norm(gradient)
         return norm
+
+    def note_training(self) -> None:
+        """The optimizers are about to change the parameters. An audit releases steps, and changes nothing."""
+        if not self._trains:
+            trained_before.note(self.mode.trained, self.accountant)
+            self._trains = True
 
     def _noise(self, count: int, device: torch.device) -> Tensor:
         """Of standard deviation sigma times the joint sensitivity of gradients and telemetry, whose numbers are last.
@@ -215,7 +221,7 @@ class Mechanism:
             )
         account = {**state["accountant"], "ledger": state.get("ledger")}
         self._account(lambda: self.accountant.update_state(account))
-        self._released = self._released_before = int(state["released"])
+        self._released = int(state["released"])
         self._unused_steps = int(state.get("unused_steps", 0))
         self.telemetry.update_state(state.get("telemetry", {}))
         if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
