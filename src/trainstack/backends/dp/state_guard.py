@@ -42,7 +42,7 @@ class StateGuard:
         self._step = 0
 
     def _note_attributes(self, names: object) -> None:
-        self._mechanism.note(f"what changed {names} in the course of training")
+        self._mechanism.note(f"changes of {names} during training")
 
     def begin_step(self, step: int) -> None:
         """A micro-batch of global step `step` is about to be run.
