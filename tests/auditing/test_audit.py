@@ -264,12 +264,16 @@ def private_run(folder: Path, **changes: Any) -> ts.TrainerArguments:
 def test_a_module_whose_records_count_alone_is_not_blamed_and_left_as_it_was(tmp_path: Path) -> None:
     module = Classifier(numbers(64))
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    report = audit_module(module, private_run(tmp_path), rounds=2)
+    args = private_run(tmp_path, differential_privacy_args=private(delta=1e-3, ledger=tmp_path / "data.ledger"))
+    report = audit_module(module, args, rounds=2)
     assert report.verdict == "nothing found"
     probes = [finding.probe for finding in report.findings]
     assert probes == ["neighbours", *["own records"] * 3, *["noise"] * 7, "account"]
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []  # no charge in the ledger of the dataset
+    trainer = ts.Trainer(module, args)
+    trainer.train()
+    assert trainer.privacy_statement().steps == 8, "steps of the audit have changed no weights"
 
 
 class Unrepeatable(Classifier):

@@ -56,7 +56,7 @@ class PrivacyStatement:
         status: "running" where `history` holds all planned steps, so that the figures are a bound at every moment.
         run: the id under which a ledger has the steps.
         ledger: its path or address.
-        ledger_epsilon: what all runs that charge the ledger of a dataset have spent together, at `delta`.
+        ledger_epsilon: of all runs that charge the ledger of the dataset together, at `delta`.
         before: the part of `history` that other runs on the same weights have spent.
         clippings: (noise multiplier, sampling rate, steps, how gradients were clipped) each, of this run.
         notes: further lines of the statement, as (name, text).

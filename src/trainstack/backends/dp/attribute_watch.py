@@ -183,7 +183,7 @@ class AttributeWatch:
 
     @contextmanager
     def _installed(self, values: Mapping[Place, Kept]) -> Iterator[None]:
-        """A block in which attributes have copies of `values`; afterwards they are what they were."""
+        """A block in which attributes have copies of `values`; afterwards the old values are back."""
         before = {path: dict(held) for path, held in self._owners.items()}
         try:
             for path, held in self._owners.items():

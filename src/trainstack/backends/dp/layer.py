@@ -127,6 +127,7 @@ class DP(AbstractTrainerBackendDecorator):
         Raises:
             PrivacyError: something else has changed them since the last step.
         """
+        self._ready.note_training()
         with self._state_guard.optimizer_step():
             return self.inner.step(work)
 

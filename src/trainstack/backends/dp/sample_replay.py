@@ -37,7 +37,7 @@ class SampleReplay:
     Args:
         data: with a `fetch` that seeds the global generators alike each time.
         refuse: is given the reason for which the run is not private.
-        note: is given what the guarantee does not cover.
+        note: is given a line on samples that the guarantee does not cover.
     """
 
     def __init__(self, data: TrainingSet, *, refuse: Callable[[str], None], note: Callable[[str], None]) -> None:
@@ -59,7 +59,7 @@ class SampleReplay:
         """A step is about to run its first forward pass.
 
         Raises:
-            PrivacyError: a sample is not what it was.
+            PrivacyError: a sample has changed.
         """
         self._steps += 1
         now = time.perf_counter()

@@ -64,7 +64,7 @@ def private_statement(
         grad_mode: how per-sample gradients were computed, "auto" resolved.
         world_size: processes.
         overrides: every other reason for which the guarantee does not hold.
-        not_covered: what else the guarantee does not cover.
+        not_covered: further lines on the limits of the guarantee.
         accountant: knows the ledger, how gradients were clipped before, and the initial weights.
         status: "running" where `history` has the planned steps.
         unused_steps: how many steps of `history` were planned and not taken, because the training was stopped.
@@ -149,7 +149,7 @@ def _of_account(accountant: Accountant) -> dict[str, Any]:
 
 
 def restated(statement: PrivacyStatement, ledger: SpendLedger) -> PrivacyStatement:
-    """A `statement` of a run, brought up to what the ledger has by now.
+    """A `statement` of a run, with the steps that the ledger has by now.
 
     Raises:
         PrivacyLedgerError: the ledger lacks steps of the run.
@@ -195,7 +195,7 @@ def _not_taken(statement: PrivacyStatement, since: int) -> list[Entry]:
 
 
 def ledger_words(ledger: SpendLedger, delta: float, accountant: str) -> str:
-    """What all runs that charge `ledger` have spent together, as a sentence."""
+    """The epsilon of all runs that charge `ledger` together, as a sentence."""
     runs, history = ledger.runs(), ledger.spent()
     name = ledger.dataset[0] if ledger.dataset is not None and ledger.dataset[0] else "of the ledger"
     head = f"{sum(runs.values())} steps of {len(runs)} runs on the dataset {name} ({ledger.path})"
