@@ -1,7 +1,7 @@
 """Canary records whose gradients are orthogonal, so that each one is visible in every update.
 
 The model is several tables of unlike widths with a row for each canary. The gradient of a canary is its own row in all
-tables. Before clipping its length is between 1 and 1e12 times C, after it C. The output of the private step thus shows, in
+tables. Before clipping its length is between 1 and 1e12 times C, after it C. The update of the step thus shows, in
 row i, whether canary i was in it, how much it added to each parameter, and the noise.
 """
 

@@ -189,7 +189,7 @@ def _not_taken(statement: PrivacyStatement, since: int) -> list[Entry]:
     found = Counter[tuple[float, float]]()
     for sigma, rate, steps in statement.history:
         found[sigma, rate] += steps
-    for sigma, rate, steps, *_ in (*statement.before, *statement.clippings):
+    for sigma, rate, steps in (*statement.before, *(entry[:3] for entry in statement.clippings)):
         found[sigma, rate] -= steps
     return [(*mechanism, steps - since) for mechanism, steps in found.items() if steps > since]
 
