@@ -113,7 +113,10 @@ def split(inputs, labels, train):
 def arguments(name, epsilon, output_dir, epochs=None, device="auto"):
     """How `name` is trained: within `epsilon`, or without privacy if it is None."""
     task = TASKS[name]
-    private = None if epsilon is None else DifferentialPrivacyArguments(delta=task.delta, target_epsilon=epsilon)
+    private = None
+    if epsilon is not None:
+        telemetry = {"loss": (0, 3)}  # recorded as "train/loss", with noise; otherwise there is no training loss
+        private = DifferentialPrivacyArguments(delta=task.delta, target_epsilon=epsilon, telemetry=telemetry)
     return TrainerArguments(
         backend="sp" if private is None else "sp-dp",
         differential_privacy_args=private,

@@ -10,7 +10,7 @@ import argparse
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 VARIES = "..."
 
 _NOT_ERRORS = ("AssertionError", "NotImplementedError")
+_REFUSALS = {"refuse": "PrivacyError", "_refuse": "PrivacyError"}
+"""Functions of backends/dp that raise an error with the message that they are given, or note it in the statement."""
 _QUOTED = re.compile(r"^\| `(?P<message>[^`]+)` \|", re.MULTILINE)
 _SECTION = re.compile(r"^## (?P<name>\w+)$", re.MULTILINE)
 
@@ -50,20 +52,24 @@ def messages() -> list[Message]:
     found: list[Message] = []
     for path in sorted(LIBRARY.rglob("*.py")):
         label = path.relative_to(LIBRARY).as_posix()
-        for call, function, tree in _errors_made(ast.parse(path.read_text(encoding="utf-8"))):
+        refusals = _REFUSALS if label.startswith("backends/dp/") else {}
+        for call, function, tree in _errors_made(ast.parse(path.read_text(encoding="utf-8")), refusals):
             texts = _texts(call.args[0], function, tree) if call.args else []
-            found += [Message(_name(call.func), f"{label}:{call.lineno}", text) for text in texts]
+            name = refusals.get(_name(call.func), _name(call.func))
+            found += [Message(name, f"{label}:{call.lineno}", text) for text in texts]
     return found
 
 
-def _errors_made(tree: ast.Module) -> Iterator[tuple[ast.Call, ast.AST, ast.Module]]:
-    """Each call that makes an error, with the innermost function around it."""
+def _errors_made(tree: ast.Module, refusals: Collection[str]) -> Iterator[tuple[ast.Call, ast.AST, ast.Module]]:
+    """Each call that makes an error or is one of `refusals`, with the innermost function around it."""
 
     def visit(node: ast.AST, function: ast.AST) -> Iterator[tuple[ast.Call, ast.AST, ast.Module]]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             function = node
-        if isinstance(node, ast.Call) and _name(node.func).endswith("Error") and _name(node.func) not in _NOT_ERRORS:
-            yield node, function, tree
+        if isinstance(node, ast.Call):
+            name = _name(node.func)
+            if name in refusals or (name.endswith("Error") and name not in _NOT_ERRORS):
+                yield node, function, tree
         for child in ast.iter_child_nodes(node):
             yield from visit(child, function)
 

@@ -5,7 +5,7 @@ TrainstackError
 │   ├── BackendSpecError                 the backend string is wrong
 │   ├── MissingExtraError (ImportError)  an optional package is needed and not installed
 │   ├── ApexUnavailableError             the apex that is installed, if any, has no amp that works here
-│   └── PrivacyError                     private training could not keep its promise like this
+│   └── PrivacyError                     the guarantee of a private training would not hold
 ├── ModuleContractError (TypeError)      the user's module, optimizer or loader broke its contract
 ├── NonFiniteError (ArithmeticError)     a loss or gradient became inf or nan
 ├── PeerError (RuntimeError)             another process failed
@@ -16,7 +16,7 @@ TrainstackError
     ├── CheckpointDamagedError           a file is missing, truncated or altered
     ├── CheckpointMismatchError          an intact checkpoint of something else
     ├── LeaseError                       another process owns the directory of the run
-    ├── PrivacyLedgerError               the record of what a private run spent is missing, old or damaged
+    ├── PrivacyLedgerError               the ledger of a private run is missing, old or damaged
     └── UnsupportedStateError (TypeError) a value that the format cannot hold
 
 Preempted (SystemExit)               a signal stopped the training in good order; no error
@@ -79,7 +79,11 @@ class ApexUnavailableError(ConfigurationError):
 
 
 class PrivacyError(ConfigurationError):
-    """The stated privacy would not hold; the message lists every reason, each with what to write instead."""
+    """The guarantee of a private training would not hold.
+
+    Before training the message lists every reason, each with the cure. During training it is raised when a check of
+    that step fails, such as a change of weights outside of the optimizers.
+    """
 
 
 class ModuleContractError(TrainstackError, TypeError):
@@ -114,7 +118,7 @@ class LaunchError(TrainstackError, RuntimeError):
 
 
 class PrivacyBudgetError(TrainstackError, RuntimeError):
-    """A private step would take epsilon above the budget; the step was not taken and nothing was spent."""
+    """A private step would exceed the budget of the run or of its ledger. The step was neither charged nor taken."""
 
 
 class CheckpointError(TrainstackError):
@@ -138,7 +142,7 @@ class LeaseError(CheckpointError):
 
 
 class PrivacyLedgerError(CheckpointError):
-    """The ledger of what a private run has spent is missing, older than the checkpoint, or damaged."""
+    """The ledger of a private run is missing, older than the checkpoint, damaged, or that of another dataset."""
 
 
 class UnsupportedStateError(CheckpointError, TypeError):

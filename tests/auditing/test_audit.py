@@ -264,16 +264,17 @@ def private_run(folder: Path, **changes: Any) -> ts.TrainerArguments:
 def test_a_module_whose_records_count_alone_is_not_blamed_and_left_as_it_was(tmp_path: Path) -> None:
     module = Classifier(numbers(64))
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    report = audit_module(module, private_run(tmp_path), rounds=2, records=20)
+    args = private_run(tmp_path, differential_privacy_args=private(delta=1e-3, ledger=tmp_path / "data.ledger"))
+    report = audit_module(module, args, rounds=2, records=20)
     assert report.verdict == "nothing found"
     probes = [finding.probe for finding in report.findings]
     assert probes == ["neighbours", *["own records"] * 3, *["noise"] * 7, "account"]
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert list(tmp_path.iterdir()) == []
-    run = ts.Trainer(module, private_run(tmp_path))
+    assert list(tmp_path.iterdir()) == []  # no charge in the ledger of the dataset
+    run = ts.Trainer(module, args)
     run.train()
     assert run.privacy_statement().steps == run.global_steps_finished  # the audit is not among them
-    assert audit_module(module, private_run(tmp_path), rounds=1, records=2).verdict == "nothing found"
+    assert audit_module(module, args, rounds=1, records=2).verdict == "nothing found"
 
 
 class Unrepeatable(Classifier):

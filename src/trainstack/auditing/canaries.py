@@ -1,7 +1,7 @@
 """Canary records whose gradients are orthogonal, so that each one is visible in every update.
 
 The model is several tables of unlike widths with a row for each canary. The gradient of a canary is its own row in all
-tables. Before clipping its length is between 1 and 1e12 times C, after it C. What left the private step thus shows, in
+tables. Before clipping its length is between 1 and 1e12 times C, after it C. The update of the step thus shows, in
 row i, whether canary i was in it, how much it added to each parameter, and the noise.
 """
 
@@ -97,9 +97,10 @@ class AuditedRun:
 
     @property
     def own_args(self) -> DifferentialPrivacyArguments:
-        """The settings without what belongs to the user's own data."""
+        """The settings without options about the user's own data."""
         telemetry = {name: values for name, values in self.args.telemetry.items() if name in ("loss", "grad_norm")}
-        return replace(self.args, dataset_size=None, sample_rate=None, max_epsilon=None, telemetry=telemetry)
+        own = self.args.without_ledger()
+        return replace(own, dataset_size=None, sample_rate=None, max_epsilon=None, telemetry=telemetry)
 
     def without_noise(self) -> AuditedRun:
         """The same run, but for noise and budget."""

@@ -107,14 +107,13 @@ class _ReadyRun:
 
 @contextmanager
 def _ready_run(module: Any, args: Any, **private: Any) -> Iterator[_ReadyRun]:
-    """A run with other privacy settings, in a folder of its own; the module is left as it was."""
+    """A run with other privacy settings in a temporary folder. The module is not changed."""
     from trainstack.trainer import Trainer
 
     training = {part: part.training for part in module.modules()}
     with tempfile.TemporaryDirectory() as folder:
-        # whatever the weights have seen is no part of these runs
-        private = {"on_unsafe": "report", "init_weights_are_public": True, **private}
-        changed = replace(args.differential_privacy_args, **private)
+        own = args.differential_privacy_args.without_ledger()  # an audit is no use of the data
+        changed = replace(own, **{**private, "on_unsafe": "report", "init_weights_are_public": True})
         quiet = replace(args, output_dir=folder, resume=False, writers=(), differential_privacy_args=changed)
         trainer = Trainer(module, quiet)
         try:
@@ -198,7 +197,7 @@ def _release(module: Any, args: Any) -> Iterator[Finding]:
 
 
 def _problems(module: Any, args: Any) -> tuple[str, ...]:
-    """What one preparation of the run has against it."""
+    """The reasons for which one preparation refuses the run."""
     with _ready_run(module, args, debug_seed=None) as run:
         overrides: tuple[str, ...] = run.statement.overrides
     return overrides

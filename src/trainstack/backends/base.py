@@ -213,7 +213,7 @@ class TrainerBackend(ABC):
     def on_chosen_stop(self, steps_left: int) -> None:  # noqa: B027 - most layers have nothing to do
         """Called on all processes when code of the run has stopped the training, with so many planned steps left.
 
-        The code may have looked at metrics, so the number of steps may tell of them.
+        The code may have read metrics, so the number of steps may depend on them.
         """
 
     @property
@@ -229,7 +229,7 @@ class TrainerBackend(ABC):
     def pop_released(self, window: Window) -> Mapping[str, float]:
         """The means of the layer's `released_metrics` over the steps since the last call for this window, by name.
 
-        A layer that bounds what training reveals of a record computes them from values with noise. They may be logged.
+        A layer that bounds the influence of a record computes them from values with noise. They may be logged.
 
         Args:
             window: "interval" for the steps since the last log point, "epoch" for those of the epoch.

@@ -56,7 +56,7 @@ class PrivacyStatement:
         status: "running" where `history` holds all planned steps, so that the figures are a bound at every moment.
         run: the id under which a ledger has the steps.
         ledger: its path or address.
-        ledger_epsilon: what all runs that charge the ledger of a dataset have spent together, at `delta`.
+        ledger_epsilon: of all runs that charge the ledger of the dataset together, at `delta`.
         before: the part of `history` that other runs on the same weights have spent.
         clippings: (noise multiplier, sampling rate, steps, how gradients were clipped) each, of this run.
         notes: further lines of the statement, as (name, text).
@@ -149,17 +149,19 @@ def text_of(statement: PrivacyStatement) -> str:
         spent = f"epsilon {round_up(statement.epsilon or 0.0)}, delta {statement.delta:g}"
         lines = [f"The training is ({spent})-differentially private for {statement.unit}."]
     if statement.accountant is not None:
-        lines += [f"  {name}: {text}" for name, text in _details(statement)]
+        for name, text in _details(statement):
+            ideas = () if isinstance(text, str) else text
+            lines += [f"  {name}:" if ideas else f"  {name}: {text}", *(f"    - {idea}" for idea in ideas)]
     return "\n".join(lines)
 
 
-def _details(s: PrivacyStatement) -> list[tuple[str, str]]:
+def _details(s: PrivacyStatement) -> list[tuple[str, str | tuple[str, ...]]]:
     budget = "no budget" if s.max_epsilon is None else f"budget epsilon {s.max_epsilon:g}"
     stopped = ", which the next step would exceed" if s.stopped_by_budget else ""
     parts = "; ".join(f"noise multiplier {sigma:g} and rate {q:.6g} for {n} steps" for sigma, q, n in s.history)
     running = s.status == "running"
     taken = f"at most {s.steps} until the planned end" if running else f"{s.steps} taken"
-    found = [
+    found: list[tuple[str, str | tuple[str, ...]]] = [
         *([("Status", "running; figures count all planned steps, so that they hold now and later")] if running else []),
         ("Steps", f"{taken}, {s.planned_steps} planned; {budget}{stopped}"),
         (
@@ -168,26 +170,30 @@ def _details(s: PrivacyStatement) -> list[tuple[str, str]]:
             f"gradient clipped to {_limits(s)}, Gaussian noise: {parts or 'no step yet'}",
         ),
     ]
+    accounting: list[tuple[str, str]] = []
     if s.epsilon is not None and s.replace_one is not None:
         replaced, delta = s.replace_one
         error = f", as a rule at most {s.eps_error:g} above the truth" if s.accountant == "prv" else ""
         library = "dp_accounting" if s.accountant == "pld" else "opacus"
         found += [
-            ("Accountant", f"{s.accountant} of {library}, an upper bound{error}"),
             ("Neighbours", s.relation),
             ("One item replaced", f"epsilon {round_up(replaced)}, delta {delta:.2g}"),
-            ("Batches of a fixed order would give", f"epsilon {round_up(s.fixed_order_epsilon or 0.0)}"),
-            ("Covered", "; ".join(s.covered)),
+            ("Covered", s.covered),
         ]
-    found += [
-        ("Not covered", "; ".join(s.not_covered)),
+        accounting = [
+            ("Accountant", f"{s.accountant} of {library}, an upper bound{error}"),
+            ("Batches of a fixed order would give", f"epsilon {round_up(s.fixed_order_epsilon or 0.0)}"),
+        ]
+    return [
+        *found,
+        ("Not covered", s.not_covered),
+        *s.notes,
         ("Randomness", str(s.randomness)),
         ("Arithmetic", "the guarantee is that of real numbers; noise is drawn and added in floating point"),
-        *s.notes,
+        *accounting,
         ("Computed", f"per-sample gradients by {s.grad_mode}, processes: {s.world_size}"),
         ("Versions", ", ".join(f"{name} {version}" for name, version in s.versions)),
     ]
-    return found
 
 
 def _limits(s: PrivacyStatement) -> str:

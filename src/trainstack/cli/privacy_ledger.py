@@ -1,4 +1,4 @@
-"""`trainstack privacy statement | ledger | best-of` tells what runs on disk have spent."""
+"""`trainstack privacy statement | ledger | best-of` prints the account of runs on disk."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ OWN_LEDGER = "privacy-ledger.jsonl"
 
 def add(questions: Any) -> None:
     """Add the three questions to those of `trainstack privacy`."""
-    statement = questions.add_parser("statement", help="what a run on disk states now, also while it runs")
+    statement = questions.add_parser("statement", help="the statement of a run on disk, also while it runs")
     statement.add_argument("run_dir", metavar="RUN", help="the output_dir of the run")
     statement.set_defaults(run=_run_statement)
-    ledger = questions.add_parser("ledger", help="what all runs that charge a ledger have spent")
+    ledger = questions.add_parser("ledger", help="the account of all runs that charge a ledger")
     ledger.add_argument("ledger", metavar="FILE", help="the ledger of a dataset or of a run")
     ledger.add_argument("--delta", type=float, help="smaller than 1 / N; by default that of the ledger's budget")
     ledger.add_argument("--accountant", choices=ACCOUNTANTS, default="prv", help="prv is tighter, rdp quicker")
@@ -55,7 +55,7 @@ def _run_statement(args: argparse.Namespace) -> int:
 
 
 def current_statement(folder: Path) -> PrivacyStatement:
-    """What the run in `folder` states now, by its ledger.
+    """The statement of the run in `folder`, by its ledger.
 
     Raises:
         CheckpointNotFoundError: there is no statement of a private run.
@@ -65,7 +65,7 @@ def current_statement(folder: Path) -> PrivacyStatement:
     if not found:
         raise CheckpointNotFoundError(
             f"{folder} has neither privacy_statement.json nor a checkpoint of a private run. Give the output_dir of "
-            f"one; what a ledger has is told by: trainstack privacy ledger {folder / OWN_LEDGER} --delta DELTA"
+            f"one; for the account of a ledger run: trainstack privacy ledger {folder / OWN_LEDGER} --delta DELTA"
         )
     statement = found[0]
     own = folder / OWN_LEDGER
@@ -121,7 +121,7 @@ def _run_ledger(args: argparse.Namespace) -> int:
 
 
 def _epsilon(ledger: SpendLedger, run: str | None, delta: float, args: argparse.Namespace) -> float | None:
-    """What a run or all have spent; None where they guarantee nothing."""
+    """The epsilon of a run or of all; None where they guarantee nothing."""
     void = bool(ledger.voided) if run is None else run in ledger.voided
     return None if void else epsilon_of(ledger.spent(run), delta, args.accountant)
 

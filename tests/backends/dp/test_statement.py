@@ -20,17 +20,21 @@ from trainstack.backends.dp import (
     no_guarantee,
     private_statement,
 )
+from trainstack.backends.dp.modes.selection import MODES
 from trainstack.backends.privacy_statement import round_up
 from trainstack.errors import ConfigurationError
 
 
 def make_statement(
-    history: list[tuple[float, float, int]] | None = None, overrides: tuple[str, ...] = (), **given: Any
+    history: list[tuple[float, float, int]] | None = None,
+    overrides: tuple[str, ...] = (),
+    mode: str = "vmap",
+    **given: Any,
 ) -> PrivacyStatement:
     plan, args = make_plan(**{"noise_multiplier": 1.0, **given})
     history = [(1.0, 0.02, 82)] if history is None else history
     return private_statement(
-        plan, args, history, max_grad_norm=[1.5], grad_mode="vmap", world_size=2, overrides=overrides
+        plan, args, history, max_grad_norm=[1.5], grad_mode=mode, world_size=2, overrides=overrides
     )
 
 
@@ -59,9 +63,9 @@ def test_the_words_name_everything_that_the_guarantee_rests_on() -> None:
         "Neighbours: one item added or removed, the rest unchanged",
         "One item replaced: epsilon ",
         "Batches of a fixed order would give: epsilon ",
-        "Covered: the weights after every step",
-        "Not covered: validation and tests on private data",
-        "Randomness: generators seeded by the operating system, for masks and noise, train_step and data sets, ",
+        "Covered:\n    - the weights after every step",
+        "Not covered:\n    - validation and tests on private data",
+        "Randomness: generators seeded by the operating system, for masks, noise, train_step and data sets, ",
         "per-sample gradients by vmap, processes: 2",
         "Versions: trainstack ",
     ):
@@ -82,8 +86,24 @@ def test_what_the_user_chose_is_said() -> None:
     assert "(automatic)" in statement.text
     assert "no budget" in statement.text
     logged = make_statement(log_train_loss=True, public_validation=True)
-    assert "Not covered: the training loss and what train_step logs, which were recorded without noise;" in logged.text
+    without_noise = "the training loss and what train_step logs, which were recorded without noise"
+    assert f"Not covered:\n    - {without_noise}\n" in logged.text
     assert "validation and tests, whose data were declared public" in logged.text.partition("Not covered")[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_says_why_records_do_not_change_the_losses_of_others(mode: str) -> None:
+    compared = mode in ("hooks", "ghost")
+    text = make_statement(mode=mode).text
+    assert ("Losses: each step compares the loss of the batch" in text) is compared
+    assert ("Losses: each record's loss is computed from that record alone" in text) is not compared
+    assert ("no layer mixes records" in text) is compared
+
+
+def test_the_library_that_computed_epsilon_is_among_the_versions() -> None:
+    pytest.importorskip("dp_accounting")
+    assert ", dp-accounting " in make_statement(accountant="pld").text
+    assert "dp-accounting" not in make_statement().text
 
 
 def test_before_the_first_step_nothing_is_spent() -> None:

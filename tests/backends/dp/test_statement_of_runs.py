@@ -210,9 +210,9 @@ def test_another_clipping_after_a_resume_is_stated_for_its_own_steps(tmp_path: P
 
 def test_the_statement_has_a_line_on_everything_that_it_rests_on(tmp_path: Path) -> None:
     text = trained(tmp_path).text
-    for line in ("Initial weights: ", "Assumed of losses: ", "Schedulers: ", "Random states: ", "Persons: "):
+    for line in ("Initial weights: ", "Losses: ", "Assumed: ", "Schedulers: ", "Randomness: ", "Persons: "):
         assert f"\n  {line}" in text
-    assert "the gradient mode and what is refused at the start, which are functions of private records" in text
+    assert "\n    - the gradient mode, errors, warnings and times, which depend on private records\n" in text
 
 
 def test_an_export_carries_the_statement(tmp_path: Path) -> None:

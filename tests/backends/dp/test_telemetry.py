@@ -23,6 +23,7 @@ from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
 from trainstack.backends.dp.modes.loop import LoopMode
 from trainstack.backends.dp.modes.vmap import VmapMode
 from trainstack.backends.dp.telemetry import Telemetry
+from trainstack.cli.privacy_ledger import current_statement
 
 ASKED = {"loss": (0, 4), "accuracy": (0, 1), "grad_norm": (0.5, 1.0)}
 MODES = [mode for mode in (BookkeepingMode, VmapMode, LoopMode) if mode.one_by_one]
@@ -193,7 +194,7 @@ def test_the_plan_states_cost_and_precision(tmp_path: Path, capsys: pytest.Captu
     assert "telemetry              loss in (0, 4): +- 0.08 a step by noise, at most +- 0.12 by sampling" in out
     assert "shares of gradient norms up to 0.5, 1: +- 0.02 a step by noise" in out
     assert "raises the noise of the gradient by 2 %" in out
-    assert "the noisy telemetry of loss, accuracy, grad_norm" in out
+    assert "noisy telemetry: loss, accuracy, grad_norm" in out
 
 
 class StopsAt(ts.Callback):
@@ -217,7 +218,8 @@ def test_a_stop_that_may_depend_on_values_leaves_the_epsilon_of_the_planned_step
 
     stopped = run()
     assert stopped.steps == 12
-    assert "the last 5 steps count although they were not taken" in stopped.text
+    assert "5 planned steps count although they were not taken" in stopped.text
+    assert current_statement(tmp_path).epsilon == stopped.epsilon
     whole = run(max_steps=12)
     assert (whole.steps, whole.epsilon) == (12, stopped.epsilon)
     assert "not taken" not in whole.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
@@ -59,7 +59,7 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
         expose_records: give hooks and events the batches, outputs and losses of training, which makes the run NOT
             PRIVATE.
         telemetry: metrics of the training to release with noise, each with its public range: `{"loss": (0, 10)}` for
-            the loss of a record, `{"accuracy": (0, 1)}` for a key of what `train_step` returns, with one value for each
+            the loss of a record, `{"accuracy": (0, 1)}` for a key of the outputs, with one value for each
             record. `{"grad_norm": (0.1, 1.0, 10.0)}` gives thresholds instead, and releases the shares of records whose
             gradient norm is at most each of them, and an estimate of the median. They are recorded as `train/loss`,
             `train/accuracy` and so on, and epsilon covers them. Values outside of a range are clipped to it.
@@ -68,7 +68,7 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
             coordinates.
         public_validation: validation and test data are public, or hold no record whose privacy matters. Metrics on them
             are then covered, and may decide about schedules, early stopping and the best checkpoint.
-        log_train_loss: True records the training loss and what `train_step`, hooks and callbacks log. No noise protects
+        log_train_loss: True records the training loss and all values that user code logs. No noise protects
             these values, and epsilon does not cover them.
         allow_plan_change: go on from a checkpoint with another noise, rate or delta, with both parts accounted for.
         ledger: the privacy ledger that all runs on the dataset charge: a path, or `scheme://...` of a store that
@@ -76,7 +76,7 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
             own ledger, in its folder.
         ledger_budget: the epsilon, at `delta`, that all runs of `ledger` together may spend. The ledger keeps it, and
             it binds runs that do not give it.
-        dataset_name: what `ledger` calls the dataset; a run with another name or number of records is refused.
+        dataset_name: of the dataset in `ledger`; a run with another name or number of records is refused.
         init_weights_are_public: the initial weights owe nothing to the training data: those of `init_weights_from`, or
             of a private run before on the same module. Otherwise the steps of a private source count, and a source
             without privacy is refused.
@@ -138,6 +138,10 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
     def budget(self) -> float | None:
         """The epsilon that the run may not exceed; None without one."""
         return self.target_epsilon if self.max_epsilon is None else self.max_epsilon
+
+    def without_ledger(self) -> DifferentialPrivacyArguments:
+        """The same for a run whose weights nobody keeps, such as an audit, which must not charge the dataset."""
+        return replace(self, ledger=None, ledger_budget=None, dataset_name=None)
 
 
 def _check_ledger(args: DifferentialPrivacyArguments) -> None:

@@ -115,7 +115,7 @@ class Accountant:
         self.overrides: tuple[str, ...] = ()
         self.before: list[Entry] = []
         """Steps of other runs on the weights that this one began with."""
-        self.initial_weights = "as the module had them; what they were trained on before is not looked into"
+        self.initial_weights = "as the module had them; earlier training of them is not known"
         self.publish: Callable[[list[Entry]], None] | None = None
         """Is given the steps that the statement on the disk has to cover, before the first of them is recorded."""
         self._ledger, self._earlier_ledger = ledger, earlier_ledger
@@ -177,7 +177,7 @@ class Accountant:
         return min((limit.left(history, steps) for limit, history in self._limits()), default=steps + BLOCK)
 
     def _limits(self) -> Iterator[tuple[Limit, list[Entry]]]:
-        """The budgets in force, each with what counts against it."""
+        """The budgets in force, each with the steps that count against it."""
         if self._own_limit is not None:
             yield self._own_limit, self.history
         if self._ledger is None or self._ledger.shared is None:
@@ -212,7 +212,7 @@ class Accountant:
         )
 
     def plan_steps(self, steps: int) -> list[Entry]:
-        """The next `steps` steps are planned; returns what is spent when they are made. Publishes that as well."""
+        """The next `steps` steps are planned; returns all steps including them, and publishes these."""
         self._left_in_plan = steps
         self._stated = merge_steps([*self.history, (self.plan.noise_multiplier, self.plan.sample_rate, steps)])
         if self.publish is not None:

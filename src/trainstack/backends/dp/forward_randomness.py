@@ -1,4 +1,4 @@
-"""`ForwardRandomness` lets a private forward pass draw random numbers that nobody outside can compute.
+"""`ForwardRandomness` gives a private forward pass random numbers that no outsider can compute.
 
 Why one secret stream for a batch is enough: give each record the same random numbers in two neighbouring datasets. Then
 the clipped sums differ by the one clipped gradient, and the noisy sums are two Gaussians at a distance of C or less.
@@ -113,7 +113,7 @@ class ForwardRandomness:
     and numpy are a function of the step.
 
     Args:
-        module: may hold generators of its own.
+        module: may hold generators.
         device: of the forward pass.
         streams: of the run.
         debug_seed: of the run, if it has one.
@@ -142,24 +142,25 @@ class ForwardRandomness:
         self._outer_bits: Any = None
         self._outer_seeds: list[Any] = []
         self._check = _DrawCheck(self)
-        self._step = self._done = 0
+        self._step = self._done = self._drawn = 0
         self.markers: list[tuple[torch.Generator, int]] = []
-        """The generators of torch that may be drawn from, with what `initial_seed` tells of each."""
+        """The generators of torch that may be drawn from, each with its `initial_seed`."""
 
     def begin(self, run: Run, batch: Any, records: int, step: int) -> tuple[Run, Any]:
         """Make the next block that of a micro-batch of `records` records in global step `step`.
 
         Returns:
-            what the gradient mode is to run, and on which batch.
+            the function and the batch for the gradient mode.
         """
         if self._record_streams is None:
             if self._process != os.getpid():  # a forked process has the secret of its parent
                 set_bits(self._bits, os.urandom(32))
                 self._process = os.getpid()
             return partial(self._run_checked, run), batch
-        if step != self._step:
-            self._step, self._done = step, 0
-        index = self._records(step)[self._done : self._done + records]
+        drawn = self._records(step)
+        if step != self._step or self._done == self._drawn:  # an audit takes the same step again
+            self._step, self._done, self._drawn = step, 0, len(drawn)
+        index = drawn[self._done : self._done + records]
         self._done += records
 
         def run_seeded(model: nn.Module, batch: Any) -> Any:
@@ -274,7 +275,7 @@ _SEEDS = (
 
 
 def module_generators(module: nn.Module) -> tuple[Any, ...]:
-    """The generators that a module holds, all of which can be seeded. Their states stay what they are.
+    """The generators that a module holds, all of which can be seeded. Their states are not changed.
 
     Raises:
         PrivacyError: one cannot.

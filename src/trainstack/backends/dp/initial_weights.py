@@ -19,7 +19,7 @@ Origin = tuple[str, "Sequence[Entry]", Sequence[str]]
 
 
 def check_origin(origin: WeightsOrigin, args: DifferentialPrivacyArguments) -> Origin:
-    """What weights from a file or folder add to the account.
+    """The charge of weights from a file or folder.
 
     Raises:
         PrivacyError: the source was trained without privacy, and its data was not declared public.
@@ -28,7 +28,7 @@ def check_origin(origin: WeightsOrigin, args: DifferentialPrivacyArguments) -> O
     if args.init_weights_are_public:
         return f"{name}; declared public by init_weights_are_public", (), ()
     if origin.digest is None:
-        return f"{name}, a file that does not say what it was trained on; that is not counted", (), ()
+        return f"{name}, a file without a record of its training, which is not counted", (), ()
     source = origin.statement
     if source is not None and source.epsilon is not None:
         return f"{name}, whose {source.steps} private steps are among those of this statement", source.history, ()
@@ -36,7 +36,7 @@ def check_origin(origin: WeightsOrigin, args: DifferentialPrivacyArguments) -> O
 
 
 def origin_in_process(earlier: Accountant | None, args: DifferentialPrivacyArguments) -> Origin:
-    """What an earlier run of this process on the same module adds to the account; None for one without privacy.
+    """The charge of an earlier run of this process on the same module; None for a run without privacy.
 
     Raises:
         PrivacyError: it was without privacy, and its data was not declared public.

@@ -25,7 +25,7 @@ from trainstack.backends.dp.ledger_store import FileStore, LedgerStore, ledger_s
 from trainstack.errors import ConfigurationError, PrivacyLedgerError
 
 BLOCK = 16
-"""Steps that one synced line allows: what a crash may over-count."""
+"""Steps that one synced line allows; a crash overstates the account by so many at most."""
 
 _COPIED = {
     "from": "Copied at step {step} from {path}",
@@ -39,7 +39,7 @@ Clipped = tuple[float, float, int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedUse:
-    """What a run says to a ledger that all runs on a dataset charge.
+    """The claims of a run on a ledger that all runs on a dataset charge.
 
     Attributes:
         name: of the dataset; None where the user gave none.
@@ -240,7 +240,7 @@ class SpendLedger:
             )
 
     def copies(self, run: str | None = None) -> list[str]:
-        """What is known of copies of this ledger, which count steps of `run`, or of all runs, apart."""
+        """Sentences about copies of this ledger that count further steps of `run`, or of all runs."""
         self._chain.read_new()
         pending = self._moved()
         found = [*self._copies, *([(*pending, self.runs())] if pending else [])]
@@ -276,7 +276,7 @@ class SpendLedger:
             return {}
 
     def _append(self, make: Callable[[], list[Record]]) -> None:
-        """Write what `make` returns, after what makes the ledger tell whose it is and where it lies."""
+        """Write the records of `make`, after those with the dataset and the folder of the ledger."""
         moved: tuple[str, str] | None = None
 
         def lines() -> list[Record]:

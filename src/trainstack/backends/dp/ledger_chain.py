@@ -31,7 +31,7 @@ _PIECE = 1 << 20
 
 
 class LedgerChain:
-    """Reads what was added since it last looked, and adds to it.
+    """Reads the lines that are new, and appends to them.
 
     Args:
         store: of the bytes.
@@ -56,7 +56,7 @@ class LedgerChain:
                 self._read(opened)
 
     def append(self, make: Callable[[], list[Record]]) -> None:
-        """Write durably what `make` returns, which is called under the lock, when all earlier records are noted.
+        """Write the records of `make` durably. It is called under the lock, when all earlier records are noted.
 
         Raises:
             PrivacyLedgerError: the ledger is damaged, has become shorter, or cannot be written.

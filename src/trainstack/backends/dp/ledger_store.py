@@ -176,10 +176,10 @@ def write(descriptor: int, data: bytes) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Force what was written to the disk."""
+    """Force all writes to the disk."""
     os.fsync(descriptor)
 
 
 def cut(descriptor: int, size: int) -> None:
-    """Drop what lies beyond `size`."""
+    """Drop all bytes beyond `size`."""
     os.ftruncate(descriptor, size)

@@ -44,7 +44,7 @@ class Mechanism:
         accountant: is charged before the noise of a step is drawn.
         mode: gives the sums of clipped gradients.
         randomness: of the noise.
-        forward_randomness: of what `train_step` draws.
+        forward_randomness: of the random numbers in `train_step`.
         sampling: draws the records.
         world: this process's place; the main process draws the noise.
 
@@ -66,7 +66,7 @@ class Mechanism:
         self.args, self.accountant, self.mode, self.sampling = args, accountant, mode, sampling
         self._randomness, self._world = randomness, world
         self._released = self._unused_steps = 0
-        self._trains = False
+        self._is_noted = False
         self.notes: tuple[str, ...] = ()
         self.on_begin: Callable[[], None] = lambda: None
         self._forward_randomness = forward_randomness
@@ -75,7 +75,7 @@ class Mechanism:
         mode.observer = self.telemetry.observe if self.telemetry.is_observing else None
 
     def add(self, run: Run, batch: Any, step: int) -> Any:
-        """Add a micro-batch to global step `step`; returns what `train_step` returned, without its graph.
+        """Add a micro-batch to global step `step`; returns the outputs of `train_step` without their graph.
 
         Raises:
             PrivacyError: `train_step` wrote into a parameter or buffer, which thereby learns without noise.
@@ -121,12 +121,12 @@ class Mechanism:
     def note(self, text: str) -> None:
         """Add a line to the statement of this process: the guarantee does not cover `text`.
 
-        No checkpoint has it: another process makes the same checks, and notes what it finds.
+        No checkpoint has it: another process makes the same checks, and notes its own findings.
         """
         self.notes = tuple(dict.fromkeys((*self.notes, text)))
 
     def discard(self) -> None:
-        """Forget what a step that was broken off has added up: a record would count twice in the next one.
+        """Forget the sums of an interrupted step: a record would count twice in the next one.
 
         Steps are about to be made; `on_begin` is called.
         """
@@ -167,15 +167,15 @@ class Mechanism:
         return norm
 
     def note_training(self) -> None:
-        """The optimizers are about to change the parameters. An audit releases steps, and changes nothing."""
-        if not self._trains:
+        """The optimizers are about to step: a later run on these weights has to count the steps of this one."""
+        if not self._is_noted:
             trained_before.note(self.mode.trained, self.accountant)
-            self._trains = True
+            self._is_noted = True
 
     def _noise(self, count: int, device: torch.device) -> Tensor:
         """Of standard deviation sigma times the joint sensitivity of gradients and telemetry, whose numbers are last.
 
-        Telemetry is not in units of C, so its part has standard deviations of its own.
+        Telemetry is not in units of C, so its coordinates have other standard deviations.
         """
         deviations = self.telemetry.deviations
         scale = self.accountant.plan.noise_multiplier * self.telemetry.stretch * self.mode.clipper.sensitivity
@@ -221,7 +221,7 @@ class Mechanism:
             )
         account = {**state["accountant"], "ledger": state.get("ledger")}
         self._account(lambda: self.accountant.update_state(account))
-        self._released = int(state["released"])
+        self._released, self._is_noted = int(state["released"]), False
         self._unused_steps = int(state.get("unused_steps", 0))
         self.telemetry.update_state(state.get("telemetry", {}))
         if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
@@ -265,7 +265,7 @@ class Mechanism:
         self.accountant.plan_steps(steps)
 
     def statement(self, history: list[Entry] | None = None, status: str | None = None) -> PrivacyStatement:
-        """What is guaranteed at this moment, or after the steps of `history`."""
+        """The statement at this moment, or after the steps of `history`."""
         norms = self.args.per_sample_max_grad_norm
         if isinstance(self.mode.clipper, AdaptiveClipper):
             norms = self.mode.clipper.limit

@@ -122,7 +122,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def mark_of(value: Any) -> Any:
-    """What tells a new value from an old one in microseconds; not each write into it."""
+    """A mark that differs for a new value, in microseconds; it does not show each write into it."""
     if isinstance(value, SCALARS):
         return value
     if isinstance(value, Tensor):

@@ -25,10 +25,10 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 class RecordStreams(TorchFunctionMode):
-    """While it is active, the random functions of torch give each record numbers of its own stream.
+    """While it is active, the random functions of torch give each record numbers of a separate stream.
 
     The numbers of record i in step t are F(seed, t, i, number of the call). So if a record is left out, the numbers of
-    the others stay, in every gradient mode: what one record moves can be measured with dropout and noise. In modes that
+    the others stay, in every gradient mode: the effect of a record can be measured with dropout on. In modes that
     run records one by one or under `vmap`, all numbers are the record's own. In the others a tensor whose first
     dimension is a multiple of the records is taken as theirs, in order; any other has numbers that all share.
 

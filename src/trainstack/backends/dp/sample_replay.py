@@ -20,7 +20,7 @@ _FIRST, _SHARE = 16, 0.002
 """So many steps of a process are always checked, and later ones as long as all checks take less than this share of the
 time since the first."""
 
-NOT_REPEATABLE = "what the data set keeps of one record for another: its samples are not the same when fetched again"
+NOT_REPEATABLE = "records that the data set keeps for other samples: samples are not the same when fetched again"
 _LEARNS = (
     "the data set or collate_fn gives another sample for the same record than before: it keeps something of the "
     "records between, which carries them into the gradients of others. Let a sample depend on its own record alone, "
@@ -37,7 +37,7 @@ class SampleReplay:
     Args:
         data: with a `fetch` that seeds the global generators alike each time.
         refuse: is given the reason for which the run is not private.
-        note: is given what the guarantee does not cover.
+        note: is given a line on samples that the guarantee does not cover.
     """
 
     def __init__(self, data: TrainingSet, *, refuse: Callable[[str], None], note: Callable[[str], None]) -> None:
@@ -59,7 +59,7 @@ class SampleReplay:
         """A step is about to run its first forward pass.
 
         Raises:
-            PrivacyError: a sample is not what it was.
+            PrivacyError: a sample has changed.
         """
         self._steps += 1
         now = time.perf_counter()

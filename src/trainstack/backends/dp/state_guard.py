@@ -1,4 +1,4 @@
-"""`StateGuard` keeps records out of what one private step hands on to the next."""
+"""`StateGuard` keeps records out of the state between private steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StateGuard:
     variables, closures, files, and the data set in a loader's workers are out of their sight.
 
     Args:
-        work: what is trained.
+        work: of the run.
         mechanism: refuses, notes, and computes gradients.
     """
 
@@ -42,7 +42,7 @@ class StateGuard:
         self._step = 0
 
     def _note_attributes(self, names: object) -> None:
-        self._mechanism.note(f"what changed {names} in the course of training")
+        self._mechanism.note(f"changes of {names} during training")
 
     def begin_step(self, step: int) -> None:
         """A micro-batch of global step `step` is about to be run.
@@ -56,7 +56,7 @@ class StateGuard:
             self._samples.begin_step()
 
     def add(self, step: int, run: Run, batch: Any) -> Any:
-        """Let the mechanism add a micro-batch, and watch the attributes; returns what `train_step` returned.
+        """Let the mechanism add a micro-batch, and watch the attributes; returns its outputs.
 
         Raises:
             PrivacyError: an attribute carries records into this step, or `train_step` wrote into the state.

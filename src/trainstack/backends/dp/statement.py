@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -24,26 +25,19 @@ SEEDED = "whoever knows debug_seed knows which items were sampled and what the n
 EXPOSED = "hooks and events were given records and outputs of training (expose_records=True)"
 NOT_COVERED = (
     "validation and tests on private data",
-    "hyper-parameters and other choices between runs, if private data guided them",
-    "statistics of the data used to prepare it",
-    "what train_step logs or returns, and callbacks write",
-    "what a callback or a function decides by trainer.history, such as a learning rate",
-    "the gradient mode and what is refused at the start, which are functions of private records",
-    "numbers that hooks and callbacks set in the module, if records decided them",
+    "choices between runs that private data guided, such as hyper-parameters",
+    "statistics of the data that prepare it",
+    "what train_step, hooks, callbacks and functions write, set or decide by records or by values without noise",
+    "the gradient mode, errors, warnings and times, which depend on private records",
     "records kept in global variables, closures, files or the workers of a loader",
 )
-LOSSES = {
-    "hooks": "the loss of a batch is the mean of the losses of its records, each of which depends on its record alone",
-    "loop": "none: each record's gradient is that of a batch of this record alone",
-}
-_VECTORISED = "each record's loss is computed from that record alone (vectorised)"
-LOSSES |= {"ghost": LOSSES["hooks"], "vmap": _VECTORISED, "bookkeeping": _VECTORISED}
-NOTES = (
-    ("Schedulers", "those that depend on step counts alone are covered; one that follows a private metric is not"),
-    ("Random states", "those of sampling and noise are in no file"),
-    ("Persons", "a person with k items has k times epsilon, by group privacy, and a larger delta"),
-)
-"""What a statement rests on or leaves out, whatever the run did."""
+_ALONE = "each record's loss is computed from that record alone, by construction of the gradient mode"
+_COMPARED = "each step compares the loss of the batch with the mean of the losses of its records, in value and slope"
+LOSSES = {"bookkeeping": _ALONE, "vmap": _ALONE, "loop": _ALONE, "hooks": _COMPARED, "ghost": _COMPARED}
+"""Why one record cannot change the loss of another, by gradient mode."""
+_ONE_RECORD = "data set and collate_fn make each sample of one record"
+_PERSONS = "a person with k items has k times epsilon, by group privacy, and a larger delta"
+_SCHEDULERS = "schedules, early stopping and the choice of a checkpoint read public and covered values only"
 
 
 def private_statement(
@@ -70,7 +64,7 @@ def private_statement(
         grad_mode: how per-sample gradients were computed, "auto" resolved.
         world_size: processes.
         overrides: every other reason for which the guarantee does not hold.
-        not_covered: what else the guarantee does not cover.
+        not_covered: further lines on the limits of the guarantee.
         accountant: knows the ledger, how gradients were clipped before, and the initial weights.
         status: "running" where `history` has the planned steps.
         unused_steps: how many steps of `history` were planned and not taken, because the training was stopped.
@@ -99,19 +93,19 @@ def private_statement(
         **({} if accountant is None else _of_account(accountant)),
         status=status,
         notes=_notes(accountant, grad_mode),
-        versions=(("trainstack", version("trainstack")), ("torch", version("torch")), ("opacus", opacus_version())),
+        versions=_versions(plan.accountant),
     )
 
 
 def _covered(args: DifferentialPrivacyArguments, unused_steps: int) -> tuple[str, ...]:
     found = list(COVERED)
     if unused_steps:
-        found.append(f"the step of the stop: the last {unused_steps} steps count although they were not taken")
+        found.append(f"the moment of the stop: {unused_steps} planned steps count although they were not taken")
     if args.telemetry:
-        found.append(f"the noisy telemetry of {', '.join(args.telemetry)}")
+        found.append(f"noisy telemetry: {', '.join(args.telemetry)}")
     if args.public_validation:
         found.append("validation and tests, whose data were declared public")
-    return (*found, "schedules, early stopping and the choice of a checkpoint, which read such values only")
+    return tuple(found)
 
 
 def _not_covered(args: DifferentialPrivacyArguments) -> tuple[str, ...]:
@@ -121,16 +115,23 @@ def _not_covered(args: DifferentialPrivacyArguments) -> tuple[str, ...]:
 
 
 def _notes(accountant: Accountant | None, grad_mode: str) -> tuple[tuple[str, str], ...]:
-    notes = [("Assumed of losses", LOSSES.get(grad_mode, LOSSES["hooks"])), *NOTES]
+    losses = LOSSES.get(grad_mode, _COMPARED)
+    assumed = _ONE_RECORD if losses is _ALONE else f"{_ONE_RECORD}; no layer mixes records"
+    notes = [("Persons", _PERSONS), ("Losses", losses), ("Assumed", assumed), ("Schedulers", _SCHEDULERS)]
     if accountant is None:
         return tuple(notes)
-    notes.insert(0, ("Initial weights", accountant.initial_weights))
+    notes.insert(1, ("Initial weights", accountant.initial_weights))
     ledger = accountant.ledger
     if ledger is not None and ledger.shared is not None:
         notes.append(("Dataset", ledger_words(ledger, accountant.plan.delta, accountant.plan.accountant)))
     if ledger is not None:
         notes += [("Copies", words) for words in ledger.copies(accountant.run if ledger.shared is None else None)]
     return tuple(notes)
+
+
+def _versions(accountant: str) -> tuple[tuple[str, str], ...]:
+    found = [("trainstack", version("trainstack")), ("torch", version("torch")), ("opacus", opacus_version())]
+    return (*found, ("dp-accounting", version("dp-accounting"))) if accountant == "pld" else tuple(found)
 
 
 def _of_account(accountant: Accountant) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def _of_account(accountant: Accountant) -> dict[str, Any]:
 
 
 def restated(statement: PrivacyStatement, ledger: SpendLedger) -> PrivacyStatement:
-    """A `statement` of a run, brought up to what the ledger has by now.
+    """A `statement` of a run, with the steps that the ledger has by now.
 
     Raises:
         PrivacyLedgerError: the ledger lacks steps of the run.
@@ -160,7 +161,7 @@ def restated(statement: PrivacyStatement, ledger: SpendLedger) -> PrivacyStateme
             f"The privacy ledger {ledger.path} has {known} steps of this run, which had stated {stated}: it is an "
             "older copy or another ledger. Put the newest one there."
         )
-    history = tuple(merge_steps([*statement.before, *own]))
+    history = tuple(merge_steps([*statement.before, *own, *_not_taken(statement, known - stated)]))
     delta, accountant, error = statement.delta, statement.accountant or "prv", statement.eps_error or LARGEST_ERROR
     notes = [note for note in statement.notes if note[0] not in ("Dataset", "Copies")]
     together = None
@@ -181,8 +182,20 @@ def restated(statement: PrivacyStatement, ledger: SpendLedger) -> PrivacyStateme
     )
 
 
+def _not_taken(statement: PrivacyStatement, since: int) -> list[Entry]:
+    """The planned steps of `statement` that a chosen stop left out, less the `since` steps taken after it."""
+    if statement.status is not None:
+        return []
+    found = Counter[tuple[float, float]]()
+    for sigma, rate, steps in statement.history:
+        found[sigma, rate] += steps
+    for sigma, rate, steps in (*statement.before, *(entry[:3] for entry in statement.clippings)):
+        found[sigma, rate] -= steps
+    return [(*mechanism, steps - since) for mechanism, steps in found.items() if steps > since]
+
+
 def ledger_words(ledger: SpendLedger, delta: float, accountant: str) -> str:
-    """What all runs that charge `ledger` have spent together, as a sentence."""
+    """The epsilon of all runs that charge `ledger` together, as a sentence."""
     runs, history = ledger.runs(), ledger.spent()
     name = ledger.dataset[0] if ledger.dataset is not None and ledger.dataset[0] else "of the ledger"
     head = f"{sum(runs.values())} steps of {len(runs)} runs on the dataset {name} ({ledger.path})"
@@ -198,11 +211,13 @@ def _randomness(args: DifferentialPrivacyArguments) -> str:
     if args.debug_seed is not None:
         return "debug_seed, the same in every run"
     if args.secure:
-        passes = "train_step and data sets draw from generators that it seeds; no random state is stored"
-        return f"every mask and every noise value from the operating system's entropy; {passes}"
+        return (
+            "every mask and every noise value from the operating system's entropy; train_step and data sets draw from "
+            "generators that it seeds; no random state is in a file"
+        )
     return (
-        "generators seeded by the operating system, for masks and noise, train_step and data sets, whatever seeds the "
-        "script sets; never stored"
+        "generators seeded by the operating system, for masks, noise, train_step and data sets, whatever seeds the "
+        "script sets; no random state is in a file"
     )
 
 

@@ -34,7 +34,7 @@ class Coordinate:
 
     Attributes:
         name: of the metric that it becomes.
-        source: "loss", "grad_norm", or the key of what `train_step` returns.
+        source: "loss", "grad_norm", or a key of the outputs of `train_step`.
         low, high: the range that becomes [-1, 1]. Of the norm: `low` is 0 and `high` 1, for a share.
         threshold: of the norm; the number is 1 up to it and -1 above.
     """
@@ -51,7 +51,7 @@ class Coordinate:
 
 
 def coordinates_of(args: DifferentialPrivacyArguments) -> tuple[Coordinate, ...]:
-    """What `args.telemetry` asks for."""
+    """The coordinates for `args.telemetry`."""
     found = []
     for name, values in args.telemetry.items():
         if name == "grad_norm":
@@ -120,7 +120,7 @@ class Telemetry:
         return self._deviations
 
     def try_out(self, mode: GradientMode, run: Run, batch: Any, records: int) -> None:
-        """See that `train_step` returns the values that are asked for; what the step adds up is forgotten.
+        """Check that `train_step` returns the values of `args.telemetry`; the sums are forgotten.
 
         Raises:
             PrivacyError: it does not, or they are not those of single records.
@@ -157,7 +157,7 @@ class Telemetry:
         """Refuse a micro-batch of which a record was not observed, or twice.
 
         Raises:
-            PrivacyError: naming both numbers would tell the size of a sample, so it names none.
+            PrivacyError: without the two numbers, which would show the size of a sample.
         """
         observed, self._observed = self._observed, 0
         if self._coordinates and observed != records:
@@ -193,7 +193,7 @@ class Telemetry:
         return found if len(shares) < 2 else {**found, _MEDIAN: _median(shares)}
 
     def plan_rows(self) -> list[tuple[str, str]]:
-        """What telemetry costs and how exact it is, for the plan that is printed; no row without telemetry."""
+        """The cost and the standard errors of telemetry, for the printed plan; no row without telemetry."""
         if not self._coordinates:
             return []
         batch, lines = self._plan.expected_batch_size, []
@@ -244,7 +244,7 @@ class _Window:
 
 
 def _values(outputs: Any, key: str, records: int, device: torch.device) -> Tensor:
-    """The values under `key` in what `train_step` returned, of shape `(records,)`.
+    """The values under `key` in the outputs of `train_step`, of shape `(records,)`.
 
     Raises:
         PrivacyError: there is no such key, or not one number for each record.

@@ -29,7 +29,7 @@ class _Words:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """Where the numbers of each tensor are in a digest: first what is whole, then the sums, for each device."""
+    """Where the numbers of each tensor are in a digest: first small tensors whole, then the sums, for each device."""
 
     words: list[_Words]
     forms: tuple[Form, ...]
@@ -81,7 +81,7 @@ class TensorDigest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Digest:
-    """What `TensorDigest.compute` found.
+    """A result of `TensorDigest.compute`.
 
     Attributes:
         forms: name, shape, dtype and device of each tensor.

@@ -52,7 +52,7 @@ class BestValue:
     def check(self, trainer: AbstractTrainer, who: str) -> None:
         """Refuse that `who` decides by a metric that a private run has computed from records without noise.
 
-        A function gets only what is public or covered, so there is nothing to refuse.
+        A function gets public and covered values only, so nothing is refused.
 
         Raises:
             PrivacyError: it does.

@@ -31,7 +31,7 @@ def seed_everything(seed: int) -> None:
 
 
 Seed = int | RandomStreams
-"""What random numbers derive from: a seed of the user's, or the streams of a private run."""
+"""The source of random numbers: a seed of the user's, or the streams of a private run."""
 
 
 def _seed_one(seed: Seed, device: torch.device) -> None:

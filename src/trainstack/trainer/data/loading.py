@@ -154,7 +154,7 @@ class SeededDataset(Dataset[Any]):
         self.generators.seed(self.seed, epoch, index)
 
     def _seed_batch(self, epoch: int, index: int) -> None:
-        """Seed what draws for several samples, the first of which is `index`."""
+        """Seed the generators for several samples that are made together, the first of which is `index`."""
         seed = self.seed
         if isinstance(seed, RandomStreams):
             seed, index = (RandomStreams.from_system() if seed.is_secret else seed), _BATCH

@@ -9,7 +9,7 @@ from typing import Any
 from trainstack.errors import PrivacyError
 
 RECORDS = frozenset({"batch", "outputs", "loss"})
-"""What events give that is made of the records of one step."""
+"""The arguments of events that hold records of one step, or values of them."""
 
 
 def refuse_records(function: Callable[..., Any], label: str, public: int, given: Sequence[str]) -> None:

@@ -149,7 +149,7 @@ class Reporter:
         self._record_skips(state)
 
     def _record_released(self, window: Window, suffix: str) -> Mapping[str, float]:
-        """Record the means of what layers have released with noise in a window that ends here, and return them."""
+        """Record the means that layers have released with noise for a window that ends here, and return them."""
         released = self._context.stack.pop_released(window)
         for name, value in released.items():
             self.history.update_metric(f"train/{name}{suffix}", value, provenance=Provenance.COVERED)

@@ -51,7 +51,7 @@ def put_back_generators(context: RunContext, states: Mapping[str, Any]) -> list[
 def renew_generators(context: RunContext, streams: RandomStreams, *place: Place) -> None:
     """Seed the generators of the process, the module and the callbacks in a private run, from the operating system.
 
-    With a debug seed they get the numbers of a place in the run. Whoever has seeded them before has no influence.
+    With a debug seed they get the numbers of a place in the run. Earlier seeds have no effect.
 
     Raises:
         PrivacyError: one of them cannot be seeded.

@@ -139,7 +139,7 @@ def _check_not_private(source: Path, stack: TrainerBackend) -> None:
 
 
 def _origin_of(source: Path) -> WeightsOrigin:
-    """What the manifest of `source` says of its training; a bare file has none."""
+    """The facts of training in the manifest of `source`; a bare file has none."""
     from trainstack.backends.privacy_statement import PrivacyStatement, WeightsOrigin  # for private runs alone
 
     folder = _checkpoint_of(source)

@@ -27,7 +27,7 @@ def check_monitors(context: RunContext, schedules: Schedules) -> None:
     otherwise, is not kept then.
 
     Raises:
-        PrivacyError: saying which metric, and what to write instead.
+        PrivacyError: with the metric and the cure.
     """
     history, checkpointer = context.history, context.checkpointer
     schedules.check_monitors(history)

@@ -191,7 +191,7 @@ class RunHistory:
             self.guard.require(full if full in self._columns or full in self.guard.hidden else name, who)
 
     def provenance_of(self, name: str) -> Provenance:
-        """What the values of `name` were computed from; private if it is not known. For values derived from them."""
+        """The origin of the values of `name`, for values derived from them; private if it is not known."""
         if self.guard is None:
             return Provenance.PRIVATE
         full = f"{self.metric_name_prefix}{name}"

@@ -74,7 +74,7 @@ class LogSink:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A block of an evaluation: what the module logs there comes from evaluation data and released weights."""
+        """A block of an evaluation: logged values come from evaluation data and released weights."""
         before, self.provenance = self.provenance, Provenance.EVALUATION
         try:
             yield

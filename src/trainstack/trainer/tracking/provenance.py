@@ -1,4 +1,4 @@
-"""`Provenance` says what a recorded value was computed from; `MetricGuard` acts on it in private runs."""
+"""`Provenance`, the origin of a recorded value, and `MetricGuard`, which acts on it in private runs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class Provenance(IntEnum):
-    """What a recorded value was computed from. Of several provenances the largest holds.
+    """The data from which a recorded value was computed. Of several provenances the largest holds.
 
     Attributes:
         PUBLIC: no record: counts, learning rates, times, memory.
-        COVERED: what the privacy layer has released with noise, and public values.
+        COVERED: values that the privacy layer has released with noise, and public values.
         EVALUATION: validation or test data, and released weights. Covered if the data are declared public.
-        PRIVATE: training data, without noise. What nobody has declared is private.
+        PRIVATE: training data, without noise. Values of unknown origin are private.
     """
 
     PUBLIC = 0
@@ -102,7 +102,7 @@ class MetricGuard:
         )
 
     def _expected(self, name: str) -> Provenance | None:
-        """The provenance of a metric that has no record, as far as its name tells."""
+        """The provenance of a metric without a record, by its name; None if that does not show it."""
         if name in self._released:
             return Provenance.COVERED
         if name in self.hidden:

@@ -21,7 +21,7 @@ def attention(
     is_causal: bool,
     weights: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None]:
-    """What `F.multi_head_attention_forward` returns where one weight projects query, key and value.
+    """`F.multi_head_attention_forward` where one weight projects query, key and value.
 
     Args:
         sequences: query, key and value, `(positions, batch, width)` or `(positions, width)`.

@@ -103,7 +103,7 @@ autocast included, and returns what `train_step` returned."""
 
 
 def shorten(error: BaseException) -> str:
-    """The kind and the first sentence of what an error says, without texts about the insides of torch."""
+    """The kind and the first sentence of an error, without texts about the insides of torch."""
     text = str(error).strip().split("\n")[0].split(". ")[0]
     if "INTERNAL ASSERT" in text or not text:
         return f"{type(error).__name__}."
@@ -111,9 +111,9 @@ def shorten(error: BaseException) -> str:
 
 
 Observer = Callable[[Tensor, Tensor, Any], None]
-"""`observer(losses, norms, outputs)` sees what `add` computed for a micro-batch before any noise: the losses of its
+"""`observer(losses, norms, outputs)` gets values of a micro-batch before any noise: the losses of its
 records, float32 of shape `(records,)`; the joint L2 norms of their gradients before clipping, float32 of shape
-`(records,)`, inf or nan where a gradient is; and what `train_step` returned, with the records along dimension 0. All
+`(records,)`, inf or nan where a gradient is; and the outputs of `train_step`, with the records along dimension 0. All
 are detached. `loop` calls it for each record, with batches of one."""
 
 

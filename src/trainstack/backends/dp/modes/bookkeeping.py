@@ -132,7 +132,7 @@ class BookkeepingMode(GradientMode):
         return used
 
     def _add_uses(self, uses: Sequence[ParamUse], records: int) -> Tensor:
-        """Add what the uses add up to; returns the joint norms of the records."""
+        """Add the clipped sums of the uses; returns the joint norms of the records."""
         users: dict[int, list[ParamUse]] = {}
         for use in uses:
             for i in use.parameters:
@@ -165,7 +165,7 @@ def _rows(index: Tensor, column: Tensor | None) -> Tensor | None:
 
 
 def _merge(parts: list[Any], groups: list[Tensor]) -> Any:
-    """Outputs of groups of records as those of the batch; what is no tensor is that of the first group."""
+    """Outputs of groups of records as those of the batch; values other than tensors are those of the first group."""
     flat, structure = zip(*map(flatten_outputs, parts), strict=True)
     if any(other != structure[0] for other in structure):
         raise Unsupported("train_step returns outputs of another structure for other records. Return the same keys.")

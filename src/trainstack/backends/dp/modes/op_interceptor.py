@@ -95,7 +95,7 @@ class OpInterceptor(TorchFunctionMode):
         return record_vmap.wrap(physical, self.level)
 
     def transpose(self, func: Any, parameter: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Remember what is a transposed matrix, so that a product with it is known as one with the matrix."""
+        """Remember transposed matrices, so that a product with one is known as a product with the matrix."""
         number = self.number_of(parameter)
         if number is None or parameter.dim() != 2:
             return NotImplemented

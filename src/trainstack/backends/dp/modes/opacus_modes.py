@@ -155,7 +155,7 @@ class GhostMode(GradientMode):
         return outputs
 
     def _add(self, run: Run, batch: Any, records: int) -> tuple[Any, Tensor, Tensor]:
-        """Returns what `train_step` returned, the losses and the joint norms."""
+        """Returns the outputs of `train_step`, the losses and the joint norms."""
         try:
             outputs = run(self.module, batch)
             losses = find_loss(outputs, records)

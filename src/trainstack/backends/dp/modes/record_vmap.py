@@ -1,7 +1,7 @@
-"""Records under `torch.func.vmap`, and the physical tensors behind what `train_step` sees there.
+"""Records under `torch.func.vmap`, and the physical tensors behind the tensors of `train_step`.
 
 Under `vmap` a tensor of one record is a view of a *physical* tensor with all records along one dimension. The functions
-here give this tensor out and put one back. Whoever uses them has to treat records separately: `vmap` cannot check it.
+here give this tensor out and put one back. A caller must keep records apart: `vmap` cannot check it.
 
 The names of `torch._C._functorch` are private; read with torch 2.13.0. Where one is missing, `is_available` says so.
 """
@@ -76,7 +76,7 @@ def unwrap(tensor: Tensor, level: int, records: int) -> Tensor:
 
 
 def wrap(physical: Tensor, level: int) -> Tensor:
-    """What `train_step` sees of a physical tensor with the records along dimension 0; the reverse of `unwrap`."""
+    """The tensor of one record for a physical tensor with the records along dimension 0; the reverse of `unwrap`."""
     seen: Tensor = functorch._add_batch_dim(physical, 0, level)
     return seen
 

@@ -154,7 +154,7 @@ class ModeVerifier:
         return plain, replace(levelled, is_rounding=plain.scales <= _ROUNDING * plain.scales.max())
 
     def _tell_of_normalisation(self) -> None:
-        """Say that what the user normalises over the batch has no effect on batches of one."""
+        """Warn that a normalisation over the batch has no effect on batches of one."""
         case = self._references[0]
         if self._is_random:
             return

@@ -116,7 +116,7 @@ class VmapMode(GradientMode):
 
 
 def one_record_batches(batch: Any, records: int) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """The tensors of `batch`, and what makes a batch of one record from their rows.
+    """The tensors of `batch`, and a function that makes a batch of one record from their rows.
 
     Raises:
         Unsupported: the batch holds something else, or belongs to no record in particular.
