@@ -30,10 +30,12 @@ class Factors:
             together share one tensor.
         dropped: bool of shape `(records,)`, True where a record contributes nothing because its gradient is not
             finite; None if there is certainly no such record.
+        norms: the joint norms before clipping, float32 of shape `(records,)`.
     """
 
     rows: tuple[Tensor, ...]
     dropped: Tensor | None
+    norms: Tensor
 
 
 class Clipper(ABC):
@@ -53,11 +55,11 @@ class Clipper(ABC):
         joint = squares.sum(0).sqrt()
         finite = torch.isfinite(joint)
         if not joint.is_cuda and bool(finite.all()):
-            return Factors(rows=self._rows(squares, joint, finite), dropped=None)
+            return Factors(rows=self._rows(squares, joint, finite), dropped=None, norms=joint)
         # On a GPU the question would stall the device, so rows are always replaced there.
         rows = self._rows(squares, joint, finite)
         replaced = {id(row): torch.where(finite, row, 0.0) for row in rows}
-        return Factors(rows=tuple(replaced[id(row)] for row in rows), dropped=~finite)
+        return Factors(rows=tuple(replaced[id(row)] for row in rows), dropped=~finite, norms=joint)
 
     @abstractmethod
     def _rows(self, squares: Tensor, joint: Tensor, finite: Tensor) -> tuple[Tensor, ...]:

@@ -152,7 +152,7 @@ class Mechanism:
         if len(released):
             flat = torch.cat([flat, released])
         if self._world.is_main:
-            flat += self._noise(len(flat), flat.device)
+            self._add_noise(flat)
         self._world.comm.all_reduce_(flat)
         flat /= self.accountant.plan.expected_batch_size
         size = len(flat) - len(released)
@@ -172,17 +172,19 @@ class Mechanism:
             trained_before.note(self.mode.trained, self.accountant)
             self._is_noted = True
 
-    def _noise(self, count: int, device: torch.device) -> Tensor:
+    def _add_noise(self, flat: Tensor) -> None:
         """Of standard deviation sigma times the joint sensitivity of gradients and telemetry, whose numbers are last.
 
         Telemetry is not in units of C, so its coordinates have other standard deviations.
         """
         deviations = self.telemetry.deviations
         scale = self.accountant.plan.noise_multiplier * self.telemetry.stretch * self.mode.clipper.sensitivity
-        noise = self._randomness.normal(self._released, count, device, scale)
-        if deviations and scale:
-            noise[count - len(deviations) :] *= torch.tensor(deviations, device=device) / scale
-        return noise
+        if not deviations or not scale:
+            self._randomness.add_normal(self._released, flat, scale)
+            return
+        noise = self._randomness.normal(self._released, len(flat), flat.device, scale)
+        noise[len(flat) - len(deviations) :] *= torch.tensor(deviations, device=flat.device) / scale
+        flat += noise
 
     def check_parameters(self, work: Workload) -> None:
         """What is clipped must be what is trained.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainstack.backends.dp.gaussian_noise import fast_normal
+from trainstack.backends.dp.gaussian_noise import add_fast_normal, fast_normal
 from trainstack.errors import PrivacyError
 
 _CHUNK = 1 << 20
@@ -47,6 +47,10 @@ class Randomness(ABC):
         To multiply float32 numbers by `scale` afterwards would leave out up to half of the float32 results.
         """
 
+    def add_normal(self, step: int, sums: Tensor, scale: float) -> None:
+        """Add `normal(step, len(sums), sums.device, scale)` to `sums`, float32 of one dimension."""
+        sums += self.normal(step, len(sums), sums.device, scale)
+
 
 class SeededRandomness(Randomness):
     """Generators seeded by the operating system: Philox for masks; for noise SFC64, on other devices than the CPU
@@ -73,7 +77,7 @@ class SeededRandomness(Randomness):
     def mask(self, step: int, records: int, rate: float) -> Tensor:
         self._check_not_forked()
         stream = np.random.Philox(key=self._mask_key, counter=[0, 0, step, self._times_begun])
-        return _chosen(np.random.Generator(stream).random(records) < rate)
+        return _poisson_sample(np.random.Generator(stream), records, rate)
 
     def normal(self, step: int, count: int, device: torch.device, scale: float = 1.0) -> Tensor:
         self._check_not_forked()
@@ -82,6 +86,12 @@ class SeededRandomness(Randomness):
         if device not in self._noise:
             self._noise[device] = torch.Generator(device).manual_seed(secrets.randbits(64))
         return torch.randn(count, generator=self._noise[device], device=device, dtype=torch.float32).mul_(scale)
+
+    def add_normal(self, step: int, sums: Tensor, scale: float) -> None:
+        if sums.device.type != "cpu":
+            return super().add_normal(step, sums, scale)
+        self._check_not_forked()
+        add_fast_normal(self._host, sums, scale)
 
     def _check_not_forked(self) -> None:
         if os.getpid() != self._process:
@@ -124,6 +134,16 @@ class DebugRandomness(Randomness):
     def normal(self, step: int, count: int, device: torch.device, scale: float = 1.0) -> Tensor:
         noise = np.random.default_rng([self._seed, step, 1]).standard_normal(count, dtype=np.float32)
         return torch.from_numpy(noise).to(device).mul_(scale)
+
+
+def _poisson_sample(generator: np.random.Generator, records: int, rate: float) -> Tensor:
+    """As if each record was chosen with probability `rate`: a binomial number of them, all sets of which are alike.
+
+    The work grows with the sample and not with the data set.
+    """
+    count = generator.binomial(records, rate)
+    chosen = generator.choice(records, count, replace=False, shuffle=False)
+    return torch.from_numpy(np.sort(chosen)).long()
 
 
 def _chosen(mask: Any) -> Tensor:

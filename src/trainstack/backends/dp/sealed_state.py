@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ _ONLY_OPTIMIZERS = (
 
 _Place = tuple[str, dict[str, Any], str, Tensor]
 """The name of a tensor, the dict that holds it, its key there, and the tensor."""
+
+_Holder = tuple[dict[str, Any], str, dict[str, Any], tuple[Any, ...]]
+"""The attributes of a module, the name of one that is a dict of tensors or modules, that dict, and its values."""
+
+_HOLDERS = ("_parameters", "_buffers", "_modules")  # torch 2.13.0
 
 
 class SealedState:
@@ -44,6 +50,7 @@ class SealedState:
         self._digest = TensorDigest()
         self._sealed: Digest | None = None
         self._places: list[_Place] = []
+        self._holders: list[_Holder] = []
         self._marks: list[tuple[int, int]] = []
         self._found: Tensor | bool = False
         self._steps = 0
@@ -69,7 +76,7 @@ class SealedState:
     def seal(self, *, same_tensors: bool = False) -> None:
         """From here on nothing may change; `same_tensors` saves the search for them."""
         if not same_tensors or not self._places:
-            self._places = sealed_places(self._module)
+            self._find_places()
         self._sealed, self._found = self._digest.compute(_by_name(self._places)), False
         self._marks = _marks(self._places)
 
@@ -88,12 +95,23 @@ class SealedState:
 
     def _compare(self) -> None:
         assert self._sealed is not None
-        self._places = sealed_places(self._module)
+        self._find_places()
         found = self._digest.compute(_by_name(self._places)).differs(self._sealed)
         if found is True:  # known without waiting for a device
             self._refuse_changed()
         elif isinstance(found, Tensor):
             self._found = found | self._found
+
+    def _find_places(self) -> None:
+        """Search for the tensors, if any module holds others than in the last search."""
+        if not self._holders or not all(_is_unchanged(holder) for holder in self._holders):
+            self._places = sealed_places(self._module)
+            self._holders = [
+                (vars(part), key, held, tuple(held.values()))
+                for part in self._module.modules()
+                for key in _HOLDERS
+                for held in (vars(part)[key],)
+            ]
 
     def _refuse_changed(self) -> None:
         assert self._sealed is not None
@@ -125,6 +143,11 @@ def sealed_places(module: nn.Module) -> list[_Place]:
 
 def _by_name(places: list[_Place]) -> dict[str, Tensor]:
     return {name: tensor for name, _, _, tensor in places}
+
+
+def _is_unchanged(holder: _Holder) -> bool:
+    attributes, key, held, values = holder
+    return attributes.get(key) is held and len(held) == len(values) and all(map(is_, held.values(), values))
 
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)

@@ -39,6 +39,8 @@ def own_means(losses: Any, target: Any, loss: Callable[..., Any]) -> Tensor | No
         return None
     if losses.shape[0] != target.shape[0]:
         return None
+    if losses.dim() == 1:  # that of an ignored target is 0
+        return losses
     ignored = loss.ignore_index if hasattr(loss, "ignore_index") else _default(loss, "ignore_index")
     if isinstance(ignored, int) and not target.is_floating_point() and losses.shape == target.shape:
         kept = (target != ignored).reshape(len(target), -1).sum(1)

@@ -6,7 +6,7 @@ import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
@@ -50,6 +50,9 @@ class _Fields:
 
 
 def _open_fields(outputs: Any) -> Any:
+    if type(outputs) is dict and all(type(value) is Tensor for value in outputs.values()):
+        return outputs  # the usual case, cheaply
+
     def opened(leaf: Any) -> Any:
         if isinstance(leaf, dict):  # of a class that pytree does not know, as below
             return {key: _open_fields(value) for key, value in leaf.items()}
@@ -90,7 +93,10 @@ def full_float32() -> Iterator[None]:
     try:
         for place in places:
             place.fp32_precision = "ieee"
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        with ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
             yield
     finally:
         for place, precision in zip(places, before, strict=True):
@@ -212,7 +218,7 @@ class GradientMode(ABC):
                     if factors.dropped is not None:
                         row = row.masked_fill(factors.dropped[:, None], 0.0)
                     total.view(-1).addmv_(row.t(), factor)
-            return joint.sum(0).sqrt()
+            return factors.norms
 
 
 def rows_of(batch: Any, records: int, rows: slice) -> Any:

@@ -64,11 +64,11 @@ class BookkeepingMode(GradientMode):
     def _add_together(self, run: Run, batch: Any, records: int) -> Any:
         uses, outputs = self._forward(run, batch, records)
         losses = find_loss(outputs, records)
-        uses = self._receive(uses, losses, records)
+        gradients = self._backward(uses, losses)
         detached = detach_outputs(outputs, losses.detach().mean())
         del outputs
         with torch.no_grad(), full_float32():
-            norms = self._add_uses(uses, records)
+            norms = self._add_uses(self._receive(uses, gradients, records), records)
         self._observe(losses, norms, detached)
         return detached
 
@@ -104,8 +104,8 @@ class BookkeepingMode(GradientMode):
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):  # torch 2.13.0
                 raise Unsupported(f"{name} has a hook on its gradient. Take it off, or write grad_mode='loop'.")
 
-    def _receive(self, uses: list[ParamUse], losses: Tensor, records: int) -> list[ParamUse]:
-        """Give each use the gradient of its output; returns those on which the losses depend."""
+    def _backward(self, uses: list[ParamUse], losses: Tensor) -> list[Tensor | None]:
+        """The gradient of the output of each use; None where the losses do not depend on it."""
         found = torch.autograd.grad(
             losses,
             [*(use.edge for use in uses), *self.trained],  # type: ignore[arg-type]
@@ -118,17 +118,21 @@ class BookkeepingMode(GradientMode):
                     f"{name} is used in a way that bookkeeping does not see, such as inside of a transform of "
                     "torch.func or in a compiled function. Write grad_mode='vmap'."
                 )
+        return list(found[: len(uses)])
+
+    def _receive(self, uses: list[ParamUse], gradients: list[Tensor | None], records: int) -> list[ParamUse]:
+        """Give each use the gradient of its output, which leaves `gradients`; returns those that have got one."""
         used = []
-        with torch.no_grad(), full_float32():
-            for use, gradient in zip(uses, found, strict=False):
-                if gradient is not None:
-                    if use.was_changed:
-                        name = self.names[use.parameters[0]]
-                        raise Unsupported(
-                            f"the input of {name} is changed in place later on. Write `x = x + y` instead of `x += y`."
-                        )
-                    use.receive(gradient.float(), records)
-                    used.append(use)
+        for i, use in enumerate(uses):
+            gradient, gradients[i] = gradients[i], None
+            if gradient is not None:
+                if use.was_changed:
+                    name = self.names[use.parameters[0]]
+                    raise Unsupported(
+                        f"the input of {name} is changed in place later on. Write `x = x + y` instead of `x += y`."
+                    )
+                use.receive(gradient.float(), records)
+                used.append(use)
         return used
 
     def _add_uses(self, uses: Sequence[ParamUse], records: int) -> Tensor:
@@ -152,12 +156,10 @@ class BookkeepingMode(GradientMode):
                 use.drop(factors.dropped)
             joint = {i: rows.masked_fill(factors.dropped[:, None], 0.0) for i, rows in joint.items()}
         for use in uses:
-            for i, total in use.weighted(factors.rows).items():
-                if i not in joint:
-                    self.sums[i] += total.reshape(self.sums[i].shape)
+            use.add_weighted(factors.rows, self.sums, joint)
         for i, rows in joint.items():
             self.sums[i] += (factors.rows[i] @ rows).reshape(self.sums[i].shape)
-        return table.sum(0).sqrt()
+        return factors.norms
 
 
 def _rows(index: Tensor, column: Tensor | None) -> Tensor | None:

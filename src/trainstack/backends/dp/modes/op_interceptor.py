@@ -474,6 +474,22 @@ def _cross_entropy(
     return ops.wrap(total)
 
 
+def _max_pool(ops: OpInterceptor, func: Any, input: Tensor, *args: Any, **options: Any) -> Any:
+    """On the CPU torch 2.13.0 needs several times as long where channels are not last; the values are the same."""
+    known = input.dim() in (3, 4) and input.device.type == "cpu" and record_vmap.is_batched(input, ops.level)
+    if not known or ops._is_parameter(input) or len(args) > 5 or options.get("return_indices"):
+        return _other(ops, func, (input, *args), options)
+    with record_vmap.outside_vmap():
+        x = ops.physical(input)
+        x = x.flatten(0, 1) if input.dim() == 4 else x.view_as(x)
+        if x.requires_grad:  # what comes before is slow on gradients with channels last
+            x.register_hook(Tensor.contiguous)
+        pooled = func(x.contiguous(memory_format=torch.channels_last), *args, **options).contiguous()
+        if input.dim() == 4:
+            pooled = pooled.view(ops.records, -1, *pooled.shape[1:])
+    return ops.wrap(pooled)
+
+
 def _read(ops: OpInterceptor, func: Any, tensor: Tensor, *args: Any) -> Any:
     """A number for Python, such as the condition of a branch: that of all records, if they agree."""
     if ops._is_parameter(tensor) or not record_vmap.is_batched(tensor, ops.level):
@@ -550,6 +566,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: _attention,
     F.scaled_dot_product_attention: _dot_product,
     F.cross_entropy: _cross_entropy,
+    **dict.fromkeys((F.max_pool2d, torch.max_pool2d), _max_pool),
     custom_function_call: _custom_function,
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
     **dict.fromkeys((torch.t, Tensor.t, torch.transpose, Tensor.transpose, torch.permute, Tensor.permute), _transpose),

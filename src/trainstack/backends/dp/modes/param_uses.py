@@ -9,7 +9,7 @@ al. 2022, arXiv 2210.00038). Everything is float32.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,12 @@ class ParamUse(ABC):
     @abstractmethod
     def weighted(self, rows: Sequence[Tensor]) -> dict[int, Tensor]:
         """For each parameter the sum of its per-record gradients times `rows[parameter]`, in any shape."""
+
+    def add_weighted(self, rows: Sequence[Tensor], sums: Sequence[Tensor], skip: Container[int] = ()) -> None:
+        """Add `weighted(rows)` to `sums`, which has a tensor of each parameter's shape, but for the parameters `skip`."""
+        for which, total in self.weighted(rows).items():
+            if which not in skip:
+                sums[which] += total.view(sums[which].shape) if total.is_contiguous() else total
 
     @abstractmethod
     def drop(self, dropped: Tensor) -> None:
@@ -172,9 +178,19 @@ class ProductUse(DirectUse):
     def weighted(self, rows: Sequence[Tensor]) -> dict[int, Tensor]:
         found = super().weighted(rows)
         if self.weight is not None and self.weight not in found:
-            scaled = (self._gradient * rows[self.weight][:, None, None]).flatten(0, 1)
-            found[self.weight] = scaled.t() @ self._input.flatten(0, 1)
+            found[self.weight] = self._scaled(rows).t() @ self._input.flatten(0, 1)
         return found
+
+    def add_weighted(self, rows: Sequence[Tensor], sums: Sequence[Tensor], skip: Container[int] = ()) -> None:
+        for which, row in self._rows.items():
+            if which not in skip:
+                sums[which].view(-1).addmv_(row.t(), rows[which])
+        if self.weight is not None and self.weight not in skip and self.weight not in self._rows:
+            sums[self.weight].addmm_(self._scaled(rows).t(), self._input.flatten(0, 1))
+
+    def _scaled(self, rows: Sequence[Tensor]) -> Tensor:
+        assert self.weight is not None
+        return (self._gradient * rows[self.weight][:, None, None]).flatten(0, 1)
 
     def drop(self, dropped: Tensor) -> None:
         super().drop(dropped)

@@ -8,6 +8,7 @@ The names of `torch._C._functorch` are private; read with torch 2.13.0. Where on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,8 @@ from torch.func import vmap
 functorch: Any = getattr(getattr(torch, "_C"), "_functorch", None)  # noqa: B009 - torch 2.13.0, private
 _NAMES = (
     "_add_batch_dim",
+    "_vmap_decrement_nesting",
+    "_vmap_increment_nesting",
     "get_unwrapped",
     "maybe_current_level",
     "maybe_get_bdim",
@@ -36,17 +39,26 @@ def is_available() -> bool:
 def run_per_record(function: Callable[..., object], columns: Sequence[Tensor]) -> None:
     """Call `function` once for all records, which sees those of one.
 
+    The same as `torch.func.vmap` with `randomness="different"`, without its handling of nested inputs and outputs.
+
     Args:
         function: is called with as many tensors as `columns`, each without its first dimension. To hand something out
             it stores what `unwrap` returns.
         columns: at least 1 tensor, records along dimension 0.
     """
 
-    def call(*row: Tensor) -> tuple[()]:
-        function(*row)
-        return ()
+    _load_decompositions()
+    level = functorch._vmap_increment_nesting(len(columns[0]), "different")
+    try:
+        function(*(functorch._add_batch_dim(column, 0, level) for column in columns))
+    finally:
+        functorch._vmap_decrement_nesting()
 
-    vmap(call, randomness="different")(*columns)
+
+@functools.cache
+def _load_decompositions() -> None:
+    """Which `torch.func.vmap` does in its first call."""
+    vmap(torch.neg)(torch.zeros(1))
 
 
 def current_level() -> int | None:
