@@ -21,8 +21,8 @@ from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, check
 from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.base import GradientMode, Run, rows_of
 from trainstack.backends.dp.modes.probing import NoAutocast, deterministic_forward
-from trainstack.backends.dp.plain_state import installed_attributes, owners_of
 from trainstack.backends.dp.sampling import check_records
+from trainstack.backends.dp.sealed.plain_state import installed_attributes, owners_of
 from trainstack.backends.dp.torch_names import BATCH_NORMS, INSTANCE_NORMS, pytree
 from trainstack.backends.single_process import move_to_device
 from trainstack.backends.workload import TrainingSet, Workload

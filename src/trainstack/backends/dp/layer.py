@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # most runs are not private, and need none of it
     from trainstack.backends.dp.budget import Accountant
     from trainstack.backends.dp.epsilon import Entry
     from trainstack.backends.dp.mechanism import Mechanism
-    from trainstack.backends.dp.state_guard import StateGuard
+    from trainstack.backends.dp.sealed.state_guard import StateGuard
     from trainstack.backends.privacy_statement import PrivacyStatement, WeightsOrigin
     from trainstack.backends.processes.world import World
     from trainstack.backends.random_streams import RandomStreams
@@ -85,8 +85,8 @@ class DP(AbstractTrainerBackendDecorator):
                 f"backend {self.spec!r} was not told how private the run is to be. Write differential_privacy_args="
                 "DifferentialPrivacyArguments(delta=..., target_epsilon=...) in TrainerArguments."
             )
+        from trainstack.backends.dp.sealed.state_guard import StateGuard
         from trainstack.backends.dp.setup import make_mechanism
-        from trainstack.backends.dp.state_guard import StateGuard
 
         ledger = self._ledger or (work.run_dir and work.run_dir / "privacy-ledger.jsonl")
         self._mechanism = make_mechanism(

@@ -18,8 +18,8 @@ from trainstack.backends.dp.mechanism import Mechanism
 from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.selection import choose_mode
 from trainstack.backends.dp.randomness import DebugRandomness, Randomness, SeededRandomness, SystemRandomness
-from trainstack.backends.dp.sample_replay import mixed_records
 from trainstack.backends.dp.sampling import PoissonSampling, check_records
+from trainstack.backends.dp.sealed.sample_replay import mixed_records
 from trainstack.backends.dp.statement import EXPOSED, SEEDED
 from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.backends.processes.communicator import Communicator

@@ -24,7 +24,7 @@ from trainstack.backends.dp.modes.probing import (
     plain_attributes,
 )
 from trainstack.backends.dp.modes.vmap import VmapMode
-from trainstack.backends.dp.plain_state import installed_attributes, owners_of
+from trainstack.backends.dp.sealed.plain_state import installed_attributes, owners_of
 from trainstack.backends.dp.torch_names import BATCH_NORMS
 from trainstack.backends.losses import loss_item
 from trainstack.errors import ConfigurationError, ModuleContractError, PrivacyError

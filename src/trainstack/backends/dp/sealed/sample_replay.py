@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trainstack.backends.dp.modes.base import flatten_outputs
-from trainstack.backends.dp.plain_state import copy_value, same_value
+from trainstack.backends.dp.sealed.plain_state import copy_value, same_value
 from trainstack.backends.workload import TrainingSet
 
 _RECORDS = 2

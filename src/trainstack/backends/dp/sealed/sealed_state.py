@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstack.backends.dp.tensor_digest import Digest, TensorDigest
+from trainstack.backends.dp.sealed.tensor_digest import Digest, TensorDigest
 
 _EVERY = 16
 """Steps after which values are compared before the first forward pass too, also where nothing shows a write."""

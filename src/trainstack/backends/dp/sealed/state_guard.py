@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from trainstack.backends.dp.attribute_watch import AttributeWatch, probe_gradients
 from trainstack.backends.dp.mechanism import Mechanism
 from trainstack.backends.dp.modes.base import Run
-from trainstack.backends.dp.sample_replay import SampleReplay
 from trainstack.backends.dp.sampling import count_records
-from trainstack.backends.dp.sealed_state import SealedState
+from trainstack.backends.dp.sealed.attribute_watch import AttributeWatch, probe_gradients
+from trainstack.backends.dp.sealed.sample_replay import SampleReplay
+from trainstack.backends.dp.sealed.sealed_state import SealedState
 from trainstack.backends.single_process import move_to_device
 from trainstack.backends.workload import Workload
 

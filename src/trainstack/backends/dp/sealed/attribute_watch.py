@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.base import GradientMode, Run, rows_of
 from trainstack.backends.dp.modes.probing import NoAutocast, deterministic_forward
-from trainstack.backends.dp.plain_state import (
+from trainstack.backends.dp.sealed.plain_state import (
     OF_EVERY_MODULE,
     SCALARS,
     Kept,
