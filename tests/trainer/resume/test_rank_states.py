@@ -234,5 +234,5 @@ def test_private_runs_store_no_generators_of_the_module(backend: str, tmp_path: 
     for one in [it for it in ts.list_checkpoints(tmp_path / "checkpoints") if it.kind == "checkpoint"]:
         rank = read_states(one.path)[1]["rng_state"]["ranks"][0]
         begins += str(rank["begin"]).count("generators")
-        assert bool(rank["generators"]) == (backend == "sp")
+        assert bool(rank.get("generators")) == (backend == "sp")
     assert (begins > 0) == (backend == "sp")
