@@ -265,7 +265,9 @@ KINDS = (
     Kind(name="collate that centres", module=_CentringCollate),
     Kind(name="plateau on the training loss", module=_PlateauOnTrainLoss, short=True),
     Kind(name="early stopping on it", module=_RareIsHuge, callbacks=_early_stopping, short=True),
-    Kind(name="plateau on the noisy loss", module=_PlateauOnNoisyLoss, privacy=_NOISY_LOSS, must_train=True, short=True),
+    Kind(
+        name="plateau on the noisy loss", module=_PlateauOnNoisyLoss, privacy=_NOISY_LOSS, must_train=True, short=True
+    ),
     Kind(
         name="early stopping on the noisy loss",
         module=_RareIsHuge,
