@@ -67,7 +67,7 @@ dp-table: .venv/.stamp ## published accuracies of private training beside ours, 
 hostile: .venv/.stamp ## read 20,000 hostile and 6,000 damaged checkpoints
 	$(BIN)/python -m tools.hostile_checkpoints $(ARGS)
 
-attacks: .venv/.stamp ## attack private training through 50 kinds of user code; ARGS="--short", "--kinds dropout", "--guesses 0"
+attacks: .venv/.stamp ## attack private training through 54 kinds of user code; ARGS="--short", "--kinds dropout", "--guesses 0"
 	$(BIN)/python -m tools.attacks $(ARGS)
 
 campaign: .venv/.stamp ## kill modules that keep state in many places, 120 times

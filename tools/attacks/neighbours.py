@@ -12,11 +12,13 @@ from typing import Any
 from tools.attacks.runs import (
     Kind,
     Outcome,
+    Records,
     Settings,
     UserModule,
     make_records,
     never_drawn,
     play,
+    same_telemetry,
     seed_with,
     unprobed,
 )
@@ -136,17 +138,23 @@ def _pairs(kind: Kind, settings: Settings, short: bool) -> Iterator[Pair]:
     """Two outcomes of neighbours, and the allowed distance: in each step, or in all steps."""
     records = make_records(settings.dataset_size, RARE)
     everywhere = settings.batch == settings.dataset_size
-    whole = play(kind, records, settings)
-    with unprobed() if short else nullcontext():  # the run before has compared neighbours
-        for index in (RARE, 0) if not short else (RARE,) if everywhere else ():
-            with never_drawn(index) as steps:
-                other = play(kind, records, settings)
-            yield whole, other, dict.fromkeys(steps, 1.0), settings
-        if not (short and everywhere):
-            other = play(kind, records.replaced(RARE, by=0), settings)
-            yield whole, other, 2.0 if everywhere else {_STEP: 2.0}, settings
-        if everywhere and not short:  # in a dataset that lacks the last record, all others keep their indices
-            yield whole, play(kind, records.without(len(records) - 1), settings), 1.0, settings
+    telemetry: list[dict[str, float]] = []
+    with same_telemetry(telemetry):
+        whole = play(kind, records, settings)
+
+    def play_other(data: Records) -> Outcome:
+        # with `short`, the run before has compared neighbours
+        with same_telemetry(telemetry), unprobed() if short else nullcontext():
+            return play(kind, data, settings)
+
+    for index in (RARE, 0) if not short else (RARE,) if everywhere else ():
+        with never_drawn(index) as steps:
+            other = play_other(records)
+        yield whole, other, dict.fromkeys(steps, 1.0), settings
+    if not (short and everywhere):
+        yield whole, play_other(records.replaced(RARE, by=0)), 2.0 if everywhere else {_STEP: 2.0}, settings
+    if everywhere and not short:  # in a dataset that lacks the last record, all others keep their indices
+        yield whole, play_other(records.without(len(records) - 1)), 1.0, settings
 
 
 def _compare(first: Outcome, second: Outcome, allowed: dict[int, float] | float, settings: Settings) -> dict[str, Any]:

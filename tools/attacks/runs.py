@@ -17,6 +17,7 @@ import trainstack as ts
 from trainstack.backends.dp import setup
 from trainstack.backends.dp.randomness import DebugRandomness
 from trainstack.backends.dp.sampling import PoissonSampling
+from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.backends.workload import Draw
 
 FEATURES, CLASSES, TOKENS = 6, 3, 20
@@ -275,6 +276,25 @@ def _arguments(kind: Kind, settings: Settings, folder: str) -> Any:
 def unprobed() -> Iterator[None]:
     """Leave out the comparison of neighbours before training, which takes half of a short run."""
     with mock.patch.object(setup, "neighbour_problems", return_value=()):
+        yield
+
+
+@contextmanager
+def same_telemetry(values: list[dict[str, float]]) -> Iterator[None]:
+    """Keep the telemetry of a run in `values`, or give another run what is there.
+
+    Telemetry is released, and later steps may depend on it. Sums without noise are compared given equal releases.
+    """
+    real, given = Telemetry.pop, iter(tuple(values)) if values else None
+
+    def pop(self: Telemetry, window: Any) -> dict[str, float]:
+        found = real(self, window)
+        if given is not None:
+            return next(given, found)
+        values.append(found)
+        return found
+
+    with mock.patch.object(Telemetry, "pop", pop):
         yield
 
 

@@ -122,6 +122,28 @@ class _MixupInCollate(UserModule):
     collate = staticmethod(_mixing_collate)
 
 
+class _SeededByIndex(Dataset[Any]):
+    """Each sample has an augmentation of its own, which is the same in all epochs and public."""
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, label, tokens = self.base[index]
+        np.random.seed(index)
+        torch.manual_seed(index)
+        drawn = torch.from_numpy(np.random.default_rng(index).standard_normal(FEATURES) + np.random.random())
+        return inputs + drawn.float() + torch.randn(FEATURES), label, tokens
+
+
+class _AugmentationSeededByIndex(UserModule):
+    def make_dataset(self) -> Any:
+        return _SeededByIndex(super().make_dataset())
+
+
 class _AugmentationInWorkers(_AugmentationByTorch):
     def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
         data = self.make_dataset()
@@ -140,6 +162,7 @@ KINDS = (
     Kind(name="augmentation, numpy", module=_AugmentationByNumpy, must_train=True),
     Kind(name="augmentation, own generator", module=_AugmentationByOwnGenerator),
     Kind(name="augmentation in workers", module=_AugmentationInWorkers, must_train=True),
+    Kind(name="augmentation seeded by index", module=_AugmentationSeededByIndex, must_train=True),
     Kind(name="random collate", module=_RandomCollate, short=True),
     Kind(name="mixup in collate", module=_MixupInCollate),
 )

@@ -235,6 +235,18 @@ def _early_stopping() -> list[Any]:
     return [ts.callbacks.EarlyStopping("train/loss_epoch", patience=1, min_delta=0.5)]
 
 
+class _PlateauOnNoisyLoss(_RareIsHuge):
+    def make_scheduler(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+        return [ts.SchedulerConfig(plateau, monitor="train/loss_epoch")]
+
+
+def _best_checkpoint() -> list[Any]:
+    return [ts.callbacks.BestCheckpoint("train/loss_epoch")]
+
+
+_NOISY_LOSS = {"telemetry": {"loss": (0.0, 10.0)}}
+
 KINDS = (
     Kind(name="buffer in place", module=_BufferInPlace),
     Kind(name="buffer by .data", module=_BufferByData, short=True),
@@ -253,6 +265,23 @@ KINDS = (
     Kind(name="collate that centres", module=_CentringCollate),
     Kind(name="plateau on the training loss", module=_PlateauOnTrainLoss, short=True),
     Kind(name="early stopping on it", module=_RareIsHuge, callbacks=_early_stopping, short=True),
+    Kind(
+        name="plateau on the noisy loss", module=_PlateauOnNoisyLoss, privacy=_NOISY_LOSS, must_train=True, short=True
+    ),
+    Kind(
+        name="early stopping on the noisy loss",
+        module=_RareIsHuge,
+        callbacks=_early_stopping,
+        privacy=_NOISY_LOSS,
+        must_train=True,
+    ),
+    Kind(
+        name="best checkpoint by the noisy loss",
+        module=_RareIsHuge,
+        callbacks=_best_checkpoint,
+        privacy=_NOISY_LOSS,
+        must_train=True,
+    ),
     Kind(name="rate from the loss", module=_RateFromTheLoss, short=True),
     Kind(name="rate from the outputs in a hook", module=_RateFromHookOutputs),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.data import default_collate
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers
 from tests.helpers.private_runs import private, promise
+from trainstack.backends.dp import checks
 from trainstack.backends.dp.checks import choose_probe_records
 from trainstack.backends.workload import TrainingSet
 
@@ -125,3 +127,18 @@ def test_looking_at_records_draws_nothing_from_the_generators_of_the_run(tmp_pat
         states.append(state())
         trainer.close()
     assert states[0] == states[1]
+
+
+def test_a_coupling_among_records_with_short_gradients_is_seen() -> None:
+    """The trial clips all gradients: its limit follows from the shortest, and a record without one does not count."""
+    gradients = torch.zeros(4, 4)
+    gradients[[0, 1, 2], [0, 1, 2]] = torch.tensor([1e-4, 1e-4, 1.0])
+
+    def clipped_sum(index: torch.Tensor, limit: float) -> torch.Tensor:
+        rows = gradients[index].clone()
+        if len(index) > 1 and {0, 1} <= set(index.tolist()):  # one turns the other round
+            rows[index == 1] *= -1
+        return (rows * (limit / rows.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1.0)).sum(0)
+
+    (found,) = checks._problems(partial(clipped_sum), partial(clipped_sum), torch.arange(4))
+    assert "its influence is 2.236 times the clipping norm" in found

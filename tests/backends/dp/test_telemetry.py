@@ -186,6 +186,23 @@ def test_without_noise_the_values_are_exact(tmp_path: Path) -> None:
     assert last["train/grad_norm_p50_epoch"] == pytest.approx(1.2)
 
 
+class Counting(Fixed):
+    """Its attribute changes: the run then compares gradients on two records of a batch."""
+
+    calls = 0
+
+    def on_end_train_step(self, global_step: int, *outputs: Any) -> None:
+        self.calls += 1
+
+
+def test_telemetry_counts_no_record_of_a_comparison_of_gradients(tmp_path: Path) -> None:
+    args = promise(telemetry={"loss": (0, 4)}, grad_mode="vmap")
+    trainer = ts.Trainer(Counting(400), private(tmp_path, args, train_batch_size=400, epochs=3))
+    trainer.train()
+    losses = trainer.history.get_metric_values("train/loss_epoch")
+    assert losses == pytest.approx([TRUE[0]] * 3, abs=1e-6)
+
+
 def test_the_plan_states_cost_and_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = promise(telemetry=ASKED, noise_multiplier=1.0, grad_mode="vmap")
     options = {"train_batch_size": 256, "writers": ["stdout"], "report": False, "max_steps": 1}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import Seed, preserve_host_rng, seed_sample
 from trainstack.trainer.data.epochs import call_set_epoch, datasets_in
 from trainstack.trainer.data.own_generators import OwnGenerators
+from trainstack.trainer.data.salted_seeds import SaltedSeeds
 from trainstack.trainer.data.torch_classes import is_usual, stacks_tensors
 from trainstack.trainer.data.worker_signals import (
     end_with_parent,
@@ -119,7 +121,8 @@ class SeededDataset(Dataset[Any]):
 
     In a private run, what draws for several samples at once gets new secret states each time: the numbers of a sample
     then depend on its place, and would link the steps in which the same sample comes first. With a debug seed, samples
-    are fetched one by one instead, so that their numbers do not depend on the others.
+    are fetched one by one instead, so that their numbers do not depend on the others. Seeds that the dataset gives by
+    itself, such as the index, are mixed with the secret: see `SaltedSeeds`.
 
     Args:
         dataset: of the user.
@@ -153,13 +156,17 @@ class SeededDataset(Dataset[Any]):
         seed_sample(self.seed, epoch, index)
         self.generators.seed(self.seed, epoch, index)
 
-    def _seed_batch(self, epoch: int, index: int) -> None:
-        """Seed the generators for several samples that are made together, the first of which is `index`."""
+    def _salted(self, seed: Seed, index: int) -> AbstractContextManager[None]:
+        return SaltedSeeds(seed, "sample", index) if isinstance(seed, RandomStreams) else nullcontext()
+
+    def _seed_batch(self, epoch: int, index: int) -> Seed:
+        """Seed what draws for several samples, the first of which is `index`; returns what was the seed."""
         seed = self.seed
         if isinstance(seed, RandomStreams):
             seed, index = (RandomStreams.from_system() if seed.is_secret else seed), _BATCH
         seed_sample(seed, epoch, index)
         self.generators.seed(seed, epoch, index)
+        return seed
 
     def _fetches_batches(self) -> bool:
         """Whether the dataset loads many samples at once; a `worker_init_fn` may have changed that."""
@@ -173,13 +180,15 @@ class SeededDataset(Dataset[Any]):
         self._set_epoch_of_copy(keys[0][0])
         alone = isinstance(self.seed, RandomStreams) and not self.seed.is_secret
         if self._fetches_batches() and not alone:
-            self._seed_batch(*keys[0])
-            return self._before_collate(self.dataset.__getitems__([index for _, index in keys]), keys[0])
+            with self._salted(self._seed_batch(*keys[0]), _BATCH):
+                samples = self.dataset.__getitems__([index for _, index in keys])
+            return self._before_collate(samples, keys[0])
         samples = []
         for epoch, index in keys:
             self._seed_sample(epoch, index)
             try:
-                samples.append(self.dataset[index])
+                with self._salted(self.seed, index):
+                    samples.append(self.dataset[index])
             except Exception as error:
                 annotate(error, f"raised by the data set for sample {index}")
                 raise

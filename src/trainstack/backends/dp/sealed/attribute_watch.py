@@ -204,14 +204,14 @@ def probe_gradients(mode: GradientMode, run: Run, batch: Any, records: int) -> T
         batch: of `records` examples, on the device.
         records: at least 1.
     """
-    clipper, count = mode.clipper, min(2, records)
+    clipper, observer, count = mode.clipper, mode.observer, min(2, records)
     try:
-        mode.clipper = FlatClipper(_NO_LIMIT)
+        mode.clipper, mode.observer = FlatClipper(_NO_LIMIT), None  # telemetry counts each record of a step once
         with deterministic_forward(mode.module):
             mode.add(lambda model, part: run(NoAutocast(model), part), rows_of(batch, records, slice(0, count)), count)
         return torch.cat([part.flatten() for part in mode.pop_sums()])
     finally:
-        mode.clipper = clipper
+        mode.clipper, mode.observer = clipper, observer
         mode.pop_sums()
 
 

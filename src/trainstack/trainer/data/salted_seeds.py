@@ -1,0 +1,160 @@
+"""`SaltedSeeds` mixes a secret of the run into the seeds that a dataset gives to random generators."""
+
+from __future__ import annotations
+
+import random
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainstack.backends.random_streams import Place, RandomStreams, seed_from, set_torch_state
+from trainstack.errors import PrivacyError
+
+_seed_random, _seed_numpy, _default_rng = random.seed, np.random.seed, np.random.default_rng
+_torch_random: Any = torch.random
+
+
+class SaltedSeeds:
+    """A block in which a dataset makes a sample of a private run, or the samples of a batch.
+
+    Datasets seed generators to repeat what they draw: `np.random.seed(index)` gives each sample an augmentation of its
+    own, and the same seed twice gives an image and its mask the same crop. Everybody knows such a seed. If a record is
+    left out, all later ones have other indices and other public augmentation, which clipping does not bound. In the
+    block a seed gives a state that follows from the seed, the place and the streams of the run. Within a sample, equal
+    seeds still give equal numbers.
+
+    This covers `random.seed`, `numpy.random.seed` and `torch.manual_seed`, and generators that the dataset makes in the
+    block by `random.Random`, `numpy.random.default_rng`, `numpy.random.RandomState` or `torch.Generator`. Bit
+    generators of numpy, names that were imported from `random` and `numpy.random`, and generators that a dataset keeps
+    and seeds anew are not seen.
+
+    Args:
+        streams: of the run.
+        place: of the sample.
+
+    Raises:
+        PrivacyError: torch's default generator was seeded in another way; raised at the end of the block.
+    """
+
+    def __init__(self, streams: RandomStreams, *place: Place) -> None:
+        self._streams, self._place = streams, place
+        self._markers: set[int] = set()
+        self._outer: list[Any] = []
+
+    def bits(self, kind: str, seed: Any) -> np.random.SFC64:
+        """The stream of a seed in the block."""
+        return self._streams.at("seed", *self._place, kind, repr(seed))
+
+    def seed_torch(self, seed: int) -> None:
+        """Seed torch's default generator."""
+        self._markers.add(set_torch_state(torch.default_generator, self.bits("torch", int(seed))))
+
+    def __enter__(self) -> None:
+        global _active
+        self._markers = {torch.default_generator.initial_seed()}
+        self._outer = [_active, *(getattr(place, name) for place, name, _ in _REPLACED)]
+        _active = self
+        for place, name, replacement in _REPLACED:
+            setattr(place, name, replacement)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _active
+        _active, *outer = self._outer
+        for (place, name, _), value in zip(_REPLACED, outer, strict=True):
+            setattr(place, name, value)
+        if error is None and torch.default_generator.initial_seed() not in self._markers:
+            raise PrivacyError(
+                "the data set seeds torch's default generator itself. Whoever knows the seed knows the random numbers "
+                "of each sample, and a record that is left out changes the numbers of those after it. Leave the seed "
+                "out, or call torch.manual_seed, which private runs mix with a secret."
+            )
+
+
+_active: SaltedSeeds | None = None
+
+
+class _AsBefore(type):
+    """Lets `isinstance` and `issubclass` see the class that is replaced."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.__mro__[1])
+
+    def __subclasscheck__(cls, other: Any) -> bool:
+        return issubclass(other, cls.__mro__[1])
+
+
+class _SaltedRandom(random.Random, metaclass=_AsBefore):
+    def seed(self, a: Any = None, version: int = 2) -> None:
+        super().seed(_bytes(a), version)
+
+
+class _SaltedRandomState(np.random.RandomState, metaclass=_AsBefore):
+    def __init__(self, seed: Any = None) -> None:
+        super().__init__(_words(seed))
+
+    def seed(self, seed: Any = None) -> None:
+        super().seed(_words(seed))
+
+
+class _AsBeforeInTorch(_AsBefore, type(torch.Generator)):  # type: ignore[misc]
+    pass
+
+
+class _SaltedGenerator(torch.Generator, metaclass=_AsBeforeInTorch):
+    def manual_seed(self, seed: int) -> torch.Generator:
+        if _active is None:
+            super().manual_seed(seed)
+        else:
+            seed_from(self, _active.bits("generator", int(seed)))
+        return self
+
+
+class _DefaultGenerator:
+    """In the place of torch's generator in `torch.random`, whose functions call it by name (torch 2.10 to 2.13)."""
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        assert _active is not None  # the name stands for it in a block only
+        _active.seed_torch(seed)
+        return torch.default_generator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.default_generator, name)
+
+
+def _bytes(seed: Any) -> Any:
+    """A seed for a generator of Python; None for one of the operating system."""
+    return seed if seed is None or _active is None else _active.bits("python", seed).random_raw(4).tobytes()
+
+
+def _words(seed: Any) -> Any:
+    """32-bit words for a generator of numpy; None for a seed of the operating system."""
+    return seed if seed is None or _active is None else _active.bits("numpy", seed).random_raw(4).view(np.uint32)
+
+
+def _salted_random_seed(a: Any = None, version: int = 2) -> None:
+    _seed_random(_bytes(a), version)
+
+
+def _salted_numpy_seed(seed: Any = None) -> None:
+    _seed_numpy(_words(seed))
+
+
+def _salted_default_rng(seed: Any = None) -> np.random.Generator:
+    if isinstance(seed, np.random.Generator | np.random.BitGenerator | np.random.RandomState):
+        return _default_rng(seed)
+    return _default_rng(_words(seed))
+
+
+_REPLACED: tuple[tuple[Any, str, Any], ...] = (
+    (random, "seed", _salted_random_seed),
+    (random, "Random", _SaltedRandom),
+    (np.random, "seed", _salted_numpy_seed),
+    (np.random, "default_rng", _salted_default_rng),
+    (np.random, "RandomState", _SaltedRandomState),
+    (torch, "Generator", _SaltedGenerator),
+    (_torch_random, "default_generator", _DefaultGenerator()),
+)

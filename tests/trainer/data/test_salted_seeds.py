@@ -1,0 +1,100 @@
+"""Seeds that a dataset gives to random generators while it makes a sample of a private run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from trainstack.backends.random_streams import RandomStreams
+from trainstack.errors import PrivacyError
+from trainstack.trainer.core.random_state import Seed
+from trainstack.trainer.data.loading import Fetcher
+
+
+def by_python(index: int) -> float:
+    random.seed(index)
+    return random.random()
+
+
+def by_numpy(index: int) -> float:
+    np.random.seed(index)
+    return float(np.random.random())
+
+
+def by_torch(index: int) -> float:
+    with torch.random.fork_rng():
+        torch.manual_seed(index)
+        return float(torch.rand(()))
+
+
+DRAWS: dict[str, Callable[[int], float]] = {
+    "random.seed": by_python,
+    "numpy.random.seed": by_numpy,
+    "torch.manual_seed": by_torch,
+    "random.Random": lambda index: random.Random(index).random(),
+    "default_rng": lambda index: float(np.random.default_rng(index).random()),
+    "RandomState": lambda index: float(np.random.RandomState(index).random()),
+    "torch.Generator": lambda index: float(torch.rand((), generator=torch.Generator().manual_seed(index))),
+}
+
+
+class Draws(Dataset[Any]):
+    """Draws two times from one seed."""
+
+    def __init__(self, draw: Callable[[int], float]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([self.draw(0), self.draw(0)], dtype=torch.float64)
+
+
+def samples(draw: Callable[[int], float], seed: Seed, workers: int = 0) -> torch.Tensor:
+    context = "fork" if workers else None
+    loader = DataLoader(Draws(draw), num_workers=workers, multiprocessing_context=context)
+    (batch,) = Fetcher(loader, seed).batches(0, [torch.arange(4)])
+    found: torch.Tensor = batch
+    return found
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_seed_of_the_dataset_is_mixed_with_a_secret(name: str) -> None:
+    streams = RandomStreams.from_system()
+    found, plain = samples(DRAWS[name], streams), DRAWS[name](0)
+    assert len({*found[:, 0].tolist(), plain}) == 5  # each record has numbers of its own, and none the public ones
+    assert torch.equal(found[:, 0], found[:, 1])  # such as those of an image and its mask
+    assert torch.equal(found, samples(DRAWS[name], streams))
+    assert not torch.equal(found, samples(DRAWS[name], RandomStreams.from_system()))
+    assert DRAWS[name](0) == plain  # afterwards a seed is what it was
+    assert set(samples(DRAWS[name], 3).flatten().tolist()) == {plain}  # as in a run that is not private
+
+
+def test_loader_workers_mix_them_too() -> None:
+    streams = RandomStreams.from_system()
+    assert torch.equal(samples(by_numpy, streams), samples(by_numpy, streams, workers=1))
+
+
+def test_classes_of_generators_stay_what_they_are_to_the_dataset() -> None:
+    kept = [random.Random(1), np.random.RandomState(1), torch.default_generator]
+
+    def draw(_: int) -> float:
+        classes: tuple[Any, ...] = (random.Random, np.random.RandomState, torch.Generator)
+        return float(all(isinstance(one, kind) for one, kind in zip(kept, classes, strict=True)))
+
+    assert bool(samples(draw, RandomStreams.from_system()).all())
+
+
+def test_another_seed_of_torchs_generator_is_refused() -> None:
+    def draw(index: int) -> float:
+        return float(torch.rand((), generator=torch.default_generator.manual_seed(index)))
+
+    with pytest.raises(PrivacyError, match="seeds torch's default generator itself"):
+        samples(draw, RandomStreams.from_system())
