@@ -89,7 +89,8 @@ class SeededRandomness(Randomness):
 
     def add_normal(self, step: int, sums: Tensor, scale: float) -> None:
         if sums.device.type != "cpu":
-            return super().add_normal(step, sums, scale)
+            super().add_normal(step, sums, scale)
+            return
         self._check_not_forked()
         add_fast_normal(self._host, sums, scale)
 

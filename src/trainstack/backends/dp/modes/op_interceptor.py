@@ -483,7 +483,7 @@ def _max_pool(ops: OpInterceptor, func: Any, input: Tensor, *args: Any, **option
         x = ops.physical(input)
         x = x.flatten(0, 1) if input.dim() == 4 else x.view_as(x)
         if x.requires_grad:  # what comes before is slow on gradients with channels last
-            x.register_hook(Tensor.contiguous)
+            x.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
         pooled = func(x.contiguous(memory_format=torch.channels_last), *args, **options).contiguous()
         if input.dim() == 4:
             pooled = pooled.view(ops.records, -1, *pooled.shape[1:])
