@@ -282,3 +282,25 @@ def test_a_loss_for_each_record_is_taken_as_it_is() -> None:
         assert not outputs["logits"].requires_grad
         found.append([outputs["loss"].detach(), *mode.pop_sums()])
     torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("returns_batch", [True, False])
+def test_max_pooling_has_the_gradients_of_single_records(returns_batch: bool) -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(2, 3, 3), nn.Conv2d(3, 4, 2)
+
+        def forward(self, batch: Tensor) -> Tensor:
+            x = self.first(batch).relu()
+            x = F.max_pool2d(x, 2, 1) if returns_batch else torch.max_pool2d(x[0], 2, stride=1, padding=1)[None]
+            return self.second(x).view(len(batch), -1).square().mean(1)
+
+    module, batch = Pooled(), torch.randn(6, 2, 9, 8)
+    found: dict[Any, list[Tensor]] = {}
+    for kind in (BookkeepingMode, LoopMode):
+        mode = kind(module, tuple(module.parameters()), FlatClipper(0.1))
+        mode.add(lambda model, part: model(part), batch, 6)
+        found[kind] = mode.pop_sums()
+    for one, other in zip(*found.values(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-7)

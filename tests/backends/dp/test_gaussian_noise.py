@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from trainstack.backends.dp.gaussian_noise import _redraw_small, fast_normal
+from trainstack.backends.dp.gaussian_noise import _redraw_small, add_fast_normal, fast_normal
 from trainstack.backends.dp.randomness import SeededRandomness, SystemRandomness
 
 CPU = torch.device("cpu")
@@ -84,3 +84,10 @@ def test_no_stream_of_masks_is_used_twice() -> None:
     again = first.mask(5, 1000, 0.5)
     assert not torch.equal(before, again)
     assert torch.equal(again, second.mask(5, 1000, 0.5))
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, (1 << 17) + 3])
+def test_noise_that_is_added_is_that_which_is_drawn(count: int) -> None:
+    sums = torch.ones(count)
+    add_fast_normal(generator(4), sums, 2.0)
+    assert torch.equal(sums, fast_normal(generator(4), count, 2.0) + 1.0)

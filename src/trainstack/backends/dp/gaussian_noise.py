@@ -46,7 +46,8 @@ def fast_normal(generator: np.random.Generator, count: int, scale: float) -> Ten
 def add_fast_normal(generator: np.random.Generator, sums: Tensor, scale: float) -> None:
     """Add the numbers of `fast_normal` to `sums`, float32 of one dimension on the CPU, while they are in the cache."""
     noise = torch.empty(min(2 * _BLOCK, len(sums) + len(sums) % 2), dtype=torch.float32)
-    for part in torch.split(sums, 2 * _BLOCK):
+    for begin in range(0, len(sums), 2 * _BLOCK):
+        part = sums[begin : begin + 2 * _BLOCK]
         pairs = noise[: len(part) + len(part) % 2]
         _fill_pairs(generator, pairs, scale)
         part += pairs[: len(part)]

@@ -59,7 +59,7 @@ class ParamUse(ABC):
         """For each parameter the sum of its per-record gradients times `rows[parameter]`, in any shape."""
 
     def add_weighted(self, rows: Sequence[Tensor], sums: Sequence[Tensor], skip: Container[int] = ()) -> None:
-        """Add `weighted(rows)` to `sums`, of each parameter's shape, except for the parameters `skip`."""
+        """Add `weighted(rows)` to `sums`, one tensor of each parameter's shape, but for parameters in `skip`."""
         for which, total in self.weighted(rows).items():
             if which not in skip:
                 sums[which] += total.view(sums[which].shape) if total.is_contiguous() else total
