@@ -223,20 +223,21 @@ def test_an_added_layer_is_named_at_the_first_save(tmp_path: Path, caplog: pytes
     assert isinstance(resumed.late.weight, Tensor)
 
 
-class HooksCount(Small):
-    """Changes a buffer in no forward pass, which a private run would refuse."""
-
+class Counted(Small):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(()), persistent=False)
 
-    def on_end_train_step(self, global_step: int) -> None:
-        self.count += 1
+
+class Counts(ts.Callback):
+    def on_train_step_end(self, trainer: Any) -> None:
+        with trainer.post_processing():  # a private run refuses other changes
+            trainer.module.count += 1
 
 
 @pytest.mark.parametrize("spec", ["sp", "sp-dp"])
 def test_a_private_run_keeps_nothing_of_it(spec: str, tmp_path: Path) -> None:
-    train((HooksCount(), []), tmp_path, 2, backend=spec)
-    resumed = train((HooksCount(), []), tmp_path, backend=spec, resume=True)
+    train((Counted(), [Counts()]), tmp_path, 2, backend=spec)
+    resumed = train((Counted(), [Counts()]), tmp_path, backend=spec, resume=True)
 
     assert resumed.count == (12 if spec == "sp" else 11)

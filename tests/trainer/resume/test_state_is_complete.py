@@ -55,6 +55,8 @@ def state_of(value: Any) -> Any:
         state = value.state_dict()
         options = [{name: one for name, one in group.items() if name != "params"} for group in state["param_groups"]]
         return {"state": state["state"], "options": dict(enumerate(options))}
+    if isinstance(value, torch.Generator):  # of a private run, which keeps none
+        return None
     for name in ("get_state", "state_dict"):
         method = getattr(value, name, None)
         if isinstance(method, types.MethodType | types.BuiltinMethodType) and not isinstance(value, torch.Tensor):
