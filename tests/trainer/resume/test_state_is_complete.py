@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,13 +56,17 @@ def state_of(value: Any) -> Any:
         state = value.state_dict()
         options = [{name: one for name, one in group.items() if name != "params"} for group in state["param_groups"]]
         return {"state": state["state"], "options": dict(enumerate(options))}
-    if isinstance(value, torch.Generator):  # of a private run, which keeps none
-        return None
     for name in ("get_state", "state_dict"):
         method = getattr(value, name, None)
         if isinstance(method, types.MethodType | types.BuiltinMethodType) and not isinstance(value, torch.Tensor):
             return method()
     return None
+
+
+def is_generator(value: Any) -> bool:
+    """Whether `value` is one of the generators that a private run uses, and keeps nowhere."""
+    kinds = (torch.Generator, np.random.RandomState, np.random.Generator)
+    return isinstance(value, kinds) or type(value).__name__ == "_TorchGenerator"
 
 
 def subtrees(tree: Any) -> Iterator[Any]:
@@ -83,7 +88,7 @@ def missing(trainer: ts.Trainer) -> list[str]:
     kept = list(
         subtrees([made.module_interface_state, made.trainer_state, made.trainer_backend_state, made.history_state])
     )
-    asked = [(way, value, state_of(value)) for way, value in objects_below(trainer)]
+    asked = [(way, value, state_of(value)) for way, value in objects_below(trainer) if not is_generator(value)]
     holders = [(way, value, state) for way, value, state in asked if state]
     assert {"AdamW", "CosineAnnealingLR"} <= {type(value).__name__ for _, value, _ in holders}, "the walk finds them"
     return [f"{way} ({type(value).__name__})" for way, value, state in holders if not is_kept(state, kept)]
