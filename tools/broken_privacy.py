@@ -31,12 +31,7 @@ PROBES = ("noise", "account", "sampling", "canaries")
 
 
 def _scaled_noise(factor: Callable[[Mechanism], float]) -> Patch:
-    real = Mechanism._noise
-
-    def noise(self: Mechanism, *given: Any) -> Tensor:
-        return real(self, *given) * factor(self)
-
-    return lambda: mock.patch.object(Mechanism, "_noise", noise)
+    return _changed_noise(lambda mechanism, noise: noise * factor(mechanism))
 
 
 def _drawn(draw: Callable[[Any, int, Tensor], Tensor]) -> Patch:
@@ -111,8 +106,14 @@ def _half_charged() -> AbstractContextManager[Any]:
 
 def _changed_noise(change: Callable[[Mechanism, Tensor], Tensor]) -> Patch:
     """What `change` makes of correct noise, in its place."""
-    real = Mechanism._noise
-    return lambda: mock.patch.object(Mechanism, "_noise", lambda self, *given: change(self, real(self, *given)))
+    real = Mechanism._add_noise
+
+    def add_noise(self: Mechanism, flat: Tensor) -> None:
+        noise = torch.zeros_like(flat)
+        real(self, noise)
+        flat += change(self, noise)
+
+    return lambda: mock.patch.object(Mechanism, "_add_noise", add_noise)
 
 
 def _none_on_the_last(mechanism: Mechanism, noise: Tensor) -> Tensor:

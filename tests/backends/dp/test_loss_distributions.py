@@ -55,7 +55,14 @@ def test_noise_and_budgets_go_by_it() -> None:
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("dp_accounting", "dp_accounting.pld", "dp_accounting.pld.privacy_loss_distribution"):
-        monkeypatch.setitem(sys.modules, name, None)
+    class Missing:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "dp_accounting":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "dp_accounting"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Missing, *sys.meta_path])
     with pytest.raises(MissingExtraError, match=r"trainstack\[pld\]"):
         epsilon([(1.1, 0.01, 10)], 1e-5)
