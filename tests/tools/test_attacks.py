@@ -68,7 +68,7 @@ def carried_sums() -> Iterator[None]:
 
 @contextmanager
 def no_noise() -> Iterator[None]:
-    with mock.patch.object(Mechanism, "_add_noise", lambda self, flat: None):
+    with mock.patch.object(Mechanism, "_add_noise"):
         yield
 
 
