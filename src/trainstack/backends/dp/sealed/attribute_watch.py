@@ -24,6 +24,7 @@ from trainstack.backends.dp.sealed.plain_state import (
     owners_of,
     same_value,
 )
+from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.backends.generator_search import is_of_user
 
 _EVERY = 100
@@ -76,7 +77,7 @@ class AttributeWatch:
         self._seen, self._in_forward = set[Place](), set[Place]()
         self._due = 1
 
-    def begin_step(self, step: int, gradients: Callable[[], Tensor]) -> dict[Place, Any]:
+    def begin_step(self, step: int, gradients: Callable[[], list[Tensor]]) -> dict[Place, Any]:
         """A micro-batch of global step `step` is about to be run; `gradients` are those of some of its records.
 
         Returns:
@@ -141,7 +142,7 @@ class AttributeWatch:
         parts = {path for path, part in self._module.named_modules() if not is_of_user(type(part))}
         self._of_user = [(path, held) for path, held in self._owners.items() if path not in parts]
 
-    def _judge(self, changed: set[Place], now: dict[Place, Kept], gradients: Callable[[], Tensor]) -> None:
+    def _judge(self, changed: set[Place], now: dict[Place, Kept], gradients: Callable[[], list[Tensor]]) -> None:
         def is_schedule(place: Place) -> bool:
             values = [(self._first or {}).get(place, _NOTHING).value, now.get(place, _NOTHING).value]
             return place not in self._in_forward and all(isinstance(value, SCALARS) for value in values)
@@ -162,7 +163,9 @@ class AttributeWatch:
             else:
                 self._note(names)
 
-    def _influences(self, places: set[Place], now: dict[Place, Kept], gradients: Callable[[], Tensor]) -> bool | None:
+    def _influences(
+        self, places: set[Place], now: dict[Place, Kept], gradients: Callable[[], list[Tensor]]
+    ) -> bool | None:
         """Whether gradients differ between the first values at `places` and those of now; None if that is not known."""
         assert self._first is not None
         first = {place: kept for place, kept in now.items() if place not in places}
@@ -195,28 +198,33 @@ class _Silent:
     def record(self, name: str, value: Any) -> None: ...
 
 
-def probe_gradients(mode: GradientMode, run: Run, batch: Any, records: int) -> Tensor:
-    """The sum of the gradients of the first two records of `batch`, not clipped, 1-dim, with randomness switched off.
+def probe_gradients(mode: GradientMode, telemetry: Telemetry, run: Run, batch: Any, records: int) -> list[Tensor]:
+    """What two records give, with randomness switched off; the sums of the step under way stay as they are.
 
     Args:
-        mode: of the run; no sum of a step is under way.
+        mode: of the run.
+        telemetry: of the run.
         run: see `Run`.
         batch: of `records` examples, on the device.
         records: at least 1.
+
+    Returns:
+        The sum of the gradients of the first two records, not clipped, 1-dim, and their values of telemetry.
     """
-    clipper, count = mode.clipper, min(2, records)
-    try:
-        mode.clipper = FlatClipper(_NO_LIMIT)
+    count, seen = min(2, records), list[Tensor]()
+
+    def observe(losses: Tensor, norms: Tensor, outputs: Any) -> None:
+        seen.extend(value.float().nan_to_num() for value in telemetry.values(losses, norms, outputs))
+
+    with mode.trial(FlatClipper(_NO_LIMIT), observe if telemetry.is_observing else None):
         with deterministic_forward(mode.module):
             mode.add(lambda model, part: run(NoAutocast(model), part), rows_of(batch, records, slice(0, count)), count)
-        return torch.cat([part.flatten() for part in mode.pop_sums()])
-    finally:
-        mode.clipper = clipper
-        mode.pop_sums()
+        return [torch.cat([part.flatten() for part in mode.sums]), *seen]
 
 
 _NO_LIMIT = float(torch.finfo(torch.float32).max) ** 0.5
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    return bool(torch.isclose((one - other).norm(), one.new_zeros(()), atol=1e-4 * float(one.norm()) + 1e-12))
+def _close(one: list[Tensor], other: list[Tensor]) -> bool:
+    pairs = zip(one, other, strict=True)
+    return len(one) == len(other) and all(bool((a - b).norm() <= 1e-4 * a.norm() + 1e-12) for a, b in pairs)

@@ -66,12 +66,12 @@ class StateGuard:
         self._attributes.end_forward(before)
         return outputs
 
-    def _bind_gradients(self, run: Run, batch: Any) -> Callable[[], Tensor]:
-        mode = self._mechanism.mode
+    def _bind_gradients(self, run: Run, batch: Any) -> Callable[[], list[Tensor]]:
+        mode, telemetry = self._mechanism.mode, self._mechanism.telemetry
 
-        def gradients() -> Tensor:
+        def gradients() -> list[Tensor]:
             moved = move_to_device(batch, mode.trained[0].device)
-            return probe_gradients(mode, run, moved, count_records(moved))
+            return probe_gradients(mode, telemetry, run, moved, count_records(moved))
 
         return gradients
 
