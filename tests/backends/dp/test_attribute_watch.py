@@ -68,3 +68,39 @@ class RunningAccuracy(Net):
 def test_telemetry_of_earlier_records_is_refused(tmp_path: Any) -> None:
     with pytest.raises(PrivacyError, match="right, total changed in the course of training"):
         sums_of(tmp_path, RunningAccuracy(0.5), telemetry={"accuracy": (0.0, 1.0)})
+
+
+class FirstMean(Net):
+    """Centres by the records of its first forward pass."""
+
+    begins = 1
+
+    def remember(self, step: int, x: Tensor) -> None:
+        if step >= self.begins and self.kept is None:
+            self.kept = x.mean(0)
+
+
+@pytest.mark.parametrize("mode", ["auto", "loop"])
+def test_an_attribute_of_the_first_forward_pass_is_refused_before_anything_is_released(
+    mode: str, tmp_path: Any
+) -> None:
+    seen = Gradients()
+    with pytest.raises(PrivacyError, match="gradients of other records change"):
+        private_trainer(tmp_path / "1", FirstMean(0.5), [seen], grad_mode=mode).train()
+    assert not seen.sums
+    late = FirstMean(0.5)
+    late.begins = 2
+    with pytest.raises(PrivacyError, match="kept changed in the course of training"):
+        private_trainer(tmp_path / "2", late, [seen], grad_mode=mode).train()
+    assert len(seen.sums) == 1
+
+
+class LateMean(Net):
+    def remember(self, step: int, x: Tensor) -> None:
+        if step >= STEPS:
+            self.kept = slow_mean(self.kept, x)
+
+
+def test_the_last_step_is_looked_at_too(tmp_path: Any) -> None:
+    with pytest.raises(PrivacyError, match="kept changed"):
+        sums_of(tmp_path, LateMean(0.5))

@@ -120,7 +120,7 @@ class DP(AbstractTrainerBackendDecorator):
 
     def clip(self, work: Workload) -> Tensor | None:
         """Charge the step, then release the noisy mean of the clipped gradients; returns its norm."""
-        return self._ready.release(work)
+        return self._state_guard.release(work)
 
     def step(self, work: Workload) -> bool:
         """Step the optimizers, which alone may change parameters and buffers.

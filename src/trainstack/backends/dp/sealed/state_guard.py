@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from trainstack.backends.dp.mechanism import Mechanism
 from trainstack.backends.dp.modes.base import Run
 from trainstack.backends.dp.sampling import count_records
-from trainstack.backends.dp.sealed.attribute_watch import AttributeWatch, probe_gradients
+from trainstack.backends.dp.sealed.attribute_watch import AttributeWatch, Probe, probe_gradients
 from trainstack.backends.dp.sealed.sample_replay import SampleReplay
 from trainstack.backends.dp.sealed.sealed_state import SealedState
 from trainstack.backends.single_process import move_to_device
@@ -40,6 +40,7 @@ class StateGuard:
         self._samples = SampleReplay(work.data, refuse=mechanism.refuse, note=mechanism.note)
         mechanism.on_begin = self._samples.begin_epoch
         self._step = 0
+        self._gradients: Probe | None = None
 
     def _note_attributes(self, names: object) -> None:
         self._mechanism.note(f"changes of {names} during training")
@@ -52,6 +53,7 @@ class StateGuard:
         """
         if step != self._step:
             self._step = step
+            self._attributes.begin_step()
             self._sealed.begin_step()
             self._samples.begin_step()
 
@@ -59,19 +61,32 @@ class StateGuard:
         """Let the mechanism add a micro-batch, and watch the attributes; returns its outputs.
 
         Raises:
-            PrivacyError: an attribute carries records into this step, or `train_step` wrote into the state.
+            PrivacyError: `train_step` wrote into the state.
         """
-        before = self._attributes.begin_step(step, self._bind_gradients(run, batch))
+        before = self._attributes.marks()
         outputs = self._mechanism.add(run, batch, step)
         self._attributes.end_forward(before)
+        self._gradients = self._bind_gradients(run, batch)
         return outputs
 
-    def _bind_gradients(self, run: Run, batch: Any) -> Callable[[], list[Tensor]]:
+    def release(self, work: Workload) -> Tensor:
+        """As `Mechanism.release`, unless an attribute has carried records from one forward pass into another.
+
+        Raises:
+            PrivacyError: it has; nothing is released.
+        """
+        gradients, self._gradients = self._gradients, None
+        if gradients is not None:
+            self._attributes.check(gradients)
+        return self._mechanism.release(work)
+
+    def _bind_gradients(self, run: Run, batch: Any) -> Probe:
         mode, telemetry = self._mechanism.mode, self._mechanism.telemetry
 
-        def gradients() -> list[Tensor]:
+        def gradients(number: int) -> list[Tensor]:
             moved = move_to_device(batch, mode.trained[0].device)
-            return probe_gradients(mode, telemetry, run, moved, count_records(moved))
+            records = count_records(moved)
+            return probe_gradients(mode, telemetry, run, moved, records, max(0, records - 1 - number))
 
         return gradients
 
