@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import trainstack as ts
-from tests.backends.dp.test_sealed_state import BATCH, STEPS, Gradients, Net, private_trainer, slow_mean, sums_of
+from tests.backends.dp.test_sealed_state import BATCH, STEPS, WIDTH, Gradients, Net, private_trainer, slow_mean, sums_of
 from tests.helpers.modules import arguments
 from trainstack.errors import PrivacyError
 
@@ -104,3 +108,102 @@ class LateMean(Net):
 def test_the_last_step_is_looked_at_too(tmp_path: Any) -> None:
     with pytest.raises(PrivacyError, match="kept changed"):
         sums_of(tmp_path, LateMean(0.5))
+
+
+class KeptInSlots:
+    __slots__ = ("mean",)
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+
+
+@dataclass(slots=True)
+class KeptInFields:
+    mean: float = 0.0
+
+
+class Places(Net):
+    """Shifts its input by what it keeps in one of several kinds of objects."""
+
+    queue: ClassVar[list[float]] = []
+    total = 0.0
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(0.5)
+        self.kind = kind
+        self.held: Any = {
+            "defaultdict": defaultdict(float),
+            "counter": Counter(),
+            "ordered": OrderedDict(mean=0.0),
+            "deque": type("Recent", (deque,), {})([0.0]),
+            "slots": KeptInSlots(),
+            "fields": KeptInFields(),
+            "frozen": (SimpleNamespace(), [KeptInFields()]),
+            "array": np.zeros(2_000_000),
+        }.get(kind)
+
+    @property
+    def mean(self) -> float:
+        held = self.held
+        if isinstance(held, dict):
+            return float(held["mean"])
+        if isinstance(held, deque | np.ndarray):
+            return float(held[0])
+        if self.kind == "class list":
+            return sum(type(self).queue)
+        if self.kind == "class number":
+            return type(self).total
+        return float(held[1][0].mean if isinstance(held, tuple) else held.mean)
+
+    def train_step(self, global_step: int, batch: Any, device: torch.device) -> Tensor:
+        x, y = batch
+        loss = cross_entropy(self.net(x - self.mean), y)
+        if global_step >= 3:
+            mean, held = self.mean + 0.1 * float(x.mean()), self.held
+            if isinstance(held, dict):
+                held["mean"] = mean
+            elif isinstance(held, deque | np.ndarray):
+                held[0] = mean
+            elif self.kind == "class list":
+                type(self).queue.append(mean)
+            elif self.kind == "class number":
+                type(self).total = mean
+            elif isinstance(held, tuple):
+                held[1][0].mean = mean
+            else:
+                held.mean = mean
+        return loss
+
+
+KINDS = ["defaultdict", "counter", "ordered", "deque", "slots", "fields", "frozen", "class list", "class number"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_in_other_places_than_plain_attributes_is_refused(kind: str, tmp_path: Any) -> None:
+    made = type("Made", (Places,), {"queue": [], "total": 0.0, "__module__": __name__})
+    seen = Gradients()
+    with pytest.raises(PrivacyError, match="changed in the course of training"):
+        private_trainer(tmp_path, made(kind), [seen], grad_mode="loop").train()
+    assert len(seen.sums) == 2
+
+
+def test_a_large_array_that_is_written_is_noted(tmp_path: Any) -> None:
+    trainer = private_trainer(tmp_path, Places("array"), grad_mode="loop")
+    trainer.train()
+    assert "changes of held during training" in trainer.privacy_statement().not_covered
+
+
+class Recurrent(Net):
+    def __init__(self) -> None:
+        super().__init__(0.5)
+        self.cells = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def train_step(self, global_step: int, batch: Any, device: torch.device) -> Tensor:
+        return cross_entropy(self.net(self.cells(batch[0][:, None])[0][:, -1]), batch[1])
+
+    def get_optimizers_schedulers(self, *given: Any) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1)], []
+
+
+def test_lists_of_parameters_are_no_state_of_the_user(tmp_path: Any) -> None:
+    assert len(sums_of(tmp_path, Recurrent())) == STEPS

@@ -18,6 +18,7 @@ from trainstack.backends.dp.modes.probing import NoAutocast, deterministic_forwa
 from trainstack.backends.dp.sealed.plain_state import (
     OF_EVERY_MODULE,
     SCALARS,
+    Held,
     Kept,
     Place,
     installed_attributes,
@@ -54,10 +55,11 @@ class Attributes:
 class AttributeWatch:
     """Compares the plain attributes of a module, its parts and the objects that they hold with those at the beginning.
 
-    An attribute that has changed is tested: two records, each alone, get gradients with the value of now and with the
-    first one. The last records of a batch are taken, since the first ones may have set the value. If they are equal, the attribute is only counted or kept to be looked at. If they differ, the change is refused, except
-    for plain numbers and texts that were set outside of forward passes, such as a schedule in a hook: those are noted.
-    So are attributes for which the test fails.
+    An attribute that has changed is tested: two records, each alone, get gradients and telemetry with the value of now
+    and with the first one. The last records of a batch are taken, since the first ones may have set the value. If the
+    results are equal, the attribute is only counted or kept to be looked at. If they differ, the change is refused,
+    except for plain numbers and texts that were set outside of forward passes, such as a schedule in a hook: those are
+    noted. So are attributes for which the test fails.
 
     The test is made before a step is released: in the first steps, at the first change of an attribute, and later in a
     small share of the time. The state of tensors is that of memory: their bits are compared.
@@ -76,8 +78,8 @@ class AttributeWatch:
         note: Callable[[Attributes], None],
     ) -> None:
         self._module, self._refuse, self._note = module, refuse, note
-        self._owners: dict[str, dict[str, Any]] = {}
-        self._of_user: list[tuple[str, dict[str, Any]]] = []
+        self._owners: dict[str, Held] = {}
+        self._of_user: list[tuple[str, Held]] = []
         self._first: dict[Place, Kept] | None = None
         self._marked: dict[Place, Any] = {}
         self._seen, self._in_forward = set[Place](), set[Place]()
