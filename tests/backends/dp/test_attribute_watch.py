@@ -207,3 +207,31 @@ class Recurrent(Net):
 
 def test_lists_of_parameters_are_no_state_of_the_user(tmp_path: Any) -> None:
     assert len(sums_of(tmp_path, Recurrent())) == STEPS
+
+
+class Scheduled(Net):
+    def get_optimizers_schedulers(self, *given: Any) -> Any:
+        self.made = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        by_epoch = ts.SchedulerConfig(torch.optim.lr_scheduler.ExponentialLR(self.made, 0.9), interval="epoch")
+        return [self.made], [torch.optim.lr_scheduler.CosineAnnealingLR(self.made, 10), by_epoch]
+
+
+class LowersRate(Scheduled):
+    largest = 0.0
+
+    def train_step(self, global_step: int, batch: Any, device: torch.device) -> Tensor:
+        loss = super().train_step(global_step, batch, device)
+        self.largest = max(self.largest, float(loss.detach()))
+        return loss
+
+    def on_end_train_step(self, global_step: int) -> None:
+        if self.largest > 0.0:
+            self.made.param_groups[0]["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("module", [Scheduled, LowersRate])
+def test_a_learning_rate_that_no_scheduler_has_set_is_noted(module: type[Scheduled], tmp_path: Any) -> None:
+    trainer = private_trainer(tmp_path, module(0.5))
+    trainer.train()
+    found = [line for line in trainer.privacy_statement().not_covered if "no registered scheduler" in line]
+    assert [line.split(" of an optimizer")[0] for line in found] == (["what sets lr"] if module is LowersRate else [])

@@ -135,6 +135,9 @@ class DP(AbstractTrainerBackendDecorator):
     def post_processing(self) -> AbstractContextManager[None]:
         return self._state_guard.post_processing()
 
+    def schedulers_step(self) -> AbstractContextManager[None]:
+        return self._state_guard.schedulers_step()
+
     def on_initial_weights(self, origin: WeightsOrigin) -> None:
         if self._args is not None:
             self._origin = check_origin(origin, self._args)

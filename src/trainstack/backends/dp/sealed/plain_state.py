@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from trainstack.backends.dp.sealed.object_attributes import attributes_of
@@ -95,7 +96,8 @@ def _digest(value: Any) -> Any:
         except (RuntimeError, NotImplementedError):  # sparse and others
             return value._version
     if isinstance(value, np.ndarray):
-        return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8)) if not value.dtype.hasobject else 0
+        data = np.ascontiguousarray(value).reshape(-1)
+        return hash(tuple(map(id, data))) if value.dtype.hasobject else zlib.crc32(data.view(np.uint8).data)
     items = chain(value, value.values()) if isinstance(value, Mapping) else value
     return hash(tuple(map(id, items)))
 
@@ -237,7 +239,8 @@ def _storage(tensor: Tensor) -> int:
 def owners_of(module: nn.Module) -> dict[str, Held]:
     """The attributes of the parts of `module`, of objects that these hold, and of the user's classes of both.
 
-    Objects of the user's classes are followed, and modules that no module has registered. Data sets are not.
+    Objects of the user's classes are followed, and modules that no module has registered. Data sets and optimizers are
+    not.
     """
     owners: dict[str, Held] = {}
     seen = set[int]()
@@ -269,7 +272,7 @@ def owners_of(module: nn.Module) -> dict[str, Held]:
 def _objects_in(label: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """The modules and objects of the user's classes in a value: itself and items of containers."""
     kind = type(value)
-    if issubclass(kind, nn.Module) or (is_of_user(kind) and not issubclass(kind, Dataset | Enum | type)):
+    if issubclass(kind, nn.Module) or (is_of_user(kind) and not issubclass(kind, (Dataset, Enum, type, Optimizer))):
         yield label, value
     if depth < _DEEP and isinstance(value, (*_SEQUENCES, dict)) and len(value) <= _MANY:
         items = dict.items(value) if isinstance(value, dict) else enumerate(value)

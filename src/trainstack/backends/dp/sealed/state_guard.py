@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from trainstack.backends.dp.mechanism import Mechanism
 from trainstack.backends.dp.modes.base import Run
 from trainstack.backends.dp.sampling import count_records
 from trainstack.backends.dp.sealed.attribute_watch import AttributeWatch, Probe, probe_gradients
+from trainstack.backends.dp.sealed.option_watch import OptionWatch
 from trainstack.backends.dp.sealed.sample_replay import SampleReplay
 from trainstack.backends.dp.sealed.sealed_state import SealedState
 from trainstack.backends.single_process import move_to_device
@@ -22,7 +23,8 @@ from trainstack.backends.workload import Workload
 class StateGuard:
     """The checks of the state between the steps of a private run.
 
-    `SealedState` watches parameters and buffers, `AttributeWatch` plain attributes, and `SampleReplay` samples. Global
+    `SealedState` watches parameters and buffers, `AttributeWatch` plain attributes, `OptionWatch` options
+    of optimizers, and `SampleReplay` samples. Global
     variables, closures, files, and the data set in a loader's workers are out of their sight.
 
     Args:
@@ -36,6 +38,7 @@ class StateGuard:
         self._attributes = AttributeWatch(
             work.module, refuse=partial(mechanism.refuse, released=True), note=self._note_attributes
         )
+        self._options = OptionWatch(work.optimizers, mechanism.note)
         assert work.data is not None  # checked at the start
         self._samples = SampleReplay(work.data, refuse=mechanism.refuse, note=mechanism.note)
         mechanism.on_begin = self._samples.begin_epoch
@@ -53,6 +56,7 @@ class StateGuard:
         """
         if step != self._step:
             self._step = step
+            self._options.check()
             self._attributes.begin_step()
             self._sealed.begin_step()
             self._samples.begin_step()
@@ -99,9 +103,14 @@ class StateGuard:
         """
         self._sealed.check()
         try:
-            yield
+            with self._options.change():
+                yield
         finally:
             self._sealed.seal(same_tensors=True)
+
+    def schedulers_step(self) -> AbstractContextManager[None]:
+        """A block in which registered schedulers change options of optimizers."""
+        return self._options.change()
 
     @contextmanager
     def post_processing(self) -> Iterator[None]:
@@ -111,11 +120,12 @@ class StateGuard:
             PrivacyError: parameters or buffers have changed before it.
         """
         before = self._attributes.marks()
-        with self._sealed.post_processing():
+        with self._sealed.post_processing(), self._options.change():
             yield
         self._attributes.accept_changes(before)
 
     def forget(self) -> None:
         """The library is about to load a state; the next step accepts what it finds."""
         self._sealed.unseal()
+        self._options.forget()
         self._attributes.forget()
