@@ -235,3 +235,49 @@ def test_a_learning_rate_that_no_scheduler_has_set_is_noted(module: type[Schedul
     trainer.train()
     found = [line for line in trainer.privacy_statement().not_covered if "no registered scheduler" in line]
     assert [line.split(" of an optimizer")[0] for line in found] == (["what sets lr"] if module is LowersRate else [])
+
+
+class Labelled(Tensor):
+    """A tensor with a name."""
+
+
+class Wrapper(Tensor):
+    """A tensor that computes with another one and has no memory."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inner = [one.inner if isinstance(one, Wrapper) else one for one in args]
+        return func(*inner, **(kwargs or {}))
+
+
+class WritesBuffer(Net):
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__(0.5)
+        self.register_buffer("buffer", buffer)
+
+    def train_step(self, global_step: int, batch: Any, device: torch.device) -> Tensor:
+        x, y = batch
+        if global_step >= 3:
+            self.buffer.data.copy_(x.mean(0))
+        return cross_entropy(self.net(x), y)
+
+
+def test_a_buffer_of_a_subclass_is_sealed(tmp_path: Any) -> None:
+    with pytest.raises(PrivacyError, match="buffer has changed|buffer changes"):
+        sums_of(tmp_path, WritesBuffer(torch.zeros(WIDTH).as_subclass(Labelled)))
+
+
+def test_a_buffer_that_cannot_be_sealed_is_noted(tmp_path: Any) -> None:
+    module = Net(0.5)
+    module.register_buffer("wrapper", Wrapper(torch.ones(3)))
+    trainer = private_trainer(tmp_path, module, grad_mode="loop")
+    trainer.train()
+    assert "changes of wrapper during training" in trainer.privacy_statement().not_covered

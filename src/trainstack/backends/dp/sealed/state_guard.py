@@ -12,10 +12,10 @@ from torch import Tensor
 from trainstack.backends.dp.mechanism import Mechanism
 from trainstack.backends.dp.modes.base import Run
 from trainstack.backends.dp.sampling import count_records
-from trainstack.backends.dp.sealed.attribute_watch import AttributeWatch, Probe, probe_gradients
+from trainstack.backends.dp.sealed.attribute_watch import Attributes, AttributeWatch, Probe, probe_gradients
 from trainstack.backends.dp.sealed.option_watch import OptionWatch
 from trainstack.backends.dp.sealed.sample_replay import SampleReplay
-from trainstack.backends.dp.sealed.sealed_state import SealedState
+from trainstack.backends.dp.sealed.sealed_state import SealedState, unsealed_names
 from trainstack.backends.single_process import move_to_device
 from trainstack.backends.workload import Workload
 
@@ -38,6 +38,9 @@ class StateGuard:
         self._attributes = AttributeWatch(
             work.module, refuse=partial(mechanism.refuse, released=True), note=self._note_attributes
         )
+        unsealed = unsealed_names(work.module)
+        if unsealed:
+            self._note_attributes(Attributes(names=tuple(unsealed)))
         self._options = OptionWatch(work.optimizers, mechanism.note)
         assert work.data is not None  # checked at the start
         self._samples = SampleReplay(work.data, refuse=mechanism.refuse, note=mechanism.note)
