@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 import trainstack as ts
 from tests.backends.dp.test_sealed_state import BATCH, STEPS, WIDTH, Gradients, Net, private_trainer, slow_mean, sums_of
 from tests.helpers.modules import arguments
+from trainstack.backends.dp.sealed import attribute_watch
 from trainstack.errors import PrivacyError
 
 
@@ -108,6 +109,23 @@ class LateMean(Net):
 def test_the_last_step_is_looked_at_too(tmp_path: Any) -> None:
     with pytest.raises(PrivacyError, match="kept changed"):
         sums_of(tmp_path, LateMean(0.5))
+
+
+class WritesIntoList(Net):
+    def __init__(self, value: float) -> None:
+        super().__init__(value)
+        self.kept = [0.0]
+
+    def remember(self, step: int, x: Tensor) -> None:
+        if step >= STEPS:
+            self.kept[0] += float(x.mean())
+
+
+def test_the_last_planned_step_compares_all_values(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attribute_watch, "_FIRST", 0)
+    monkeypatch.setattr(attribute_watch, "_SHARE", -1.0)
+    with pytest.raises(PrivacyError, match="kept changed"):
+        sums_of(tmp_path, WritesIntoList(0.5))
 
 
 class KeptInSlots:
@@ -271,7 +289,7 @@ class WritesBuffer(Net):
 
 
 def test_a_buffer_of_a_subclass_is_sealed(tmp_path: Any) -> None:
-    with pytest.raises(PrivacyError, match="buffer has changed|buffer changes"):
+    with pytest.raises(PrivacyError, match=r"buffer has changed|buffer changes"):
         sums_of(tmp_path, WritesBuffer(torch.zeros(WIDTH).as_subclass(Labelled)))
 
 

@@ -90,11 +90,12 @@ class AttributeWatch:
         if self._first is None:
             self.accept()
 
-    def check(self, gradients: Probe) -> None:
+    def check(self, gradients: Probe, *, is_last: bool = False) -> None:
         """The forward passes of a step have ended, and nothing of it is released yet.
 
         Args:
             gradients: what some of its records give; see `probe_gradients`.
+            is_last: whether no step is planned after it, so that all values are compared.
         """
         assert self._first is not None
         self._steps += 1
@@ -102,7 +103,7 @@ class AttributeWatch:
         marks = self.marks()
         new = {place for place in marks.keys() | self._marked.keys() if self._marked.get(place) != marks.get(place)}
         new -= self._seen
-        if not new and self._steps > _FIRST and self._spent > _SHARE * (now - self._since):
+        if not (new or is_last) and self._steps > _FIRST and self._spent > _SHARE * (now - self._since):
             return
         self._find_owners()
         held = keep(self._owners)

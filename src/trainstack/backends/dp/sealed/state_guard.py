@@ -43,6 +43,7 @@ class StateGuard:
             self._note_attributes(Attributes(names=tuple(unsealed)))
         self._options = OptionWatch(work.optimizers, mechanism.note)
         assert work.data is not None  # checked at the start
+        self._total_steps = work.data.total_steps
         self._samples = SampleReplay(work.data, refuse=mechanism.refuse, note=mechanism.note)
         mechanism.on_begin = self._samples.begin_epoch
         self._step = 0
@@ -84,7 +85,7 @@ class StateGuard:
         """
         gradients, self._gradients = self._gradients, None
         if gradients is not None:
-            self._attributes.check(gradients)
+            self._attributes.check(gradients, is_last=self._step == self._total_steps)
         return self._mechanism.release(work)
 
     def _bind_gradients(self, run: Run, batch: Any) -> Probe:
