@@ -196,6 +196,13 @@ class TrainerBackend(ABC):
         """
         return nullcontext()
 
+    def schedulers_step(self) -> AbstractContextManager[None]:
+        """A block in which the loop steps a scheduler of the user's.
+
+        A private run names other changes of optimizers' options in its statement.
+        """
+        return nullcontext()
+
     def on_initial_weights(self, origin: WeightsOrigin) -> None:  # noqa: B027 - most layers have nothing to do
         """Called before `prepare` when the module was given weights from elsewhere, which are in it already."""
 
@@ -453,6 +460,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
 
     def post_processing(self) -> AbstractContextManager[None]:
         return self.inner.post_processing()
+
+    def schedulers_step(self) -> AbstractContextManager[None]:
+        return self.inner.schedulers_step()
 
     def on_initial_weights(self, origin: WeightsOrigin) -> None:
         self.inner.on_initial_weights(origin)

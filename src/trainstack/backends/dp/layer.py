@@ -120,7 +120,7 @@ class DP(AbstractTrainerBackendDecorator):
 
     def clip(self, work: Workload) -> Tensor | None:
         """Charge the step, then release the noisy mean of the clipped gradients; returns its norm."""
-        return self._ready.release(work)
+        return self._state_guard.release(work)
 
     def step(self, work: Workload) -> bool:
         """Step the optimizers, which alone may change parameters and buffers.
@@ -134,6 +134,9 @@ class DP(AbstractTrainerBackendDecorator):
 
     def post_processing(self) -> AbstractContextManager[None]:
         return self._state_guard.post_processing()
+
+    def schedulers_step(self) -> AbstractContextManager[None]:
+        return self._state_guard.schedulers_step()
 
     def on_initial_weights(self, origin: WeightsOrigin) -> None:
         if self._args is not None:

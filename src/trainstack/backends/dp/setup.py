@@ -19,6 +19,7 @@ from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.selection import choose_mode
 from trainstack.backends.dp.randomness import DebugRandomness, Randomness, SeededRandomness, SystemRandomness
 from trainstack.backends.dp.sampling import PoissonSampling, check_records
+from trainstack.backends.dp.sealed.plain_state import installed_attributes, owners_of
 from trainstack.backends.dp.sealed.sample_replay import mixed_records
 from trainstack.backends.dp.statement import EXPOSED, SEEDED
 from trainstack.backends.dp.telemetry import Telemetry
@@ -124,7 +125,8 @@ def _mode(
         check_records(batch, len(index))
         mode = choose_mode(args.grad_mode, work.module, trained, clipper, run, batch, len(index))
         telemetry = Telemetry(args, plan, clipper, one_by_one=mode.one_by_one)
-        telemetry.try_out(mode, run, batch, len(index))
+        with installed_attributes(owners_of(work.module)):
+            telemetry.try_out(mode, run, batch, len(index))
         mixed = mixed_records(data, index)
         return mode, [*([mixed] if mixed else []), *neighbour_problems(mode, run, data, index)]
     except ConfigurationError as error:

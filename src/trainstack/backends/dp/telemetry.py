@@ -143,15 +143,22 @@ class Telemetry:
         """
         records = len(losses)
         rows = []
-        for one in self._coordinates:
+        for one, values in zip(self._coordinates, self.values(losses, norms, outputs), strict=True):
             if one.threshold is not None:
-                rows.append(torch.where(norms <= one.threshold, 1.0, -1.0))
+                rows.append(torch.where(values <= one.threshold, 1.0, -1.0))
             else:
-                values = losses if one.source == "loss" else _values(outputs, one.source, records, norms.device)
                 half = (one.high - one.low) / 2
                 rows.append(((values.float() - one.low) / half - 1.0).clamp(-1.0, 1.0).nan_to_num(nan=0.0))
         self._sums = self._sums.to(norms.device) + torch.stack(rows).sum(1)
         self._observed += records
+
+    def values(self, losses: Tensor, norms: Tensor, outputs: Any) -> list[Tensor]:
+        """The values of a micro-batch in the units of the metrics, `(records,)` for each coordinate."""
+        found = {"loss": losses, "grad_norm": norms}
+        return [
+            found[one.source] if one.source in found else _values(outputs, one.source, len(losses), norms.device)
+            for one in self._coordinates
+        ]
 
     def check_observed(self, records: int) -> None:
         """Refuse a micro-batch of which a record was not observed, or twice.

@@ -88,6 +88,7 @@ class TrainLoop:
     ) -> None:
         self.stack, self.work, self.hooks, self.bind, self.inspect_loss = stack, work, hooks, bind, inspect_loss
         self.schedules = schedules or Schedules()
+        self.schedules.around_step = stack.schedulers_step
         self.optimizer_states = OptimizerStates(work, self.schedules)
         self.state = state or RunState()
         bounded = any(layer.bounds_gradients for layer in stack.layers())

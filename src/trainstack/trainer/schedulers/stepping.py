@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
@@ -103,6 +104,7 @@ class Schedules:
 
     Attributes:
         schedulers: the schedulers themselves, whose states a checkpoint keeps.
+        around_step: makes the block in which a scheduler steps; the loop sets it.
     """
 
     def __init__(self, configs: Sequence[Any] = ()) -> None:
@@ -112,6 +114,7 @@ class Schedules:
         self.schedulers = tuple(scheduled.scheduler for scheduled in self._scheduled)
         self._on_step = [(one, call) for one in self._scheduled if (call := one.step_call) is not None]
         self._updates = self._epochs = 0
+        self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def step(self) -> None:
         """Step what counts updates; called after each global step that moved the weights.
@@ -174,7 +177,8 @@ class Schedules:
 
     def _step(self, scheduled: _Scheduled, call: Callable[..., Any], *value: float) -> None:
         try:
-            call(*value)
+            with self.around_step():
+                call(*value)
         except ValueError as error:  # OneCycleLR past its end
             owner = getattr(call, "__self__", call)
             kind = type(getattr(owner, "scheduler", owner)).__name__

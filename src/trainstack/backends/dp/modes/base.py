@@ -192,6 +192,17 @@ class GradientMode(ABC):
         self.pop_sums()
         return flat
 
+    @contextmanager
+    def trial(self, clipper: Clipper, observer: Observer | None) -> Iterator[None]:
+        """A block with other sums, another clipper and observer; afterwards those of the step are what they were."""
+        kept = self._flat, self.sums, self.clipper, self.observer
+        self._flat, self.sums = self._zeros()
+        self.clipper, self.observer = clipper, observer
+        try:
+            yield
+        finally:
+            self._flat, self.sums, self.clipper, self.observer = kept
+
     def close(self) -> None:  # noqa: B027 - most modes leave nothing behind
         """Leave the module as it was found."""
 

@@ -75,7 +75,8 @@ def choose_mode(
     _check_no_script(module)
     with deterministic_forward(module):
         scaling = _unit_joint_norm if asked == "ghost" else _unit_norm_per_parameter
-        verifier = ModeVerifier(module, trained, run, probe, records, scaling)
+        with installed_attributes(owners_of(module)):  # what a trial writes must not be in the module when it trains
+            verifier = ModeVerifier(module, trained, run, probe, records, scaling)
         if asked != "auto":
             return verifier.verify(MODES[asked], clipper)
         reasons = []

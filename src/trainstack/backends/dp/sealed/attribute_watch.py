@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from trainstack.backends.dp.modes.probing import NoAutocast, deterministic_forwa
 from trainstack.backends.dp.sealed.plain_state import (
     OF_EVERY_MODULE,
     SCALARS,
+    Held,
     Kept,
     Place,
     installed_attributes,
@@ -24,10 +27,15 @@ from trainstack.backends.dp.sealed.plain_state import (
     owners_of,
     same_value,
 )
+from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.backends.generator_search import is_of_user
 
-_EVERY = 100
-"""Steps after which all values are compared again, from the hundredth on. Before it steps 1, 2, 4, 8, ... are due."""
+_FIRST, _SHARE = 16, 0.01
+"""So many steps always compare all values, and later ones as long as all checks take less than this share of the time
+since the first."""
+
+Probe = Callable[[int], list[Tensor]]
+"""`probe(number)` gives what the last record but `number` of a micro-batch yields alone; see `probe_gradients`."""
 
 _NUMBERS = frozenset({bool, int, float, str, type(None)})
 _NOTHING = Kept(value=None)
@@ -47,13 +55,14 @@ class Attributes:
 class AttributeWatch:
     """Compares the plain attributes of a module, its parts and the objects that they hold with those at the beginning.
 
-    An attribute that has changed is tested: two records get gradients with the value of now and with the first one. If
-    they are equal, the attribute is only counted or kept to be looked at. If they differ, the change is refused, except
-    for plain numbers and texts that were set outside of forward passes, such as a schedule in a hook: those are noted.
-    So are attributes for which the test fails.
+    An attribute that has changed is tested: two records, each alone, get gradients and telemetry with the value of now
+    and with the first one. The last records of a batch are taken, since the first ones may have set the value. If the
+    results are equal, the attribute is only counted or kept to be looked at. If they differ, the change is refused,
+    except for plain numbers and texts that were set outside of forward passes, such as a schedule in a hook: those are
+    noted. So are attributes for which the test fails.
 
-    The test is made at steps 1, 2, 4, 8, ... and every 100th, and before the step that follows the first change of an
-    attribute. The state of tensors is that of memory: their bits are compared.
+    The test is made before a step is released: in the first steps, at the first change of an attribute, and later in a
+    small share of the time. The state of tensors is that of memory: their bits are compared.
 
     Args:
         module: the user's module, never wrapped.
@@ -69,36 +78,42 @@ class AttributeWatch:
         note: Callable[[Attributes], None],
     ) -> None:
         self._module, self._refuse, self._note = module, refuse, note
-        self._owners: dict[str, dict[str, Any]] = {}
-        self._of_user: list[tuple[str, dict[str, Any]]] = []
+        self._owners: dict[str, Held] = {}
+        self._of_user: list[tuple[str, Held]] = []
         self._first: dict[Place, Kept] | None = None
         self._marked: dict[Place, Any] = {}
         self._seen, self._in_forward = set[Place](), set[Place]()
-        self._due = 1
+        self._steps, self._spent, self._since = 0, 0.0, time.perf_counter()
 
-    def begin_step(self, step: int, gradients: Callable[[], Tensor]) -> dict[Place, Any]:
-        """A micro-batch of global step `step` is about to be run; `gradients` are those of some of its records.
-
-        Returns:
-            `marks` before the forward pass.
-        """
+    def begin_step(self) -> None:
+        """A step is about to run its first forward pass."""
         if self._first is None:
             self.accept()
-            return self._marked
+
+    def check(self, gradients: Probe, *, is_last: bool = False) -> None:
+        """The forward passes of a step have ended, and nothing of it is released yet.
+
+        Args:
+            gradients: what some of its records give; see `probe_gradients`.
+            is_last: whether no step is planned after it, so that all values are compared.
+        """
+        assert self._first is not None
+        self._steps += 1
+        now = time.perf_counter()
         marks = self.marks()
-        new = set[Place]()
-        if marks != self._marked:
-            new = {place for place, mark in marks.items() if self._marked.get(place) != mark} - self._seen
-        if not new and step < self._due:
-            return marks
-        self._seen |= new
-        self._due = step * 2 if step < _EVERY // 2 else step + _EVERY - step % _EVERY
+        new = {place for place in marks.keys() | self._marked.keys() if self._marked.get(place) != marks.get(place)}
+        new -= self._seen
+        if not (new or is_last) and self._steps > _FIRST and self._spent > _SHARE * (now - self._since):
+            return
         self._find_owners()
-        now = keep(self._owners)
-        changed = {place for place in {**self._first, **now} if not same_value(self._first.get(place), now.get(place))}
+        held = keep(self._owners)
+        changed = {
+            place for place in {**self._first, **held} if not same_value(self._first.get(place), held.get(place))
+        }
         if changed:
-            self._judge(changed, now, gradients)
-        return marks
+            self._judge(changed, held, gradients)
+        self._seen |= new
+        self._spent += time.perf_counter() - now
 
     def marks(self) -> dict[Place, Any]:
         """Short marks of attributes, which show a new value but not each write into an old one; costs microseconds."""
@@ -141,7 +156,7 @@ class AttributeWatch:
         parts = {path for path, part in self._module.named_modules() if not is_of_user(type(part))}
         self._of_user = [(path, held) for path, held in self._owners.items() if path not in parts]
 
-    def _judge(self, changed: set[Place], now: dict[Place, Kept], gradients: Callable[[], Tensor]) -> None:
+    def _judge(self, changed: set[Place], now: dict[Place, Kept], gradients: Probe) -> None:
         def is_schedule(place: Place) -> bool:
             values = [(self._first or {}).get(place, _NOTHING).value, now.get(place, _NOTHING).value]
             return place not in self._in_forward and all(isinstance(value, SCALARS) for value in values)
@@ -162,23 +177,31 @@ class AttributeWatch:
             else:
                 self._note(names)
 
-    def _influences(self, places: set[Place], now: dict[Place, Kept], gradients: Callable[[], Tensor]) -> bool | None:
+    def _influences(self, places: set[Place], now: dict[Place, Kept], gradients: Probe) -> bool | None:
         """Whether gradients differ between the first values at `places` and those of now; None if that is not known."""
         assert self._first is not None
         first = {place: kept for place, kept in now.items() if place not in places}
         first |= {place: kept for place, kept in self._first.items() if place in places}
         if any(kept.is_large for place, kept in self._first.items() if place in places):
             return None  # the first value is gone
-        found = []
+        answers = [self._influence(first, now, partial(gradients, number)) for number in range(2)]
+        return True if True in answers else None if None in answers else False
+
+    def _influence(
+        self, first: Mapping[Place, Kept], now: Mapping[Place, Kept], gradients: Callable[[], list[Tensor]]
+    ) -> bool | None:
+        found: list[list[Tensor] | None] = []
         for values in (now, now, first):
             with self._installed(values):
                 try:
                     found.append(gradients())
                 except Exception:
-                    return None  # the module cannot do without the value of now, or fails for other reasons
-        if not _close(found[0], found[1]):
-            return None
-        return not _close(found[0], found[2])
+                    found.append(None)
+        if found[2] is None:
+            return None  # the module cannot do without the value of now, or fails for other reasons
+        if found[0] is None or found[1] is None:
+            return True  # such as a tensor of a `vmap` that is over
+        return not _close(found[0], found[2]) if _close(found[0], found[1]) else None
 
     @contextmanager
     def _installed(self, values: Mapping[Place, Kept]) -> Iterator[None]:
@@ -195,28 +218,36 @@ class _Silent:
     def record(self, name: str, value: Any) -> None: ...
 
 
-def probe_gradients(mode: GradientMode, run: Run, batch: Any, records: int) -> Tensor:
-    """The sum of the gradients of the first two records of `batch`, not clipped, 1-dim, with randomness switched off.
+def probe_gradients(
+    mode: GradientMode, telemetry: Telemetry, run: Run, batch: Any, records: int, row: int
+) -> list[Tensor]:
+    """What a record gives, with randomness switched off; the sums of the step under way stay as they are.
 
     Args:
-        mode: of the run; no sum of a step is under way.
+        mode: of the run.
+        telemetry: of the run.
         run: see `Run`.
         batch: of `records` examples, on the device.
         records: at least 1.
+        row: the number of the record in the batch.
+
+    Returns:
+        The gradient of the record alone, not clipped, 1-dim, and its values of telemetry.
     """
-    clipper, observer, count = mode.clipper, mode.observer, min(2, records)
-    try:
-        mode.clipper, mode.observer = FlatClipper(_NO_LIMIT), None  # telemetry counts each record of a step once
+    seen = list[Tensor]()
+
+    def observe(losses: Tensor, norms: Tensor, outputs: Any) -> None:
+        seen.extend(value.float().nan_to_num() for value in telemetry.values(losses, norms, outputs))
+
+    with mode.trial(FlatClipper(_NO_LIMIT), observe if telemetry.is_observing else None):
         with deterministic_forward(mode.module):
-            mode.add(lambda model, part: run(NoAutocast(model), part), rows_of(batch, records, slice(0, count)), count)
-        return torch.cat([part.flatten() for part in mode.pop_sums()])
-    finally:
-        mode.clipper, mode.observer = clipper, observer
-        mode.pop_sums()
+            mode.add(lambda model, part: run(NoAutocast(model), part), rows_of(batch, records, slice(row, row + 1)), 1)
+        return [torch.cat([part.flatten() for part in mode.sums]), *seen]
 
 
 _NO_LIMIT = float(torch.finfo(torch.float32).max) ** 0.5
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    return bool(torch.isclose((one - other).norm(), one.new_zeros(()), atol=1e-4 * float(one.norm()) + 1e-12))
+def _close(one: list[Tensor], other: list[Tensor]) -> bool:
+    pairs = zip(one, other, strict=True)
+    return len(one) == len(other) and all(bool((a - b).norm() <= 1e-4 * a.norm() + 1e-12) for a, b in pairs)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from trainstack.backends.dp.sealed.tensor_digest import Digest, TensorDigest
 
@@ -126,15 +127,28 @@ class SealedState:
 def sealed_places(module: nn.Module) -> list[_Place]:
     """Where parameters and buffers are held, those that are not persistent too; each tensor once.
 
-    Left out are tensors without memory of their own, which a private run cannot train: sparse, quantized and meta
-    tensors, lazy ones, and subclasses other than torch's own.
+    Left out are tensors without plain memory, which a private run cannot train: sparse, quantized, meta and lazy ones,
+    and subclasses that wrap other tensors.
     """
+    return [place for place in _all_places(module) if has_memory(place[3])]
+
+
+def unsealed_names(module: nn.Module) -> list[str]:
+    """The names of tensors with values that a digest cannot read."""
+    return [
+        name
+        for name, _, _, tensor in _all_places(module)
+        if not has_memory(tensor) and not tensor.is_meta and not is_lazy(tensor)
+    ]
+
+
+def _all_places(module: nn.Module) -> list[_Place]:
     found: list[_Place] = []
     seen = set[int]()
     for path, part in module.named_modules():
         for held in (part._parameters, part._buffers):  # torch 2.13.0; public iterators hide a tensor set in its place
             for key, tensor in held.items():
-                if tensor is None or id(tensor) in seen or not _has_plain_memory(tensor):
+                if tensor is None or id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
                 found.append((f"{path}.{key}" if path else key, held, key, tensor))
@@ -142,7 +156,16 @@ def sealed_places(module: nn.Module) -> list[_Place]:
 
 
 def _by_name(places: list[_Place]) -> dict[str, Tensor]:
-    return {name: tensor for name, _, _, tensor in places}
+    return {name: tensor if type(tensor) in _PLAIN else _as_plain(tensor) for name, _, _, tensor in places}
+
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+def _as_plain(tensor: Tensor) -> Tensor:
+    """The same memory, past the functions of a subclass."""
+    with torch._C.DisableTorchFunctionSubclass():  # torch 2.13.0
+        return tensor.detach().as_subclass(Tensor)
 
 
 def _is_unchanged(holder: _Holder) -> bool:
@@ -150,11 +173,14 @@ def _is_unchanged(holder: _Holder) -> bool:
     return attributes.get(key) is held and len(held) == len(values) and all(map(is_, held.values(), values))
 
 
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-
-
-def _has_plain_memory(tensor: Tensor) -> bool:
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the bits of a tensor can be read: it is none of torch's sparse, quantized, meta and lazy tensors."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or is_lazy(tensor):
+        return False
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:  # a subclass without memory, such as DTensor
+        return False
 
 
 def _marks(places: list[_Place]) -> list[tuple[int, int]]:

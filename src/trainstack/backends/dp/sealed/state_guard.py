@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from trainstack.backends.dp.mechanism import Mechanism
 from trainstack.backends.dp.modes.base import Run
 from trainstack.backends.dp.sampling import count_records
-from trainstack.backends.dp.sealed.attribute_watch import AttributeWatch, probe_gradients
+from trainstack.backends.dp.sealed.attribute_watch import Attributes, AttributeWatch, Probe, probe_gradients
+from trainstack.backends.dp.sealed.option_watch import OptionWatch
 from trainstack.backends.dp.sealed.sample_replay import SampleReplay
-from trainstack.backends.dp.sealed.sealed_state import SealedState
+from trainstack.backends.dp.sealed.sealed_state import SealedState, unsealed_names
 from trainstack.backends.single_process import move_to_device
 from trainstack.backends.workload import Workload
 
@@ -22,7 +23,8 @@ from trainstack.backends.workload import Workload
 class StateGuard:
     """The checks of the state between the steps of a private run.
 
-    `SealedState` watches parameters and buffers, `AttributeWatch` plain attributes, and `SampleReplay` samples. Global
+    `SealedState` watches parameters and buffers, `AttributeWatch` plain attributes, `OptionWatch` options
+    of optimizers, and `SampleReplay` samples. Global
     variables, closures, files, and the data set in a loader's workers are out of their sight.
 
     Args:
@@ -36,10 +38,16 @@ class StateGuard:
         self._attributes = AttributeWatch(
             work.module, refuse=partial(mechanism.refuse, released=True), note=self._note_attributes
         )
+        unsealed = unsealed_names(work.module)
+        if unsealed:
+            self._note_attributes(Attributes(names=tuple(unsealed)))
+        self._options = OptionWatch(work.optimizers, mechanism.note)
         assert work.data is not None  # checked at the start
+        self._total_steps = work.data.total_steps
         self._samples = SampleReplay(work.data, refuse=mechanism.refuse, note=mechanism.note)
         mechanism.on_begin = self._samples.begin_epoch
         self._step = 0
+        self._gradients: Probe | None = None
 
     def _note_attributes(self, names: object) -> None:
         self._mechanism.note(f"changes of {names} during training")
@@ -52,6 +60,8 @@ class StateGuard:
         """
         if step != self._step:
             self._step = step
+            self._options.check()
+            self._attributes.begin_step()
             self._sealed.begin_step()
             self._samples.begin_step()
 
@@ -59,19 +69,32 @@ class StateGuard:
         """Let the mechanism add a micro-batch, and watch the attributes; returns its outputs.
 
         Raises:
-            PrivacyError: an attribute carries records into this step, or `train_step` wrote into the state.
+            PrivacyError: `train_step` wrote into the state.
         """
-        before = self._attributes.begin_step(step, self._bind_gradients(run, batch))
+        before = self._attributes.marks()
         outputs = self._mechanism.add(run, batch, step)
         self._attributes.end_forward(before)
+        self._gradients = self._bind_gradients(run, batch)
         return outputs
 
-    def _bind_gradients(self, run: Run, batch: Any) -> Callable[[], Tensor]:
-        mode = self._mechanism.mode
+    def release(self, work: Workload) -> Tensor:
+        """As `Mechanism.release`, unless an attribute has carried records from one forward pass into another.
 
-        def gradients() -> Tensor:
+        Raises:
+            PrivacyError: it has; nothing is released.
+        """
+        gradients, self._gradients = self._gradients, None
+        if gradients is not None:
+            self._attributes.check(gradients, is_last=self._step == self._total_steps)
+        return self._mechanism.release(work)
+
+    def _bind_gradients(self, run: Run, batch: Any) -> Probe:
+        mode, telemetry = self._mechanism.mode, self._mechanism.telemetry
+
+        def gradients(number: int) -> list[Tensor]:
             moved = move_to_device(batch, mode.trained[0].device)
-            return probe_gradients(mode, run, moved, count_records(moved))
+            records = count_records(moved)
+            return probe_gradients(mode, telemetry, run, moved, records, max(0, records - 1 - number))
 
         return gradients
 
@@ -84,9 +107,14 @@ class StateGuard:
         """
         self._sealed.check()
         try:
-            yield
+            with self._options.change():
+                yield
         finally:
             self._sealed.seal(same_tensors=True)
+
+    def schedulers_step(self) -> AbstractContextManager[None]:
+        """A block in which registered schedulers change options of optimizers."""
+        return self._options.change()
 
     @contextmanager
     def post_processing(self) -> Iterator[None]:
@@ -96,11 +124,12 @@ class StateGuard:
             PrivacyError: parameters or buffers have changed before it.
         """
         before = self._attributes.marks()
-        with self._sealed.post_processing():
+        with self._sealed.post_processing(), self._options.change():
             yield
         self._attributes.accept_changes(before)
 
     def forget(self) -> None:
         """The library is about to load a state; the next step accepts what it finds."""
         self._sealed.unseal()
+        self._options.forget()
         self._attributes.forget()
