@@ -16,6 +16,7 @@ from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainstack.backends.dp.modes.base import Run, Unsupported, full_float32, suppress_warning
+from trainstack.backends.dp.modes.custom_ops import CustomOpGuard
 from trainstack.backends.dp.modes.loop import one_loss_value
 from trainstack.backends.dp.modes.probing import DisableRandomness, NoAutocast
 from trainstack.backends.dp.modes.vmap import NOT_VECTORISED, FunctionalModule, explain_vmap_error, one_record_batches
@@ -94,9 +95,9 @@ class LossCheck:
             return value, slope
 
         try:
-            with suppress_warning(NOT_VECTORISED), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+            with suppress_warning(NOT_VECTORISED), CustomOpGuard(), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
                 return vmap(loss_and_slope)(*columns)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, Unsupported):
             raise
         except Exception as error:
             reason = explain_vmap_error(error)
