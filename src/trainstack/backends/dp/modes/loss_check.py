@@ -21,7 +21,7 @@ from trainstack.backends.dp.modes.loop import one_loss_value
 from trainstack.backends.dp.modes.probing import DisableRandomness, NoAutocast
 from trainstack.backends.dp.modes.vmap import NOT_VECTORISED, FunctionalModule, explain_vmap_error, one_record_batches
 from trainstack.backends.losses import find_loss
-from trainstack.errors import PrivacyError
+from trainstack.errors import ConfigurationError, PrivacyError
 
 _TOLERANCE = 1e-3
 """Allowed difference, relative to the largest value among the records."""
@@ -46,7 +46,7 @@ class LossCheck:
         ]
 
     def check(self, run: Run, batch: Any, records: int) -> Tensor | None:
-        """Compare; random numbers of `train_step` are held still.
+        """Compare.
 
         Returns:
             The losses of the records, `(records,)`, without a graph; None where one of them, or its slope, is not
@@ -97,7 +97,7 @@ class LossCheck:
         try:
             with suppress_warning(NOT_VECTORISED), CustomOpGuard(), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
                 return vmap(loss_and_slope)(*columns)
-        except (torch.OutOfMemoryError, Unsupported):
+        except (torch.OutOfMemoryError, ConfigurationError):
             raise
         except Exception as error:
             reason = explain_vmap_error(error)
