@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from tests.helpers.private_shapes import Plain, run, trained, vectors
 from trainstack.backends.dp.clipping import FlatClipper
+from trainstack.backends.dp.modes.base import Unsupported
 from trainstack.backends.dp.modes.opacus_modes import GhostMode, HooksMode
+from trainstack.backends.dp.modes.selection import choose_mode
 from trainstack.errors import PrivacyError
 
 pytest.importorskip("opacus")
@@ -51,3 +53,21 @@ def test_random_numbers_in_a_step_are_refused(kind: Any, source: str) -> None:
 def test_dropout_that_does_nothing_is_allowed() -> None:
     module = Drawing(lambda x: nn.Dropout(0.0)(F.dropout(x, 0.5, training=False)))
     HooksMode(module, trained(module), FlatClipper(1.0)).add(run, vectors(4), 4)
+
+
+class Weighted(Plain):
+    def train_step(self, batch: Any) -> Any:
+        losses = F.cross_entropy(self.logits(batch[0]), batch[1], reduction="none")
+        return losses.mean() * (1.0 + 0.01 * batch[0][:, 0].tanh().mean())
+
+
+@pytest.mark.parametrize("records", [3, 8])
+def test_a_mean_with_one_record_much_larger_is_taken_and_a_wrong_loss_is_not(records: int) -> None:
+    batch = vectors(records)
+    batch[0][0] *= 300
+    for _ in range(5):
+        module = Plain()
+        assert choose_mode("hooks", module, trained(module), FlatClipper(1.0), run, batch, records).name == "hooks"
+    module = Weighted()
+    with pytest.raises(Unsupported, match="not the mean"):
+        choose_mode("hooks", module, trained(module), FlatClipper(1.0), run, batch, records)
