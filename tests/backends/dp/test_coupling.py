@@ -132,7 +132,7 @@ def test_a_rule_for_vmap_that_is_given_all_records_is_refused(mode: str, mixing:
     if mode == "hooks":
         pytest.importorskip("opacus")
         del module.extra
-    with pytest.raises(Unsupported, match="no rule for records|might mix records|cannot be compared"):
+    with pytest.raises(Unsupported, match=r"no rule for records|might mix records|cannot be compared"):
         choose_mode(mode, module, trained(module), FlatClipper(1.0), run, vectors(6), 6)
     assert choose_mode("auto", module, trained(module), FlatClipper(1.0), run, vectors(6), 6).name == "loop"
 

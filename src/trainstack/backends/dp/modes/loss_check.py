@@ -62,7 +62,9 @@ class LossCheck:
         """
         # Not from the generators of the run, and not by torch: modes replace its random numbers.
         draw = np.random.default_rng(secrets.randbits(128))
-        direction = tuple(torch.as_tensor(draw.standard_normal(tuple(p.shape), np.float32)).to(p) for p in self._trained)
+        direction = tuple(
+            torch.as_tensor(draw.standard_normal(tuple(p.shape), np.float32)).to(p) for p in self._trained
+        )
         for number, row in self._padding:  # forward-mode derivatives of torch 2.13.0 do not leave it out
             direction[number][row] = 0.0
         weights = torch.as_tensor(draw.standard_normal(records, np.float32)).to(self._trained[0])
