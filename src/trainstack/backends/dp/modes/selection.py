@@ -143,7 +143,7 @@ class ModeVerifier:
         except Exception as error:
             raise Unsupported(
                 f"train_step raised {shorten(error)} It was called with a batch of one record"
-                f"{_batch_normalizing_layers(module)}. If it works with larger batches, let it take a batch of one, and "
+                f"{_batch_normalizing_layers(module)}. If larger batches work, let it take a batch of one, and "
                 "put the records along dimension 0 of everything that collate_fn returns."
             ) from error
 
