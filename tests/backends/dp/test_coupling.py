@@ -108,6 +108,35 @@ def test_what_could_couple_records_is_refused(what: str) -> None:
     assert choose_mode("auto", module, trained(module), FlatClipper(1.0), run, vectors(6), 6).one_by_one
 
 
+class CentredGradient(Doubled):
+    """Whose backward pass alone mixes records."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return Centring.apply(gradient)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@torch.library.custom_op("trainstack_test::centred", mutates_args=())
+def centred(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+torch.library.register_autograd(centred, lambda ctx, gradient: gradient)
+torch.library.register_vmap(centred, lambda info, in_dims, x: (x - x.mean(in_dims[0], keepdim=True), in_dims[0]))
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "vmap", "hooks"])
+@pytest.mark.parametrize("mixing", [Centring.apply, CentredGradient.apply, centred])
+def test_a_rule_for_vmap_that_is_given_all_records_is_refused(mode: str, mixing: Any) -> None:
+    module = Written(lambda module, x: module.last(mixing(module.first(x))))
+    if mode == "hooks":
+        pytest.importorskip("opacus")
+        del module.extra
+    with pytest.raises(Unsupported, match=r"no rule for records|might mix records|cannot be compared"):
+        choose_mode(mode, module, trained(module), FlatClipper(1.0), run, vectors(6), 6)
+    assert choose_mode("auto", module, trained(module), FlatClipper(1.0), run, vectors(6), 6).name == "loop"
+
+
 @pytest.mark.parametrize("place", ["module", "module before", "parameter", "accumulated"])
 def test_hooks_of_the_backward_pass_are_refused_whenever_they_come(place: str) -> None:
     module = Plain()

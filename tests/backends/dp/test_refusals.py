@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import trainstack as ts
@@ -64,6 +65,20 @@ class Standardised(nn.Module):
         return (x - x.mean(0)) / (x.std(0, correction=0) + 0.1)
 
 
+class ComplexScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(FEATURES, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).real
+
+
+class Misspelt(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return inptu  # type: ignore[name-defined, no-any-return]  # noqa: F821
+
+
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
@@ -77,7 +92,11 @@ class Standardised(nn.Module):
         (nn.Embedding(9, 4, sparse=True), r"before \(Embedding\): sparse.*sparse=False"),
         (nn.InstanceNorm1d(FEATURES, track_running_stats=True), r"InstanceNorm1d.*track_running_stats=False"),
         (nn.DataParallel(nn.Linear(FEATURES, FEATURES)), r"before \(DataParallel\).*backend='ddp-dp'"),
-        (Codebook(), r"before\.code changes in a forward pass"),
+        (Codebook(), r"before\.code changes in a forward pass.*Leave the write out"),
+        (spectral_norm(nn.Linear(FEATURES, FEATURES)), r"\. before has spectral_norm.*weight_norm"),
+        (nn.utils.spectral_norm(nn.Linear(FEATURES, FEATURES)), r"\. before has spectral_norm.*weight_norm"),
+        (ComplexScale(), r"before\.scale: private training does not support complex.*view_as_real"),
+        (Misspelt(), r"train_step raised NameError: name 'inptu' is not defined"),
         (nn.Linear(FEATURES, FEATURES).to(torch.bfloat16), r"before\.weight: torch\.bfloat16.*sp-dp-bf16"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",

@@ -176,6 +176,21 @@ def test_a_write_of_records_under_vmap_ends_the_run_at_once(write: Callable[...,
     assert isinstance(raised.value, PrivacyError) or "each record by itself" in notes
 
 
+def test_a_queue_that_is_used_before_it_is_written_to_is_named(tmp_path: Any) -> None:
+    class Queued(Net):
+        def train_step(self, global_step: int, batch: Any, device: torch.device) -> Tensor:
+            hidden = self.net(batch[0])
+            loss = cross_entropy(hidden, batch[1]) - (hidden[:, 0] * self.buffer[0]).mean()
+            if global_step >= 2:
+                self.buffer[0] = hidden[0, 0].detach()
+            return loss
+
+    with pytest.raises(PrivacyError, match="^buffer changes in a forward pass"):
+        sums_of(tmp_path, Queued(0.5), grad_mode="loop")
+    with pytest.raises(PrivacyError, match=r"train_step writes values of a record into a tensor.*a queue"):
+        sums_of(tmp_path / "together", Queued(0.5), grad_mode="bookkeeping")
+
+
 class WritesAt(ts.Callback):
     """Writes what the module has kept of its records into a buffer or parameter, at one event."""
 

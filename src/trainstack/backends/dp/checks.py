@@ -107,7 +107,15 @@ def _about_shapes_and_dtypes(work: Workload, names: Mapping[int, str]) -> Iterat
         name = names.get(id(p), "?")
         if isinstance(p, UninitializedParameter):
             yield f"{name}: has no shape yet. Run the module once on a batch before training."
-    coarse = [p for p in work.optimized_params if p.dtype not in (torch.float32, torch.float64)]
+    unreal = [p for p in work.optimized_params if p.is_complex()]
+    if unreal:
+        which = _format_names(names.get(id(p), "?") for p in unreal)
+        yield (
+            f"{which}: private training does not support complex parameters. Hold torch.view_as_real(parameter) as the "
+            "parameter, and call torch.view_as_complex in forward."
+        )
+    real = [p for p in work.optimized_params if not p.is_complex()]
+    coarse = [p for p in real if p.dtype not in (torch.float32, torch.float64)]
     if coarse:
         which = _format_names(names.get(id(p), "?") for p in coarse)
         dtypes = _format_names({str(p.dtype) for p in coarse})

@@ -15,7 +15,7 @@ from trainstack.backends.dp.clipping import AdaptiveClipper
 from trainstack.backends.dp.epsilon import Entry
 from trainstack.backends.dp.forward_randomness import ForwardRandomness
 from trainstack.backends.dp.initial_weights import origin_in_process
-from trainstack.backends.dp.modes.base import GradientMode, Run
+from trainstack.backends.dp.modes.base import GradientMode, Run, shorten
 from trainstack.backends.dp.modes.probing import WriteDetector
 from trainstack.backends.dp.randomness import Randomness
 from trainstack.backends.dp.sampling import count_records
@@ -31,9 +31,12 @@ from trainstack.errors import CheckpointMismatchError, PrivacyError, annotate
 _log = logging.getLogger("trainstack")
 
 _ALONE = (
-    "private training runs train_step on each record by itself, mostly under torch.func.vmap. Tensors of one call "
-    "cannot be kept for another, in buffers, attributes or lists."
+    "train_step runs on each record by itself, mostly under torch.func.vmap. Tensors of one call cannot be kept for "
+    "another, in buffers, attributes or lists."
 )
+
+_WRITES = ("inplace arithmetic", "may have escaped from inside")
+"""How functorch names a write into a tensor from outside of the call, and the later use of one (torch 2.13.0)."""
 
 
 class Mechanism:
@@ -88,16 +91,31 @@ class Mechanism:
             try:
                 outputs = self.mode.add(run, batch, records)
             except RuntimeError as error:
-                annotate(error, _ALONE)
+                self._explain(error)
                 raise
         self.telemetry.check_observed(records)
+        self._refuse_writes()
+        return outputs
+
+    def _refuse_writes(self) -> None:
         changed = self._write_detector.changed()
         if changed is not None:
             self.refuse(
                 f"{changed} changes in a forward pass: it would learn from records without clipping and noise. Let "
                 "nothing but optimizers change parameters and buffers in a private run."
             )
-        return outputs
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Say what it means that `train_step` failed, although it works outside of private training."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            self._refuse_writes()
+        if any(words in str(error) for words in _WRITES):
+            raise PrivacyError(
+                "train_step writes values of a record into a tensor that it did not compute from that record, such as "
+                f"a buffer, a queue or a tensor in an attribute. In a private run {_ALONE} If the tensor is made in "
+                f"the same call, build it with torch.cat or torch.stack. The error was: {shorten(error)}"
+            ) from error
+        annotate(error, f"In a private run {_ALONE}")
 
     def refuse(self, reason: str, *, released: bool = False) -> None:
         """End the run for a reason that voids the guarantee; with `on_unsafe="report"` note it and continue.

@@ -27,6 +27,7 @@ from trainstack.backends.dp.modes.base import (
     full_float32,
     suppress_warning,
 )
+from trainstack.backends.dp.modes.custom_ops import CustomOpGuard
 from trainstack.backends.dp.modes.op_interceptor import OpInterceptor
 from trainstack.backends.dp.modes.param_uses import ParamUse, squared_norms
 from trainstack.backends.dp.modes.vmap import NOT_VECTORISED, explain_vmap_error, one_record_batches
@@ -64,7 +65,8 @@ class BookkeepingMode(GradientMode):
     def _add_together(self, run: Run, batch: Any, records: int) -> Any:
         uses, outputs = self._forward(run, batch, records)
         losses = find_loss(outputs, records)
-        gradients = self._backward(uses, losses)
+        with CustomOpGuard():  # a backward pass may call custom operators too
+            gradients = self._backward(uses, losses)
         detached = detach_outputs(outputs, losses.detach().mean())
         del outputs
         with torch.no_grad(), full_float32():

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from trainstack.backends.dp.modes import record_vmap
 from trainstack.backends.dp.modes.attention import attention
 from trainstack.backends.dp.modes.base import Unsupported
+from trainstack.backends.dp.modes.custom_ops import OPERATORS, check_function, check_operator
 from trainstack.backends.dp.modes.layer_uses import FoldedUse, TransposedUse
 from trainstack.backends.dp.modes.param_uses import ConvUse, ElementwiseUse, EmbeddingUse, NormUse, ParamUse, ProductUse
 
@@ -62,8 +63,8 @@ class OpInterceptor(TorchFunctionMode):
         handler = _HANDLERS.get(func)
         kwargs = kwargs or {}
         if handler is None:
-            if type(func) in _OPERATORS:
-                _check_operator(func)
+            if type(func) in OPERATORS:
+                check_operator(func)
             if not self._holds_parameter(args, kwargs) or func in _NO_TENSOR or not self._is_innermost():
                 return func(*args, **kwargs)
             return self._with_copies(func, args, kwargs)
@@ -177,23 +178,8 @@ class _AttachToGraph(torch.autograd.Function):
         return gradients[0], None
 
 
-def _check_operator(func: Any) -> None:
-    """An operator that a program registers may have a rule for `vmap` that is given all records at once."""
-    name = getattr(func, "_qualified_op_name", None) or getattr(func, "_name", "")
-    if not str(name).startswith(("aten::", "prims::", "prim::")):
-        raise Unsupported(
-            f"train_step calls the operator {name}, which might mix records. Write grad_mode='loop', or compute it "
-            "with functions of torch."
-        )
-
-
 def _custom_function(ops: OpInterceptor, func: Any, kind: Any, *args: Any, **options: Any) -> Any:
-    """`generate_vmap_rule` treats records separately in both directions; a method `vmap` is given all of them."""
-    if not getattr(kind, "generate_vmap_rule", False):
-        raise Unsupported(
-            f"the autograd function {kind.__name__} has no rule for records that torch generates. Write "
-            "`generate_vmap_rule = True` in it, with a setup_context and without a method vmap, or grad_mode='loop'."
-        )
+    check_function(kind)
     return func(kind, *args, **options)
 
 
@@ -513,9 +499,6 @@ def _getitem(ops: OpInterceptor, func: Any, tensor: Tensor, index: Any) -> Any:
         found = found.view(ops.records, int(counts[0]), *found.shape[1:])
     return ops.wrap(found)
 
-
-# torch 2.13.0: the classes of operators, and of those with several overloads
-_OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
 
 _METHODS: tuple[str, ...] = (
     "size",

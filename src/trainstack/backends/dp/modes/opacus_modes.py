@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainstack.backends.dp.clipping import AdaptiveClipper, Clipper, PerLayerClipper
 from trainstack.backends.dp.epsilon import import_opacus
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, detach_outputs, rows_of, suppress_warning
+from trainstack.backends.dp.modes.draw_refusal import DrawRefusal
 from trainstack.backends.dp.modes.loop import concatenate_outputs
 from trainstack.backends.dp.modes.loss_check import LossCheck
 from trainstack.backends.losses import find_loss
@@ -30,8 +31,10 @@ class HooksMode(GradientMode):
         super().__init__(module, trained, clipper)
         self._hooks = attach_hooks("GradSampleHooks", "grad_mode='hooks'", module)
         self._check = LossCheck(module, self.names, self.trained)
+        self._draws = DrawRefusal(self.name, module)
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
+        run = self._draws.guarded(run)
         losses = check_without_hooks(self._check, self._hooks, run, batch, records)
         if losses is None and records > 1:
             return add_one_by_one(self, run, batch, records)
@@ -144,8 +147,10 @@ class GhostMode(GradientMode):
             )
         self._hooks = attach_hooks("GradSampleHooksFastGradientClipping", "grad_mode='ghost'", module)
         self._check = LossCheck(module, self.names, self.trained)
+        self._draws = DrawRefusal(self.name, module)
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
+        run = self._draws.guarded(run)
         alone = check_without_hooks(self._check, self._hooks, run, batch, records)
         if alone is None and records > 1:
             return add_one_by_one(self, run, batch, records)

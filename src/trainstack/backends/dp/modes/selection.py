@@ -134,8 +134,7 @@ class ModeVerifier:
             if learning:
                 raise Unsupported(
                     f"{learning[0]} changes in a forward pass: it would learn from records without clipping and noise"
-                    f"{_batch_normalizing_layers(module)}. Use GroupNorm in place of BatchNorm, or freeze the layer in "
-                    "eval mode."
+                    f"{_batch_normalizing_layers(module)}. {_instead_of(module, learning[0])}"
                 )
             self._check_stateless([rows_of(probe, records, slice(i, i + 1)) for i in range(records)], states)
             self._rounded = self._reference(probe, records, _unscaled, run) if self._autocast else None
@@ -144,9 +143,9 @@ class ModeVerifier:
             raise
         except Exception as error:
             raise Unsupported(
-                f"train_step fails on a single record{_batch_normalizing_layers(module)}. Let it take a batch of one, "
-                "and put the records along dimension 0 of everything that collate_fn returns. The error was: "
-                f"{shorten(error)}"
+                f"train_step raised {shorten(error)} It was called with a batch of one record"
+                f"{_batch_normalizing_layers(module)}. If larger batches work, let it take a batch of one, and "
+                "put the records along dimension 0 of everything that collate_fn returns."
             ) from error
 
     def _scaled_references(self, batch: Any, records: int, leveller: Scaling) -> tuple[_Reference, _Reference]:
@@ -338,6 +337,21 @@ class _ScalingClipper(Clipper):
         added = torch.where(finite, rows * squares.sqrt(), 0.0).sum(1)
         self.scales = self.scales.to(added) + added
         return tuple(rows)
+
+
+def _instead_of(module: nn.Module, tensor: str) -> str:
+    """What to write in place of the layer that changes `tensor`."""
+    path, _, key = tensor.rpartition(".")
+    layer = module.get_submodule(path)
+    if type(layer).__name__ == "_SpectralNorm" or hasattr(layer, f"{key[:-2]}_orig"):  # torch 2.13.0, and the old one
+        path = path.partition(".parametrizations.")[0]
+        return (
+            f"{path or 'The module'} has spectral_norm, which updates its vectors in training mode. Use weight_norm in "
+            "place of it, or freeze the layer in eval mode."
+        )
+    if isinstance(layer, BATCH_NORMS):
+        return "Use GroupNorm in place of BatchNorm, or freeze the layer in eval mode."
+    return "Leave the write out, or freeze the layer in eval mode."
 
 
 def _batch_normalizing_layers(module: nn.Module) -> str:

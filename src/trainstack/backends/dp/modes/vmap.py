@@ -27,6 +27,7 @@ from trainstack.backends.dp.modes.base import (
     shorten,
     suppress_warning,
 )
+from trainstack.backends.dp.modes.custom_ops import CustomOpGuard
 from trainstack.backends.dp.modes.loop import one_loss
 from trainstack.backends.dp.torch_names import pytree
 
@@ -104,7 +105,7 @@ class VmapMode(GradientMode):
         each = vmap(grad_and_value(loss_of_one, has_aux=True), in_dims=(None, 0), randomness="different")
         parameters = tuple(p.detach() for p in self.trained)
         # Without the math kernel attention is only repeated, not vectorised.
-        with suppress_warning(NOT_VECTORISED), _Float32Norms(), sdpa_kernel(SDPBackend.MATH):
+        with suppress_warning(NOT_VECTORISED), CustomOpGuard(), _Float32Norms(), sdpa_kernel(SDPBackend.MATH):
             gradients, (losses, tensors) = each(parameters, tuple(columns))
         norms = self._add_rows(gradients, records)
         form, *values = others

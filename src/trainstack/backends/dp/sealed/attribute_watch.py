@@ -172,7 +172,7 @@ class AttributeWatch:
                     f"{names} changed in the course of training, and the same records then have other gradients. "
                     "It would carry records into later steps without clipping and noise. Keep nothing from one "
                     "forward pass for the next. A value that is computed from weights and public values alone belongs "
-                    "in the block `with trainer.post_processing():`."
+                    "in a Callback, in the block `with trainer.post_processing():`."
                 )
             else:
                 self._note(names)

@@ -19,7 +19,7 @@ _EVERY = 16
 _ONLY_OPTIMIZERS = (
     "It would carry records into later steps without clipping and noise. Let nothing but the optimizers change "
     "parameters and buffers in a private run. A change that is computed from weights and public values alone, such as "
-    "an average of weights, belongs in the block `with trainer.post_processing():`."
+    "an average of weights, belongs in a Callback, in the block `with trainer.post_processing():`."
 )
 
 

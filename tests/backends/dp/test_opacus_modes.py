@@ -1,0 +1,73 @@
+"""What `hooks` and `ghost` refuse, and what they must not refuse."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.helpers.private_shapes import Plain, run, trained, vectors
+from trainstack.backends.dp.clipping import FlatClipper
+from trainstack.backends.dp.modes.base import Unsupported
+from trainstack.backends.dp.modes.opacus_modes import GhostMode, HooksMode
+from trainstack.backends.dp.modes.selection import choose_mode
+from trainstack.errors import PrivacyError
+
+pytest.importorskip("opacus")
+
+DRAWS: dict[str, Callable[[Tensor], Any]] = {
+    "torch": lambda x: torch.rand_like(x),
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "Python": lambda x: random.random(),
+    "numpy": lambda x: np.random.rand(),
+}
+
+
+class Drawing(Plain):
+    per_record = True
+
+    def __init__(self, draw: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def logits(self, x: Tensor) -> Tensor:
+        self.draw(x)
+        return super().logits(x)
+
+
+@pytest.mark.parametrize("kind", [HooksMode, GhostMode])
+@pytest.mark.parametrize("source", DRAWS)
+def test_random_numbers_in_a_step_are_refused(kind: Any, source: str) -> None:
+    module = Drawing(DRAWS[source])
+    mode = kind(module, trained(module), FlatClipper(1.0))
+    with pytest.raises(PrivacyError, match=r"draws random numbers.*Write grad_mode='auto'"):
+        mode.add(run, vectors(4), 4)
+
+
+def test_dropout_that_does_nothing_is_allowed() -> None:
+    module = Drawing(lambda x: nn.Dropout(0.0)(F.dropout(x, 0.5, training=False)))
+    HooksMode(module, trained(module), FlatClipper(1.0)).add(run, vectors(4), 4)
+
+
+class Weighted(Plain):
+    def train_step(self, batch: Any) -> Any:
+        losses = F.cross_entropy(self.logits(batch[0]), batch[1], reduction="none")
+        return losses.mean() * (1.0 + 0.01 * batch[0][:, 0].tanh().mean())
+
+
+@pytest.mark.parametrize("records", [3, 8])
+def test_a_mean_with_one_record_much_larger_is_taken_and_a_wrong_loss_is_not(records: int) -> None:
+    batch = vectors(records)
+    batch[0][0] *= 300
+    for _ in range(5):
+        module = Plain()
+        assert choose_mode("hooks", module, trained(module), FlatClipper(1.0), run, batch, records).name == "hooks"
+    module = Weighted()
+    with pytest.raises(Unsupported, match="not the mean"):
+        choose_mode("hooks", module, trained(module), FlatClipper(1.0), run, batch, records)
