@@ -20,10 +20,12 @@ from tests.helpers.patience import patience
 from tests.helpers.private_runs import BreaksOff, private, promise
 from trainstack.backends.dp import SpendLedger, epsilon_of, ledger
 from trainstack.cli.main import main
+from trainstack.cli.privacy_ledger import current_statement
 from trainstack.errors import PrivacyBudgetError, PrivacyError, PrivacyLedgerError
 
 NOISY = {"noise_multiplier": 1.0}
 SAVING = ts.DefaultCheckpointerArguments(every_n_steps=5)
+RARELY = ts.DefaultCheckpointerArguments(every_n_steps=1000)
 
 
 def made(directory: Path, module: Any = None, args: Any = None, **changes: Any) -> ts.Trainer:
@@ -308,3 +310,100 @@ def test_the_command_line_tells_the_account_of_a_dataset(tmp_path: Path, capsys:
     assert main(["privacy", "best-of", *best, "--delta", "1e-5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["one_run"] < found["epsilon"] < found["all_released"]
+
+
+# --- what the steps alone do not tell: neither the file nor the command line forgets it
+
+
+class Killed(BaseException):
+    """Nothing catches it as an error of the library."""
+
+
+class Scripted(ts.Callback):
+    """Calls a function after a global step."""
+
+    def __init__(self, step: int, action: Any) -> None:
+        self.step, self.action = step, action
+
+    def on_train_step_end(self, trainer: ts.Trainer, step: int) -> None:
+        if step == self.step:
+            self.action(trainer)
+
+
+def dies(trainer: ts.Trainer) -> None:
+    raise Killed
+
+
+def writes(trainer: ts.Trainer) -> None:
+    next(trainer.module.parameters()).data.add_(0.1)
+
+
+def killed(directory: Path, step: int, *more: Scripted, args: Any = None, **changes: Any) -> None:
+    """Break off after global step `step`, without a checkpoint."""
+    trainer = ts.Trainer(
+        Classifier(),
+        private(directory, args or promise(**NOISY), **{"checkpointer_args": RARELY, "epochs": 2, **changes}),
+        callbacks=[*more, Scripted(step, dies)],
+    )
+    with pytest.raises(Killed):
+        trainer.train()
+
+
+def test_a_refusal_in_the_middle_of_a_run_is_on_the_disk_at_once(tmp_path: Path) -> None:
+    args = promise(**NOISY, on_unsafe="report")
+    killed(tmp_path, 5, Scripted(2, writes), args=args)
+    assert on_disk(tmp_path).overrides
+    assert current_statement(tmp_path).epsilon is None
+    book = SpendLedger(tmp_path / "privacy-ledger.jsonl")
+    (run,) = book.runs()
+    assert book.voided[run] in (tmp_path / "privacy_statement.txt").read_text()
+
+
+def test_limits_that_came_after_the_last_checkpoint_are_stated(tmp_path: Path) -> None:
+    trained(tmp_path, epochs=1)
+    killed(tmp_path, 8, args=promise(**NOISY, expose_records=True, log_train_loss=True), resume=True)
+    told = current_statement(tmp_path)
+    assert (told.epsilon, told.delta, told.covered) == (None, None, ())
+    assert any("expose_records" in reason for reason in told.overrides)
+    resumed = trained(tmp_path, epochs=2, resume=True)  # from the checkpoint, which knows nothing of them
+    assert resumed.epsilon is None
+    assert any("recorded without noise" in line for line in resumed.not_covered)
+
+
+def test_without_its_ledger_a_run_is_not_said_to_have_spent_nothing(tmp_path: Path) -> None:
+    killed(tmp_path, 5)
+    running, path = on_disk(tmp_path), tmp_path / "privacy-ledger.jsonl"
+    for _ in range(2):
+        path.unlink(missing_ok=True)
+        told = current_statement(tmp_path)
+        assert (told.steps, told.epsilon, told.status) == (12, running.epsilon, "running")
+        path.touch()
+
+
+def test_a_run_that_was_told_of_another_ledger_later_is_counted_there(tmp_path: Path) -> None:
+    run, path = tmp_path / "run", tmp_path / "data.ledger"
+    trained(run, epochs=1)
+    args = promise(**NOISY, ledger=path)
+    killed(run, 9, args=args, resume=True)
+    assert current_statement(run).steps >= 9
+    with pytest.raises(PrivacyLedgerError, match=r"charges .*data.ledger since"):
+        trained(run, epochs=2, resume=True)
+    assert trained(run, None, args, epochs=2, resume=True).steps >= 12 + 3
+    path.unlink()
+    with pytest.raises(PrivacyLedgerError, match="does not know the run"):
+        current_statement(run)
+
+
+def test_the_planned_steps_of_a_chosen_stop_count_ever_after(tmp_path: Path) -> None:
+    def stops(trainer: ts.Trainer) -> None:
+        trainer.request_stop("enough")
+
+    ts.Trainer(
+        Classifier(),
+        private(tmp_path, promise(**NOISY), checkpointer_args=SAVING, epochs=2),
+        callbacks=[Scripted(5, stops)],
+    ).train()
+    assert (on_disk(tmp_path).steps, current_statement(tmp_path).steps) == (12, 12)
+    killed(tmp_path, 7, resume=True, epochs=2)
+    assert current_statement(tmp_path).steps == 12
+    assert trained(tmp_path, epochs=2, resume=True).steps >= 12

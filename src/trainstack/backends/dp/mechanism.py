@@ -67,7 +67,6 @@ class Mechanism:
         self._randomness, self._world = randomness, world
         self._released = self._unused_steps = 0
         self._is_noted = False
-        self.notes: tuple[str, ...] = ()
         self.on_begin: Callable[[], None] = lambda: None
         self._forward_randomness = forward_randomness
         self._write_detector = WriteDetector(mode.module)
@@ -111,19 +110,21 @@ class Mechanism:
             PrivacyError: always without `on_unsafe="report"`, and on processes other than the main one.
         """
         report, known = self.args.on_unsafe == "report" and self._world.is_main, self.accountant.overrides
-        if report or released:
-            self.accountant.overrides = tuple(dict.fromkeys((*known, reason.partition(". ")[0])))
-        if not report:
-            raise PrivacyError(reason)
+        try:
+            if report or released:
+                self.accountant.void(reason.partition(". ")[0])
+        finally:
+            if not report:
+                raise PrivacyError(reason)
         if self.accountant.overrides != known:
             _log.warning("the run is not private any more: %s", reason)
 
     def note(self, text: str) -> None:
-        """Add a line to the statement of this process: the guarantee does not cover `text`.
+        """Add a line to the statement: the guarantee does not cover `text`.
 
-        No checkpoint has it: another process makes the same checks, and notes its own findings.
+        The ledger has it, and no checkpoint: another process makes the same checks, and notes its own findings.
         """
-        self.notes = tuple(dict.fromkeys((*self.notes, text)))
+        self.accountant.note(text)
 
     def discard(self) -> None:
         """Forget the sums of an interrupted step: a record would count twice in the next one.
@@ -224,7 +225,7 @@ class Mechanism:
         account = {**state["accountant"], "ledger": state.get("ledger")}
         self._account(lambda: self.accountant.update_state(account))
         self._released, self._is_noted = int(state["released"]), False
-        self._unused_steps = int(state.get("unused_steps", 0))
+        self._unused_steps = max(int(state.get("unused_steps", 0)), self.accountant.unused_steps())
         self.telemetry.update_state(state.get("telemetry", {}))
         if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
             self.mode.clipper.limit = float(state["clipping_norm"])
@@ -232,6 +233,7 @@ class Mechanism:
     def on_fresh_start(self, *, retry: bool) -> None:
         """Begin without a checkpoint; the steps of earlier starts count if this is one of them `retry`."""
         self._account(lambda: self.accountant.on_fresh_start(retry=retry))
+        self._unused_steps = self.accountant.unused_steps()
         for earlier in trained_before.find(self.mode.module.parameters()):
             if earlier is None or earlier.run != self.accountant.run:
                 origin = origin_in_process(earlier, self.args)
@@ -244,6 +246,7 @@ class Mechanism:
         post-processing of the planned steps, so their epsilon bounds it, while that of the taken steps need not.
         """
         self._unused_steps = self.sampling.steps_allowed(steps_left)
+        self.accountant.plan_unused(self._unused_steps)
 
     def _account(self, look: Callable[[], None]) -> None:
         """Let the main process, which has the ledger, `look` into it; the others follow."""
@@ -284,7 +287,7 @@ class Mechanism:
             grad_mode=self.mode.name,
             world_size=self._world.size,
             overrides=self.accountant.overrides,
-            not_covered=self.notes,
+            not_covered=self.accountant.notes,
             accountant=self.accountant,
             status=status,
             unused_steps=self._unused_steps,

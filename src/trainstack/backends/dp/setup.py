@@ -20,7 +20,7 @@ from trainstack.backends.dp.modes.selection import choose_mode
 from trainstack.backends.dp.randomness import DebugRandomness, Randomness, SeededRandomness, SystemRandomness
 from trainstack.backends.dp.sampling import PoissonSampling, check_records
 from trainstack.backends.dp.sealed.sample_replay import mixed_records
-from trainstack.backends.dp.statement import EXPOSED, SEEDED
+from trainstack.backends.dp.statement import EXPOSED, SEEDED, option_notes
 from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.backends.processes.communicator import Communicator
 from trainstack.backends.processes.packing import broadcast_coalesced
@@ -63,6 +63,7 @@ def make_mechanism(
         raise _refusal(*found)
     accountant = open_accountant(work, plan, args, ledger)
     accountant.overrides = (*seen, *found, *((SEEDED,) if args.debug_seed is not None else ()))
+    accountant.notes = option_notes(args)
     accountant.overrides += (EXPOSED,) if args.expose_records else ()
     randomness = _randomness(args, comm)
     sampling = PoissonSampling(
