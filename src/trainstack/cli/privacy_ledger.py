@@ -114,6 +114,8 @@ def _run_ledger(args: argparse.Namespace) -> int:
     delta = args.delta if args.delta is not None or ledger.budget is None else ledger.budget[1]
     if delta is None:
         raise ConfigurationError("At which delta? Write --delta, smaller than 1 / (number of records).")
+    if not 0 < delta < 1:
+        raise ConfigurationError(f"--delta {delta}: write a number between 0 and 1, smaller than 1 / N.")
     if args.budget is not None:
         if not (args.budget > 0 and math.isfinite(args.budget)):
             raise ConfigurationError(f"--budget {args.budget}: write a number above 0.")

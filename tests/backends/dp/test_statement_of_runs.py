@@ -22,6 +22,7 @@ from trainstack.backends.dp import SpendLedger, epsilon_of, ledger
 from trainstack.cli.main import main
 from trainstack.cli.privacy_ledger import current_statement
 from trainstack.errors import PrivacyBudgetError, PrivacyError, PrivacyLedgerError
+from trainstack.trainer.callbacks.monitors import MemoryMonitor
 
 NOISY = {"noise_multiplier": 1.0}
 SAVING = ts.DefaultCheckpointerArguments(every_n_steps=5)
@@ -407,3 +408,67 @@ def test_the_planned_steps_of_a_chosen_stop_count_ever_after(tmp_path: Path) -> 
     killed(tmp_path, 7, resume=True, epochs=2)
     assert current_statement(tmp_path).steps == 12
     assert trained(tmp_path, epochs=2, resume=True).steps >= 12
+
+
+def test_with_telemetry_every_early_end_counts_as_chosen(tmp_path: Path) -> None:
+    args = promise(**NOISY, telemetry={"loss": (0, 2)})
+    killed(tmp_path, 5, args=args)  # an exception, which the library sees
+    assert current_statement(tmp_path).steps == 12
+    killed(tmp_path / "plain", 5)
+    counts = [
+        sum(entry[2] for entry in SpendLedger(place / "privacy-ledger.jsonl").unused())
+        for place in (tmp_path, tmp_path / "plain")
+    ]
+    assert counts == [7, 0]
+
+
+def test_an_export_that_a_private_run_loads_is_one_of_its_origins(tmp_path: Path) -> None:
+    plain = ts.Trainer(Classifier(), arguments(tmp_path / "plain", checkpointer_args=RARELY))
+    plain.train()
+    plain.export(tmp_path / "export")
+    with pytest.raises(PrivacyError, match="without a guarantee"):
+        made(tmp_path / "run").load_export(tmp_path / "export")
+    first = made(tmp_path / "first")
+    first.train()
+    first.export(tmp_path / "private")
+    second = made(tmp_path / "second")
+    second.load_export(tmp_path / "private")
+    second.train()
+    assert second.privacy_statement().steps == 12
+    second.export(tmp_path / "own")
+    second.load_export(tmp_path / "own")
+    assert second.privacy_statement().steps == 12
+
+
+def test_a_ledger_takes_no_budget_without_a_meaning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    book = SpendLedger(tmp_path / "data.ledger")
+    book.charge("run", 1.0, 0.1)
+    book._append(lambda: [{"budget": [3.0, 5.0]}])  # of an earlier version
+    assert SpendLedger(book.path).spent()
+    for delta in ("5", "nan", "0"):
+        assert main(["privacy", "ledger", book.path, "--budget", "3", "--delta", delta]) == 2
+    assert "write a number between 0 and 1" in capsys.readouterr().err
+    book.runs()
+    assert book.budget is None
+
+
+def test_a_link_to_a_ledger_is_no_copy(tmp_path: Path) -> None:
+    path, link = tmp_path / "one" / "a.ledger", tmp_path / "two" / "a.ledger"
+    SpendLedger(path).charge("run", 1.0, 0.1)
+    link.parent.mkdir()
+    os.link(path, link)
+    for place in (link, path, link):
+        book = SpendLedger(place)
+        for _ in range(20):
+            book.charge("run", 1.0, 0.1)
+    assert (book.copies(), SpendLedger(path).copies()) == ([], [])
+
+
+def test_times_and_memory_are_recorded_and_decide_nothing(tmp_path: Path) -> None:
+    trainer = ts.Trainer(Classifier(), private(tmp_path, promise(**NOISY), log_every=1), callbacks=[MemoryMonitor()])
+    trainer.train()
+    guard = trainer.history.guard
+    assert guard is not None
+    assert "memory/host_peak" in trainer.history.get_metric_names()
+    with pytest.raises(PrivacyError, match="depend on the sizes of samples"):
+        guard.require("memory/host_peak", "EarlyStopping")

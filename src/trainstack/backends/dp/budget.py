@@ -369,6 +369,8 @@ class Accountant:
         self.initial_weights = words
         self.before = merge_steps([*self.before, *history])
         self.overrides = tuple(dict.fromkeys((*self.overrides, *overrides)))
+        if self.publish is not None:
+            self.plan_steps(self._left_in_plan)
 
     def get_state(self) -> dict[str, Any]:
         """Plain numbers and text for a checkpoint. No random state: that is never stored."""

@@ -77,6 +77,7 @@ class DP(AbstractTrainerBackendDecorator):
         self._guard: StateGuard | None = None
         self._origin: tuple[str, Sequence[Entry], Sequence[str]] | None = None
         self._streams: RandomStreams | None = None
+        self._begun = False  # the accountant knows its run
 
     def prepare(self, work: Workload) -> Workload:
         work = self.inner.prepare(work)
@@ -136,8 +137,11 @@ class DP(AbstractTrainerBackendDecorator):
         return self._state_guard.post_processing()
 
     def on_initial_weights(self, origin: WeightsOrigin) -> None:
-        if self._args is not None:
+        is_own = origin.statement is not None and self._begun and origin.statement.run == self.accountant.run
+        if self._args is not None and not is_own:  # steps of this run are in the account
             self._origin = check_origin(origin, self._args)
+            if self._begun:
+                self.accountant.start_from(*self._origin)
         self.inner.on_initial_weights(origin)
 
     def random_streams(self, world: World) -> RandomStreams:
@@ -150,6 +154,7 @@ class DP(AbstractTrainerBackendDecorator):
 
     def on_fresh_start(self, *, retry: bool) -> None:
         self._ready.on_fresh_start(retry=retry)
+        self._begun = True
         if self._origin is not None:
             self.accountant.start_from(*self._origin)
         self.inner.on_fresh_start(retry=retry)
@@ -193,6 +198,7 @@ class DP(AbstractTrainerBackendDecorator):
 
     def update_layer_state(self, state: dict[str, Any]) -> None:
         self._ready.update_state(state)
+        self._begun = True
         self._state_guard.forget()
 
     def close(self) -> None:

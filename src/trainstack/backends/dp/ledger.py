@@ -13,6 +13,7 @@ which then has the sum over all of them.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -292,8 +293,14 @@ class SpendLedger:
         """Let all runs together spend so much from now on.
 
         Raises:
+            ConfigurationError: the numbers are no budget.
             PrivacyLedgerError: it cannot be recorded.
         """
+        if not _is_budget(epsilon, delta):
+            raise ConfigurationError(
+                f"epsilon={epsilon:g} and delta={delta:g} are no budget of a ledger: write an epsilon above 0 and a "
+                "delta between 0 and 1, smaller than 1 / (number of records)."
+            )
         self._append(lambda: [{"budget": [epsilon, delta]}])
 
     def check_use(self) -> None:
@@ -325,11 +332,13 @@ class SpendLedger:
         """Sentences about copies of this ledger that count further steps of `run`, or of all runs."""
         self._chain.read_new()
         pending = self._moved()
-        found = [*self._copies, *([(*pending, self.runs())] if pending else [])]
+        found = {path: (how, path, steps) for how, path, steps in reversed(self._copies)}  # the first of each path
+        if pending is not None:
+            found.setdefault(pending[1], (*pending, self.runs()))
         return [
             f"{_COPIED[how].format(step=sum(steps.values()) if run is None else steps[run], path=path)}; steps of the "
             "other copy after that are not counted"
-            for how, path, steps in found
+            for how, path, steps in reversed(found.values())
             if run is None or run in steps
         ]
 
@@ -342,6 +351,9 @@ class SpendLedger:
         if not before or not here or here == before:
             return None
         old, head = str(before.get("path")), self._chain.head
+        with contextlib.suppress(OSError):
+            if os.path.samefile(old, here["path"]):
+                return None  # a link
         shares = False
         if old != here["path"] and os.path.basename(old) == os.path.basename(here["path"]):
             with contextlib.suppress(PrivacyLedgerError, OSError):
@@ -405,7 +417,7 @@ class SpendLedger:
                 self.dataset = (record["dataset"]["name"], int(record["dataset"]["records"]))
             if "budget" in record:
                 epsilon, delta = map(float, record["budget"])
-                self.budget = (epsilon, delta)
+                self.budget = (epsilon, delta) if _is_budget(epsilon, delta) else self.budget
             if "run" in record or not record.keys() & {"copy", "place", "dataset", "budget"}:
                 self._count(record)
         except (KeyError, TypeError, ValueError, OverflowError, ConfigurationError) as error:
@@ -437,3 +449,7 @@ class SpendLedger:
         if os.getpid() != self._process:
             self._process = os.getpid()
             self._unused.clear()
+
+
+def _is_budget(epsilon: float, delta: float) -> bool:
+    return 0 < epsilon < math.inf and 0 < delta < 1

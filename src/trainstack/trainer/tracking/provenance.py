@@ -16,16 +16,18 @@ class Provenance(IntEnum):
     """The data from which a recorded value was computed. Of several provenances the largest holds.
 
     Attributes:
-        PUBLIC: no record: counts, learning rates, times, memory.
+        PUBLIC: no record: counts, learning rates.
         COVERED: values that the privacy layer has released with noise, and public values.
+        MACHINE: times, rates and memory, which depend on the sizes of samples. They are recorded and decide nothing.
         EVALUATION: validation or test data, and released weights. Covered if the data are declared public.
         PRIVATE: training data, without noise. Values of unknown origin are private.
     """
 
     PUBLIC = 0
     COVERED = 1
-    EVALUATION = 2
-    PRIVATE = 3
+    MACHINE = 2
+    EVALUATION = 3
+    PRIVATE = 4
 
 
 _OF_THE_LOSS = ("train/loss", "train/loss_epoch")
@@ -92,6 +94,8 @@ class MetricGuard:
                 "If these data are public, or hold no record whose privacy matters, write "
                 "DifferentialPrivacyArguments(public_validation=True). Or use a noisy metric of the training",
             )
+        elif provenance is Provenance.MACHINE:
+            source, cure = "times or memory, which depend on the sizes of samples,", "Use a noisy metric"
         else:
             source, cure = "training data", "Use a noisy metric"
         telemetry = "telemetry={'loss': (0, 10)} in DifferentialPrivacyArguments records 'train/loss' with noise"
