@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, Subset
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
@@ -23,6 +24,8 @@ from trainstack.cli.main import main
 from trainstack.cli.privacy_ledger import current_statement
 from trainstack.errors import PrivacyBudgetError, PrivacyError, PrivacyLedgerError
 from trainstack.trainer.callbacks.monitors import MemoryMonitor
+from trainstack.trainer.tracking.history import RunHistory
+from trainstack.trainer.tracking.provenance import MetricGuard, Provenance
 
 NOISY = {"noise_multiplier": 1.0}
 SAVING = ts.DefaultCheckpointerArguments(every_n_steps=5)
@@ -472,3 +475,59 @@ def test_times_and_memory_are_recorded_and_decide_nothing(tmp_path: Path) -> Non
     assert "memory/host_peak" in trainer.history.get_metric_names()
     with pytest.raises(PrivacyError, match="depend on the sizes of samples"):
         guard.require("memory/host_peak", "EarlyStopping")
+
+
+# --- values without noise
+
+
+class Keeps(Classifier):
+    """Logs in its validation the loss of the last record that was trained."""
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        loss = super().train_step(global_step, batch, device)
+        self.last = loss.detach()
+        return loss
+
+    def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str) -> None:
+        self.log("mine", self.last)
+
+
+def test_a_validation_logs_nothing_that_train_step_has_kept(tmp_path: Path) -> None:
+    args = promise(**NOISY, public_validation=True, grad_mode="loop")
+    trainer = ts.Trainer(Keeps(validate=True), private(tmp_path, args))
+    trainer.train()
+    assert trainer.history.guard is not None
+    assert "mine" in trainer.history.guard.hidden
+    assert "mine" not in trainer.history.get_metric_names()
+
+
+def test_training_data_are_no_public_validation_data(tmp_path: Path) -> None:
+    module = Classifier()
+    trainer = ts.Trainer(module, private(tmp_path, promise(**NOISY, public_validation=True)))
+    trainer.train()
+    loader = DataLoader(Subset(module.dataset, [0, 1, 2]), batch_size=1)
+    with pytest.raises(PrivacyError, match="reads the training data set"):
+        trainer.validate({"train": loader})
+
+
+def test_states_of_earlier_versions_tell_of_public_random_numbers_and_lose_their_losses(tmp_path: Path) -> None:
+    trainer = made(tmp_path)
+    trainer.train()
+    layer = next(one for one in trainer.trainer_backend.layers() if one.private)
+    state = layer.get_layer_state()
+    assert state is not None
+    del state["format"]
+    layer.update_layer_state(state)
+    told = trainer.privacy_statement().not_covered
+    assert any("in the first 6 steps, of an earlier version" in line for line in told)
+
+    old = RunHistory()
+    for name in ("train/loss", "val/loss", "train/loss"):
+        old.update_metric(name, 1.0, step=3)
+    history = RunHistory()
+    history.guard = MetricGuard(released=("loss",))
+    history.update_state(old.get_state())
+    assert history.get_metric_names() == {"val/loss"}
+    assert history.get_metric_values("val/loss") == [1.0]
+    history.update_metric("train/loss", 2.0, provenance=Provenance.COVERED)
+    assert history.guard.may_decide("train/loss")

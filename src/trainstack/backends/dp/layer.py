@@ -164,6 +164,10 @@ class DP(AbstractTrainerBackendDecorator):
         self.inner.on_chosen_stop(steps_left)
 
     @property
+    def keeps_values(self) -> bool:
+        return self._guard is not None and self._guard.keeps_values
+
+    @property
     def sampling(self) -> Sampling | None:
         return None if self._mechanism is None else self._mechanism.sampling
 

@@ -30,6 +30,9 @@ from trainstack.errors import CheckpointMismatchError, PrivacyError, annotate
 
 _log = logging.getLogger("trainstack")
 
+_FORMAT = 2
+"""Of the layer's state. States without one are of versions that stored states of generators."""
+
 _ALONE = (
     "private training runs train_step on each record by itself, mostly under torch.func.vmap. Tensors of one call "
     "cannot be kept for another, in buffers, attributes or lists."
@@ -208,7 +211,7 @@ class Mechanism:
         limit = clipper.limit if isinstance(clipper, AdaptiveClipper) else None
         account = self.accountant.get_state()
         state = {"ledger": account.pop("ledger", None), "accountant": account, "released": self._released}
-        state |= {"clipping_norm": limit, "unused_steps": self._unused_steps}
+        state |= {"format": _FORMAT, "clipping_norm": limit, "unused_steps": self._unused_steps}
         return {**state, "telemetry": self.telemetry.get_state()} if self.telemetry.is_observing else state
 
     def update_state(self, state: Mapping[str, Any]) -> None:
@@ -225,6 +228,11 @@ class Mechanism:
         account = {**state["accountant"], "ledger": state.get("ledger")}
         self._account(lambda: self.accountant.update_state(account))
         self._released, self._is_noted = int(state["released"]), False
+        if "format" not in state and self._released:
+            self.accountant.note(
+                f"the random numbers of train_step in the first {self._released} steps, of an earlier version: they "
+                "followed from public seeds, and older checkpoints of the run have states of generators"
+            )
         self._unused_steps = max(int(state.get("unused_steps", 0)), self.accountant.unused_steps())
         self.telemetry.update_state(state.get("telemetry", {}))
         if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:

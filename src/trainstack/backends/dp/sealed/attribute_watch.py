@@ -30,6 +30,7 @@ _EVERY = 100
 """Steps after which all values are compared again, from the hundredth on. Before it steps 1, 2, 4, 8, ... are due."""
 
 _NUMBERS = frozenset({bool, int, float, str, type(None)})
+_COUNTS = frozenset({bool, int, str, type(None)})
 _NOTHING = Kept(value=None)
 
 
@@ -75,6 +76,7 @@ class AttributeWatch:
         self._marked: dict[Place, Any] = {}
         self._seen, self._in_forward = set[Place](), set[Place]()
         self._due = 1
+        self.was_written = False  # whether any forward pass has set an attribute to more than a count or a text
 
     def begin_step(self, step: int, gradients: Callable[[], Tensor]) -> dict[Place, Any]:
         """A micro-batch of global step `step` is about to be run; `gradients` are those of some of its records.
@@ -113,7 +115,10 @@ class AttributeWatch:
         """A forward pass has ended before which `marks` were `before`."""
         marks = self.marks()
         if marks != before:
-            self._in_forward |= {place for place, mark in marks.items() if before.get(place) != mark}
+            written = {place for place, mark in marks.items() if before.get(place) != mark}
+            self._in_forward |= written
+            held = ((path, key, value) for path, owner in self._of_user for key, value in owner.items())
+            self.was_written |= any((path, key) in written and type(value) not in _COUNTS for path, key, value in held)
 
     def accept(self) -> None:
         """From here on attributes are compared with their values of now."""
