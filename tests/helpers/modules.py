@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -85,7 +86,8 @@ class Classifier(ts.ModuleInterface):
     def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
         if not self.validates:
             return None
-        return DataLoader(self.dataset, sampler=sampler(self.dataset), batch_size=batch_size)
+        public = copy.copy(self.dataset)  # a private run whose validation data are public refuses its training data
+        return DataLoader(public, sampler=sampler(public), batch_size=batch_size)
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])

@@ -108,6 +108,12 @@ class TrainerBackend(ABC):
     hides_losses: bool = False
     hides_records: bool = False
     public_validation: bool = False
+
+    @property
+    def keeps_values(self) -> bool:
+        """Of a private layer: whether `train_step` has set attributes, which may have values of records."""
+        return False
+
     released_metrics: tuple[str, ...] = ()
     rank_zero_state: ClassVar[frozenset[str]] = frozenset()
     requires_state: ClassVar[bool] = False

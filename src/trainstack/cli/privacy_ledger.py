@@ -11,11 +11,11 @@ from typing import Any
 from trainstack._files import read_small
 from trainstack.backends.dp import PrivacyStatement, SpendLedger, best_of_epsilon, epsilon_of
 from trainstack.backends.dp.accounting import ACCOUNTANTS
-from trainstack.backends.dp.statement import ledger_words, restated
+from trainstack.backends.dp.statement import joined, ledger_words, restated
 from trainstack.backends.privacy_statement import round_up
 from trainstack.checkpointing.directory import read_manifest, scan
 from trainstack.cli.printing import print_json, print_line, print_lines, print_table
-from trainstack.errors import CheckpointNotFoundError, ConfigurationError
+from trainstack.errors import CheckpointNotFoundError, ConfigurationError, PrivacyLedgerError
 
 OWN_LEDGER = "privacy-ledger.jsonl"
 
@@ -67,27 +67,42 @@ def current_statement(folder: Path) -> PrivacyStatement:
             f"{folder} has neither privacy_statement.json nor a checkpoint of a private run. Give the output_dir of "
             f"one; for the account of a ledger run: trainstack privacy ledger {folder / OWN_LEDGER} --delta DELTA"
         )
-    statement = found[0]
-    own = folder / OWN_LEDGER
-    if statement.run is None or (statement.ledger is None and not own.exists()):
-        return statement
-    ledger = SpendLedger(own)
-    if statement.run not in ledger.runs() and statement.ledger is not None:
-        ledger = SpendLedger(statement.ledger)
-    return restated(statement, ledger)
+    if found[0].run is None:
+        return found[0]
+    found = [one for one in found if one.run == found[0].run]
+    ledger = _ledger_of(found, folder / OWN_LEDGER)
+    if ledger is not None:
+        return restated(found, ledger)
+    statement = joined(found)
+    if statement.status == "running" or statement.ledger is None or statement.overrides:
+        return statement  # figures of all planned steps
+    raise PrivacyLedgerError(
+        f"The privacy ledger {statement.ledger} does not know the run of {folder}, which may have made further steps. "
+        "Put the newest copy of the ledger there."
+    )
+
+
+def _ledger_of(found: list[PrivacyStatement], own: Path) -> SpendLedger | None:
+    """The ledger that knows most steps of a run; None if the one that it charged last does not know the run."""
+    run, book, named = str(found[0].run), SpendLedger(own), found[0].ledger
+    last = book.moved.get(run) if run in book.runs() else named
+    last = named if last is None and named is not None and Path(named).name != OWN_LEDGER else last
+    books = [book, *([] if last is None else [SpendLedger(last)])]
+    if run not in books[-1].runs():
+        return None
+    return max(books, key=lambda one: one.runs().get(run, -1))
 
 
 def _stored_statements(folder: Path) -> list[PrivacyStatement]:
-    """Those of the newest checkpoint and of the file, first the one that covers more steps and is no plan."""
-    found = []
-    for place in (folder / "checkpoints", folder):
+    """That of the file, which a run writes before its first step, then that of the newest checkpoint."""
+    found, file = [], folder / "privacy_statement.json"
+    if file.is_file():
+        found.append(PrivacyStatement.from_json(read_small(file).decode()))
+    for place in (folder, folder / "checkpoints"):
         checkpoints = scan(place).intact if place.is_dir() else []
         told = [(read_manifest(info.path).metadata or {}).get("privacy") for info in checkpoints[:1]]
         found += [PrivacyStatement.from_json(json.dumps(one)) for one in told if one]
-    file = folder / "privacy_statement.json"
-    if file.is_file():
-        found.append(PrivacyStatement.from_json(read_small(file).decode()))
-    return sorted(found, key=lambda one: (one.status == "running", -one.steps))
+    return found
 
 
 def _run_ledger(args: argparse.Namespace) -> int:
@@ -99,6 +114,8 @@ def _run_ledger(args: argparse.Namespace) -> int:
     delta = args.delta if args.delta is not None or ledger.budget is None else ledger.budget[1]
     if delta is None:
         raise ConfigurationError("At which delta? Write --delta, smaller than 1 / (number of records).")
+    if not 0 < delta < 1:
+        raise ConfigurationError(f"--delta {delta}: write a number between 0 and 1, smaller than 1 / N.")
     if args.budget is not None:
         if not (args.budget > 0 and math.isfinite(args.budget)):
             raise ConfigurationError(f"--budget {args.budget}: write a number above 0.")
@@ -123,7 +140,7 @@ def _run_ledger(args: argparse.Namespace) -> int:
 def _epsilon(ledger: SpendLedger, run: str | None, delta: float, args: argparse.Namespace) -> float | None:
     """The epsilon of a run or of all; None where they guarantee nothing."""
     void = bool(ledger.voided) if run is None else run in ledger.voided
-    return None if void else epsilon_of(ledger.spent(run), delta, args.accountant)
+    return None if void else epsilon_of([*ledger.spent(run), *ledger.unused(run)], delta, args.accountant)
 
 
 def _run_best(args: argparse.Namespace) -> int:

@@ -39,7 +39,7 @@ from trainstack.trainer.events import Callback, Event, Events, Filter
 from trainstack.trainer.events.bus import check_event
 from trainstack.trainer.module_checks import check_parts
 from trainstack.trainer.module_interface import ModuleInterface
-from trainstack.trainer.resume.restoring import restore_module, select_resume_state, start_from_weights
+from trainstack.trainer.resume.restoring import origin_of, restore_module, select_resume_state, start_from_weights
 from trainstack.trainer.resume.saving import Saver, check_storable, save_after_exception
 from trainstack.trainer.run.stopping import (
     Request,
@@ -226,6 +226,8 @@ class Trainer(AbstractTrainer):
                 saver.finish_after(error)
                 explain_worker_deaths(error)
                 self.events.fail(error)
+                with suppress(TrainstackError):  # no ledger any more; the statement on the disk has all planned steps
+                    run.note_stop()
                 if self.args.save_on_exception:
                     save_after_exception(error, context, self._take_checkpoint, within_s=saver.save_time_budget.seconds)
                 reporter.fail(error)
@@ -802,9 +804,13 @@ class Trainer(AbstractTrainer):
 
         Raises:
             CheckpointError: the folder has no export, or a damaged one.
+            PrivacyError: a run without a guarantee has trained it, and this run is private.
         """
         with self._context.fail_together():
             self._prepared("load_export")
+            if self.trainer_backend.is_private:
+                origin = self._saver.run_on_rank_zero(lambda: origin_of(Path(path)), "reading the origin of an export")
+                self.trainer_backend.on_initial_weights(origin)
             state = self._saver.run_on_rank_zero(lambda: read_model(path), "reading an export of the model")
             self.module.update_state(state)
 

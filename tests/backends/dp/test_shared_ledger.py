@@ -140,7 +140,7 @@ def test_a_run_takes_its_own_ledger_along_when_it_is_told_of_the_datasets(tmp_pa
     resumed.update_state(through_json(first))
     spend(resumed, 4).settle()
     assert shared(tmp_path / "dataset.ledger").spent() == [(SIGMA, Q, 24)]
-    with pytest.raises(PrivacyLedgerError, match="write ledger="):  # the own ledger knows too little by now
+    with pytest.raises(PrivacyLedgerError, match="write ledger="):  # the own ledger says that it was left
         accountant(SpendLedger(own.path)).update_state(through_json(resumed))
 
 

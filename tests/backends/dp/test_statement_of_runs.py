@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, Subset
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
@@ -20,10 +21,15 @@ from tests.helpers.patience import patience
 from tests.helpers.private_runs import BreaksOff, private, promise
 from trainstack.backends.dp import SpendLedger, epsilon_of, ledger
 from trainstack.cli.main import main
+from trainstack.cli.privacy_ledger import current_statement
 from trainstack.errors import PrivacyBudgetError, PrivacyError, PrivacyLedgerError
+from trainstack.trainer.callbacks.monitors import MemoryMonitor
+from trainstack.trainer.tracking.history import RunHistory
+from trainstack.trainer.tracking.provenance import MetricGuard, Provenance
 
 NOISY = {"noise_multiplier": 1.0}
 SAVING = ts.DefaultCheckpointerArguments(every_n_steps=5)
+RARELY = ts.DefaultCheckpointerArguments(every_n_steps=1000)
 
 
 def made(directory: Path, module: Any = None, args: Any = None, **changes: Any) -> ts.Trainer:
@@ -308,3 +314,220 @@ def test_the_command_line_tells_the_account_of_a_dataset(tmp_path: Path, capsys:
     assert main(["privacy", "best-of", *best, "--delta", "1e-5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["one_run"] < found["epsilon"] < found["all_released"]
+
+
+# --- what the steps alone do not tell: neither the file nor the command line forgets it
+
+
+class Killed(BaseException):
+    """Nothing catches it as an error of the library."""
+
+
+class Scripted(ts.Callback):
+    """Calls a function after a global step."""
+
+    def __init__(self, step: int, action: Any) -> None:
+        self.step, self.action = step, action
+
+    def on_train_step_end(self, trainer: ts.Trainer, step: int) -> None:
+        if step == self.step:
+            self.action(trainer)
+
+
+def dies(trainer: ts.Trainer) -> None:
+    raise Killed
+
+
+def writes(trainer: ts.Trainer) -> None:
+    next(trainer.module.parameters()).data.add_(0.1)
+
+
+def killed(directory: Path, step: int, *more: Scripted, args: Any = None, **changes: Any) -> None:
+    """Break off after global step `step`, without a checkpoint."""
+    trainer = ts.Trainer(
+        Classifier(),
+        private(directory, args or promise(**NOISY), **{"checkpointer_args": RARELY, "epochs": 2, **changes}),
+        callbacks=[*more, Scripted(step, dies)],
+    )
+    with pytest.raises(Killed):
+        trainer.train()
+
+
+def test_a_refusal_in_the_middle_of_a_run_is_on_the_disk_at_once(tmp_path: Path) -> None:
+    args = promise(**NOISY, on_unsafe="report")
+    killed(tmp_path, 5, Scripted(2, writes), args=args)
+    assert on_disk(tmp_path).overrides
+    assert current_statement(tmp_path).epsilon is None
+    book = SpendLedger(tmp_path / "privacy-ledger.jsonl")
+    (run,) = book.runs()
+    assert book.voided[run] in (tmp_path / "privacy_statement.txt").read_text()
+
+
+def test_limits_that_came_after_the_last_checkpoint_are_stated(tmp_path: Path) -> None:
+    trained(tmp_path, epochs=1)
+    killed(tmp_path, 8, args=promise(**NOISY, expose_records=True, log_train_loss=True), resume=True)
+    told = current_statement(tmp_path)
+    assert (told.epsilon, told.delta, told.covered) == (None, None, ())
+    assert any("expose_records" in reason for reason in told.overrides)
+    resumed = trained(tmp_path, epochs=2, resume=True)  # from the checkpoint, which knows nothing of them
+    assert resumed.epsilon is None
+    assert any("recorded without noise" in line for line in resumed.not_covered)
+
+
+def test_without_its_ledger_a_run_is_not_said_to_have_spent_nothing(tmp_path: Path) -> None:
+    killed(tmp_path, 5)
+    running, path = on_disk(tmp_path), tmp_path / "privacy-ledger.jsonl"
+    for _ in range(2):
+        path.unlink(missing_ok=True)
+        told = current_statement(tmp_path)
+        assert (told.steps, told.epsilon, told.status) == (12, running.epsilon, "running")
+        path.touch()
+
+
+def test_a_run_that_was_told_of_another_ledger_later_is_counted_there(tmp_path: Path) -> None:
+    run, path = tmp_path / "run", tmp_path / "data.ledger"
+    trained(run, epochs=1)
+    args = promise(**NOISY, ledger=path)
+    killed(run, 9, args=args, resume=True)
+    assert current_statement(run).steps >= 9
+    with pytest.raises(PrivacyLedgerError, match=r"charges .*data.ledger since"):
+        trained(run, epochs=2, resume=True)
+    assert trained(run, None, args, epochs=2, resume=True).steps >= 12 + 3
+    path.unlink()
+    with pytest.raises(PrivacyLedgerError, match="does not know the run"):
+        current_statement(run)
+
+
+def test_the_planned_steps_of_a_chosen_stop_count_ever_after(tmp_path: Path) -> None:
+    def stops(trainer: ts.Trainer) -> None:
+        trainer.request_stop("enough")
+
+    ts.Trainer(
+        Classifier(),
+        private(tmp_path, promise(**NOISY), checkpointer_args=SAVING, epochs=2),
+        callbacks=[Scripted(5, stops)],
+    ).train()
+    assert (on_disk(tmp_path).steps, current_statement(tmp_path).steps) == (12, 12)
+    killed(tmp_path, 7, resume=True, epochs=2)
+    assert current_statement(tmp_path).steps == 12
+    assert trained(tmp_path, epochs=2, resume=True).steps >= 12
+
+
+def test_with_telemetry_every_early_end_counts_as_chosen(tmp_path: Path) -> None:
+    args = promise(**NOISY, telemetry={"loss": (0, 2)})
+    killed(tmp_path, 5, args=args)  # an exception, which the library sees
+    assert current_statement(tmp_path).steps == 12
+    killed(tmp_path / "plain", 5)
+    counts = [
+        sum(entry[2] for entry in SpendLedger(place / "privacy-ledger.jsonl").unused())
+        for place in (tmp_path, tmp_path / "plain")
+    ]
+    assert counts == [7, 0]
+
+
+def test_an_export_that_a_private_run_loads_is_one_of_its_origins(tmp_path: Path) -> None:
+    plain = ts.Trainer(Classifier(), arguments(tmp_path / "plain", checkpointer_args=RARELY))
+    plain.train()
+    plain.export(tmp_path / "export")
+    with pytest.raises(PrivacyError, match="without a guarantee"):
+        made(tmp_path / "run").load_export(tmp_path / "export")
+    first = made(tmp_path / "first")
+    first.train()
+    first.export(tmp_path / "private")
+    second = made(tmp_path / "second")
+    second.load_export(tmp_path / "private")
+    second.train()
+    assert second.privacy_statement().steps == 12
+    second.export(tmp_path / "own")
+    second.load_export(tmp_path / "own")
+    assert second.privacy_statement().steps == 12
+
+
+def test_a_ledger_takes_no_budget_without_a_meaning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    book = SpendLedger(tmp_path / "data.ledger")
+    book.charge("run", 1.0, 0.1)
+    book._append(lambda: [{"budget": [3.0, 5.0]}])  # of an earlier version
+    assert SpendLedger(book.path).spent()
+    for delta in ("5", "nan", "0"):
+        assert main(["privacy", "ledger", book.path, "--budget", "3", "--delta", delta]) == 2
+    assert "write a number between 0 and 1" in capsys.readouterr().err
+    book.runs()
+    assert book.budget is None
+
+
+def test_a_link_to_a_ledger_is_no_copy(tmp_path: Path) -> None:
+    path, link = tmp_path / "one" / "a.ledger", tmp_path / "two" / "a.ledger"
+    SpendLedger(path).charge("run", 1.0, 0.1)
+    link.parent.mkdir()
+    os.link(path, link)
+    for place in (link, path, link):
+        book = SpendLedger(place)
+        for _ in range(20):
+            book.charge("run", 1.0, 0.1)
+    assert (book.copies(), SpendLedger(path).copies()) == ([], [])
+
+
+def test_times_and_memory_are_recorded_and_decide_nothing(tmp_path: Path) -> None:
+    trainer = ts.Trainer(Classifier(), private(tmp_path, promise(**NOISY), log_every=1), callbacks=[MemoryMonitor()])
+    trainer.train()
+    guard = trainer.history.guard
+    assert guard is not None
+    assert "memory/host_peak" in trainer.history.get_metric_names()
+    with pytest.raises(PrivacyError, match="depend on the sizes of samples"):
+        guard.require("memory/host_peak", "EarlyStopping")
+
+
+# --- values without noise
+
+
+class Keeps(Classifier):
+    """Logs in its validation the loss of the last record that was trained."""
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        loss = super().train_step(global_step, batch, device)
+        self.last = loss.detach()
+        return loss
+
+    def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str) -> None:
+        self.log("mine", self.last)
+
+
+def test_a_validation_logs_nothing_that_train_step_has_kept(tmp_path: Path) -> None:
+    args = promise(**NOISY, public_validation=True, grad_mode="loop")
+    trainer = ts.Trainer(Keeps(validate=True), private(tmp_path, args))
+    trainer.train()
+    assert trainer.history.guard is not None
+    assert "mine" in trainer.history.guard.hidden
+    assert "mine" not in trainer.history.get_metric_names()
+
+
+def test_training_data_are_no_public_validation_data(tmp_path: Path) -> None:
+    module = Classifier()
+    trainer = ts.Trainer(module, private(tmp_path, promise(**NOISY, public_validation=True)))
+    trainer.train()
+    loader = DataLoader(Subset(module.dataset, [0, 1, 2]), batch_size=1)
+    with pytest.raises(PrivacyError, match="reads the training data set"):
+        trainer.validate({"train": loader})
+
+
+def test_states_of_earlier_versions_tell_of_public_random_numbers_and_lose_their_losses(tmp_path: Path) -> None:
+    trainer = made(tmp_path)
+    trainer.train()
+    layer = next(one for one in trainer.trainer_backend.layers() if one.private)
+    state = layer.get_layer_state()
+    assert state is not None
+    del state["format"]
+    layer.update_layer_state(state)
+    told = trainer.privacy_statement().not_covered
+    assert any("in the first 6 steps, of an earlier version" in line for line in told)
+
+    old = RunHistory()
+    for name in ("train/loss", "val/loss", "train/loss"):
+        old.update_metric(name, 1.0, step=3)
+    history = RunHistory()
+    history.guard = MetricGuard(released=("loss",))
+    history.update_state(old.get_state())
+    assert history.get_metric_names() == {"val/loss"}
+    assert history.get_metric_values("val/loss") == [1.0]
+    history.update_metric("train/loss", 2.0, provenance=Provenance.COVERED)
+    assert history.guard.may_decide("train/loss")

@@ -113,6 +113,8 @@ class Accountant:
         self.plan, self.clip = plan, clip
         self.run = secrets.token_hex(16)
         self.overrides: tuple[str, ...] = ()
+        self.notes: tuple[str, ...] = ()
+        """What the guarantee does not cover, by the options of this start and the ledger."""
         self.before: list[Entry] = []
         """Steps of other runs on the weights that this one began with."""
         self.initial_weights = "as the module had them; earlier training of them is not known"
@@ -182,7 +184,7 @@ class Accountant:
             yield self._own_limit, self.history
         if self._ledger is None or self._ledger.shared is None:
             return
-        history = self._ledger.spent()
+        history = merge_steps([*self._ledger.spent(), *self._ledger.unused(besides=self.run)])
         budget = self._ledger.budget or self._ledger.shared.budget
         if budget is not None:
             if self._shared_limit is None or budget != (self._shared_limit.epsilon, self._shared_limit.delta):
@@ -214,7 +216,8 @@ class Accountant:
     def plan_steps(self, steps: int) -> list[Entry]:
         """The next `steps` steps are planned; returns all steps including them, and publishes these."""
         self._left_in_plan = steps
-        self._stated = merge_steps([*self.history, (self.plan.noise_multiplier, self.plan.sample_rate, steps)])
+        counted = max(steps, self.unused_steps())
+        self._stated = merge_steps([*self.history, (self.plan.noise_multiplier, self.plan.sample_rate, counted)])
         if self.publish is not None:
             self.publish(self._stated)
         return self._stated
@@ -232,7 +235,7 @@ class Accountant:
             is_charged = self._room(1) >= 1
         else:
             is_charged = self._ledger.charge(
-                self.run, *mechanism, self.clip, room=self._steps_to_record, void="; ".join(self.overrides)
+                self.run, *mechanism, self.clip, room=self._steps_to_record, void=self.overrides, notes=self.notes
             )
         if not is_charged:
             raise PrivacyBudgetError(self.exhausted_reason())
@@ -249,6 +252,51 @@ class Accountant:
             if _beyond(self._stated, after):  # others charge this run as well, or it is longer than its plan
                 self.plan_steps(max(self._left_in_plan, 4 * BLOCK))
         return room
+
+    def void(self, reason: str) -> None:
+        """Nothing is guaranteed from now on, for `reason`: the ledger and the statement on the disk say so at once.
+
+        Raises:
+            PrivacyLedgerError: it cannot be recorded.
+        """
+        if reason not in self.overrides:
+            self.overrides = (*self.overrides, reason)
+            self._remark(void=reason)
+
+    def note(self, text: str) -> None:
+        """The guarantee does not cover `text`: the ledger and the statement on the disk say so at once.
+
+        Raises:
+            PrivacyLedgerError: it cannot be recorded.
+        """
+        if text not in self.notes:
+            self.notes = (*self.notes, text)
+            self._remark(note=text)
+
+    def _remark(self, *, void: str = "", note: str = "") -> None:
+        try:
+            if self._ledger is not None and self.publish is not None:
+                self._ledger.remark(self.run, self.plan.noise_multiplier, self.plan.sample_rate, void=void, note=note)
+        finally:
+            if self.publish is not None:
+                self.publish(self._stated)
+
+    def plan_unused(self, steps: int) -> None:
+        """A chosen stop leaves out `steps` planned steps, which count in all statements of the run from now on.
+
+        Raises:
+            PrivacyLedgerError: it cannot be recorded.
+        """
+        plan = self.plan
+        if self._ledger is not None and steps:
+            self._ledger.settle()
+            mechanism = (plan.noise_multiplier, plan.sample_rate)
+            taken = sum(entry[2] for entry in self._own if entry[:2] == mechanism)
+            self._ledger.remark(self.run, *mechanism, planned=taken + steps)
+
+    def unused_steps(self) -> int:
+        """How many steps earlier chosen stops of the run left out and none has taken since, by the ledger."""
+        return 0 if self._ledger is None else _total(self._ledger.unused(self.run))
 
     def settle(self) -> None:
         """Hand back what the ledger recorded ahead: call it at checkpoints and at a clean end."""
@@ -268,6 +316,10 @@ class Accountant:
         if self._ledger is None:
             return
         self._check_ledger()
+        if retry and self._earlier_ledger is not None:
+            run = self._earlier_ledger.last_run_in(None)
+            if run is not None and run not in self._ledger.runs() and run not in self._earlier_ledger.moved:
+                self._ledger.carry_from(self._earlier_ledger, run)
         if not (runs := self._ledger.runs()):
             return
         path, shared = self._ledger.path, self._ledger.shared
@@ -280,6 +332,7 @@ class Accountant:
                 path,
                 runs[self.run],
             )
+            self._take_remarks()
         others = sum(steps for run, steps in runs.items() if run != self.run)
         if others and shared is None:
             _log.warning(
@@ -288,6 +341,15 @@ class Accountant:
                 path,
                 others,
             )
+
+    def _take_remarks(self) -> None:
+        """What the ledger says of the run beside its steps holds for this start as well."""
+        assert self._ledger is not None
+        reason = self._ledger.voided.get(self.run, "")
+        stated = "; ".join(self.overrides)
+        if reason and any(part not in stated for part in reason.split("; ")):
+            self.overrides = (*self.overrides, reason)
+        self.notes = tuple(dict.fromkeys((*self.notes, *self._ledger.notes.get(self.run, ()))))
 
     def _check_ledger(self) -> None:
         """Compare the ledger's dataset with this run's, and warn of copies."""
@@ -307,6 +369,8 @@ class Accountant:
         self.initial_weights = words
         self.before = merge_steps([*self.before, *history])
         self.overrides = tuple(dict.fromkeys((*self.overrides, *overrides)))
+        if self.publish is not None:
+            self.plan_steps(self._left_in_plan)
 
     def get_state(self) -> dict[str, Any]:
         """Plain numbers and text for a checkpoint. No random state: that is never stored."""
@@ -358,6 +422,7 @@ class Accountant:
         self._counted = _merged([(float(sigma), float(q), int(n), str(clip)) for sigma, q, n, clip in clippings])
         if self._ledger is not None:
             self._check_ledger()
+            self._take_remarks()
         lost = _total(self._own) - _total(history)
         if lost:
             _log.warning(
@@ -376,11 +441,22 @@ class Accountant:
         ledger, earlier, head = self._ledger, self._earlier_ledger, str(saved.get("head", ""))
         began_there = earlier is not None and run not in ledger.runs() and earlier.holds(head)
         if earlier is not None and began_there and not _beyond(earlier.spent(run), history):
-            ledger.carry(run, earlier.spent(run))  # the run charges the ledger of its dataset from now on
+            ledger.carry_from(earlier, run, head)  # the run charges the ledger of its dataset from now on
             return []
         missing = _beyond(ledger.spent(run), history)
-        if not missing and ledger.holds(head):
+        moved = ledger.moved.get(run)
+        if not missing and not moved and ledger.holds(head):
+            if earlier is not None and ledger.was_carried(head):
+                earlier.leave(run, ledger.path)  # killed between the two records
             return []
+        if not missing and not moved and earlier is not None and earlier.holds(head) and run in earlier.moved:
+            return []  # another checkpoint from before that
+        if moved and self._args.on_unsafe != "report":
+            raise PrivacyLedgerError(
+                f"The privacy ledger {ledger.path} says that this run charges {moved} since, so it cannot know how "
+                f"many steps came after that. Please write ledger={moved!r} in DifferentialPrivacyArguments, or "
+                "on_unsafe='report' to continue without a guarantee."
+            )
         if self._args.on_unsafe != "report":
             what = (
                 f"lacks {_total(missing)} of the {_total(history)} steps before this checkpoint"

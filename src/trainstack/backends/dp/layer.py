@@ -77,6 +77,7 @@ class DP(AbstractTrainerBackendDecorator):
         self._guard: StateGuard | None = None
         self._origin: tuple[str, Sequence[Entry], Sequence[str]] | None = None
         self._streams: RandomStreams | None = None
+        self._begun = False  # the accountant knows its run
 
     def prepare(self, work: Workload) -> Workload:
         work = self.inner.prepare(work)
@@ -139,8 +140,11 @@ class DP(AbstractTrainerBackendDecorator):
         return self._state_guard.schedulers_step()
 
     def on_initial_weights(self, origin: WeightsOrigin) -> None:
-        if self._args is not None:
+        is_own = origin.statement is not None and self._begun and origin.statement.run == self.accountant.run
+        if self._args is not None and not is_own:  # steps of this run are in the account
             self._origin = check_origin(origin, self._args)
+            if self._begun:
+                self.accountant.start_from(*self._origin)
         self.inner.on_initial_weights(origin)
 
     def random_streams(self, world: World) -> RandomStreams:
@@ -153,6 +157,7 @@ class DP(AbstractTrainerBackendDecorator):
 
     def on_fresh_start(self, *, retry: bool) -> None:
         self._ready.on_fresh_start(retry=retry)
+        self._begun = True
         if self._origin is not None:
             self.accountant.start_from(*self._origin)
         self.inner.on_fresh_start(retry=retry)
@@ -160,6 +165,10 @@ class DP(AbstractTrainerBackendDecorator):
     def on_chosen_stop(self, steps_left: int) -> None:
         self._ready.on_chosen_stop(steps_left)
         self.inner.on_chosen_stop(steps_left)
+
+    @property
+    def keeps_values(self) -> bool:
+        return self._guard is not None and self._guard.keeps_values
 
     @property
     def sampling(self) -> Sampling | None:
@@ -196,6 +205,7 @@ class DP(AbstractTrainerBackendDecorator):
 
     def update_layer_state(self, state: dict[str, Any]) -> None:
         self._ready.update_state(state)
+        self._begun = True
         self._state_guard.forget()
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ which then has the sum over all of them.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -74,6 +75,12 @@ class SpendLedger:
         """The (epsilon, delta) that all runs together may spend."""
         self.voided: dict[str, str] = {}
         """Runs whose steps guarantee nothing, and why."""
+        self.notes: dict[str, tuple[str, ...]] = {}
+        """What the guarantee of a run does not cover, in the course of all its starts."""
+        self.moved: dict[str, str] = {}
+        """Runs that charge another ledger since, and its address."""
+        self._carried: set[str] = set()  # digests of lines of other ledgers, whose runs were carried over
+        self._planned: dict[str, Counter[tuple[float, float]]] = {}  # all steps of runs whose stop was chosen
         self._chain = LedgerChain(store, self._note)
         self._block = block
         self._recorded: dict[str, Counter[tuple[float, float, str]]] = {}
@@ -135,7 +142,25 @@ class SpendLedger:
 
     def holds(self, head: str) -> bool:
         """Whether a line with the digest `head` is in the ledger; False for an older copy of it."""
-        return not head or self._chain.holds(head)
+        return not head or self.was_carried(head) or self._chain.holds(head)
+
+    def was_carried(self, head: str) -> bool:
+        """Whether the line with the digest `head` is in another ledger, from which a run was carried to this one."""
+        self._chain.read_new()
+        return head in self._carried
+
+    def unused(self, run: str | None = None, *, besides: str | None = None) -> list[Entry]:
+        """Planned steps that chosen stops of `run`, or of all runs `besides` one, left out and no later start took."""
+        self._chain.read_new()
+        found = []
+        for one in list(self._planned) if run is None else [run]:
+            if one == besides:
+                continue
+            taken = Counter[tuple[float, float]]()
+            for sigma, q, steps in self.spent(one):
+                taken[sigma, q] += steps
+            found += [(*key, planned - taken[key]) for key, planned in self._planned.get(one, Counter()).items()]
+        return merge_steps([entry for entry in found if entry[2] > 0])
 
     def reserved(self, run: str, sigma: float, q: float, clip: str = "") -> int:
         """How many steps of `run` this process has recorded ahead and may take without looking at the ledger."""
@@ -150,7 +175,8 @@ class SpendLedger:
         clip: str = "",
         *,
         room: Callable[[], int] | None = None,
-        void: str = "",
+        void: Iterable[str] = (),
+        notes: Iterable[str] = (),
     ) -> bool:
         """Count one step of `run`, which may begin if this returns True.
 
@@ -162,6 +188,7 @@ class SpendLedger:
             room: how many steps may be recorded. It is called under the lock, so that no other process charges between
                 the look at a budget and the record.
             void: why the steps guarantee nothing; then the ledger does not either.
+            notes: what the guarantee does not cover.
 
         Raises:
             PrivacyLedgerError: it cannot be recorded; the step must not be taken.
@@ -172,8 +199,7 @@ class SpendLedger:
         def lines() -> list[Record]:
             nonlocal ahead
             ahead = self._block if room is None else min(self._block, room())
-            reason = {"void": void} if void and self.voided.get(run) != void else {}
-            return [self._line(*key, ahead) | reason] if ahead > 0 else []
+            return [self._line(*key, ahead) | self._new_remarks(run, void, notes)] if ahead > 0 else []
 
         if self._unused[key] == 0:
             self._append(lines)
@@ -198,6 +224,35 @@ class SpendLedger:
     def _record(self, run: str, sigma: float, q: float, clip: str, steps: int) -> None:
         self._append(lambda: [self._line(run, sigma, q, clip, steps)])
 
+    def remark(
+        self, run: str, sigma: float, q: float, *, void: str = "", note: str = "", planned: int | None = None
+    ) -> None:
+        """Record at once what concerns all steps of `run`.
+
+        Args:
+            run: its id.
+            sigma: noise multiplier.
+            q: sampling rate.
+            void: why the steps guarantee nothing.
+            note: what the guarantee does not cover.
+            planned: as many steps of (sigma, q) count from now on, although a chosen stop has left some of them out.
+
+        Raises:
+            PrivacyLedgerError: it cannot be recorded.
+        """
+
+        def lines() -> list[Record]:
+            facts = self._new_remarks(run, [void] if void else [], [note] if note else [])
+            facts |= {} if planned is None else {"planned": planned}
+            return [self._line(run, sigma, q, "", 0) | facts] if facts else []
+
+        self._append(lines)
+
+    def _new_remarks(self, run: str, void: Iterable[str], notes: Iterable[str]) -> Record:
+        reasons = [one for one in void if one not in self.voided.get(run, "")]
+        added = [one for one in notes if one not in self.notes.get(run, ())]
+        return ({"void": "; ".join(reasons)} if reasons else {}) | ({"notes": added} if added else {})
+
     def carry(self, run: str, history: Iterable[Entry]) -> None:
         """Record steps of `run` that another ledger or none had recorded.
 
@@ -206,12 +261,46 @@ class SpendLedger:
         """
         self._append(lambda: [self._line(run, sigma, q, "", steps) for sigma, q, steps in history])
 
-    def set_budget(self, epsilon: float, delta: float) -> None:
-        """Let all runs together spend so much from now on.
+    def carry_from(self, other: SpendLedger, run: str, head: str = "") -> None:
+        """Record all that `other` has of `run`, which charges this ledger from now on; then `other` says so.
+
+        Args:
+            other: the ledger of the run until now.
+            run: its id.
+            head: a line of `other` that a checkpoint names, which `holds` accepts from now on.
 
         Raises:
             PrivacyLedgerError: it cannot be recorded.
         """
+        history, heads = other.spent(run), sorted({head, other.head()} - {""})
+        facts = self._new_remarks(run, filter(None, [other.voided.get(run)]), other.notes.get(run, ()))
+        lines = [self._line(run, *entry[:2], "", entry[2]) for entry in history]
+        plans = [self._line(run, *key, "", 0) | {"planned": n} for key, n in other._planned.get(run, Counter()).items()]
+        self._append(lambda: [{**lines[0], **facts, "carried": heads}, *lines[1:], *plans] if lines else [])
+        other.leave(run, self.path)
+
+    def leave(self, run: str, path: str) -> None:
+        """Record that `run` charges the ledger at `path` from now on.
+
+        Raises:
+            PrivacyLedgerError: it cannot be recorded.
+        """
+        entries, there = self.spent(run), path if "://" in path else os.path.abspath(path)
+        if entries and run not in self.moved:
+            self._append(lambda: [self._line(run, *entries[0][:2], "", 0) | {"moved": there}])
+
+    def set_budget(self, epsilon: float, delta: float) -> None:
+        """Let all runs together spend so much from now on.
+
+        Raises:
+            ConfigurationError: the numbers are no budget.
+            PrivacyLedgerError: it cannot be recorded.
+        """
+        if not _is_budget(epsilon, delta):
+            raise ConfigurationError(
+                f"epsilon={epsilon:g} and delta={delta:g} are no budget of a ledger: write an epsilon above 0 and a "
+                "delta between 0 and 1, smaller than 1 / (number of records)."
+            )
         self._append(lambda: [{"budget": [epsilon, delta]}])
 
     def check_use(self) -> None:
@@ -243,11 +332,13 @@ class SpendLedger:
         """Sentences about copies of this ledger that count further steps of `run`, or of all runs."""
         self._chain.read_new()
         pending = self._moved()
-        found = [*self._copies, *([(*pending, self.runs())] if pending else [])]
+        found = {path: (how, path, steps) for how, path, steps in reversed(self._copies)}  # the first of each path
+        if pending is not None:
+            found.setdefault(pending[1], (*pending, self.runs()))
         return [
             f"{_COPIED[how].format(step=sum(steps.values()) if run is None else steps[run], path=path)}; steps of the "
             "other copy after that are not counted"
-            for how, path, steps in found
+            for how, path, steps in reversed(found.values())
             if run is None or run in steps
         ]
 
@@ -260,6 +351,9 @@ class SpendLedger:
         if not before or not here or here == before:
             return None
         old, head = str(before.get("path")), self._chain.head
+        with contextlib.suppress(OSError):
+            if os.path.samefile(old, here["path"]):
+                return None  # a link
         shares = False
         if old != here["path"] and os.path.basename(old) == os.path.basename(here["path"]):
             with contextlib.suppress(PrivacyLedgerError, OSError):
@@ -323,7 +417,7 @@ class SpendLedger:
                 self.dataset = (record["dataset"]["name"], int(record["dataset"]["records"]))
             if "budget" in record:
                 epsilon, delta = map(float, record["budget"])
-                self.budget = (epsilon, delta)
+                self.budget = (epsilon, delta) if _is_budget(epsilon, delta) else self.budget
             if "run" in record or not record.keys() & {"copy", "place", "dataset", "budget"}:
                 self._count(record)
         except (KeyError, TypeError, ValueError, OverflowError, ConfigurationError) as error:
@@ -338,10 +432,24 @@ class SpendLedger:
         if "folder" in record:
             self._folders[run] = str(record["folder"])
         if "void" in record:
-            self.voided[run] = str(record["void"])
+            self.voided[run] = "; ".join(filter(None, [self.voided.get(run), str(record["void"])]))
+        self.notes[run] = tuple(dict.fromkeys((*self.notes.get(run, ()), *map(str, record.get("notes", ())))))
+        self._carried.update(map(str, record.get("carried", ())))
+        if "carried" in record:
+            self.moved.pop(run, None)
+        if "moved" in record:
+            self.moved[run] = str(record["moved"])
+        if "planned" in record:
+            plan = self._planned.setdefault(run, Counter())
+            plan[sigma, q] = max(plan[sigma, q], int(record["planned"]))
+            check_mechanism(sigma, q, plan[sigma, q])
 
     def _discard_block_after_fork(self) -> None:
         """A forked process may not take the steps that its parent recorded for itself."""
         if os.getpid() != self._process:
             self._process = os.getpid()
             self._unused.clear()
+
+
+def _is_budget(epsilon: float, delta: float) -> bool:
+    return 0 < epsilon < math.inf and 0 < delta < 1

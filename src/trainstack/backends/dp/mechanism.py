@@ -30,6 +30,9 @@ from trainstack.errors import CheckpointMismatchError, PrivacyError, annotate
 
 _log = logging.getLogger("trainstack")
 
+_FORMAT = 2
+"""Of the layer's state. States without one are of versions that stored states of generators."""
+
 _ALONE = (
     "train_step runs on each record by itself, mostly under torch.func.vmap. Tensors of one call cannot be kept for "
     "another, in buffers, attributes or lists."
@@ -70,7 +73,6 @@ class Mechanism:
         self._randomness, self._world = randomness, world
         self._released = self._unused_steps = 0
         self._is_noted = False
-        self.notes: tuple[str, ...] = ()
         self.on_begin: Callable[[], None] = lambda: None
         self._forward_randomness = forward_randomness
         self._write_detector = WriteDetector(mode.module)
@@ -129,19 +131,21 @@ class Mechanism:
             PrivacyError: always without `on_unsafe="report"`, and on processes other than the main one.
         """
         report, known = self.args.on_unsafe == "report" and self._world.is_main, self.accountant.overrides
-        if report or released:
-            self.accountant.overrides = tuple(dict.fromkeys((*known, reason.partition(". ")[0])))
-        if not report:
-            raise PrivacyError(reason)
+        try:
+            if report or released:
+                self.accountant.void(reason.partition(". ")[0])
+        finally:
+            if not report:
+                raise PrivacyError(reason)
         if self.accountant.overrides != known:
             _log.warning("the run is not private any more: %s", reason)
 
     def note(self, text: str) -> None:
-        """Add a line to the statement of this process: the guarantee does not cover `text`.
+        """Add a line to the statement: the guarantee does not cover `text`.
 
-        No checkpoint has it: another process makes the same checks, and notes its own findings.
+        The ledger has it, and no checkpoint: another process makes the same checks, and notes its own findings.
         """
-        self.notes = tuple(dict.fromkeys((*self.notes, text)))
+        self.accountant.note(text)
 
     def discard(self) -> None:
         """Forget the sums of an interrupted step: a record would count twice in the next one.
@@ -225,7 +229,7 @@ class Mechanism:
         limit = clipper.limit if isinstance(clipper, AdaptiveClipper) else None
         account = self.accountant.get_state()
         state = {"ledger": account.pop("ledger", None), "accountant": account, "released": self._released}
-        state |= {"clipping_norm": limit, "unused_steps": self._unused_steps}
+        state |= {"format": _FORMAT, "clipping_norm": limit, "unused_steps": self._unused_steps}
         return {**state, "telemetry": self.telemetry.get_state()} if self.telemetry.is_observing else state
 
     def update_state(self, state: Mapping[str, Any]) -> None:
@@ -242,7 +246,12 @@ class Mechanism:
         account = {**state["accountant"], "ledger": state.get("ledger")}
         self._account(lambda: self.accountant.update_state(account))
         self._released, self._is_noted = int(state["released"]), False
-        self._unused_steps = int(state.get("unused_steps", 0))
+        if "format" not in state and self._released:
+            self.accountant.note(
+                f"the random numbers of train_step in the first {self._released} steps, of an earlier version: they "
+                "followed from public seeds, and older checkpoints of the run have states of generators"
+            )
+        self._unused_steps = max(int(state.get("unused_steps", 0)), self.accountant.unused_steps())
         self.telemetry.update_state(state.get("telemetry", {}))
         if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
             self.mode.clipper.limit = float(state["clipping_norm"])
@@ -250,6 +259,7 @@ class Mechanism:
     def on_fresh_start(self, *, retry: bool) -> None:
         """Begin without a checkpoint; the steps of earlier starts count if this is one of them `retry`."""
         self._account(lambda: self.accountant.on_fresh_start(retry=retry))
+        self._unused_steps = self.accountant.unused_steps()
         for earlier in trained_before.find(self.mode.module.parameters()):
             if earlier is None or earlier.run != self.accountant.run:
                 origin = origin_in_process(earlier, self.args)
@@ -262,6 +272,7 @@ class Mechanism:
         post-processing of the planned steps, so their epsilon bounds it, while that of the taken steps need not.
         """
         self._unused_steps = self.sampling.steps_allowed(steps_left)
+        self.accountant.plan_unused(self._unused_steps)
 
     def _account(self, look: Callable[[], None]) -> None:
         """Let the main process, which has the ledger, `look` into it; the others follow."""
@@ -302,7 +313,7 @@ class Mechanism:
             grad_mode=self.mode.name,
             world_size=self._world.size,
             overrides=self.accountant.overrides,
-            not_covered=self.notes,
+            not_covered=self.accountant.notes,
             accountant=self.accountant,
             status=status,
             unused_steps=self._unused_steps,

@@ -21,7 +21,7 @@ from trainstack.backends.dp.randomness import DebugRandomness, Randomness, Seede
 from trainstack.backends.dp.sampling import PoissonSampling, check_records
 from trainstack.backends.dp.sealed.plain_state import installed_attributes, owners_of
 from trainstack.backends.dp.sealed.sample_replay import mixed_records
-from trainstack.backends.dp.statement import EXPOSED, SEEDED
+from trainstack.backends.dp.statement import EXPOSED, SEEDED, option_notes
 from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.backends.processes.communicator import Communicator
 from trainstack.backends.processes.packing import broadcast_coalesced
@@ -64,6 +64,7 @@ def make_mechanism(
         raise _refusal(*found)
     accountant = open_accountant(work, plan, args, ledger)
     accountant.overrides = (*seen, *found, *((SEEDED,) if args.debug_seed is not None else ()))
+    accountant.notes = option_notes(args)
     accountant.overrides += (EXPOSED,) if args.expose_records else ()
     randomness = _randomness(args, comm)
     sampling = PoissonSampling(

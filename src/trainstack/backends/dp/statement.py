@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -31,6 +30,7 @@ NOT_COVERED = (
     "the gradient mode, errors, warnings and times, which depend on private records",
     "records kept in global variables, closures, files or the workers of a loader",
 )
+_LOGGED = "the training loss and what train_step logs, which were recorded without noise"
 _ALONE = "each record's loss is computed from that record alone, by construction of the gradient mode"
 _COMPARED = "each step compares the loss of the batch with the mean of the losses of its records, in value and slope"
 LOSSES = {"bookkeeping": _ALONE, "vmap": _ALONE, "loop": _ALONE, "hooks": _COMPARED, "ghost": _COMPARED}
@@ -89,7 +89,7 @@ def private_statement(
         grad_mode=grad_mode,
         world_size=world_size,
         covered=() if reasons else _covered(args, unused_steps),
-        not_covered=(*_not_covered(args), *not_covered),
+        not_covered=tuple(dict.fromkeys((*_not_covered(args), *not_covered))),
         **({} if accountant is None else _of_account(accountant)),
         status=status,
         notes=_notes(accountant, grad_mode),
@@ -108,10 +108,14 @@ def _covered(args: DifferentialPrivacyArguments, unused_steps: int) -> tuple[str
     return tuple(found)
 
 
+def option_notes(args: DifferentialPrivacyArguments) -> tuple[str, ...]:
+    """What the options of one start leave uncovered; it stays so, whatever the next start writes."""
+    return ((_LOGGED,) if args.log_train_loss else ()) + (() if args.public_validation else (NOT_COVERED[0],))
+
+
 def _not_covered(args: DifferentialPrivacyArguments) -> tuple[str, ...]:
-    logged = ("the training loss and what train_step logs, which were recorded without noise",)
     rest = NOT_COVERED[1:] if args.public_validation else NOT_COVERED
-    return (*(logged if args.log_train_loss else ()), *rest)
+    return (*((_LOGGED,) if args.log_train_loss else ()), *rest)
 
 
 def _notes(accountant: Accountant | None, grad_mode: str) -> tuple[tuple[str, str], ...]:
@@ -138,7 +142,8 @@ def _of_account(accountant: Accountant) -> dict[str, Any]:
     ledger, plan = accountant.ledger, accountant.plan
     spent = None
     if ledger is not None and ledger.shared is not None and not ledger.voided:
-        spent = epsilon_of(ledger.spent(), plan.delta, plan.accountant, eps_error=plan.eps_error)
+        counted = merge_steps([*ledger.spent(), *ledger.unused()])
+        spent = epsilon_of(counted, plan.delta, plan.accountant, eps_error=plan.eps_error)
     return {
         "run": accountant.run,
         "ledger": None if ledger is None else ledger.path,
@@ -148,55 +153,68 @@ def _of_account(accountant: Accountant) -> dict[str, Any]:
     }
 
 
-def restated(statement: PrivacyStatement, ledger: SpendLedger) -> PrivacyStatement:
-    """A `statement` of a run, with the steps that the ledger has by now.
+def restated(stated: Sequence[PrivacyStatement], ledger: SpendLedger) -> PrivacyStatement:
+    """The newest of the `stated` statements of a run, with all that the others and the ledger know by now.
+
+    Args:
+        stated: those of one run, first the newest.
+        ledger: has the steps of the run.
 
     Raises:
         PrivacyLedgerError: the ledger lacks steps of the run.
     """
-    own = ledger.spent(statement.run)
-    known, stated = sum(steps for _, _, steps in own), sum(entry[2] for entry in statement.clippings)
-    if known < stated:
+    statement = joined(stated)
+    run = str(statement.run)
+    own = ledger.spent(run)
+    known = sum(steps for _, _, steps in own)
+    least = max(sum(entry[2] for entry in one.clippings) for one in stated)
+    if known < least:
         raise PrivacyLedgerError(
-            f"The privacy ledger {ledger.path} has {known} steps of this run, which had stated {stated}: it is an "
+            f"The privacy ledger {ledger.path} has {known} steps of this run, which had stated {least}: it is an "
             "older copy or another ledger. Put the newest one there."
         )
-    history = tuple(merge_steps([*statement.before, *own, *_not_taken(statement, known - stated)]))
+    history = tuple(merge_steps([*statement.before, *own, *ledger.unused(run)]))
     delta, accountant, error = statement.delta, statement.accountant or "prv", statement.eps_error or LARGEST_ERROR
     notes = [note for note in statement.notes if note[0] not in ("Dataset", "Copies")]
     together = None
     if ledger.dataset is not None and delta is not None:
         notes.append(("Dataset", ledger_words(ledger, delta, accountant)))
-        together = None if ledger.voided else epsilon_of(ledger.spent(), delta, accountant, eps_error=error)
-    notes += [("Copies", words) for words in ledger.copies(None if ledger.dataset is not None else statement.run)]
-    epsilon = None if delta is None else epsilon_of(history, delta, accountant, eps_error=error)
-    return replace(
+        spent = merge_steps([*ledger.spent(), *ledger.unused()])
+        together = None if ledger.voided else epsilon_of(spent, delta, accountant, eps_error=error)
+    notes += [("Copies", words) for words in ledger.copies(None if ledger.dataset is not None else run)]
+    said, reason = "; ".join(statement.overrides), ledger.voided.get(run, "")
+    found = replace(
         statement,
         history=history,
-        clippings=tuple(ledger.spent_by_clipping(statement.run)),
-        epsilon=epsilon,
+        clippings=tuple(ledger.spent_by_clipping(run)),
+        epsilon=None if delta is None else epsilon_of(history, delta, accountant, eps_error=error),
         fixed_order_epsilon=None if delta is None else fixed_order_epsilon(history, delta),
         status=None,
+        ledger=ledger.path,
         ledger_epsilon=together,
+        not_covered=tuple(dict.fromkeys((*statement.not_covered, *ledger.notes.get(run, ())))),
         notes=tuple(notes),
     )
+    is_new = any(part not in said for part in reason.split("; "))
+    return _void(found, (*statement.overrides, reason)) if is_new else found
 
 
-def _not_taken(statement: PrivacyStatement, since: int) -> list[Entry]:
-    """The planned steps of `statement` that a chosen stop left out, less the `since` steps taken after it."""
-    if statement.status is not None:
-        return []
-    found = Counter[tuple[float, float]]()
-    for sigma, rate, steps in statement.history:
-        found[sigma, rate] += steps
-    for sigma, rate, steps in (*statement.before, *(entry[:3] for entry in statement.clippings)):
-        found[sigma, rate] -= steps
-    return [(*mechanism, steps - since) for mechanism, steps in found.items() if steps > since]
+def joined(stated: Sequence[PrivacyStatement]) -> PrivacyStatement:
+    """The one of the statements of a run that counts most steps, the newest of those, with the limits of all."""
+    overrides = tuple(dict.fromkeys(reason for one in stated for reason in one.overrides))
+    lines = tuple(dict.fromkeys(line for one in stated for line in one.not_covered))
+    found = replace(max(stated, key=lambda one: one.steps), not_covered=lines)
+    return _void(found, overrides) if overrides else found
+
+
+def _void(statement: PrivacyStatement, reasons: tuple[str, ...]) -> PrivacyStatement:
+    nothing: dict[str, Any] = dict.fromkeys(("epsilon", "delta", "fixed_order_epsilon", "ledger_epsilon"))
+    return replace(statement, overrides=reasons, covered=(), **nothing)
 
 
 def ledger_words(ledger: SpendLedger, delta: float, accountant: str) -> str:
     """The epsilon of all runs that charge `ledger` together, as a sentence."""
-    runs, history = ledger.runs(), ledger.spent()
+    runs, history = ledger.runs(), merge_steps([*ledger.spent(), *ledger.unused()])
     name = ledger.dataset[0] if ledger.dataset is not None and ledger.dataset[0] else "of the ledger"
     head = f"{sum(runs.values())} steps of {len(runs)} runs on the dataset {name} ({ledger.path})"
     if ledger.voided:

@@ -126,12 +126,12 @@ class MemoryMonitor(Callback):
         """Record; these are counters of the host."""
         peak = host_peak_gib()
         if peak is not None:
-            record(trainer, "memory/host_peak", peak)
+            record(trainer, "memory/host_peak", peak, Provenance.MACHINE)
         device = trainer.device
         if device.type == "cuda":
-            record(trainer, "memory/allocated", torch.cuda.memory_allocated(device) / GIB)
-            record(trainer, "memory/reserved", torch.cuda.memory_reserved(device) / GIB)
-            record(trainer, "memory/peak", torch.cuda.max_memory_allocated(device) / GIB)
+            record(trainer, "memory/allocated", torch.cuda.memory_allocated(device) / GIB, Provenance.MACHINE)
+            record(trainer, "memory/reserved", torch.cuda.memory_reserved(device) / GIB, Provenance.MACHINE)
+            record(trainer, "memory/peak", torch.cuda.max_memory_allocated(device) / GIB, Provenance.MACHINE)
             torch.cuda.reset_peak_memory_stats(device)
 
 

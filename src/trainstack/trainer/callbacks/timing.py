@@ -92,11 +92,11 @@ class StepTimer(Callback):
 
     def on_validation_end(self, trainer: AbstractTrainer) -> None:
         """A validation is over; its values have been read, so the device is done."""
-        record(trainer, "time/validation", self._host.mark() - self._since["validation"])
+        record(trainer, "time/validation", self._host.mark() - self._since["validation"], Provenance.MACHINE)
 
     def on_log(self, trainer: AbstractTrainer) -> None:
         for name, seconds in {**self._host.pop(), **self._device.pop()}.items():
-            record(trainer, f"time/{name}", seconds / max(1, self._steps))
+            record(trainer, f"time/{name}", seconds / max(1, self._steps), Provenance.MACHINE)
         self._steps = 0
 
 
@@ -147,10 +147,12 @@ class ThroughputMonitor(Callback):
             torch.accelerator.synchronize(trainer.device)
         seconds = max(perf_counter() - self._since, 1e-9)
         rate = (trainer.state.samples_in_epoch - self._samples) / seconds
-        record(trainer, "throughput/samples_per_s", rate)
+        record(trainer, "throughput/samples_per_s", rate, Provenance.MACHINE)
         if self._count_tokens is not None:
             tokens = trainer.world.comm.sum([float(self._tokens)], "ThroughputMonitor")[0]
             record(trainer, "throughput/tokens_per_s", tokens / seconds, Provenance.PRIVATE)
         if self._flops is not None and self._peak is not None:
-            record(trainer, "throughput/mfu", rate * self._flops / (self._peak * trainer.world.size))
+            record(
+                trainer, "throughput/mfu", rate * self._flops / (self._peak * trainer.world.size), Provenance.MACHINE
+            )
         self.on_train_epoch_begin(trainer)

@@ -114,6 +114,7 @@ class TrainingData:
         epoch_hashes: the same of the loader for the epoch under way, if `hashes_epochs`.
         hashes_epochs: whether somebody compares them.
         loader_state: the state of a loader that keeps one.
+        dataset: of the loader that was made for the plan; None if it has none.
         training_set: what the layers of the stack may know of the data.
     """
 
@@ -368,6 +369,7 @@ class TrainingData:
     def _training_set(self, loader: Any) -> TrainingSet:
         problem = "get_train_dataloader returned None" if loader is None else unsupported_order_reason(loader)
         length = None if problem else len(loader.dataset)
+        self.dataset = getattr(loader, "dataset", None)
         # Not the fetcher of the epochs: it would be replaced in the middle of an epoch whose loader is another one.
         fetcher: list[Fetcher] = []
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch.utils.data import SequentialSampler
 
 from trainstack.backends import Communicator, Workload, World
-from trainstack.errors import ConfigurationError, ModuleContractError, annotate
+from trainstack.errors import ConfigurationError, ModuleContractError, PrivacyError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.order import mix
@@ -213,6 +213,8 @@ class Evaluator:
         hook = hooks.end_val_epoch if announced else None
         step, collected, was_busy = state.global_step, EvaluationOutputs(), context.busy
         seed, in_training = self._seed(stage), reporter is not None
+        if context.stack.is_private:
+            self._check_public(loaders)
         with self._evaluating(stage, seed, announced, in_training):
             self.metrics.check_loaders(list(loaders))
             context.busy = True
@@ -236,6 +238,25 @@ class Evaluator:
                 context.busy = was_busy
         return collected
 
+    def _check_public(self, loaders: Mapping[str, Any]) -> None:
+        """Refuse an evaluation on the training data by a run whose evaluation data are declared public.
+
+        Raises:
+            PrivacyError: a loader reads the training data set, or a part of it.
+        """
+        if not any(layer.public_validation for layer in self._context.stack.layers()):
+            return
+        training = self._data.dataset
+        for key, loader in loaders.items():
+            dataset = getattr(loader, "dataset", None)
+            while dataset is not None and dataset is not training:
+                dataset = getattr(dataset, "dataset", None)  # as in torch.utils.data.Subset
+            if dataset is not None:
+                raise PrivacyError(
+                    f"the loader {key!r} reads the training data set, and public_validation=True declares the data of "
+                    "validations and tests public. Validate on other data, or leave public_validation out."
+                )
+
     @contextmanager
     def _evaluating(self, stage: Stage, seed: int, announced: bool, in_training: bool) -> Iterator[None]:
         """A block inside callbacks' contexts, and between the events of a validation if it is `announced`.
@@ -244,7 +265,10 @@ class Evaluator:
         one that only tries out a few batches is not announced. One that is a part of training has begun already.
         """
         context, events = self._context, self._context.events
-        with isolated_rng(seed, context.world.device), context.sink.evaluating():
+        # an attribute that train_step has set may be what a hook logs
+        keeps_values = any(layer.keeps_values for layer in context.stack.layers())
+        provenance = Provenance.PRIVATE if keeps_values else Provenance.EVALUATION
+        with isolated_rng(seed, context.world.device), context.sink.evaluating(provenance):
             with self._only_one(stage):
                 if announced and not in_training:
                     events.fire(Event.VALIDATION_BEGIN)

@@ -114,7 +114,7 @@ def start_from_weights(
     source = resolve_pointer(Path(source))
     _check_not_private(source, context.stack)
     if context.stack.is_private:
-        context.stack.on_initial_weights(_origin_of(source))
+        context.stack.on_initial_weights(origin_of(source))
     weights = read_weights(source)
     report = warm_start(context.module, weights, strict=args.init_weights_strict, name=os.fspath(source))
     log.info(str(report)) if report.is_complete else log.warning(str(report))
@@ -138,7 +138,7 @@ def _check_not_private(source: Path, stack: TrainerBackend) -> None:
         )
 
 
-def _origin_of(source: Path) -> WeightsOrigin:
+def origin_of(source: Path) -> WeightsOrigin:
     """The facts of training in the manifest of `source`; a bare file has none."""
     from trainstack.backends.privacy_statement import PrivacyStatement, WeightsOrigin  # for private runs alone
 

@@ -637,9 +637,8 @@ class Run:
         `export` writes the module's state. It is not called where a signal has interrupted the run.
         """
         agreed, step = self.stopper.agreed, self.state.global_step
-        planned = self.data.plan.total_steps
-        if agreed is not None and agreed.is_chosen and planned is not None:
-            self.stack.on_chosen_stop(max(0, planned - step))
+        if agreed is not None:
+            self.note_stop(agreed.is_chosen)
         self.restore_rng_once()
         reporter.write()  # a history counts as written once it is saved
         self.saver.save(force=True, unless_saved=True)
@@ -662,6 +661,16 @@ class Run:
         reporter.write()
         reporter.end_private_run(self.exhausted_reason)
         reporter.end("finished" if agreed is None else "stopped", agreed.reason if agreed else self.exhausted_reason)
+
+    def note_stop(self, is_chosen: bool = False) -> None:
+        """The training ends before its planned end, except by the privacy budget.
+
+        Whoever sees metrics of a private run may have stopped it by them, also with a signal or an exception.
+        """
+        planned, layers = self.data.plan.total_steps, self.stack.layers()
+        shows_metrics = any(layer.private and (layer.released_metrics or layer.public_validation) for layer in layers)
+        if planned is not None and (is_chosen or shows_metrics):
+            self.stack.on_chosen_stop(max(0, planned - self.state.global_step))
 
     def take_checkpoint(
         self, get_state: Callable[[], Mapping[str, Any]], *, pinned: bool = False, after: BaseException | None = None

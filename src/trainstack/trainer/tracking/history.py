@@ -264,6 +264,8 @@ class RunHistory:
             _fill(list(columns.values()), log)
             if self.guard is not None:
                 self.guard.update_state(state.get("provenance", {}))
+                private = self.guard.take_private(columns)
+                columns, log = _without(private, columns, log) if private else (columns, log)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointDamagedError(
                 f"the state of the run history is damaged ({type(error).__name__}: {error}). "
@@ -350,6 +352,21 @@ def _fill(columns: Sequence[MetricColumn], log: RecordLog) -> None:
     for column in columns:
         if not column.values:
             raise ValueError(f"the metric {column.name!r} has no record")
+
+
+def _without(
+    names: set[str], columns: Mapping[str, MetricColumn], log: RecordLog
+) -> tuple[dict[str, MetricColumn], RecordLog]:
+    """`columns` and `log` without the metrics of these names."""
+    kept = {name: MetricColumn(name, place) for place, name in enumerate(name for name in columns if name not in names)}
+    places = {place: kept[name].number for place, name in enumerate(columns) if name in kept}
+    left = RecordLog()
+    for arrays in log.arrays():
+        for number, step, epoch, value in zip(*(values.tolist() for values in arrays), strict=True):
+            if number in places:
+                left.append(places[number], value, step, epoch)
+    _fill(list(kept.values()), left)
+    return kept, left
 
 
 def snapshot_value(value: float | torch.Tensor) -> float | torch.Tensor:

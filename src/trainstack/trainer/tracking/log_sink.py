@@ -73,9 +73,9 @@ class LogSink:
             self.history, self.state = before
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """A block of an evaluation: logged values come from evaluation data and released weights."""
-        before, self.provenance = self.provenance, Provenance.EVALUATION
+    def evaluating(self, provenance: Provenance = Provenance.EVALUATION) -> Iterator[None]:
+        """A block of an evaluation: logged values come from its data and released weights, or have this provenance."""
+        before, self.provenance = self.provenance, provenance
         try:
             yield
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -16,16 +16,18 @@ class Provenance(IntEnum):
     """The data from which a recorded value was computed. Of several provenances the largest holds.
 
     Attributes:
-        PUBLIC: no record: counts, learning rates, times, memory.
+        PUBLIC: no record: counts, learning rates.
         COVERED: values that the privacy layer has released with noise, and public values.
+        MACHINE: times, rates and memory, which depend on the sizes of samples. They are recorded and decide nothing.
         EVALUATION: validation or test data, and released weights. Covered if the data are declared public.
         PRIVATE: training data, without noise. Values of unknown origin are private.
     """
 
     PUBLIC = 0
     COVERED = 1
-    EVALUATION = 2
-    PRIVATE = 3
+    MACHINE = 2
+    EVALUATION = 3
+    PRIVATE = 4
 
 
 _OF_THE_LOSS = ("train/loss", "train/loss_epoch")
@@ -92,6 +94,8 @@ class MetricGuard:
                 "If these data are public, or hold no record whose privacy matters, write "
                 "DifferentialPrivacyArguments(public_validation=True). Or use a noisy metric of the training",
             )
+        elif provenance is Provenance.MACHINE:
+            source, cure = "times or memory, which depend on the sizes of samples,", "Use a noisy metric"
         else:
             source, cure = "training data", "Use a noisy metric"
         telemetry = "telemetry={'loss': (0, 10)} in DifferentialPrivacyArguments records 'train/loss' with noise"
@@ -107,7 +111,7 @@ class MetricGuard:
             return Provenance.COVERED
         if name in self.hidden:
             return Provenance.PRIVATE
-        if name.split("/")[0] in ("val", "test"):
+        if _is_evaluation(name):
             return Provenance.COVERED if self._public_evaluation else Provenance.EVALUATION
         return Provenance.PRIVATE if name in _OF_THE_LOSS else None
 
@@ -118,6 +122,28 @@ class MetricGuard:
     def update_state(self, state: Mapping[str, int]) -> None:
         """Take back what `get_state` returned."""
         self._known = {str(name): Provenance(value) for name, value in state.items()}
+        if not self._public_evaluation:  # an earlier start may have declared the data public
+            for name in filter(_is_evaluation, self._known):
+                self._known[name] = max(self._known[name], Provenance.EVALUATION)
+
+    def take_private(self, names: Iterable[str]) -> set[str]:
+        """Those of the restored metrics `names` that this run does not record; states of older versions tell none.
+
+        The guard forgets their values: a metric that is released with noise may have the same name.
+        """
+        for name in names:
+            older = Provenance.EVALUATION if _is_evaluation(name) else Provenance.PRIVATE
+            self._known.setdefault(name, older)
+        if self._shows_private:
+            return set()
+        found = {name for name in names if self._known[name] is Provenance.PRIVATE}
+        for name in found:
+            del self._known[name]
+        return found
+
+
+def _is_evaluation(name: str) -> bool:
+    return name.split("/")[0] in ("val", "test")
 
 
 def guard_of(stack: TrainerBackend) -> MetricGuard | None:

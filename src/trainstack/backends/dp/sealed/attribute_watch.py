@@ -38,6 +38,7 @@ Probe = Callable[[int], list[Tensor]]
 """`probe(number)` gives what the last record but `number` of a micro-batch yields alone; see `probe_gradients`."""
 
 _NUMBERS = frozenset({bool, int, float, str, type(None)})
+_COUNTS = frozenset({bool, int, str, type(None)})
 _NOTHING = Kept(value=None)
 
 
@@ -84,6 +85,7 @@ class AttributeWatch:
         self._marked: dict[Place, Any] = {}
         self._seen, self._in_forward = set[Place](), set[Place]()
         self._steps, self._spent, self._since = 0, 0.0, time.perf_counter()
+        self.was_written = False  # whether any forward pass has set an attribute to more than a count or a text
 
     def begin_step(self) -> None:
         """A step is about to run its first forward pass."""
@@ -128,7 +130,10 @@ class AttributeWatch:
         """A forward pass has ended before which `marks` were `before`."""
         marks = self.marks()
         if marks != before:
-            self._in_forward |= {place for place, mark in marks.items() if before.get(place) != mark}
+            written = {place for place, mark in marks.items() if before.get(place) != mark}
+            self._in_forward |= written
+            held = ((path, key, value) for path, owner in self._of_user for key, value in owner.items())
+            self.was_written |= any((path, key) in written and type(value) not in _COUNTS for path, key, value in held)
 
     def accept(self) -> None:
         """From here on attributes are compared with their values of now."""

@@ -52,6 +52,11 @@ class StateGuard:
     def _note_attributes(self, names: object) -> None:
         self._mechanism.note(f"changes of {names} during training")
 
+    @property
+    def keeps_values(self) -> bool:
+        """Whether a forward pass has set plain attributes to more than counts and texts."""
+        return self._attributes.was_written
+
     def begin_step(self, step: int) -> None:
         """A micro-batch of global step `step` is about to be run.
 
