@@ -185,7 +185,7 @@ def test_a_queue_that_is_used_before_it_is_written_to_is_named(tmp_path: Any) ->
                 self.buffer[0] = hidden[0, 0].detach()
             return loss
 
-    with pytest.raises(PrivacyError, match="^buffer changes in a forward pass"):
+    with pytest.raises(PrivacyError, match=r"^buffer changes in a forward pass"):
         sums_of(tmp_path, Queued(0.5), grad_mode="loop")
     with pytest.raises(PrivacyError, match=r"train_step writes values of a record into a tensor.*a queue"):
         sums_of(tmp_path / "together", Queued(0.5), grad_mode="bookkeeping")
