@@ -170,7 +170,7 @@ def test_weights_that_were_trained_without_privacy_are_refused_unless_they_are_p
     bare = tmp_path / "bare.safetensors"
     shutil.copy(tmp_path / "export" / "model.safetensors", bare)
     statement = trained(tmp_path / "bare", None, None, init_weights_from=str(bare))
-    assert f"Initial weights: {bare}, a file that does not say what it was trained on" in statement.text
+    assert f"Initial weights: {bare}, a file without a record of its training" in statement.text
 
 
 def test_the_steps_of_a_private_source_count(tmp_path: Path) -> None:
