@@ -54,8 +54,8 @@ ORDER = (
 
 MAX_FUNCTION_LINES = 40
 MAX_FILES_A_FOLDER = 26
-MAX_FILES = 290
-MAX_LINES = 53_500
+MAX_FILES = 300
+MAX_LINES = 54_500
 
 # What `import trainstack` may not load: each costs every process of every run, most runs never use it.
 HEAVY = (
