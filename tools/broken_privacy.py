@@ -65,6 +65,9 @@ class _ReusedNoise(SeededRandomness):
             self.kept = super().normal(step, count, device, scale)
         return self.kept.clone()
 
+    def add_normal(self, step: int, sums: Tensor, scale: float) -> None:
+        sums += self.normal(step, len(sums), sums.device, scale)
+
 
 class _LooseClipper(FlatClipper):
     """Clips to ten times the norm to which the noise is scaled."""
