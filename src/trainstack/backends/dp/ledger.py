@@ -5,7 +5,7 @@ seen, so they are spent. The ledger therefore records steps ahead, a block at a 
 the next 16 steps run. A clean end hands the unused rest back by a line of its own. Killed at any moment, a run has
 recorded at least what it did, and at most a block more.
 
-Steps belong to a run's id, which lies in its checkpoints: whatever resumes from any of them and charges the same
+Steps belong to a run's id, which its checkpoints contain: whatever resumes from any of them and charges the same
 ledger, however often and also at the same time, adds to the same sum. All runs on a dataset may charge one ledger,
 which then has the sum over all of them.
 """

@@ -23,9 +23,9 @@ from trainstack.backends.workload import Workload
 class StateGuard:
     """The checks of the state between the steps of a private run.
 
-    `SealedState` watches parameters and buffers, `AttributeWatch` plain attributes, `OptionWatch` options
-    of optimizers, and `SampleReplay` samples. Global
-    variables, closures, files, and the data set in a loader's workers are out of their sight.
+    `SealedState` watches parameters and buffers, `AttributeWatch` plain attributes, `OptionWatch` options of
+    optimizers, and `SampleReplay` samples. None of them can see global variables, closures, files, or the data set in
+    a loader's workers.
 
     Args:
         work: of the run.
