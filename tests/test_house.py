@@ -54,8 +54,8 @@ ORDER = (
 
 MAX_FUNCTION_LINES = 40
 MAX_FILES_A_FOLDER = 26
-MAX_FILES = 300
-MAX_LINES = 54_500
+MAX_FILES = 360
+MAX_LINES = 62_000
 
 # What `import trainstack` may not load: each costs every process of every run, most runs never use it.
 HEAVY = (
@@ -182,12 +182,12 @@ def test_cycles_are_found_over_type_only_and_deferred_imports() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from trainstack.trainer.run.loop import TrainLoop",
+        "from trainstack.trainer.run.loop import train_steps",
         "from trainstack.trainer.run import loop",
         "import trainstack.trainer.run.loop",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from trainstack.trainer.run.loop import TrainLoop",
-        "def f():\n    from trainstack.trainer.run.loop import TrainLoop",
-        "from ..run.loop import TrainLoop",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from trainstack.trainer.run.loop import train_steps",
+        "def f():\n    from trainstack.trainer.run.loop import train_steps",
+        "from ..run.loop import train_steps",
     ],
 )
 def test_each_kind_of_import_counts(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,10 +151,6 @@ MODULE_MISTAKES = {
         {"on_end_val_epoch": lambda self, global_step, loss: None},
         r"Write def on_end_val_epoch\(self, global_step, \*outputs, key\)",
     ),
-    "an optimizer with a closure": (
-        optimizers(lambda s: ([torch.optim.LBFGS(s.parameters())], [])),
-        "LBFGS evaluates a closure several times a step.*first-order optimizer",
-    ),
 }
 
 

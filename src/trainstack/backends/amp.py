@@ -56,6 +56,7 @@ class Amp(AbstractTrainerBackendDecorator):
         "autocasts the forward pass of every stage to float16, scales the loss, and skips a step that overflowed"
     )
     may_skip_steps: ClassVar[bool] = True
+    refuses_closures = "a gradient scaler scales one loss a step. Use bf16 or full precision"
 
     def __init__(self, inner: TrainerBackend, **scaler_options: Any) -> None:
         super().__init__(inner)

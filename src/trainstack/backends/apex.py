@@ -159,6 +159,7 @@ class AmpApex(AbstractTrainerBackendDecorator):
         "has apex.amp cast the model, scale the loss, keep master weights and skip a step that overflowed"
     )
     may_skip_steps: ClassVar[bool] = True
+    refuses_updates = refuses_closures = "apex scales one loss a step"
     excludes: ClassVar[Mapping[str, str]] = {
         "dp": "privacy needs the gradient of each sample in true units, apex scales and sums them first.",
         "fsdp": "apex replaces parameters by masters of its own, which sharding does not see.",

@@ -89,6 +89,8 @@ class TrainerBackend(ABC):
         configured_by: the classes of the fields of `TrainerArguments` that configure the layer, each with the parameter
             of the constructor that takes the field.
         rank_zero_state: keys of the layer's state that rank 0 alone has, or has in its own way.
+        refuses_updates: why a step cannot make several updates in a stack with this layer; empty where it can.
+        refuses_closures: why an optimizer cannot evaluate a closure in a stack with this layer; empty where it can.
         requires_state: refuse to go on from a checkpoint without the state of this layer, such as a privacy
             accountant's.
     """
@@ -105,6 +107,8 @@ class TrainerBackend(ABC):
     may_skip_steps: ClassVar[bool] = False
     joins_processes: ClassVar[bool] = False
     configured_by: ClassVar[Mapping[type, str]] = {}
+    refuses_updates: str = ""
+    refuses_closures: str = ""
     hides_losses: bool = False
     hides_records: bool = False
     public_validation: bool = False
@@ -175,6 +179,9 @@ class TrainerBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what `open` took. May be called twice."""
+
+    def sum_gradients(self, work: Workload) -> None:  # noqa: B027 - most layers have nothing to do
+        """Sum the gradients over all processes; all call it, after the passes of an update with `work.defers_sum`."""
 
     def skip(self, work: Workload) -> None:  # noqa: B027 - most layers have nothing to do
         """Called in place of `step` for a global step that moves nothing; its gradients are zeroed afterwards."""
@@ -451,6 +458,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
 
     def step(self, work: Workload) -> bool:
         return self.inner.step(work)
+
+    def sum_gradients(self, work: Workload) -> None:
+        self.inner.sum_gradients(work)
 
     def skip(self, work: Workload) -> None:
         self.inner.skip(work)

@@ -126,6 +126,8 @@ class DDP(AbstractTrainerBackendDecorator):
         self._explicit, self._environ = place, os.environ if environ is None else environ
         self._gather_frequency = gather_frequency or (place.gather_frequency if place is not None else None)
         self._comm_hook = (None, comm_hook) if callable(comm_hook) else comm_hook
+        if comm_hook is not None or options.get("static_graph"):
+            self.refuses_updates = self.refuses_closures = "comm_hook and static_graph are for one update a step"
         self._allow_pickle = allow_pickle if place is None else place.allow_pickle
         self._timeout_s = timeout_s if place is None else place.timeout_s
         clock = rendezvous_timeout_s if place is None else place.rendezvous_timeout_s
@@ -266,12 +268,13 @@ class DDP(AbstractTrainerBackendDecorator):
         try:
             if model is not None:
                 self._refresh(work, model)
+                work = replace(work, model=model.entry) if work.defers_sum else work
             outputs = self.inner.forward(work, stage, batch, step)
         except RuntimeError as error:
             if "find_unused_parameters" in str(error):
                 annotate(error, _UNUSED)
             raise
-        if model is not None and model.is_static:
+        if model is not None and model.is_static and not work.defers_sum:
             _check_static(outputs)
         return outputs
 
@@ -287,6 +290,9 @@ class DDP(AbstractTrainerBackendDecorator):
         if model is None:
             backward(loss)
             return
+        if work.defers_sum:
+            model.run_deferred(work.parameters, lambda: self.inner.backward(work, loss, weight), counts=weight > 0)
+            return
         work.params.refresh()
         try:
             model.run_backward(work.parameters, backward, loss, counts=weight > 0, uneven=work.uneven)
@@ -295,10 +301,18 @@ class DDP(AbstractTrainerBackendDecorator):
                 annotate(error, _UNUSED_SPARSE)
             raise
 
+    def sum_gradients(self, work: Workload) -> None:
+        self.inner.sum_gradients(work)
+        model = self._reducer(work)
+        if model is not None:
+            work.params.refresh()
+            model.sum_gradients(work.parameters)
+
     @staticmethod
     def _refresh(work: Workload, model: GradientReducer) -> None:
         work.params.refresh()
-        model.refresh(work.parameters)
+        if not (work.defers_sum and model.knows(work.parameters)):
+            model.refresh(work.parameters)
 
     def _reducer(self, work: Workload) -> GradientReducer | None:
         """The reducer of `work`; None where another layer sums the gradients."""

@@ -78,7 +78,10 @@ class SingleProcess(TrainerBackend):
 
     def step(self, work: Workload) -> bool:
         for optimizer in work.optimizers:
-            fast_step(optimizer, enabled=work.fast_paths)
+            if work.closure is None:
+                fast_step(optimizer, enabled=work.fast_paths)
+            else:
+                optimizer.step(work.closure)  # type: ignore[arg-type]  # the stubs say that it returns a float
         return True
 
     def gather(self, outputs: Any) -> Any:

@@ -113,6 +113,9 @@ class Workload:
         run_dir: where the run keeps its files, if it has a place for them.
         uneven: whether a rank may run a micro-batch of weight 0 in the step under way; the same on all ranks.
         fast_paths: whether the verbs may replace public torch calls by the shorter ones of `fast_paths.py`.
+        defers_sum: whether the passes of a step leave the gradients of each process apart, so that `sum_gradients` adds
+            them up. So it is where a step makes several updates or evaluates a closure.
+        closure: what the optimizers are stepped with; None for an update from the gradients there are.
     """
 
     module: nn.Module
@@ -126,6 +129,8 @@ class Workload:
     run_dir: Path | None = None
     uneven: bool = False
     fast_paths: bool = True
+    defers_sum: bool = False
+    closure: Callable[[], Tensor] | None = None
 
     @classmethod
     def from_module(

@@ -197,12 +197,6 @@ def check_optimizers_schedulers(
             raise ModuleContractError(
                 f"get_optimizers_schedulers returned a {type(optimizer).__name__} among the optimizers. {_HOW}"
             )
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ModuleContractError(
-                f"{type(optimizer).__name__} evaluates a closure several times a step, which the loop does not offer. "
-                "Use a first-order optimizer such as torch.optim.AdamW."
-            )
     _warn_on_unregistered_modules(module, log)
     _check_parameters(optimizers, module, log, num_ranks)
     for scheduler in schedulers:

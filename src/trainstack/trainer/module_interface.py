@@ -19,6 +19,7 @@ from trainstack.stage import Stage
 from trainstack.trainer.core.module_extras import without_wrappers
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.samples import samples_in
+from trainstack.trainer.core.several_updates import NextPart
 
 if TYPE_CHECKING:
     from trainstack.trainer.tracking.log_sink import LogSink
@@ -221,6 +222,12 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
         Returns:
             The loss (0-dim, the mean over the batch's items), a tuple or list whose first item is the loss, a dict
             with the key "loss", or a dataclass with that field.
+
+        It may be a generator, for several updates in one global step: each `yield loss, optimizer` makes one backward
+        pass and one update, and the code after it sees the new weights. `optimizer` is one of those that
+        `get_optimizers_schedulers` returned, its position, or several of either; left out, it is all. In the place of a
+        loss there may be a function without parameters that computes it: then the optimizer is stepped with a closure.
+        What the generator returns at its end are the outputs of the step. See docs/recipes/gan.md.
         """
 
     def val_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
@@ -267,6 +274,8 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
     def forward(self, stage: Stage, global_step: int, batch: Any, device: torch.device) -> Any:
         """Run the step that belongs to `stage`; what the backend calls."""
         if stage is Stage.TRAIN:
+            if isinstance(batch, NextPart):
+                return batch.run()
             return self.train_step(batch=batch, device=device, global_step=global_step)
         if stage is Stage.VAL:
             module, val_step = _val_step.get()

@@ -55,6 +55,7 @@ class DP(AbstractTrainerBackendDecorator):
     collectives: ClassVar[str] = "one all-reduce of the noisy sum each global step"
     excludes: ClassVar[Mapping[str, str]] = {"amp": _SCALER, "amp-apex": _SCALER}
     ends: ClassVar[frozenset[str]] = frozenset({"backward", "clip"})
+    refuses_updates = refuses_closures = "the noise is accounted for one gradient a step"
     private: ClassVar[bool] = True
     bounds_gradients: ClassVar[bool] = True
     configured_by: ClassVar[Mapping[type, str]] = {DifferentialPrivacyArguments: "args"}

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainstack.backends.processes.borrowed import Borrowed
 from trainstack.backends.processes.communicator import Communicator
+from trainstack.backends.processes.packing import in_buckets
 from trainstack.errors import ConfigurationError
 
 _BROADCAST_BY_WRAPPER = {
@@ -21,6 +22,9 @@ _BROADCAST_BY_WRAPPER = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
 }
 """Of dense buffers and frozen parameters, the dtypes that the wrapper broadcasts over gloo (torch 2.13.0)."""
+
+_BUCKET_BYTES = 25 << 20
+"""The most memory of a sum in addition to the gradients; that of a bucket of `DistributedDataParallel`."""
 
 CommHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
@@ -184,6 +188,43 @@ class GradientReducer(nn.Module):
             self._irregular = False
             self._used.clear()
             self._zeros.clear()
+
+    def knows(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether the ranks have agreed on `parameters`, whichever of them require gradients by now."""
+        return list(map(abs, self._known)) == list(map(id, parameters))
+
+    def run_deferred(self, parameters: Sequence[nn.Parameter], backward: Callable[[], None], *, counts: bool) -> None:
+        """`backward()`; the gradients stay those of this rank, or are dropped if the pass does not count."""
+        if counts:
+            backward()
+            return
+        held = [(p, p.grad) for p in parameters]
+        for p in parameters:
+            p.grad = None
+        try:
+            backward()
+        finally:
+            for p, gradient in held:
+                p.grad = gradient
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients that the ranks have; one that no rank has stays None. Share the buffers of rank 0."""
+        counts = self._comm.sum([float(p.grad is not None) for p in parameters], "the parameters with a gradient")
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter, count in zip(parameters, counts, strict=True):
+            if count:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = gradient = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+                by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        for gradients in by_dtype.values():
+            for bucket in in_buckets(gradients, _BUCKET_BYTES):
+                packed = torch.cat([gradient.reshape(-1) for gradient in bucket])
+                dist.all_reduce(packed, group=self._group)
+                summed = torch.split(packed, [gradient.numel() for gradient in bucket])
+                for gradient, values in zip(bucket, summed, strict=True):
+                    gradient.copy_(values.view_as(gradient))
+        if self.shares_buffers:
+            self._broadcast(list(self.entry.buffers()))
 
     def _check_change(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse what a forward pass may not do; the ranks of a change come here after the backward pass.

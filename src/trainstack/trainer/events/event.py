@@ -30,7 +30,7 @@ class Event(Enum):
     TRAIN_BATCH_BEGIN = ("train_batch_begin", "batch", "before the forward pass of a micro-batch", 1)
     BEFORE_BACKWARD = ("before_backward", "outputs", "`train_step` has returned; not where a batch weighs nothing", 1)
     AFTER_BACKWARD = ("after_backward", "loss", "after the backward pass of a micro-batch; the graph is freed", 1)
-    BEFORE_OPTIMIZER_STEP = ("before_optimizer_step", "optimizers", "once a global step; gradients are clipped", 1)
+    BEFORE_OPTIMIZER_STEP = ("before_optimizer_step", "optimizers", "once an update; gradients are clipped", 1)
     AFTER_OPTIMIZER_STEP = (
         "after_optimizer_step",
         "optimizers",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from trainstack.backends import Borrowed
+from trainstack.trainer.core.several_updates import NextPart
 from trainstack.trainer.data.step_batches import MicroBatch, StepBatches
 from trainstack.trainer.events.bus import Fire
 from trainstack.trainer.events.calling import call_all
@@ -58,8 +59,9 @@ def with_batch_events(forward: Verb, backward: Verb, bind: Bind) -> tuple[Any, A
 
     def announced_forward(work: Any, stage: Any, batch: Any, step: int) -> Any:
         nonlocal returned
-        if begin is not None:
-            begin(batch.batch if type(batch) is Borrowed else batch)
+        plain = batch.batch if type(batch) is Borrowed else batch
+        if begin is not None and type(plain) is not NextPart:
+            begin(plain)
         returned = forward(work, stage, batch, step)
         return returned
 

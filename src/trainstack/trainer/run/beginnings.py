@@ -24,7 +24,7 @@ from trainstack.trainer.resume.run_snapshot import (
     take_out,
     user_states,
 )
-from trainstack.trainer.run.loop import TrainLoop
+from trainstack.trainer.run.train_loop import TrainLoop
 
 AGAIN = (
     "raised while the run goes on and calls again what began its training or its epoch. Optimizers with a state_dict "

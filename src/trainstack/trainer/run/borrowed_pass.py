@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainstack.backends import Borrowed, TrainerBackend, Workload
 from trainstack.backends.losses import find_loss, loss_item
@@ -35,35 +35,17 @@ def bind_borrowed_pass(
         collectors: get the structure of the outputs, without a row.
         end_backward: called after the backward pass; may be None.
     """
-    module, device = work.module, work.world.device
-    snapshot = ModuleSnapshot(module)
-
-    def mute() -> AbstractContextManager[None]:
-        sink = getattr(module, "_log_sink", None)
-        return nullcontext() if sink is None else sink.mute(state)
+    snapshot = ModuleSnapshot(work.module)
 
     def run(
         borrowed: Borrowed, work: Workload, last: bool, forward: Callable[..., Any], backward: Callable[..., Any]
     ) -> None:
-        number, rng, kept = state.global_step + 1, capture_rng(device), False
-        state.borrowed = True
-
-        def begin() -> None:
-            nonlocal kept
-            snapshot.keep()
-            kept = True
-
-        with mute():
-            try:
-                with stack.accumulate(work, last):
-                    outputs = forward(work, Stage.TRAIN, Borrowed(borrowed.batch, begin), number)
-                    loss = _loss_of(outputs)
-                    backward(work, loss, 0.0)
-            finally:
-                state.borrowed = False
-                if kept:
-                    snapshot.restore()
-                restore_rng(rng, device)
+        number = state.global_step + 1
+        with muted_log(work.module, state):
+            with restored_after(work, state, snapshot) as begin, stack.accumulate(work, last):
+                outputs = forward(work, Stage.TRAIN, Borrowed(borrowed.batch, begin), number)
+                loss = _loss_of(outputs)
+                backward(work, loss, 0.0)
             for collector in collectors:
                 collector.collect_structure(outputs)
             if end_backward is not None:  # of gradients that are the same on all ranks, in the last pass
@@ -71,6 +53,36 @@ def bind_borrowed_pass(
         state.micro_batch += 1
 
     return run
+
+
+def muted_log(module: nn.Module, state: RunState) -> AbstractContextManager[None]:
+    """A block in which `log` of `module` records nothing."""
+    sink = getattr(module, "_log_sink", None)
+    return nullcontext() if sink is None else cast(AbstractContextManager[None], sink.mute(state))
+
+
+@contextmanager
+def restored_after(work: Workload, state: RunState, snapshot: ModuleSnapshot) -> Iterator[Callable[[], None]]:
+    """A block for a borrowed micro-batch, after which random states and buffers are what they were.
+
+    It gives a function to call before the module sees the batch, after a layer has shared buffers.
+    """
+    device, kept = work.world.device, False
+    rng = capture_rng(device)
+    state.borrowed = True
+
+    def begin() -> None:
+        nonlocal kept
+        snapshot.keep()
+        kept = True
+
+    try:
+        yield begin
+    finally:
+        state.borrowed = False
+        if kept:
+            snapshot.restore()
+        restore_rng(rng, device)
 
 
 def _loss_of(outputs: Any) -> Tensor:

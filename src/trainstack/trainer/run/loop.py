@@ -7,134 +7,33 @@ an accelerator, unless non-finite steps are to be skipped: each step then depend
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainstack.backends import Borrowed, TrainerBackend, Workload
 from trainstack.backends.clipping import scale_gradients
 from trainstack.backends.fast_paths import fast_copy, has_usual_zero_grad
 from trainstack.backends.losses import find_loss
+from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
-from trainstack.trainer.core.intervals import NEVER
-from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.module_snapshot import ModuleSnapshot
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.data.step_batches import StepBatches
-from trainstack.trainer.evaluation.collector import OutputCollector
 from trainstack.trainer.events.calling import call_all
 from trainstack.trainer.events.event import Event
-from trainstack.trainer.events.hooks import Hooks, needs_outputs
+from trainstack.trainer.events.hooks import needs_outputs
 from trainstack.trainer.events.loop_events import (
-    Bind,
-    chain,
-    no_subscribers,
     with_batch_events,
     with_fetch_events,
 )
-from trainstack.trainer.reporting.loss_meter import LossMeter
-from trainstack.trainer.resume.optimizer_states import OptimizerStates
 from trainstack.trainer.run.borrowed_pass import BorrowedPass, bind_borrowed_pass
-from trainstack.trainer.schedulers.stepping import Schedules
-
-
-class TrainLoop:
-    """What the loop works with.
-
-    Args:
-        schedules: what is stepped after a global step that moved the weights, and when.
-        state: advanced after each global step.
-        skip_nonfinite: leave out steps whose loss or gradient is inf or nan (reads the device in every step). A layer
-            that bounds each record's gradient leaves nothing to skip.
-        keep_epoch_outputs: collect what `train_step` returns over a whole epoch.
-        measures_every_step: whether each step's gradient norm is computed, even where nothing is clipped.
-        bind: gives the subscribers of an event; asked once an epoch, so that others cost nothing.
-        inspect_loss: called with the first loss, before its backward pass.
-        reused_memory: whether the memory of what a step returns may be written to by the next one: see
-            `OutputCollector`.
-
-    Attributes:
-        meter: gets the losses.
-        optimizer_states: saves and restores optimizers and schedulers.
-        step_outputs, epoch_outputs: collectors; None where nobody reads them.
-        on_due: called once `state.global_step` has reached `next_due_step`, which it sets anew.
-        next_due_step: see `on_due`. A signal handler or another thread may call `wake` at any moment, which sets it to
-            0.
-        next_measured_step: the next global step whose gradient norm is computed even where nothing is clipped; 0 for
-            every step.
-        watch_passes: replaces the verbs `forward` and `backward` by what a function makes of them, from the next
-            micro-batch of the epoch on; None for the bare verbs.
-        has_gradients: whether there may be gradients that no finished step has zeroed.
-        failed_in: the micro-batch of its step, from 0, in which an exception was raised; None before, or elsewhere.
-    """
-
-    def __init__(
-        self,
-        stack: TrainerBackend,
-        work: Workload,
-        hooks: Hooks,
-        *,
-        schedules: Schedules | None = None,
-        state: RunState | None = None,
-        skip_nonfinite: bool = False,
-        keep_epoch_outputs: bool = False,
-        measures_every_step: bool = True,
-        bind: Bind = no_subscribers,
-        inspect_loss: Callable[[Tensor], None] | None = None,
-        reused_memory: bool = False,
-    ) -> None:
-        self.stack, self.work, self.hooks, self.bind, self.inspect_loss = stack, work, hooks, bind, inspect_loss
-        self.schedules = schedules or Schedules()
-        self.schedules.around_step = stack.schedulers_step
-        self.optimizer_states = OptimizerStates(work, self.schedules)
-        self.state = state or RunState()
-        bounded = any(layer.bounds_gradients for layer in stack.layers())
-        self.skip_nonfinite = skip_nonfinite and not bounded
-        self.may_skip = self.skip_nonfinite or any(layer.may_skip_steps for layer in stack.layers())
-        unmeasured = work.clipping.kind == "none" and not (measures_every_step or skip_nonfinite or bounded)
-        self.meter = LossMeter(
-            stack.read,
-            per_record_clipped=bounded,
-            hide_loss=any(layer.hides_losses for layer in stack.layers()),
-            comm=work.world.comm,
-            weights=(lambda: _weights(work.module)) if unmeasured else None,
-            fast_paths=work.fast_paths,
-        )
-        self.step_outputs = OutputCollector(device=None, reused_memory=reused_memory) if hooks.step_outputs else None
-        self.epoch_outputs = OutputCollector(reused_memory=reused_memory) if keep_epoch_outputs else None
-        self.next_measured_step = 0
-        self.has_gradients = True
-        self.on_due: Callable[[], None] = lambda: None
-        self.next_due_step = NEVER
-        self.failed_in: int | None = None
-        self.watch_passes: Callable[[Callable[..., tuple[Any, Any]] | None], None] = lambda wrap: None
-
-    def bind_end_backward(self) -> Callable[..., Any] | None:
-        """The hook and the subscribers of the end of a backward pass; None for nobody."""
-        return chain(self.hooks.end_backward, self.bind(Event.AFTER_BACKWARD), slice(1, None))
-
-    def wake(self) -> None:
-        """Let `on_due` be called after the step under way; threads and signal handlers may call this."""
-        self.next_due_step = 0
-
-    def get_state(self) -> dict[str, Any]:
-        """Counters, optimizers, schedulers and running means."""
-        return {**self.state.get_state(), **self.optimizer_states.get_state(), "meter": self.meter.get_state()}
-
-    def update_state(self, state: Mapping[str, Any], *, fresh_optimizers: bool, log: RunLogger) -> None:
-        """Take back what `get_state` returned, optimizers and schedulers only if they are not to be fresh.
-
-        Raises:
-            CheckpointMismatchError: optimizers or schedulers are not those of the checkpoint.
-        """
-        self.state.update_state(state)
-        if "meter" in state:
-            self.meter.update_state(state["meter"])
-        if not fresh_optimizers:
-            self.optimizer_states.update_state(state, log)
+from trainstack.trainer.run.train_loop import TrainLoop
+from trainstack.trainer.run.updates import StepUpdates
 
 
 def train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
@@ -146,17 +45,20 @@ def train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
     loop.failed_in = None
     if loop.step_outputs is not None:
         loop.step_outputs.reset()
+    if loop.is_torn:
+        raise ConfigurationError(
+            f"global step {loop.state.global_step + 1} has failed between two of its updates, so the weights belong to "
+            "no step. Make a new Trainer, which resumes from the last checkpoint."
+        )
     with loop.work.params.watch():
         _train_steps(loop, steps)
 
 
 def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
-    stack, state, step_schedulers = loop.stack, loop.state, loop.schedules.step
-    meter, clip, workloads = loop.meter, loop.stack.clip, _workloads(loop.work)
+    state, step_schedulers, meter = loop.state, loop.schedules.step, loop.meter
     loop.work.params.refresh()
     buffers = ModuleSnapshot(loop.work.module)
-    run_micro_batches, before_update = _bind_micro_batches(loop, buffers), loop.bind(Event.BEFORE_OPTIMIZER_STEP)
-    end_update, end_skip = _bind_step_end(loop)
+    update = _bind_updates(loop) if loop.makes_updates else _bind_update(loop, buffers)
     _drop_foreign_gradients(loop)
     collector = loop.epoch_outputs
     if collector is not None:
@@ -164,25 +66,16 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
     for step_batches in with_fetch_events(steps, loop.bind):
         if loop.may_skip:
             buffers.keep()
-        work, unmeasured = workloads[step_batches.uneven]
-        losses = run_micro_batches(step_batches, work)
-        measured = loop.skip_nonfinite or state.global_step + 1 >= loop.next_measured_step
-        norm = clip(work if measured else unmeasured)
-        if not step_batches.items > 0 or (loop.skip_nonfinite and _is_nonfinite(loop, step_batches, losses, norm)):
-            stack.skip(work)
-            moved, end_step = False, end_skip
-        else:
-            if before_update is not None:
-                before_update(work.optimizers)
-            moved, end_step = stack.step(work), end_update
+        losses, norm, moved, end_step = update(step_batches)
         if state.global_step + 1 >= loop.next_measured_step:  # a log point
-            meter.keep_rates(state.global_step + 1, work.optimizers)  # before schedulers change them
+            meter.keep_rates(state.global_step + 1, loop.work.optimizers)  # before schedulers change them
         # Weights, schedulers and counters change together, before user code runs: a hook may raise.
         if moved:
             step_schedulers()
         elif loop.may_skip or not step_batches.items > 0:
             buffers.restore()
         _advance(state, step_batches, moved)
+        loop.is_torn = False
         if collector is not None:
             collector.mark()
         meter.add_step(state, step_batches, losses, moved, norm)
@@ -190,6 +83,59 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
         loop.has_gradients = False
         if state.global_step >= loop.next_due_step:
             loop.on_due()
+
+
+Update = Callable[[StepBatches], tuple[list[Tensor | float], Tensor | None, bool, Callable[[], None]]]
+"""Trains on a step. Returns the losses of its micro-batches, the norm of its gradients, whether weights have moved, and
+what ends the step."""
+
+
+def _bind_update(loop: TrainLoop, buffers: ModuleSnapshot) -> Update:
+    """One update a step."""
+    stack, state, clip, workloads = loop.stack, loop.state, loop.stack.clip, _workloads(loop.work)
+    run_micro_batches, before_update = _bind_micro_batches(loop, buffers), loop.bind(Event.BEFORE_OPTIMIZER_STEP)
+    end_update, end_skip = _bind_step_end(loop)
+
+    def update(
+        step_batches: StepBatches,
+    ) -> tuple[list[Tensor | float], Tensor | None, bool, Callable[[], None]]:
+        work, unmeasured = workloads[step_batches.uneven]
+        losses = run_micro_batches(step_batches, work)
+        measured = loop.skip_nonfinite or state.global_step + 1 >= loop.next_measured_step
+        norm = clip(work if measured else unmeasured)
+        if not step_batches.items > 0 or (loop.skip_nonfinite and _is_nonfinite(loop, step_batches, losses, norm)):
+            stack.skip(work)
+            return losses, norm, False, end_skip
+        if before_update is not None:
+            before_update(work.optimizers)
+        return losses, norm, stack.step(work), end_update
+
+    return update
+
+
+def _bind_updates(loop: TrainLoop) -> Update:
+    """Several updates a step, or one with a closure."""
+    backward = propagate_nonfinite(loop.stack.backward) if loop.skip_nonfinite else loop.stack.backward
+    forward, backward = with_batch_events(loop.stack.forward, backward, loop.bind)
+    after_update, zero = loop.bind(Event.AFTER_OPTIMIZER_STEP), _in_turn(_bind_zeroing(loop))
+
+    def end_update(optimizers: tuple[Optimizer, ...], moved: bool) -> None:
+        if moved and after_update is not None:
+            after_update(optimizers)
+        zero()
+
+    updates = StepUpdates(
+        loop,
+        forward,
+        backward,
+        end_backward=loop.bind_end_backward(),
+        before_update=loop.bind(Event.BEFORE_OPTIMIZER_STEP),
+        end_update=end_update,
+        is_nonfinite=partial(_is_nonfinite, loop),
+    )
+    end_step = _in_turn(_bind_end_train_step(loop))
+    work = replace(loop.work, defers_sum=True, uneven=True)
+    return lambda step_batches: (*updates.run(step_batches, work), end_step)
 
 
 def _workloads(work: Workload) -> tuple[tuple[Workload, Workload], tuple[Workload, Workload]]:
@@ -307,6 +253,14 @@ def _bind_observers(loop: TrainLoop) -> Callable[[Any, int, Tensor], None] | Non
 def _bind_step_end(loop: TrainLoop) -> tuple[Callable[[], None], Callable[[], None]]:
     """What ends a step in which the optimizers were stepped, and one that was skipped: zeroing, events and hooks."""
     optimizers, after_update = loop.work.optimizers, loop.bind(Event.AFTER_OPTIMIZER_STEP)
+    calls = [*_bind_zeroing(loop), *_bind_end_train_step(loop)]
+    updated = [] if after_update is None else [partial(after_update, optimizers)]
+    return _in_turn([*updated, *calls]), _in_turn(calls)
+
+
+def _bind_zeroing(loop: TrainLoop) -> list[Callable[[], None]]:
+    """What drops the gradients, with its events."""
+    optimizers = loop.work.optimizers
     before_zero, after_zero = loop.bind(Event.BEFORE_ZERO_GRAD), loop.bind(Event.AFTER_ZERO_GRAD)
     calls: list[Callable[[], None]] = []
     if before_zero is not None:
@@ -314,9 +268,7 @@ def _bind_step_end(loop: TrainLoop) -> tuple[Callable[[], None], Callable[[], No
     calls.append(_bind_zero_gradients(loop.work))
     if after_zero is not None:
         calls.append(partial(after_zero, optimizers))
-    calls += _bind_end_train_step(loop)
-    updated = [] if after_update is None else [partial(after_update, optimizers)]
-    return _in_turn([*updated, *calls]), _in_turn(calls)
+    return calls
 
 
 def _in_turn(calls: list[Callable[[], None]]) -> Callable[[], None]:
@@ -388,10 +340,6 @@ def _is_nonfinite(
     numbers = [value for value in values if not isinstance(value, Tensor)]
     tensors = [value for value in values if isinstance(value, Tensor)]
     return not all(map(math.isfinite, [*numbers, *loop.stack.read(tensors)]))
-
-
-def _weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: weight for name, weight in module.named_parameters() if weight.requires_grad and weight.numel()}
 
 
 def _advance(state: RunState, step_batches: StepBatches, updated: bool) -> None:

@@ -16,7 +16,8 @@ from trainstack.trainer.data.sample_counts import SampleCounter
 from trainstack.trainer.data.step_batches import custom_batch_weight, sum_steps, sums_losses
 from trainstack.trainer.evaluation.loader_pass import LoaderPass, eval_mode, evaluation_pass
 from trainstack.trainer.events.hooks import Hooks
-from trainstack.trainer.run.loop import TrainLoop, train_steps
+from trainstack.trainer.run.loop import train_steps
+from trainstack.trainer.run.train_loop import TrainLoop
 from trainstack.trainer.schedulers.stepping import Schedules
 from trainstack.trainer.tracking.progress import NoProgress
 

@@ -20,7 +20,8 @@ from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.reporting.loss_meter import MAX_SKIPPED_IN_A_ROW
-from trainstack.trainer.run.loop import TrainLoop, train_steps
+from trainstack.trainer.run.loop import train_steps
+from trainstack.trainer.run.train_loop import TrainLoop
 from trainstack.trainer.run.trial import restore_after
 
 DIVERGED = 4.0

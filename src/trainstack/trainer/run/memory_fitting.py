@@ -12,6 +12,7 @@ from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.order import mix
+from trainstack.trainer.core.several_updates import yields_updates
 from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.run.trial import restore_after
 
@@ -36,6 +37,11 @@ def fit_micro_batch(context: RunContext, data: TrainingData, work: Workload) -> 
         torch.OutOfMemoryError: not even one sample fits.
     """
     problem = data.training_set.problem
+    if yields_updates(work.module):
+        raise ConfigurationError(
+            "fit_micro_batch=True: train_step yields, and its parts cannot be tried out without the updates between "
+            "them. Write gpu_batch_size_limit=... instead."
+        )
     if context.stack.is_private or problem is not None:
         why = "the run is private, and its batches are drawn anew for each step" if problem is None else problem
         raise ConfigurationError(

@@ -24,6 +24,7 @@ from trainstack.trainer.core.intervals import ValidationSchedule, is_log_point, 
 from trainstack.trainer.core.module_extras import EXTRAS
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import capture_rng, isolated_rng, restore_rng, separate_ranks
+from trainstack.trainer.core.several_updates import check_updates
 from trainstack.trainer.core.state import DuePart, EpochEnd, RunState
 from trainstack.trainer.core.tensors import (
     check_finite_weights,
@@ -66,10 +67,11 @@ from trainstack.trainer.run.agreement import (
     share_initial_values,
 )
 from trainstack.trainer.run.beginnings import Beginnings, BegunEpoch
-from trainstack.trainer.run.loop import TrainLoop, train_steps
+from trainstack.trainer.run.loop import train_steps
 from trainstack.trainer.run.preflight import check_monitors, check_schedule_lengths
 from trainstack.trainer.run.step_checks import StepChecks
 from trainstack.trainer.run.stopping import Stopped, Stopper
+from trainstack.trainer.run.train_loop import TrainLoop
 from trainstack.trainer.run.training_modes import TrainingModes
 from trainstack.trainer.run.trial import restore_after
 from trainstack.trainer.schedulers.building import make_schedules
@@ -208,6 +210,7 @@ class Run:
         parts = (self.module, optimizers, self.world, args.clipping, self.data.training_set, context.output_dir)
         work = Workload.from_module(*parts, fast_paths=args.fast_paths)
         agree_on_workload(self.context, self.data, work)
+        check_updates(work, list(self.stack.layers()))
         work = self.stack.prepare(work)
         keep = args.collect_train_outputs
         plan_ahead = replace(ahead, epochs=epochs)

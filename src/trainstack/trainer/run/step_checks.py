@@ -20,7 +20,7 @@ from trainstack.trainer.context import RunContext
 from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.evaluation.metrics import Metrics
 from trainstack.trainer.module_checks import left_out_parameters, shortened
-from trainstack.trainer.run.loop import TrainLoop
+from trainstack.trainer.run.train_loop import TrainLoop
 
 FIRST_STEPS = 2
 """So many global steps are watched. What is done by hand in a training loop is done in each step."""
@@ -141,8 +141,8 @@ class StepChecks:
             if "closure" in inspect.signature(type(optimizer).step).parameters:
                 annotate(
                     error,
-                    f"{type(optimizer).__name__}.step() was called without a closure, since the loop offers none. Use "
-                    "an optimizer that needs the gradients of one forward pass, such as torch.optim.AdamW",
+                    f"{type(optimizer).__name__}.step() was called without a closure. If it needs one, let train_step "
+                    "yield a function in the place of the loss: `yield lambda: compute_loss(batch)`",
                 )
 
 
@@ -192,13 +192,14 @@ class _Watch:
         self._forget()
         self._handles: list[Any] = []
         for optimizer in loop.work.optimizers:
-            if _is_replaced(optimizer):
+            if _is_replaced(optimizer) or loop.makes_updates:  # it may be stepped several times
                 continue
             with suppress(AttributeError):  # one that does not call `Optimizer.__init__` has no place for hooks
                 self._handles.append(optimizer.register_step_pre_hook(self._before_step))
                 self._handles.append(optimizer.register_step_post_hook(self._after_step))
         # a layer that ends `backward` computes gradients in `forward`
-        self._sees_gradients = not any("backward" in layer.ends for layer in loop.stack.layers())
+        ends_backward = any("backward" in layer.ends for layer in loop.stack.layers())
+        self._sees_gradients = not (ends_backward or loop.makes_updates)
         loop.watch_passes(self._watched)
 
     def close(self) -> None:

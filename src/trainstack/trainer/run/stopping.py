@@ -26,7 +26,7 @@ from trainstack.trainer.run.quiet_interrupt import quiet_interrupt
 from trainstack.trainer.tracking.writers.console import Pace
 
 if TYPE_CHECKING:
-    from trainstack.trainer.run.loop import TrainLoop
+    from trainstack.trainer.run.train_loop import TrainLoop
 
 POLL_S = 0.5
 """How often a process looks whether another one has been asked to stop."""

@@ -1,0 +1,124 @@
+"""`TrainLoop`, the parts and the counters that the global steps of a run work with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainstack.backends import TrainerBackend, Workload
+from trainstack.trainer.core.intervals import NEVER
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.several_updates import check_updates
+from trainstack.trainer.core.state import RunState
+from trainstack.trainer.evaluation.collector import OutputCollector
+from trainstack.trainer.events.event import Event
+from trainstack.trainer.events.hooks import Hooks
+from trainstack.trainer.events.loop_events import Bind, chain, no_subscribers
+from trainstack.trainer.reporting.loss_meter import LossMeter
+from trainstack.trainer.resume.optimizer_states import OptimizerStates
+from trainstack.trainer.schedulers.stepping import Schedules
+
+
+class TrainLoop:
+    """What the loop works with.
+
+    Args:
+        schedules: what is stepped after a global step that moved the weights, and when.
+        state: advanced after each global step.
+        skip_nonfinite: leave out steps whose loss or gradient is inf or nan (reads the device in every step). A layer
+            that bounds each record's gradient leaves nothing to skip.
+        keep_epoch_outputs: collect what `train_step` returns over a whole epoch.
+        measures_every_step: whether each step's gradient norm is computed, even where nothing is clipped.
+        bind: gives the subscribers of an event; asked once an epoch, so that others cost nothing.
+        inspect_loss: called with the first loss, before its backward pass.
+        reused_memory: whether the memory of what a step returns may be written to by the next one: see
+            `OutputCollector`.
+
+    Attributes:
+        meter: gets the losses.
+        optimizer_states: saves and restores optimizers and schedulers.
+        step_outputs, epoch_outputs: collectors; None where nobody reads them.
+        on_due: called once `state.global_step` has reached `next_due_step`, which it sets anew.
+        next_due_step: see `on_due`. A signal handler or another thread may call `wake` at any moment, which sets it to
+            0.
+        next_measured_step: the next global step whose gradient norm is computed even where nothing is clipped; 0 for
+            every step.
+        watch_passes: replaces the verbs `forward` and `backward` by what a function makes of them, from the next
+            micro-batch of the epoch on; None for the bare verbs.
+        makes_updates: whether the steps are run by `StepUpdates`.
+        is_torn: whether a step has moved weights and not come to its end.
+        has_gradients: whether there may be gradients that no finished step has zeroed.
+        failed_in: the micro-batch of its step, from 0, in which an exception was raised; None before, or elsewhere.
+    """
+
+    def __init__(
+        self,
+        stack: TrainerBackend,
+        work: Workload,
+        hooks: Hooks,
+        *,
+        schedules: Schedules | None = None,
+        state: RunState | None = None,
+        skip_nonfinite: bool = False,
+        keep_epoch_outputs: bool = False,
+        measures_every_step: bool = True,
+        bind: Bind = no_subscribers,
+        inspect_loss: Callable[[Tensor], None] | None = None,
+        reused_memory: bool = False,
+    ) -> None:
+        self.makes_updates, self.is_torn = check_updates(work, list(stack.layers())), False
+        self.stack, self.work, self.hooks, self.bind, self.inspect_loss = stack, work, hooks, bind, inspect_loss
+        self.schedules = schedules or Schedules()
+        self.schedules.around_step = stack.schedulers_step
+        self.optimizer_states = OptimizerStates(work, self.schedules)
+        self.state = state or RunState()
+        bounded = any(layer.bounds_gradients for layer in stack.layers())
+        self.skip_nonfinite = skip_nonfinite and not bounded
+        self.may_skip = self.skip_nonfinite or any(layer.may_skip_steps for layer in stack.layers())
+        unmeasured = work.clipping.kind == "none" and not (measures_every_step or skip_nonfinite or bounded)
+        self.meter = LossMeter(
+            stack.read,
+            per_record_clipped=bounded,
+            hide_loss=any(layer.hides_losses for layer in stack.layers()),
+            comm=work.world.comm,
+            weights=(lambda: _weights(work.module)) if unmeasured else None,
+            fast_paths=work.fast_paths,
+        )
+        self.step_outputs = OutputCollector(device=None, reused_memory=reused_memory) if hooks.step_outputs else None
+        self.epoch_outputs = OutputCollector(reused_memory=reused_memory) if keep_epoch_outputs else None
+        self.next_measured_step = 0
+        self.has_gradients = True
+        self.on_due: Callable[[], None] = lambda: None
+        self.next_due_step = NEVER
+        self.failed_in: int | None = None
+        self.watch_passes: Callable[[Callable[..., tuple[Any, Any]] | None], None] = lambda wrap: None
+
+    def bind_end_backward(self) -> Callable[..., Any] | None:
+        """The hook and the subscribers of the end of a backward pass; None for nobody."""
+        return chain(self.hooks.end_backward, self.bind(Event.AFTER_BACKWARD), slice(1, None))
+
+    def wake(self) -> None:
+        """Let `on_due` be called after the step under way; threads and signal handlers may call this."""
+        self.next_due_step = 0
+
+    def get_state(self) -> dict[str, Any]:
+        """Counters, optimizers, schedulers and running means."""
+        return {**self.state.get_state(), **self.optimizer_states.get_state(), "meter": self.meter.get_state()}
+
+    def update_state(self, state: Mapping[str, Any], *, fresh_optimizers: bool, log: RunLogger) -> None:
+        """Take back what `get_state` returned, optimizers and schedulers only if they are not to be fresh.
+
+        Raises:
+            CheckpointMismatchError: optimizers or schedulers are not those of the checkpoint.
+        """
+        self.state.update_state(state)
+        if "meter" in state:
+            self.meter.update_state(state["meter"])
+        if not fresh_optimizers:
+            self.optimizer_states.update_state(state, log)
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: weight for name, weight in module.named_parameters() if weight.requires_grad and weight.numel()}

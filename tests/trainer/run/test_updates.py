@@ -1,0 +1,288 @@
+"""Steps of several updates: a `train_step` that yields, and optimizers that evaluate a closure."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainstack as ts
+from tests.helpers.modules import arguments, train, weights
+from tests.helpers.processes import run_world
+from tests.helpers.workers import updates
+from tests.helpers.workers.updates import POINTS, InTurns, Points, Regression, fooling_loss, judge_loss, lbfgs, networks
+
+PLAIN = {"epochs": 2, "train_batch_size": 8, "clip_grads": False}
+
+
+def in_turns_by_hand(rounds: int = 1, limit: float | None = None) -> Tensor:
+    """The weights after the steps of `InTurns`, in a plain loop."""
+    generator, judge = networks()
+    first, second = torch.optim.Adam(judge.parameters(), lr=0.02), torch.optim.Adam(generator.parameters(), lr=0.01)
+    losses = [(judge_loss, first, judge)] * rounds + [(fooling_loss, second, generator)]
+    for _ in range(2):
+        for real in POINTS.split(8):
+            for loss, optimizer, moved in losses:
+                generator.zero_grad(), judge.zero_grad()
+                loss(generator, judge, real).backward()
+                if limit is not None:
+                    nn.utils.clip_grad_norm_(moved.parameters(), limit)
+                optimizer.step()
+    return torch.cat([weights(generator), weights(judge)])
+
+
+def lbfgs_by_hand() -> Tensor:
+    generator, _ = networks()
+    optimizer = lbfgs(generator.parameters())
+    for _ in range(2):
+        for points in POINTS.split(8):
+
+            def closure(points: Tensor = points) -> Tensor:
+                optimizer.zero_grad()
+                loss = ((generator(points) - points.sin()) ** 2).mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    return weights(generator)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_networks_are_trained_in_turns(rounds: int, tmp_path: Path) -> None:
+    module = InTurns(rounds)
+    trainer = train(module, tmp_path, **PLAIN)
+    assert torch.equal(weights(module), in_turns_by_hand(rounds))
+    assert trainer.state.global_step == 6
+
+
+@pytest.mark.parametrize("limit", [3, 1])
+def test_each_update_has_the_gradient_of_the_whole_step(limit: int, tmp_path: Path) -> None:
+    module = InTurns(2)
+    train(module, tmp_path, gpu_batch_size_limit=limit, **PLAIN)
+    torch.testing.assert_close(weights(module), in_turns_by_hand(2), rtol=0, atol=1e-12)
+
+
+def test_each_update_is_clipped_over_its_own_parameters(tmp_path: Path) -> None:
+    module = InTurns()
+    train(module, tmp_path, epochs=2, train_batch_size=8, max_grad_norm=0.05)
+    torch.testing.assert_close(weights(module), in_turns_by_hand(limit=0.05), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["rounds", "lbfgs"])
+def test_ranks_make_the_updates_of_one_process(kind: str) -> None:
+    alone = torch.tensor(updates.trained(kind))
+    for found in run_world(2, updates.trained, kind=kind, backend="ddp", gpu_batch_size_limit=3):
+        torch.testing.assert_close(torch.tensor(found), alone, rtol=0, atol=1e-10)
+
+
+def test_ranks_that_come_to_different_updates_are_refused() -> None:
+    for said in run_world(2, updates.different_updates):
+        assert re.search(r"global step 1 came to different updates: optimizers 0 and optimizers 1", said)
+
+
+@pytest.mark.parametrize("backend", ["sp-bf16", "sp-amp"])
+def test_half_precision_trains_in_turns(backend: str, tmp_path: Path) -> None:
+    module = InTurns(2)
+    trainer = train(module, tmp_path, backend=backend, **PLAIN)
+    assert trainer.state.skipped_steps == 0
+    assert (weights(module) - in_turns_by_hand(2)).abs().max() < 0.05
+
+
+# --- closures
+
+
+@pytest.mark.parametrize("yields", [False, True])
+def test_lbfgs_is_stepped_with_a_closure(yields: bool, tmp_path: Path) -> None:
+    module = Regression(lbfgs, yields=yields)
+    train(module, tmp_path, **PLAIN)
+    assert torch.equal(weights(module.generator), lbfgs_by_hand())
+
+
+def test_a_closure_evaluates_all_micro_batches(tmp_path: Path) -> None:
+    module = Regression(lbfgs)
+    train(module, tmp_path, gpu_batch_size_limit=3, **PLAIN)
+    torch.testing.assert_close(weights(module.generator), lbfgs_by_hand(), rtol=0, atol=1e-10)
+
+
+class Sam(torch.optim.SGD):
+    """Steps from the gradient at the weights that the present gradient leads to (Foret et al. 2021)."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        (group,) = self.param_groups
+        norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
+        with torch.no_grad():
+            before = [p.clone() for p in group["params"]]
+            for p in group["params"]:
+                p += 0.05 * p.grad / norm
+        closure()
+        with torch.no_grad():
+            for p, value in zip(group["params"], before, strict=True):
+                p.copy_(value)
+        super().step()
+
+
+def test_an_optimizer_takes_two_passes_of_one_batch(tmp_path: Path) -> None:
+    module = Regression(lambda parameters: Sam(parameters, lr=0.1), yields=True)
+    trainer = train(module, tmp_path, log_every=1, **PLAIN)
+    generator, _ = networks()
+    optimizer, losses = Sam(generator.parameters(), lr=0.1), []
+    for _ in range(2):
+        for points in POINTS.split(8):
+
+            def closure(points: Tensor = points) -> Tensor:
+                optimizer.zero_grad()
+                loss = ((generator(points) - points.sin()) ** 2).mean()
+                loss.backward()
+                return loss
+
+            losses.append(closure().item())
+            optimizer.step(closure)
+    assert torch.equal(weights(module.generator), weights(generator))
+    assert trainer.history.get_metric_values("train/loss") == pytest.approx(losses)
+
+
+# --- what a step of several updates records and calls
+
+
+class Told(InTurns):
+    """Records the calls of hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        first = judge_loss(self.generator, self.judge, batch[0])
+        yield first, self.trained_by[0]
+        yield fooling_loss(self.generator, self.judge, batch[0]), self.trained_by[1]
+        return {"loss": first, "rows": batch[0]}
+
+    def get_optimizers_schedulers(self, *given: Any) -> Any:
+        self.trained_by, schedulers = super().get_optimizers_schedulers(*given)
+        return self.trained_by, schedulers
+
+    def on_end_backward(self, global_step: int, loss_tensor: Tensor) -> None:
+        self.calls.append(("backward", global_step, loss_tensor.item()))
+
+    def on_end_train_step(self, global_step: int, outputs: Any) -> None:
+        self.calls.append(("step", global_step, len(outputs["rows"])))
+
+
+def test_hooks_are_called_for_each_pass_and_once_a_step(tmp_path: Path) -> None:
+    module = Told()
+    trainer = train(module, tmp_path, gpu_batch_size_limit=4, max_steps=1, log_every=1, **PLAIN)
+    assert [call[:2] for call in module.calls] == [("backward", 1)] * 4 + [("step", 1)]
+    assert module.calls[-1] == ("step", 1, 8)
+    losses = [loss for _, _, loss in module.calls[:-1]]
+    assert trainer.history.get_latest_metric("train/loss") == pytest.approx(sum(losses) / 2)
+
+
+def test_events_are_fired_for_each_update(tmp_path: Path) -> None:
+    fired: list[Any] = []
+    trainer = ts.Trainer(InTurns(2), arguments(tmp_path, max_steps=2, gpu_batch_size_limit=4, **PLAIN))
+    for event in (ts.Event.TRAIN_BATCH_BEGIN, ts.Event.BEFORE_OPTIMIZER_STEP, ts.Event.AFTER_ZERO_GRAD):
+        trainer.on(event)(lambda *given, event=event: fired.append(event))
+    trainer.train()
+    assert fired.count(ts.Event.TRAIN_BATCH_BEGIN) == 4
+    assert fired.count(ts.Event.BEFORE_OPTIMIZER_STEP) == fired.count(ts.Event.AFTER_ZERO_GRAD) == 6
+
+
+def test_a_run_is_resumed_exactly(tmp_path: Path) -> None:
+    saved = {"checkpointer_args": ts.DefaultCheckpointerArguments(every_n_steps=2), **PLAIN}
+    whole = InTurns(2)
+    train(whole, tmp_path / "whole", **saved)
+    train(InTurns(2), tmp_path / "parts", **{**saved, "max_steps": 4})
+    resumed = InTurns(2)
+    train(resumed, tmp_path / "parts", resume="auto", **saved)
+    assert torch.equal(weights(whole), weights(resumed))
+
+
+def test_an_update_that_is_not_finite_is_left_out_alone(tmp_path: Path) -> None:
+    class Breaks(InTurns):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            broken = float("nan") if global_step == 2 else 1.0
+            yield judge_loss(self.generator, self.judge, batch[0]) * broken, 0
+            yield fooling_loss(self.generator, self.judge, batch[0]), 1
+
+    module = Breaks()
+    trainer = train(module, tmp_path, nonfinite="skip", **PLAIN)
+    steps = [trainer.state.global_step, trainer.state.skipped_steps]
+    assert steps == [6, 0]
+    assert weights(module).isfinite().all()
+
+
+def test_a_step_that_fails_between_its_updates_is_not_continued(tmp_path: Path) -> None:
+    class Fails(InTurns):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            yield judge_loss(self.generator, self.judge, batch[0]), 0
+            if global_step == 2:
+                raise RuntimeError("between two updates")
+            yield fooling_loss(self.generator, self.judge, batch[0]), 1
+
+    trainer = ts.Trainer(Fails(), arguments(tmp_path, **PLAIN))
+    with pytest.raises(RuntimeError, match="between two updates"):
+        trainer.train()
+    with pytest.raises(ts.ConfigurationError, match="global step 2 has failed between two of its updates"):
+        trainer.train()
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("yielded", "message"),
+    [
+        (lambda loss: (loss, 2), "yielded 2 as an optimizer.*one of the 2 that"),
+        (lambda loss: (loss, "generator"), "yielded 'generator' as an optimizer"),
+        (lambda loss: (loss.item(), 0), "the number .* as the loss"),
+        (lambda loss: None, "in which there is no loss"),
+    ],
+)
+def test_a_wrong_yield_is_told_with_the_right_one(yielded: Any, message: str, tmp_path: Path) -> None:
+    class Wrong(Points):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            yield yielded(judge_loss(self.generator, self.judge, batch[0]))
+
+    with pytest.raises(ts.ModuleContractError, match=message):
+        train(Wrong(), tmp_path)
+
+
+def test_micro_batches_that_end_at_different_updates_are_refused(tmp_path: Path) -> None:
+    class Uneven(InTurns):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            yield judge_loss(self.generator, self.judge, batch[0]), 0
+            if self.micro_batch.number:
+                yield fooling_loss(self.generator, self.judge, batch[0]), 1
+
+    with pytest.raises(ts.ModuleContractError, match=r"the end of train_step and optimizers 1"):
+        train(Uneven(), tmp_path, gpu_batch_size_limit=4, **PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("module", "backend", "message"),
+    [
+        (InTurns, "sp-dp", "'dp' takes one: the noise is accounted for one gradient a step"),
+        (lambda: Regression(lbfgs), "sp-dp", "LBFGS evaluates a closure, which 'dp' cannot"),
+        (lambda: Regression(lbfgs), "sp-amp", "LBFGS evaluates a closure, which 'amp' cannot.*bf16"),
+    ],
+)
+def test_layers_refuse_what_they_cannot_do(module: Any, backend: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ts.ConfigurationError, match=message):
+        train(module(), tmp_path, backend=backend)
+
+
+def test_a_closure_beside_other_optimizers_has_to_be_yielded(tmp_path: Path) -> None:
+    class Both(Points):
+        def get_optimizers_schedulers(self, *_: Any) -> Any:
+            return [lbfgs(self.judge.parameters()), torch.optim.SGD(self.generator.parameters(), lr=0.1)], None
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return judge_loss(self.generator, self.judge, batch[0])
+
+    with pytest.raises(ts.ConfigurationError, match=r"beside 1 other.*yield compute_loss, optimizer"):
+        train(Both(), tmp_path)
