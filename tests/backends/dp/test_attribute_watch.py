@@ -252,7 +252,7 @@ def test_a_learning_rate_that_no_scheduler_has_set_is_noted(module: type[Schedul
     trainer = private_trainer(tmp_path, module(0.5))
     trainer.train()
     found = [line for line in trainer.privacy_statement().not_covered if "no registered scheduler" in line]
-    assert [line.split(" of an optimizer")[0] for line in found] == (["what sets lr"] if module is LowersRate else [])
+    assert [line.split(" of an optimizer")[0] for line in found] == (["changes of lr"] if module is LowersRate else [])
 
 
 class Labelled(Tensor):

@@ -293,7 +293,7 @@ def test_what_train_step_must_return_is_said_before_the_first_step(tmp_path: Pat
         ({"telemetry": {"loss": (0, math.inf)}}, "the lowest and the highest"),
         ({"telemetry": {"grad_norm": (0.0, 1.0)}}, "rising thresholds above 0"),
         ({"telemetry": {"grad_norm": ()}}, "rising thresholds above 0"),
-        ({"telemetry": {"": (0, 1)}}, "a key of what train_step returns"),
+        ({"telemetry": {"": (0, 1)}}, "a key of the outputs of train_step"),
         ({"telemetry_weight": 0.0}, "telemetry_weight=0.0"),
         ({"telemetry": {"loss": (0, 1)}, "log_train_loss": True}, "both would be 'train/loss'"),
         ({"public_validation": 1}, "public_validation=1: write True or False"),

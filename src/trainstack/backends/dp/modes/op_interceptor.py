@@ -5,7 +5,7 @@ that each use of a parameter is recorded by itself.
 
 `train_step` runs under `vmap` over the records. A known function is run on the physical tensors instead, with the
 parameter cut off the graph, and its input is kept. In any other function the parameter is replaced by a copy for each
-record, so that what `vmap` knows about is exact too, at the cost of a gradient for each record.
+record: functions with a rule for `vmap` are exact too, at the cost of a gradient for each record.
 """
 
 from __future__ import annotations
@@ -438,7 +438,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Each label has a loss of its own, and each record takes its own mean; `vmap` needs several times as long."""
+    """The losses of the labels, and their mean for each record; `vmap` needs several times as long."""
     rest = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     legacy = size_average is not None or reduce is not None
     if legacy or target.is_floating_point() or ops._is_parameter(weight) or not _is_shared(ops, weight):
@@ -468,7 +468,7 @@ def _max_pool(ops: OpInterceptor, func: Any, input: Tensor, *args: Any, **option
     with record_vmap.outside_vmap():
         x = ops.physical(input)
         x = x.flatten(0, 1) if input.dim() == 4 else x.view_as(x)
-        if x.requires_grad:  # what comes before is slow on gradients with channels last
+        if x.requires_grad:  # earlier layers are slow on gradients with channels last
             x.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
         pooled = func(x.contiguous(memory_format=torch.channels_last), *args, **options).contiguous()
         if input.dim() == 4:
