@@ -86,7 +86,7 @@ class Digits(ModuleInterface):
 
 
 def main():
-    """Train several times, and print what was reached."""
+    """Train several times, and print the accuracies."""
     parser = argparse.ArgumentParser(description="Private training on a small data set.")
     parser.add_argument("--epsilon", type=float, default=3.0, help="the budget of each run (default: 3)")
     parser.add_argument("--runs", type=int, default=3, help="how often to train (default: 3)")

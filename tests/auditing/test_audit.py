@@ -291,7 +291,7 @@ def test_random_numbers_that_cannot_be_repeated_are_refused(tmp_path: Path) -> N
 
 
 def test_dropout_and_augmentation_stay_on_and_are_not_blamed(tmp_path: Path) -> None:
-    """Each record has random numbers of its own, whichever others are in the batch."""
+    """Each record has its random numbers, whichever others are in the batch."""
     report = audit_module(Classifier(Noisy(64), dropout=0.5), private_run(tmp_path), rounds=1, records=20)
     assert blamed(report.findings) == []
 

@@ -1,4 +1,4 @@
-"""The rows of the table: what was published, and with which hyper-parameters."""
+"""The rows of the table: published results and their hyper-parameters."""
 
 from __future__ import annotations
 

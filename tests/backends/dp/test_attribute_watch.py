@@ -1,4 +1,4 @@
-"""Probes of plain attributes leave the step under way as it is, and see what carries records into later steps."""
+"""Probes of plain attributes do not change the current step, and see attributes that carry records into later steps."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class KeptInFields:
 
 
 class Places(Net):
-    """Shifts its input by what it keeps in one of several kinds of objects."""
+    """Shifts its input by a value that it keeps in one of several kinds of objects."""
 
     queue: ClassVar[list[float]] = []
     total = 0.0

@@ -36,7 +36,7 @@ def secret(mode: str = "vmap", **changes: Any) -> ts.DifferentialPrivacyArgument
 
 
 class Records(Dataset[Any]):
-    """Records with noise of all generators of the host and of one of its own with a constant seed."""
+    """Records with noise of all generators of the host and of a separate one with a constant seed."""
 
     def __init__(self, count: int = 20) -> None:
         self.base, self.own = Noisy(count), np.random.default_rng(0)
