@@ -27,6 +27,8 @@ from trainstack.trainer.callbacks.monitors import MemoryMonitor
 from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.provenance import MetricGuard, Provenance
 
+pytestmark = pytest.mark.usefixtures("unprobed")
+
 NOISY = {"noise_multiplier": 1.0}
 SAVING = ts.DefaultCheckpointerArguments(every_n_steps=5)
 RARELY = ts.DefaultCheckpointerArguments(every_n_steps=1000)

@@ -25,6 +25,8 @@ from trainstack.backends.dp.modes.vmap import VmapMode
 from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.cli.privacy_ledger import current_statement
 
+pytestmark = pytest.mark.usefixtures("unprobed")
+
 ASKED = {"loss": (0, 4), "accuracy": (0, 1), "grad_norm": (0.5, 1.0)}
 MODES = [mode for mode in (BookkeepingMode, VmapMode, LoopMode) if mode.one_by_one]
 CLIPPERS: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +134,7 @@ def _notes(accountant: Accountant | None, grad_mode: str) -> tuple[tuple[str, st
     return tuple(notes)
 
 
+@cache  # reading the metadata of packages takes milliseconds, and a run makes several statements
 def _versions(accountant: str) -> tuple[tuple[str, str], ...]:
     found = [("trainstack", version("trainstack")), ("torch", version("torch")), ("opacus", opacus_version())]
     return (*found, ("dp-accounting", version("dp-accounting"))) if accountant == "pld" else tuple(found)

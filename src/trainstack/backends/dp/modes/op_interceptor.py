@@ -401,21 +401,20 @@ def _dot_product(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
+    *rest: Any,
     **options: Any,
 ) -> Any:
     """Has no rule for `vmap` in torch 2.13.0, but takes any number of batch dimensions."""
     parts = (query, key, value, attn_mask)
     if any(ops._is_parameter(part) for part in parts):
-        return _other(ops, func, parts, {"dropout_p": dropout_p, "is_causal": is_causal, **options})
+        return _other(ops, func, (*parts, *rest), options)
     with record_vmap.outside_vmap():
         most = max(query.dim(), key.dim(), value.dim())
         physical = [part if part is None else _with_dims(ops.physical(part), most + 1) for part in parts]
         ahead = physical[0].shape[:-3]  # type: ignore[union-attr]
         if len(ahead) > 1:  # the fast kernels of torch 2.13.0 take one dimension before the heads
             physical = [p if p is None else p.expand(*ahead, *p.shape[-3:]).flatten(0, -4) for p in physical]
-        output = func(*physical, dropout_p=dropout_p, is_causal=is_causal, **options)
+        output = func(*physical, *rest, **options)
         output = output.unflatten(0, ahead) if len(ahead) > 1 else output
     return ops.wrap(output)
 
