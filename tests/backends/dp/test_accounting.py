@@ -62,20 +62,20 @@ def test_adding_a_record_shows_less_than_removing_one(sigma: float, q: float, ep
 # --- an upper bound behaves
 
 
-@settings(max_examples=EXAMPLES // 10)
+@settings(max_examples=EXAMPLES // 5)
 @given(SIGMAS, RATES, STEPS, DELTAS)
 def test_more_steps_spend_more(sigma: float, q: float, steps: int, delta: float) -> None:
     assert epsilon_of([(sigma, q, steps)], delta, "rdp") <= epsilon_of([(sigma, q, 2 * steps)], delta, "rdp")
 
 
-@settings(max_examples=EXAMPLES // 10)
+@settings(max_examples=EXAMPLES // 5)
 @given(SIGMAS, st.floats(1e-5, 0.5), STEPS, DELTAS)
 def test_larger_samples_spend_more(sigma: float, q: float, steps: int, delta: float) -> None:
     small, large = (epsilon_of([(sigma, rate, steps)], delta, "rdp") for rate in (q, 2 * q))
     assert small <= large * (1 + 1e-9)
 
 
-@settings(max_examples=EXAMPLES // 10)
+@settings(max_examples=EXAMPLES // 5)
 @given(SIGMAS, RATES, STEPS, DELTAS)
 def test_more_noise_spends_less(sigma: float, q: float, steps: int, delta: float) -> None:
     loud, soft = (epsilon_of([(noise, q, steps)], delta, "rdp") for noise in (1.5 * sigma, sigma))
