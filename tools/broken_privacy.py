@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from trainstack.auditing import audit
 
     parser = argparse.ArgumentParser(prog="python -m tools.broken_privacy", description=__doc__)
-    parser.add_argument("--runs", type=int, default=40, help="audits of training that is as it should be")
+    parser.add_argument("--runs", type=int, default=40, help="audits of correct training")
     parser.add_argument("--full", action="store_true", help="audits of the level 'full'")
     options = parser.parse_args(argv)
     args = DifferentialPrivacyArguments(delta=1e-6, noise_multiplier=2.0)
