@@ -19,12 +19,12 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from trainstack import (
     DefaultCheckpointerArguments,
     DifferentialPrivacyArguments,
-    ModuleInterface,
+    SupervisedModule,
     Trainer,
     TrainerArguments,
 )
@@ -49,32 +49,20 @@ def oriented_gradients(images):
     return 2 * F.normalize(F.avg_pool2d(torch.stack(shares, dim=1), 2).flatten(1))
 
 
-class Digits(ModuleInterface):
+class Digits(SupervisedModule):
     """A linear model on oriented gradients."""
 
     def __init__(self):
-        super().__init__()
         data = load_digits()
         features = oriented_gradients(torch.tensor(data.images, dtype=torch.float32) / 16)  # pixels are 0 to 16
         labels = torch.tensor(data.target)
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         parts = order[:RECORDS], order[RECORDS:]
-        self.train_data, self.val_data = (TensorDataset(features[part], labels[part]) for part in parts)
-        self.model = nn.Linear(features.shape[1], 10)
-        nn.init.zeros_(self.model.weight)
-
-    def get_train_dataloader(self, sampler, batch_size):
-        return DataLoader(self.train_data, batch_size=batch_size, sampler=sampler(self.train_data))
-
-    def get_val_dataloaders(self, sampler, batch_size):
-        return DataLoader(self.val_data, batch_size=batch_size, sampler=sampler(self.val_data))
-
-    def get_optimizers_schedulers(self, estimated_global_steps_per_epoch, epochs):
-        return [torch.optim.SGD(self.parameters(), lr=2.0, momentum=0.9)], []
-
-    def train_step(self, global_step, batch, device):
-        inputs, labels = batch
-        return F.cross_entropy(self.model(inputs), labels)
+        train, held_out = (TensorDataset(features[part], labels[part]) for part in parts)
+        model = nn.Linear(features.shape[1], 10)
+        nn.init.zeros_(model.weight)
+        rates = {"lr": 2.0, "momentum": 0.9}
+        super().__init__(model, nn.CrossEntropyLoss(), "sgd", train, held_out, optimizer_kwargs=rates)
 
     def val_step(self, global_step, batch, device):
         inputs, labels = batch
@@ -86,7 +74,7 @@ class Digits(ModuleInterface):
 
 
 def main():
-    """Train several times, and print what was reached."""
+    """Train several times, and print the accuracies."""
     parser = argparse.ArgumentParser(description="Private training on a small data set.")
     parser.add_argument("--epsilon", type=float, default=3.0, help="the budget of each run (default: 3)")
     parser.add_argument("--runs", type=int, default=3, help="how often to train (default: 3)")

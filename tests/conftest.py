@@ -90,6 +90,15 @@ def world_of_one(request: pytest.FixtureRequest) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def unprobed() -> Iterator[None]:
+    """For tests of other parts: private runs of this process begin in a third of the time."""
+    from tools.attacks.runs import unprobed as without_probes
+
+    with without_probes():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_process_in_a_fast_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `--fast`, fail a test that starts a process and does not say so."""

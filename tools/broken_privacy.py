@@ -1,6 +1,6 @@
 """Private training that does not keep its promise, in 16 ways; run as `make bench ARGS=audit` it audits each.
 
-A table says which probe sees what is wrong, and how often the audit finds fault with training that is as it should be.
+A table says which probe sees each fault, and how often the audit finds fault with correct training.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _scaled_noise(factor: Callable[[Mechanism], float]) -> Patch:
 
 
 def _drawn(draw: Callable[[Any, int, Tensor], Tensor]) -> Patch:
-    """What `draw` makes of a correct sample, in its place."""
+    """A sample that `draw` makes of a correct one, in its place."""
     real = PoissonSampling.draw
 
     def patched(self: PoissonSampling, step: int) -> Draw:
@@ -90,7 +90,7 @@ class _LooseLastLayer(AutomaticClipper):
 
 
 class _HugeExempt(FlatClipper):
-    """Does not clip what is longer than a million times the limit."""
+    """Does not clip gradients longer than a million times the limit."""
 
     def _rows(self, squares: Tensor, joint: Tensor, finite: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.where(joint > 1e6 * self.limit, 1.0, row) for row in super()._rows(squares, joint, finite))
@@ -108,7 +108,7 @@ def _half_charged() -> AbstractContextManager[Any]:
 
 
 def _changed_noise(change: Callable[[Mechanism, Tensor], Tensor]) -> Patch:
-    """What `change` makes of correct noise, in its place."""
+    """Noise that `change` makes of correct noise, in its place."""
     real = Mechanism._add_noise
 
     def add_noise(self: Mechanism, flat: Tensor) -> None:
@@ -190,11 +190,11 @@ def broken(how: str) -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print which probes see what. Returns 1 if a broken variant escapes, or if training as it should be is blamed."""
+    """Print which probes see which fault. Returns 1 if a broken variant escapes, or if correct training is blamed."""
     from trainstack.auditing import audit
 
     parser = argparse.ArgumentParser(prog="python -m tools.broken_privacy", description=__doc__)
-    parser.add_argument("--runs", type=int, default=40, help="audits of training that is as it should be")
+    parser.add_argument("--runs", type=int, default=40, help="audits of correct training")
     parser.add_argument("--full", action="store_true", help="audits of the level 'full'")
     options = parser.parse_args(argv)
     args = DifferentialPrivacyArguments(delta=1e-6, noise_multiplier=2.0)

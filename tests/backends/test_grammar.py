@@ -16,7 +16,7 @@ from trainstack.backends.spec import known_layers
 TOKENS = ["sp", "amp", "bf16", "amp-apex"]
 KNOWN = ", ".join(sorted(known_layers()))
 SCALED = (
-    "'dp' does not work with 'amp': a gradient scaler skips steps and changes its scale by what the data are, without "
+    "'dp' does not work with 'amp': a gradient scaler skips steps and changes its scale depending on the data, without "
     "noise. The half precision for private training is 'bf16', as in 'sp-dp-bf16'."
 )
 

@@ -147,6 +147,7 @@ def test_an_audit_prints_what_it_looked_at(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unprobed")
 def test_an_audit_that_finds_something_says_so_with_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     with broken("no noise"):
         assert main(["privacy", "audit", *SMALL, "--json"]) == 1

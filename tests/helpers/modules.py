@@ -98,6 +98,22 @@ class Classifier(ts.ModuleInterface):
         return nn.functional.cross_entropy(outputs, batch[1]), outputs.argmax(1)
 
 
+class Hooked(Classifier):
+    """Dropout, running statistics, and a hook that a trial must not call."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(**{"dropout": 0.3, "scheduler": True, "optimizer": torch.optim.AdamW, **changes})
+        self.net.append(nn.BatchNorm1d(3))
+        self.steps: list[int] = []
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        self.log("seen", 1.0)
+        return super().train_step(global_step, batch, device)
+
+    def on_end_train_step(self, global_step: int) -> None:
+        self.steps.append(global_step)
+
+
 def arguments(directory: Any, **changes: Any) -> ts.TrainerArguments:
     """Quiet arguments that save nothing, unless told otherwise."""
     values: dict[str, Any] = {

@@ -7,7 +7,7 @@ import pytest
 from tools import broken_privacy
 from tools.bench.__main__ import main
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unprobed")]
 
 
 def test_the_table_tells_who_was_caught_and_who_was_blamed(

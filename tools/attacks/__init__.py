@@ -1,1 +1,1 @@
-"""User code that has broken the promise of private training, and what an attacker makes of it."""
+"""User code that has broken the promise of private training, and attacks through it."""

@@ -1,4 +1,4 @@
-"""Attack private training through user code that has broken its promise, and print what became of the promise.
+"""Attack private training through user code that has broken its promise, and print whether it holds.
 
     make attacks                             all kinds: neighbouring sums, and 200 guesses for each that trains
     make attacks ARGS="--guesses 0"          the sums only
@@ -72,7 +72,7 @@ def run(
     """Attack all of them, and print a row for each.
 
     Args:
-        kinds, games: what to attack.
+        kinds, games: the user code to attack.
         guesses: of each game.
         short: leave out half of the neighbours.
         results: where finished rows are kept, one JSON list a line; those of a former call are printed again.
@@ -109,7 +109,7 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Attack what the command line names; the exit status."""
+    """Attack the kinds that the command line names; the exit status."""
     parser = argparse.ArgumentParser(prog="tools.attacks", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--guesses", type=int, help=f"of each game; {GUESSES} by default")
     parser.add_argument("--kinds", nargs="+", help="only those whose names contain one of these")

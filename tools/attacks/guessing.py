@@ -1,4 +1,4 @@
-"""Distinguishing games: from what a private run released, an attacker guesses whether one record was in its dataset."""
+"""Distinguishing games: from the outputs of a private run, an attacker guesses whether one record was in its data."""
 
 from __future__ import annotations
 

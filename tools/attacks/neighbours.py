@@ -51,7 +51,7 @@ class Influence:
     Attributes:
         moves: the largest distance between sums of neighbours in one step, in units of C, or of 2 C where a record is
             replaced; inf if the numbers of steps differ; None if no pair was trained.
-        excess: by how much a distance exceeds what is allowed, in units of C: C in a step with the record, 2 C where
+        excess: by how much a distance exceeds the bound, in units of C: C in a step with the record, 2 C where
             it is replaced, 0 in a step without it; None if no pair was trained.
         refused: pairs of which a run was refused before its first step.
         ended: pairs of which a run was refused in a later step.
@@ -91,7 +91,7 @@ class Influence:
 
 @functools.cache
 def _usual(settings: Settings) -> tuple[frozenset[str], frozenset[str]]:
-    """What the statement of plain user code says against itself under these settings."""
+    """The caveats in the statement of plain user code under these settings."""
     kind = Kind(name="plain", module=UserModule)
     statement = play(kind, make_records(settings.dataset_size, RARE), settings).statement
     assert statement is not None, f"plain user code is refused under {settings}: no refusal tells anything"
@@ -99,7 +99,7 @@ def _usual(settings: Settings) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def caveats(outcome: Outcome, settings: Settings) -> list[str]:
-    """What the statement says against itself beyond that of plain user code with the same settings."""
+    """The caveats in the statement beyond those of plain user code with the same settings."""
     if outcome.statement is None:
         return []
     overrides, not_covered = _usual(settings)

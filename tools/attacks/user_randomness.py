@@ -123,7 +123,7 @@ class _MixupInCollate(UserModule):
 
 
 class _SeededByIndex(Dataset[Any]):
-    """Each sample has an augmentation of its own, which is the same in all epochs and public."""
+    """The augmentation of a sample follows from its index: it is the same in all epochs, and public."""
 
     def __init__(self, base: Any) -> None:
         self.base = base

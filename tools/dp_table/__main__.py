@@ -48,7 +48,7 @@ def line_of(row: Row, results: list[Result]) -> str:
 
 
 def main() -> None:
-    """Train what is missing, then print the table."""
+    """Train the missing runs, then print the table."""
     parser = argparse.ArgumentParser(
         prog="make dp-table", description="Published accuracies of private training, and ours."
     )

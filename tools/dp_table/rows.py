@@ -1,8 +1,9 @@
-"""The rows of the table: what was published, and with which hyper-parameters."""
+"""The rows of the table: published results and their hyper-parameters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -55,39 +56,31 @@ class Row:
         return self.steps_per_epoch * self.epochs
 
 
+_handcrafted = partial(Row, source=HANDCRAFTED, published_epsilon=3.0, epochs=40, momentum=0.9, max_grad_norm=0.1)
+
 ROWS = {
     row.name: row
     for row in (
-        Row(
+        _handcrafted(
             name="scatternet-linear",
             title="ScatterNet features + linear (Tramèr and Boneh 2021)",
-            source=HANDCRAFTED,
             published_accuracy="98.7",
-            published_epsilon=3.0,
             architecture="linear",
             batch=4096,
             steps_per_epoch=14,
-            epochs=40,
             learning_rate=8.0,
-            momentum=0.9,
             noise_multiplier=3.04,
-            max_grad_norm=0.1,
             normalization_noise=8.0,
         ),
-        Row(
+        _handcrafted(
             name="cnn",
             title="CNN from pixels (Tramèr and Boneh 2021)",
-            source=HANDCRAFTED,
             published_accuracy="98.1",
-            published_epsilon=3.0,
             architecture="cnn",
             batch=512,
             steps_per_epoch=117,
-            epochs=40,
             learning_rate=0.5,
-            momentum=0.9,
             noise_multiplier=1.23,
-            max_grad_norm=0.1,
         ),
         Row(
             name="opacus",

@@ -24,7 +24,7 @@ PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081
 
 
 class Arrays(Dataset[Any]):
-    """Records of an array that may lie in a file; many are read at once.
+    """Records of an array, which may be mapped from a file; many are read at once.
 
     Args:
         inputs: of shape (records, ...).
@@ -101,7 +101,7 @@ def _collate(batch: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one run reached.
+    """The result of one run.
 
     Attributes:
         accuracy: on the test set after the last step, in percent.
@@ -120,9 +120,9 @@ def run(row: Row, seed: int, images: Images, cache: Path, folder: Path, max_step
     """Train `row` once, or continue the run that `folder` holds.
 
     Args:
-        row: what is trained.
+        row: the model and its hyper-parameters.
         seed: of the initial weights; noise and samples come from the operating system.
-        images: what it is trained on.
+        images: the training and test data.
         cache: keeps features.
         folder: of the run.
         max_steps: fewer steps than published.

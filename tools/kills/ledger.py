@@ -1,4 +1,4 @@
-"""Kill private runs that share the ledger of one dataset, and compare its sum with what was released.
+"""Kill private runs that share the ledger of one dataset, and compare its sum with the released steps.
 
     python -m tools.kills.ledger                        40 SIGKILLs
     python -m tools.kills.ledger --kills 4 --seed 3     fewer, at other moments
@@ -34,7 +34,7 @@ TIMEOUT_S = 120.0
 
 
 class Result(NamedTuple):
-    """What the ledger has, and what was released."""
+    """The recorded and the released steps."""
 
     kills: int
     runs: int
@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{found.kills} kills, {found.runs} runs in {found.folders} folders: {found.released} steps released, "
         f"{found.recorded} recorded, {over / found.kills:.1f} too many a kill; {time.monotonic() - begin:.0f} s"
     )
-    print("\n".join(found.problems) or "never below what was released")
+    print("\n".join(found.problems) or "never below the released steps")
     if not found.problems:
         shutil.rmtree(place)
     return 1 if found.problems else 0

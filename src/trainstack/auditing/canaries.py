@@ -91,7 +91,7 @@ class AuditedRun:
 
     @property
     def limits(self) -> tuple[float, ...]:
-        """How much of a canary's clipped gradient lies in each table; their squares add up to that of C."""
+        """The length of a canary's clipped gradient in each table; their squares add up to that of C."""
         norms = self.norms
         return norms if len(norms) > 1 else (norms[0] / math.sqrt(len(_WIDTHS)),) * len(_WIDTHS)
 
@@ -133,15 +133,15 @@ _DECADES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What left a private run.
+    """The output of a private run.
 
     Attributes:
         tables: for each parameter float64 of shape `(steps, canaries, width)`: the noisy sums over each step's
-            records, in units of the clipping norm of the step, without the row that stands for no canary.
+            records, in units of the clipping norm of the step, without the row that belongs to no canary.
         direction: float64 of shape `(sum of widths,)`: that of a canary's gradient within its row; of length 1.
         limits: the clipping norm of each step as stated before it.
         included: bool of shape `(canaries,)`: those that were trained on, on all processes.
-        statement: what the run says of itself.
+        statement: of the run.
         equal_on_ranks: whether all processes were given the same sums.
     """
 
@@ -205,7 +205,7 @@ class CanaryModel(nn.Module):
 
 
 class Recorder(torch.optim.Optimizer):
-    """Keeps what it is given: all that those can see who are shown the model after every step.
+    """Keeps its gradients: an adversary who gets the model after every step sees them, and no more.
 
     Attributes:
         norm_now: the joint clipping norm that the run states.
@@ -232,7 +232,7 @@ class Recorder(torch.optim.Optimizer):
 
 
 def train_canaries(subject: AuditedRun, included: Tensor, *, shortest: float = 0.0) -> Observation:
-    """Train privately on canaries, by the real `Trainer` and layer; a run of its own, under a folder of its own.
+    """Train privately on canaries, by the real `Trainer` and layer, in a new run and a new folder.
 
     Args:
         subject: the run.

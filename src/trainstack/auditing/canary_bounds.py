@@ -164,7 +164,7 @@ SIGNIFICANCE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryBounds:
-    """What the canary audit proves.
+    """The result of the canary audit.
 
     Attributes:
         findings: for and against the epsilon that was stated.
@@ -201,7 +201,7 @@ def likelihood_ratios(seen: Observation, subject: AuditedRun) -> Tensor:
 def judge_guesses(
     scores: Tensor, coins: Tensor, mechanism: tuple[float, float, int], delta: float, accountant: str
 ) -> CanaryBounds:
-    """Call the canaries with the highest scores trained on, and see what follows from how many are.
+    """Call the canaries with the highest scores trained on, and bound epsilon by the number of right calls.
 
     Args:
         scores: float, one a canary.

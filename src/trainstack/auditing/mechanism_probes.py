@@ -83,8 +83,8 @@ def _pairs(parts: int, most: int = 8) -> Iterator[tuple[int, int]]:
 def displaced(left: Any, right: Any) -> Any:
     """Scalar products of each row of `left` with that of `right`, at all displacements of one against the other.
 
-    Each is divided by the norm of what it meets of the longer one, so that it is standard normal if the shorter one is
-    independent of that. Displacements at which less than half of the shorter one meets the longer one are left out.
+    Each is divided by the norm of the matching part of the longer one, so that it is standard normal if the shorter one
+    is independent of that. Displacements at which less than half of the shorter one meets the longer one are left out.
     """
     if left.shape[1] > right.shape[1]:
         left, right = right, left

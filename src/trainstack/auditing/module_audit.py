@@ -145,7 +145,7 @@ def _influence(module: Any, args: Any, records: int) -> Iterator[Finding]:
         again = _influence_finding("the same records have the same sum again", _distance(whole, run.released(index)), 0)
         yield again
         if not again.holds:
-            return  # the random numbers of a record are not its own: the other distances would show nothing else
+            return  # records share random numbers: the other distances would show nothing else
         left_out, replaced = [], []
         for place in range(len(index)):
             others = torch.cat([index[:place], index[place + 1 :]])

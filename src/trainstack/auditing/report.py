@@ -20,8 +20,8 @@ class Finding:
 
     Attributes:
         probe: which experiment it belongs to.
-        claim: what ought to be so.
-        seen: what was measured, in words.
+        claim: true of correct training.
+        seen: the measured value, in words.
         p_value: the probability of something as unlikely as that, if the claim holds; an upper bound.
     """
 
@@ -66,10 +66,10 @@ class AuditReport:
     """The outcome of an audit; `.text` and `.to_json()`.
 
     Attributes:
-        subject: what was audited, in words.
-        findings: all that was tested.
+        subject: the audited training, in words.
+        findings: of all tests.
         epsilon_claimed, delta: what the audited runs state; None where no canaries were guessed.
-        epsilon_at_least: what the guesses prove of epsilon, with 95 % confidence, whatever the mechanism.
+        epsilon_at_least: a lower bound of epsilon by the guesses, with 95 % confidence, whatever the mechanism.
         epsilon_at_least_tradeoff: the same, sharper, if the mechanism is as stated, but for the size of its noise.
     """
 

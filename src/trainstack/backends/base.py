@@ -203,7 +203,7 @@ class TrainerBackend(ABC):
         """
 
     def post_processing(self) -> AbstractContextManager[None]:
-        """A block in which parameters and buffers may be changed, by what does not depend on training records.
+        """A block in which parameters and buffers may be changed, by values that do not depend on training records.
 
         A private run refuses other changes between two optimizer steps.
         """
@@ -273,7 +273,7 @@ class TrainerBackend(ABC):
         return any(layer.private for layer in self.layers())
 
     def privacy_statement(self) -> PrivacyStatement:
-        """What is guaranteed to those whose records are trained on."""
+        """The guarantee for the training records."""
         from trainstack.backends.privacy_statement import no_guarantee
 
         return no_guarantee(self.spec)

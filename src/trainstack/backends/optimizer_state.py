@@ -147,8 +147,8 @@ def load_optimizer_state(optimizer: Any, state: Any, written: Sequence[torch.dty
     """`optimizer.load_state_dict(state)`, after which the state has the types and dtypes that it has in `state`.
 
     torch 2.13.0 casts the state of a parameter to the dtype of the parameter, and replaces strings, dicts and deques in
-    it by other objects. It leaves as it is what `state` holds under a parameter in place of a number, so a hook moves
-    the state to its device and puts it there.
+    it by other objects. It does not change a `state` under a parameter in place of a number, so a hook moves the state
+    to its device and puts it there.
 
     Args:
         optimizer: to load into.
@@ -192,7 +192,7 @@ def _under_parameters(
 
 
 def move_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of `value` and the containers in it, with what `move` makes of tensors."""
+    """A copy of `value` and the containers in it; `move` gives the tensors."""
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, dict):

@@ -34,10 +34,10 @@ class WeightsOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacyStatement:
-    """What holds at this moment of a run.
+    """The guarantee of a run at this moment.
 
     Attributes:
-        epsilon: an upper bound of what was spent; None where nothing is guaranteed.
+        epsilon: an upper bound; None where nothing is guaranteed.
         delta: of the guarantee; None where nothing is.
         overrides: why nothing is guaranteed; empty where `epsilon` holds.
         accountant: `"prv"`, `"rdp"` or `"pld"`; None, like all that follows, without a privacy layer.
@@ -47,11 +47,11 @@ class PrivacyStatement:
         expected_batch_size, dataset_size: public constants, whose ratio is the sampling rate.
         planned_steps, max_epsilon: of the plan.
         stopped_by_budget: whether the next step would exceed `max_epsilon`.
-        fixed_order_epsilon: what epsilon would be if batches had been cut from an order that is fixed beforehand.
+        fixed_order_epsilon: epsilon if batches had been cut from an order that is fixed beforehand.
         randomness: where sampling and noise come from.
         grad_mode, world_size: how it was computed.
-        unit, relation: what neighbouring data sets differ by.
-        covered, not_covered: what the guarantee is about.
+        unit, relation: the difference between neighbouring data sets.
+        covered, not_covered: the scope of the guarantee.
         versions: of the packages, as (name, version).
         status: "running" where `history` holds all planned steps, so that the figures are a bound at every moment.
         run: the id under which a ledger has the steps.
@@ -115,7 +115,7 @@ class PrivacyStatement:
 
     @classmethod
     def from_json(cls, text: str) -> PrivacyStatement:
-        """Read what `to_json` wrote.
+        """Read the text of `to_json`.
 
         Raises:
             ConfigurationError: it is no such thing.

@@ -102,7 +102,7 @@ def set_torch_state(generator: torch.Generator, bits: np.random.SFC64) -> int:
     """Give a torch generator for the CPU all 624 words of its state.
 
     Returns:
-        what its `initial_seed` tells afterwards: a random number, the lowest 20 bits of which are 0.
+        its `initial_seed` afterwards: a random number, the lowest 20 bits of which are 0.
 
     torch 2.10 to 2.13: `get_state` has 5056 bytes, `CPUGeneratorImplState` in aten/src/ATen/CPUGeneratorImpl.cpp. The
     seed (8 bytes), `left` and `seeded` (4 each) and `next` (8) come first, then 624 words of the Mersenne twister in 8

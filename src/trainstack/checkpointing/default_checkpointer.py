@@ -316,7 +316,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
             raise
 
     def _commit(self, payload: Payload, name: str, abandoned: threading.Event | None = None) -> Contents:
-        """Write a checkpoint; returns what is in the directory then."""
+        """Write a checkpoint; returns the contents of the directory afterwards."""
         contents = scan(self.save_dir)  # the one look at all checkpoints: it costs more the more are kept
         path = commit(payload, self.save_dir, name, abandoned, self.lease, contents.highest + 1)
         self._log(logging.INFO, f"saved {path}")

@@ -54,7 +54,7 @@ class RunContext:
         compiled: the models that `compile` has compiled; None without it, and before the run is made.
         lease: the right to write into the directories of the run; on the main process, while it is held. What writes
             there calls its `check` first.
-        extras: what an exact resume of the module needs beside its state.
+        extras: values that an exact resume of the module needs beside its state.
         said_of_buffers: whether the warning about buffers that differ between ranks was given.
     """
 

@@ -148,7 +148,7 @@ class ResumeReport:
             names = ", ".join(self.untracked)
             return (
                 f"{where} Training changes {names}, and get_state does not return it, so a new process begins with "
-                "what __init__ makes. Return it from get_state of the module or the callback and take it back in "
+                "the values of __init__. Return it from get_state of the module or the callback and take it back in "
                 "update_state, or register it as a buffer."
             )
         return (

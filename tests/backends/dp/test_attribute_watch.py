@@ -1,4 +1,4 @@
-"""Probes of plain attributes leave the step under way as it is, and see what carries records into later steps."""
+"""Probes of plain attributes do not change the current step, and see attributes that carry records into later steps."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class KeptInFields:
 
 
 class Places(Net):
-    """Shifts its input by what it keeps in one of several kinds of objects."""
+    """Shifts its input by a value that it keeps in one of several kinds of objects."""
 
     queue: ClassVar[list[float]] = []
     total = 0.0
@@ -251,8 +251,8 @@ class LowersRate(Scheduled):
 def test_a_learning_rate_that_no_scheduler_has_set_is_noted(module: type[Scheduled], tmp_path: Any) -> None:
     trainer = private_trainer(tmp_path, module(0.5))
     trainer.train()
-    found = [line for line in trainer.privacy_statement().not_covered if "no registered scheduler" in line]
-    assert [line.split(" of an optimizer")[0] for line in found] == (["what sets lr"] if module is LowersRate else [])
+    found = [line for line in trainer.privacy_statement().not_covered if "other code than a scheduler" in line]
+    assert [line.split(" of an optimizer")[0] for line in found] == (["changes of lr"] if module is LowersRate else [])
 
 
 class Labelled(Tensor):

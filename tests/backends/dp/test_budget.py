@@ -142,7 +142,7 @@ def test_two_runs_have_two_names() -> None:
 
 @pytest.mark.parametrize("state", [None, {}, {"history": []}, {"plan": {}, "history": [], "overrides": []}])
 def test_a_checkpoint_that_says_nothing_of_the_spend_is_refused(state: dict[str, Any] | None) -> None:
-    with pytest.raises(CheckpointMismatchError, match="epsilon of its steps is unknown"):
+    with pytest.raises(CheckpointMismatchError, match="so their epsilon is unknown"):
         make_accountant().update_state(state)
 
 

@@ -83,7 +83,7 @@ def hooked(module: Any, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
-    "an autograd function with a rule of its own": (
+    "an autograd function with a custom rule": (
         lambda m, x: m.plain(Centring.apply(x)),
         "the autograd function Centring has no rule",
     ),

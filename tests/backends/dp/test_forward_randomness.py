@@ -36,7 +36,7 @@ def secret(mode: str = "vmap", **changes: Any) -> ts.DifferentialPrivacyArgument
 
 
 class Records(Dataset[Any]):
-    """Records with noise of all generators of the host and of one of its own with a constant seed."""
+    """Records with noise of all generators of the host and of a separate one with a constant seed."""
 
     def __init__(self, count: int = 20) -> None:
         self.base, self.own = Noisy(count), np.random.default_rng(0)
@@ -132,6 +132,7 @@ def test_a_run_with_a_debug_seed_moves_by_the_limit(
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("dataset", [numbers, Records])
 def test_seeds_of_the_script_do_not_tell_the_masks(mode: str, dataset: Any, tmp_path: Path) -> None:
     made = [Recorded(dataset(20), dropout=0.5 if dataset is numbers else 0.0) for _ in range(2)]
@@ -272,6 +273,7 @@ def test_a_generator_that_cannot_be_seeded_is_refused(holder: str, tmp_path: Pat
         trainer.train()
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("debug_seed", [None, 3])
 def test_no_random_state_is_in_a_file(debug_seed: int | None, tmp_path: Path) -> None:
     parts: list[bytes] = []
@@ -301,6 +303,7 @@ def test_no_random_state_is_in_a_file(debug_seed: int | None, tmp_path: Path) ->
         assert not any(part in raw or part in text for part in parts), path
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("old", [False, True])
 def test_a_resume_has_other_numbers_whatever_the_checkpoint_holds(
     old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -89,7 +89,7 @@ def test_memory_outside_of_the_module_is_refused_without_a_name() -> None:
         elsewhere[0] = 0.9 * elsewhere[0] + 0.1 * loss.item()
         return elsewhere[0]
 
-    with pytest.raises(Unsupported, match=r"^what train_step remembers changes"):
+    with pytest.raises(Unsupported, match=r"^state that train_step keeps changes"):
         chosen(Remembering(None, average))
 
 

@@ -1,4 +1,4 @@
-"""What `hooks` and `ghost` refuse, and what they must not refuse."""
+"""Modules that `hooks` and `ghost` refuse, and others that they must not refuse."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from trainstack.checkpointing.decoding import StateDecoder
 from trainstack.checkpointing.manifest import parse
 from trainstack.errors import CheckpointMismatchError, PrivacyBudgetError, PrivacyError, PrivacyLedgerError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unprobed")]
 
 SAVING = ts.DefaultCheckpointerArguments(every_n_steps=5)
 NOISY = {"noise_multiplier": 1.0}

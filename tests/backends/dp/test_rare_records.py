@@ -20,7 +20,7 @@ RECORDS = 10_000
 
 
 class Own(ts.ModuleInterface):
-    """One step over all records; `losses(logits, labels)` is what a user writes."""
+    """One step over all records; `losses(logits, labels)` is the user's loss."""
 
     def __init__(self, losses: Any, net: nn.Module, data: TensorDataset) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def class_weights(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def masked_mean(logits: Tensor, labels: Tensor) -> Tensor:
-    """Label 1 stands for a record of which nothing is known."""
+    """Label 1 is that of a record of which nothing is known."""
     return F.cross_entropy(logits, 0 * labels, reduction="none")[labels == 0].mean()
 
 

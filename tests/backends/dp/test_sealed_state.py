@@ -103,7 +103,7 @@ def private_trainer(directory: Any, module: ts.ModuleInterface, callbacks: Any =
 
 
 def refused_or_bounded(directory: Any, make: Callable[[float], tuple[ts.ModuleInterface, Any]]) -> str:
-    """The message of the refusal, or "" where the sums of steps 4 to 6 do not tell what record 0 was."""
+    """The message of the refusal, or "" where the sums of steps 4 to 6 do not depend on record 0."""
     runs = []
     for number, value in enumerate((0.5, 500.0)):
         module, callbacks = make(value)
@@ -192,7 +192,7 @@ def test_a_queue_that_is_used_before_it_is_written_to_is_named(tmp_path: Any) ->
 
 
 class WritesAt(ts.Callback):
-    """Writes what the module has kept of its records into a buffer or parameter, at one event."""
+    """Writes values that the module has kept of its records into a buffer or parameter, at one event."""
 
     def __init__(self, event: str, write: Callable[..., None]) -> None:
         setattr(self, f"on_{event}", lambda trainer: self.act(trainer.module, write))
@@ -476,7 +476,7 @@ def test_a_dataset_whose_samples_cannot_be_repeated_is_noted(tmp_path: Any) -> N
     assert any("not the same when fetched again" in line for line in trainer.privacy_statement().not_covered)
 
 
-# --- what is no alarm
+# --- no alarm
 
 
 class Usual(Net):

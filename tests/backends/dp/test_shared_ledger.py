@@ -30,6 +30,8 @@ from trainstack.backends.dp.ledger_chain import MAX_LEDGER_BYTES, LedgerChain
 from trainstack.backends.dp.ledger_store import FileStore
 from trainstack.errors import ConfigurationError, PrivacyBudgetError, PrivacyLedgerError
 
+pytestmark = pytest.mark.usefixtures("unprobed")
+
 SIGMA, Q = 1.0, 0.02
 USE = SharedUse(name="patients", records=200)
 

@@ -86,7 +86,7 @@ def test_what_the_user_chose_is_said() -> None:
     assert "(automatic)" in statement.text
     assert "no budget" in statement.text
     logged = make_statement(log_train_loss=True, public_validation=True)
-    without_noise = "the training loss and what train_step logs, which were recorded without noise"
+    without_noise = "the training loss and values that train_step logs, which were recorded without noise"
     assert f"Not covered:\n    - {without_noise}\n" in logged.text
     assert "validation and tests, whose data were declared public" in logged.text.partition("Not covered")[0]
 

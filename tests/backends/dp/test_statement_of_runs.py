@@ -27,6 +27,8 @@ from trainstack.trainer.callbacks.monitors import MemoryMonitor
 from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.provenance import MetricGuard, Provenance
 
+pytestmark = pytest.mark.usefixtures("unprobed")
+
 NOISY = {"noise_multiplier": 1.0}
 SAVING = ts.DefaultCheckpointerArguments(every_n_steps=5)
 RARELY = ts.DefaultCheckpointerArguments(every_n_steps=1000)
@@ -204,7 +206,7 @@ def test_a_module_that_was_trained_without_privacy_is_refused(tmp_path: Path) ->
     assert reported.text.startswith("NOT PRIVATE: the initial weights were trained without privacy")
 
 
-# --- D-M3 and D-M14: what the epsilon rests on
+# --- D-M3 and D-M14: assumptions of the epsilon
 
 
 def test_another_clipping_after_a_resume_is_stated_for_its_own_steps(tmp_path: Path) -> None:
@@ -316,7 +318,7 @@ def test_the_command_line_tells_the_account_of_a_dataset(tmp_path: Path, capsys:
     assert found["one_run"] < found["epsilon"] < found["all_released"]
 
 
-# --- what the steps alone do not tell: neither the file nor the command line forgets it
+# --- facts besides the steps: neither the file nor the command line forgets them
 
 
 class Killed(BaseException):

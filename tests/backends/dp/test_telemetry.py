@@ -25,6 +25,8 @@ from trainstack.backends.dp.modes.vmap import VmapMode
 from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.cli.privacy_ledger import current_statement
 
+pytestmark = pytest.mark.usefixtures("unprobed")
+
 ASKED = {"loss": (0, 4), "accuracy": (0, 1), "grad_norm": (0.5, 1.0)}
 MODES = [mode for mode in (BookkeepingMode, VmapMode, LoopMode) if mode.one_by_one]
 CLIPPERS: dict[str, Any] = {
@@ -293,7 +295,7 @@ def test_what_train_step_must_return_is_said_before_the_first_step(tmp_path: Pat
         ({"telemetry": {"loss": (0, math.inf)}}, "the lowest and the highest"),
         ({"telemetry": {"grad_norm": (0.0, 1.0)}}, "rising thresholds above 0"),
         ({"telemetry": {"grad_norm": ()}}, "rising thresholds above 0"),
-        ({"telemetry": {"": (0, 1)}}, "a key of what train_step returns"),
+        ({"telemetry": {"": (0, 1)}}, "a key of the outputs of train_step"),
         ({"telemetry_weight": 0.0}, "telemetry_weight=0.0"),
         ({"telemetry": {"loss": (0, 1)}, "log_train_loss": True}, "both would be 'train/loss'"),
         ({"public_validation": 1}, "public_validation=1: write True or False"),

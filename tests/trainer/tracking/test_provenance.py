@@ -19,6 +19,8 @@ from tests.helpers.private_runs import BreaksOff, private, promise
 from trainstack.trainer.callbacks import BestCheckpoint, EarlyStopping, ExtraValidation, MovingAverage
 from trainstack.trainer.tracking.provenance import MetricGuard, Provenance
 
+pytestmark = pytest.mark.usefixtures("unprobed")
+
 TELEMETRY = {"loss": (0, 4)}
 
 

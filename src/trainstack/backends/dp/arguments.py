@@ -245,7 +245,7 @@ def _check_telemetry(args: DifferentialPrivacyArguments) -> None:
     for name, values in args.telemetry.items():
         given = f"telemetry={{{name!r}: {values!r}}}"
         if not isinstance(name, str) or not name or name in _NO_TELEMETRY:
-            raise ConfigurationError(f"{given}: write 'loss', 'grad_norm' or a key of what train_step returns.")
+            raise ConfigurationError(f"{given}: write 'loss', 'grad_norm' or a key of the outputs of train_step.")
         numbers = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else []
         finite = all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in numbers)
         rising = finite and all(low < high for low, high in pairwise(numbers))
@@ -254,7 +254,7 @@ def _check_telemetry(args: DifferentialPrivacyArguments) -> None:
         if name != "grad_norm" and not (rising and len(numbers) == 2):
             raise ConfigurationError(
                 f"{given}: write the lowest and the highest value, such as (0, 10). The range is public, so take it "
-                "from what is known without the data."
+                "from knowledge that needs no data."
             )
     if not (args.telemetry_weight > 0 and math.isfinite(args.telemetry_weight)):
         raise ConfigurationError(f"telemetry_weight={args.telemetry_weight!r}: write a number above 0, such as 0.1.")

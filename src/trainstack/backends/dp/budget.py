@@ -66,8 +66,8 @@ class Limit:
     def __init__(self, epsilon: float, delta: float, plan: PrivacyPlan) -> None:
         self.epsilon, self.delta, self._plan = epsilon, delta, plan
         self._beside: list[Entry] = []  # steps of other mechanisms than the plan's, with which
-        self._searched = 0  # up to so many of the plan's were looked at,
-        self._limit = 0  # and so many of those fit
+        self._searched = 0  # up to this many of the plan's were looked at,
+        self._limit = 0  # and this many of those fit
 
     def left(self, history: list[Entry], steps: int) -> int:
         """How many steps fit after `history`, of which `steps` are certainly looked at."""
@@ -114,7 +114,7 @@ class Accountant:
         self.run = secrets.token_hex(16)
         self.overrides: tuple[str, ...] = ()
         self.notes: tuple[str, ...] = ()
-        """What the guarantee does not cover, by the options of this start and the ledger."""
+        """Lines on the limits of the guarantee, by the options of this start and the ledger."""
         self.before: list[Entry] = []
         """Steps of other runs on the weights that this one began with."""
         self.initial_weights = "as the module had them; earlier training of them is not known"
@@ -196,7 +196,7 @@ class Accountant:
         return max(0, min(steps, self._room(steps)))
 
     def exhausted_reason(self) -> str:
-        """What the budget was and what was spent, when no further step fits."""
+        """The budget and the spent epsilon, in a sentence, when no further step fits."""
         plan, ledger = self.plan, self._ledger
         limit = next((limit for limit, history in self._limits() if limit.left(history, 1) < 1), self._own_limit)
         if ledger is not None and limit is not None and limit is self._shared_limit:
@@ -327,7 +327,7 @@ class Accountant:
         if earlier is not None:
             self.run = earlier
             _log.warning(
-                "there is no checkpoint to go on from, but the privacy ledger %s has %d steps of earlier starts, which "
+                "there is no checkpoint to resume from, but the privacy ledger %s has %d steps of earlier starts. They "
                 "count as steps of this run. If it is another one, write resume=False or a new output_dir.",
                 path,
                 runs[self.run],
@@ -343,7 +343,7 @@ class Accountant:
             )
 
     def _take_remarks(self) -> None:
-        """What the ledger says of the run beside its steps holds for this start as well."""
+        """Take over the reasons, notes and stops that the ledger has for the run."""
         assert self._ledger is not None
         reason = self._ledger.voided.get(self.run, "")
         stated = "; ".join(self.overrides)
@@ -388,7 +388,7 @@ class Accountant:
         return state
 
     def update_state(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from `get_state`'s result, and from what the ledger knows beyond it.
+        """Continue from the result of `get_state`, and from later steps in the ledger.
 
         Raises:
             CheckpointMismatchError: `state` is missing or incomplete, or its plan is another one.
@@ -396,7 +396,7 @@ class Accountant:
         """
         if not state or not {"run", "plan", "history", "overrides"} <= state.keys():
             raise CheckpointMismatchError(
-                "The checkpoint says nothing of what was spent, so epsilon of its steps is unknown. Resume from one "
+                "The checkpoint does not have the steps that were spent, so their epsilon is unknown. Resume from one "
                 "that a private run has written, or begin afresh with the model alone if it never saw private data."
             )
         earlier, now = state["plan"], {name: getattr(self.plan, name) for name in _FIXED}

@@ -35,7 +35,7 @@ def setup_problems(work: Workload, args: DifferentialPrivacyArguments) -> list[s
 
 
 def static_problems(work: Workload) -> list[str]:
-    """What can be seen to break the guarantee without running the module; empty if nothing is."""
+    """Faults that break the guarantee and can be found without running the module; empty if there are none."""
     problems = list(_about_modules(work.module))
     if work.clipping.kind == "value":
         problems.append(
@@ -175,7 +175,7 @@ def choose_probe_records(data: TrainingSet, count: int = 6) -> Tensor:
 
 
 def _traits_of(data: TrainingSet, drawn: list[int], at_least: int) -> list[list[float]]:
-    """What tells records apart, for as many of `drawn` as time allows; the first number of each is its size."""
+    """Numbers that tell records apart, for as many of `drawn` as time allows; the first one is the size."""
     until = time.monotonic() + _SECONDS
     traits: list[list[float]] = []
     for index in drawn:
@@ -201,7 +201,7 @@ def _of_leaf(leaf: Any) -> Iterator[float]:
 
 
 def _extremes(traits: list[list[float]]) -> list[int]:
-    """The places of the largest, of the smallest, and then of what is farthest from all those before."""
+    """The places of the largest, of the smallest, and then of the one farthest from all those before."""
     width = max(map(len, traits))
     table = torch.tensor([[*row, *[0.0] * (width - len(row))] for row in traits], dtype=torch.float64).nan_to_num()
     span = table.amax(0) - table.amin(0)
@@ -226,14 +226,14 @@ differ together from alone: rounding, and nothing else."""
 
 _INSTEAD = (
     "Let the loss be a mean over records that depend on themselves alone: no statistics over the batch, no division by "
-    "what the batch holds or by the length to which it was padded. Random numbers that collate_fn draws look like that "
-    "too, since they belong to places in the batch: draw them in train_step or in the data set."
+    "contents of the batch or by the length to which it was padded. Random numbers that collate_fn draws look like "
+    "that too, since they belong to places in the batch: draw them in train_step or in the data set."
 )
 _NO_LIMIT = float(torch.finfo(torch.float32).max) ** 0.5
 
 
 def neighbour_problems(mode: GradientMode, run: Run, data: TrainingSet, index: Tensor) -> Iterator[str]:
-    """What the neighbour probe finds on the records `index`, in sentences; nothing if each has a bounded influence."""
+    """Findings of the neighbour probe on the records `index`, in sentences; none if each has a bounded influence."""
     clipper = mode.clipper
     try:
         in_full = partial(_clipped_sum, mode, lambda model, batch: run(NoAutocast(model), batch), data)
@@ -267,7 +267,7 @@ def _problems(sum_of: partial[Tensor], in_full: partial[Tensor], index: Tensor) 
     if apart > TOLERANCE:
         yield (
             f"records have other gradients together than each by itself (their sum differs by {apart:.3f} times its "
-            f"size), so clipping does not bound what one changes. {_INSTEAD}"
+            f"size), so clipping does not bound the influence of one. {_INSTEAD}"
         )
 
 

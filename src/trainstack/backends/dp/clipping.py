@@ -23,7 +23,7 @@ float32 rounds factors by up to 6e-8 of them, and norms by a few times that."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """What to multiply with.
+    """The factors of a micro-batch.
 
     Attributes:
         rows: for each trained parameter its factors, float32 of shape `(records,)`; parameters that are clipped

@@ -47,7 +47,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def clt_epsilon(sigma: float, q: float, steps: int, delta: float) -> float:
-    """What epsilon of `steps` Poisson samples tends to as they grow in number (Bu et al. 2020); no upper bound."""
+    """The limit of epsilon of `steps` Poisson samples as they grow in number (Bu et al. 2020); no upper bound."""
     return gaussian_epsilon(q * math.sqrt(steps * math.expm1(1 / sigma**2)), delta) if sigma > 0.05 else math.inf
 
 
@@ -217,7 +217,7 @@ def prv_epsilon(history: Sequence[Entry], delta: float, eps_error: float, rdp: f
         delta: above 0.
         eps_error: what the result may lie above the truth; raised where the grid would not fit, at most to 2 % of
             `rdp`.
-        rdp: what `rdp_epsilon` says of the same.
+        rdp: the result of `rdp_epsilon` for the same.
     """
     # Each entry costs as much as the first; the grid grows with epsilon, and no one calls one above 50 private.
     if len(history) > 20 or rdp > 50.0:

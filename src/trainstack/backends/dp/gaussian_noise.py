@@ -22,8 +22,8 @@ _REDRAW = 2.0**-16
 def fast_normal(generator: np.random.Generator, count: int, scale: float) -> Tensor:
     """`count` independent normal numbers of standard deviation `scale`, float32 on the CPU.
 
-    The method of Box and Muller (1958) on vectors: `(r cos a, r sin a)` with `r = sqrt(-2 log u)`. What a person who
-    knows this code could make use of is closed as follows.
+    The method of Box and Muller (1958) on vectors: `(r cos a, r sin a)` with `r = sqrt(-2 log u)`. It has three
+    weaknesses that an attacker could use, and they are closed as follows.
 
     - Tails. `u` has 31 bits, and where it is below 2^-16 as many further ones as it takes, so that there is no largest
       number. (With 24 bits, as in `torch.randn`, it is 5.8 standard deviations: an output beyond would tell

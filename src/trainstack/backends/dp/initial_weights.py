@@ -1,4 +1,4 @@
-"""What a private run states of the weights that it begins with."""
+"""The line of a private statement on the weights that a run begins with."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # most runs are not private, and need none of it
     from trainstack.backends.random_streams import RandomStreams
 
 _SCALER = (
-    "a gradient scaler skips steps and changes its scale by what the data are, without noise. The half precision for "
+    "a gradient scaler skips steps and changes its scale depending on the data, without noise. The half precision for "
     "private training is 'bf16', as in 'sp-dp-bf16'."
 )
 
@@ -46,7 +46,7 @@ class DP(AbstractTrainerBackendDecorator):
 
     Args:
         inner: the layer inside this one.
-        args: what is promised, and how.
+        args: the guarantee and how to reach it.
         ledger: the file in which every step is recorded before it is taken; by default `privacy-ledger.jsonl` in the
             run's folder.
     """
@@ -102,7 +102,7 @@ class DP(AbstractTrainerBackendDecorator):
         return replace(work, gradients_reduced_by=self.name)
 
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
-        """In training, forwards and backwards: what comes back is finished, but for a loss that may be logged."""
+        """In training, forwards and backwards: the outputs need no backward pass, and their loss is there for logs."""
         if stage is not Stage.TRAIN:
             return self.inner.forward(work, stage, batch, step)
         guard = self._state_guard
@@ -188,7 +188,7 @@ class DP(AbstractTrainerBackendDecorator):
 
     @property
     def accountant(self) -> Accountant:
-        """What was spent and may still be."""
+        """The spent epsilon and the budget."""
         return self._ready.accountant
 
     def pop_released(self, window: Window) -> Mapping[str, float]:

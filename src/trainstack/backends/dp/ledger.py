@@ -76,7 +76,7 @@ class SpendLedger:
         self.voided: dict[str, str] = {}
         """Runs whose steps guarantee nothing, and why."""
         self.notes: dict[str, tuple[str, ...]] = {}
-        """What the guarantee of a run does not cover, in the course of all its starts."""
+        """Limits of the guarantee of a run, over all its starts."""
         self.moved: dict[str, str] = {}
         """Runs that charge another ledger since, and its address."""
         self._carried: set[str] = set()  # digests of lines of other ledgers, whose runs were carried over
@@ -92,7 +92,7 @@ class SpendLedger:
 
     @property
     def path(self) -> str:
-        """Where the ledger lies."""
+        """Where the ledger is kept."""
         return self._chain.store.address
 
     def spent(self, run: str | None = None) -> list[Entry]:
@@ -188,7 +188,7 @@ class SpendLedger:
             room: how many steps may be recorded. It is called under the lock, so that no other process charges between
                 the look at a budget and the record.
             void: why the steps guarantee nothing; then the ledger does not either.
-            notes: what the guarantee does not cover.
+            notes: limits of the guarantee.
 
         Raises:
             PrivacyLedgerError: it cannot be recorded; the step must not be taken.
@@ -210,7 +210,7 @@ class SpendLedger:
         return True
 
     def settle(self) -> None:
-        """Hand back what was recorded ahead and not taken: at a checkpoint, and at a clean end.
+        """Hand back the steps that were recorded ahead and not taken: at a checkpoint, and at a clean end.
 
         Raises:
             PrivacyLedgerError: it cannot be recorded; then those steps stay spent.
@@ -227,14 +227,14 @@ class SpendLedger:
     def remark(
         self, run: str, sigma: float, q: float, *, void: str = "", note: str = "", planned: int | None = None
     ) -> None:
-        """Record at once what concerns all steps of `run`.
+        """Record at once a fact on all steps of `run`.
 
         Args:
             run: its id.
             sigma: noise multiplier.
             q: sampling rate.
             void: why the steps guarantee nothing.
-            note: what the guarantee does not cover.
+            note: a limit of the guarantee.
             planned: as many steps of (sigma, q) count from now on, although a chosen stop has left some of them out.
 
         Raises:
@@ -426,7 +426,7 @@ class SpendLedger:
     def _count(self, record: Record) -> None:
         run, steps = str(record["run"]), int(record["steps"])
         sigma, q, clip = float(record["sigma"]), float(record["q"]), str(record.get("clip", ""))
-        sums = self._recorded[run] = self._recorded.pop(run, Counter())  # the last run stands last
+        sums = self._recorded[run] = self._recorded.pop(run, Counter())  # the last run comes last
         check_mechanism(sigma, q, sums[sigma, q, clip] + steps)
         sums[sigma, q, clip] += steps
         if "folder" in record:

@@ -96,12 +96,12 @@ class LedgerChain:
         if size > MAX_LEDGER_BYTES:
             raise PrivacyLedgerError(
                 f"The privacy ledger {self.store.address} has {size:,} bytes, more than the {MAX_LEDGER_BYTES:,} that "
-                "are read. Put the original back, or begin a new ledger and write down what this one says."
+                "are read. Put the original back, or begin a new ledger and write down the steps of this one."
             )
         begin, rest = self._read_to, b""
         while begin < size and (piece := opened.read(begin, min(_PIECE, size - begin))):
             begin += len(piece)
-            *lines, rest = (rest + piece).split(b"\n")  # what follows the last newline is torn, or being written
+            *lines, rest = (rest + piece).split(b"\n")  # the rest after the last newline is torn, or being written
             for line in [*lines, *([rest] if len(rest) > MAX_LINE_BYTES else [])]:
                 self._take(line)
 
@@ -123,8 +123,8 @@ class LedgerChain:
                 self._read_to += len(line) + 1
                 return
         raise PrivacyLedgerError(
-            f"The privacy ledger {self.store.address} is damaged in the line {line[:40]!r}..., so it does not say what "
-            "was spent: lines were changed, removed or exchanged. Put an undamaged copy of the file in its place."
+            f"The privacy ledger {self.store.address} is damaged in the line {line[:40]!r}..., so its steps are not "
+            "known: lines were changed, removed or exchanged. Put an undamaged copy of the file in its place."
         )
 
 

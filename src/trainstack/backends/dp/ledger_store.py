@@ -71,7 +71,7 @@ _factories: dict[str, Callable[[str], LedgerStore]] = {}
 
 
 def register_ledger_store(scheme: str, factory: Callable[[str], LedgerStore]) -> None:
-    """Let `DifferentialPrivacyArguments(ledger="scheme://...")` name a store of your own.
+    """Let `DifferentialPrivacyArguments(ledger="scheme://...")` name a store that you provide.
 
     Args:
         scheme: the text before `://`.

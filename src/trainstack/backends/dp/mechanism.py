@@ -46,7 +46,7 @@ class Mechanism:
     """The Poisson-subsampled Gaussian mechanism of one run, on all its processes.
 
     Args:
-        args: what was promised.
+        args: of the run.
         accountant: is charged before the noise of a step is drawn.
         mode: gives the sums of clipped gradients.
         randomness: of the noise.
@@ -108,7 +108,7 @@ class Mechanism:
             )
 
     def _explain(self, error: RuntimeError) -> None:
-        """Say what it means that `train_step` failed, although it works outside of private training."""
+        """Explain why `train_step` failed although it works outside of private training."""
         if not isinstance(error, torch.OutOfMemoryError):
             self._refuse_writes()
         if any(words in str(error) for words in _WRITES):
@@ -181,7 +181,7 @@ class Mechanism:
         gradient = flat[:size]
         parts = torch.split(gradient, [parameter.numel() for parameter in self.mode.trained])
         for parameter in work.optimized_params:
-            parameter.grad = None  # nothing but what is released here may reach an optimizer
+            parameter.grad = None  # only gradients released here may reach an optimizer
         for parameter, part in zip(self.mode.trained, parts, strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
         self.telemetry.release(flat[size:])
@@ -209,7 +209,7 @@ class Mechanism:
         flat += noise
 
     def check_parameters(self, work: Workload) -> None:
-        """What is clipped must be what is trained.
+        """The clipped parameters must be the trained ones.
 
         Raises:
             PrivacyError: it is not.
@@ -223,7 +223,7 @@ class Mechanism:
             )
 
     def get_state(self) -> dict[str, Any]:
-        """What was spent, how many steps were released, and the clipping norm; no random state."""
+        """The spent steps, the number of released ones, and the clipping norm; no random state."""
         self.accountant.settle()
         clipper = self.mode.clipper
         limit = clipper.limit if isinstance(clipper, AdaptiveClipper) else None
@@ -233,14 +233,14 @@ class Mechanism:
         return {**state, "telemetry": self.telemetry.get_state()} if self.telemetry.is_observing else state
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned; the main process consults the ledger, the others follow it.
+        """Load the result of `get_state`; the main process consults the ledger, the others follow it.
 
         Raises:
-            CheckpointMismatchError: it lacks what was spent, or was under another plan.
+            CheckpointMismatchError: it lacks the spent steps, or was under another plan.
         """
         if "accountant" not in state:
             raise CheckpointMismatchError(
-                "the checkpoint does not tell what privacy its training has cost, so it cannot be accounted for. "
+                "the checkpoint does not have the privacy cost of its training, so it cannot be accounted for. "
                 "Resume from a checkpoint of a private run."
             )
         account = {**state["accountant"], "ledger": state.get("ledger")}
@@ -320,6 +320,6 @@ class Mechanism:
         )
 
     def close(self) -> None:
-        """Leave the module as it was found, and the ledger with what was really spent."""
+        """Leave the module as it was found, and the ledger with the steps that were taken."""
         self.mode.close()
         self.accountant.settle()

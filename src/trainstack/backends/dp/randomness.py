@@ -33,7 +33,7 @@ class Randomness(ABC):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PrivacyError(
             "a private run was copied or pickled: two runs with the same noise reveal what it hides. Save a "
-            "checkpoint, and make a Trainer of its own for each run."
+            "checkpoint, and make a separate Trainer for each run."
         )
 
     @abstractmethod
@@ -97,7 +97,7 @@ class SeededRandomness(Randomness):
     def _check_not_forked(self) -> None:
         if os.getpid() != self._process:
             raise PrivacyError(
-                "a private run goes on in a forked process: it would have the same noise as its parent's, and two runs "
+                "a private run continues in a forked process: it would have the same noise as its parent, and two runs "
                 "with the same noise reveal what it hides. Make the Trainer in the process that trains."
             )
 

@@ -42,13 +42,13 @@ def make_mechanism(
 
     Args:
         work: placed on its device, not wrapped.
-        args: what is promised.
+        args: of the run.
         ledger: where steps are recorded unless `args.ledger` names another; on the main process only.
         run: runs the module on a batch as the layers inside do.
         streams: of the random numbers in forward passes.
 
     Raises:
-        PrivacyError: all reasons for which the promise could not be kept, each with what to write instead.
+        PrivacyError: all reasons for which the guarantee would not hold, each with advice.
     """
     faults, seen = setup_problems(work, args), static_problems(work)
     if faults or (seen and args.on_unsafe == "error"):
@@ -113,7 +113,7 @@ def _plan(data: TrainingSet, args: DifferentialPrivacyArguments) -> PrivacyPlan:
 def _mode(
     work: Workload, data: TrainingSet, args: DifferentialPrivacyArguments, plan: PrivacyPlan, run: Run
 ) -> tuple[GradientMode, list[str]]:
-    """How gradients are taken, and what the neighbour probe has against it."""
+    """How gradients are taken, and the findings of the neighbour probe."""
     trained = tuple(p for p in work.optimized_params if p.requires_grad)
     names = {id(p): name for name, p in work.module.named_parameters()}
     was_training = {part: part.training for part in work.module.modules()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,11 @@ NOT_COVERED = (
     "validation and tests on private data",
     "choices between runs that private data guided, such as hyper-parameters",
     "statistics of the data that prepare it",
-    "what train_step, hooks, callbacks and functions write, set or decide by records or by values without noise",
+    "values that train_step, hooks, callbacks and functions write, set or decide by records or without noise",
     "the gradient mode, errors, warnings and times, which depend on private records",
     "records kept in global variables, closures, files or the workers of a loader",
 )
-_LOGGED = "the training loss and what train_step logs, which were recorded without noise"
+_LOGGED = "the training loss and values that train_step logs, which were recorded without noise"
 _ALONE = "each record's loss is computed from that record alone, by construction of the gradient mode"
 _COMPARED = "each step compares the loss of the batch with the mean of the losses of its records, in value and slope"
 LOSSES = {"bookkeeping": _ALONE, "vmap": _ALONE, "loop": _ALONE, "hooks": _COMPARED, "ghost": _COMPARED}
@@ -109,7 +110,7 @@ def _covered(args: DifferentialPrivacyArguments, unused_steps: int) -> tuple[str
 
 
 def option_notes(args: DifferentialPrivacyArguments) -> tuple[str, ...]:
-    """What the options of one start leave uncovered; it stays so, whatever the next start writes."""
+    """Limits of the guarantee by the options of one start; they stay, whatever the next start writes."""
     return ((_LOGGED,) if args.log_train_loss else ()) + (() if args.public_validation else (NOT_COVERED[0],))
 
 
@@ -133,6 +134,7 @@ def _notes(accountant: Accountant | None, grad_mode: str) -> tuple[tuple[str, st
     return tuple(notes)
 
 
+@cache  # reading the metadata of packages takes milliseconds, and a run makes several statements
 def _versions(accountant: str) -> tuple[tuple[str, str], ...]:
     found = [("trainstack", version("trainstack")), ("torch", version("torch")), ("opacus", opacus_version())]
     return (*found, ("dp-accounting", version("dp-accounting"))) if accountant == "pld" else tuple(found)

@@ -208,8 +208,8 @@ class Telemetry:
         for name, values in self._args.telemetry.items():
             half = 0.5 if name == "grad_norm" else (values[1] - values[0]) / 2
             numbers = ", ".join(f"{value:g}" for value in values)
-            what = f"shares of gradient norms up to {numbers}" if name == "grad_norm" else f"{name} in ({numbers})"
-            lines.append(f"{what}: +- {half * noise:.2g} a step by noise, at most +- {half * drawn:.2g} by sampling")
+            title = f"shares of gradient norms up to {numbers}" if name == "grad_norm" else f"{name} in ({numbers})"
+            lines.append(f"{title}: +- {half * noise:.2g} a step by noise, at most +- {half * drawn:.2g} by sampling")
         lines.append(f"raises the noise of the gradient by {100 * (self.stretch - 1):.2g} %")
         return [("telemetry", "\n".join(lines))]
 
@@ -219,7 +219,7 @@ class Telemetry:
         return {"names": [one.name for one in self._coordinates], **windows}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned, if it is about the same metrics."""
+        """Load the result of `get_state`, if it is about the same metrics."""
         if state.get("names") == [one.name for one in self._coordinates]:
             for name, window in self._windows.items():
                 window.update_state(state[name])

@@ -227,7 +227,7 @@ class GradientReducer(nn.Module):
             self._broadcast(list(self.entry.buffers()))
 
     def _check_change(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse what a forward pass may not do; the ranks of a change come here after the backward pass.
+        """Refuse changes that a forward pass may not make; the ranks of a change come here after the backward pass.
 
         Raises:
             ConfigurationError: a parameter of the pass has other values on other ranks, or the wrapper waits for the

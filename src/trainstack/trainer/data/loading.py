@@ -119,10 +119,10 @@ class PartOfDataset(Subset[Any]):
 class SeededDataset(Dataset[Any]):
     """A dataset whose samples draw from generators seeded by (seed, epoch, index) and by nothing else.
 
-    In a private run, what draws for several samples at once gets new secret states each time: the numbers of a sample
-    then depend on its place, and would link the steps in which the same sample comes first. With a debug seed, samples
-    are fetched one by one instead, so that their numbers do not depend on the others. Seeds that the dataset gives by
-    itself, such as the index, are mixed with the secret: see `SaltedSeeds`.
+    In a private run, code that draws for several samples at once gets new secret states each time: the numbers of a
+    sample then depend on its place, and would link the steps in which the same sample comes first. With a debug seed,
+    samples are fetched one by one instead, so that their numbers do not depend on the others. Seeds that the dataset
+    gives by itself, such as the index, are mixed with the secret: see `SaltedSeeds`.
 
     Args:
         dataset: of the user.
@@ -160,7 +160,7 @@ class SeededDataset(Dataset[Any]):
         return SaltedSeeds(seed, "sample", index) if isinstance(seed, RandomStreams) else nullcontext()
 
     def _seed_batch(self, epoch: int, index: int) -> Seed:
-        """Seed what draws for several samples, the first of which is `index`; returns what was the seed."""
+        """Seed code that draws for several samples, the first of which is `index`; returns the seed that it used."""
         seed = self.seed
         if isinstance(seed, RandomStreams):
             seed, index = (RandomStreams.from_system() if seed.is_secret else seed), _BATCH
@@ -195,13 +195,13 @@ class SeededDataset(Dataset[Any]):
         return self._before_collate(samples, keys[0])
 
     def _before_collate(self, samples: Any, first: tuple[int, int]) -> Any:
-        if isinstance(self.seed, RandomStreams):  # else `collate_fn` goes on with the numbers of the last sample
+        if isinstance(self.seed, RandomStreams):  # else `collate_fn` continues with the numbers of the last sample
             self._seed_batch(*first)
         return samples
 
 
 _BATCH = -2
-"""In the place of a sample's index in the seed of what makes a batch in a run with a debug seed."""
+"""In the place of a sample's index in the seed of a batch in a run with a debug seed."""
 
 
 def loading_options(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ _torch_random: Any = torch.random
 class SaltedSeeds:
     """A block in which a dataset makes a sample of a private run, or the samples of a batch.
 
-    Datasets seed generators to repeat what they draw: `np.random.seed(index)` gives each sample an augmentation of its
+    Datasets seed generators to repeat their draws: `np.random.seed(index)` gives each sample an augmentation of its
     own, and the same seed twice gives an image and its mask the same crop. Everybody knows such a seed. If a record is
     left out, all later ones have other indices and other public augmentation, which clipping does not bound. In the
     block a seed gives a state that follows from the seed, the place and the streams of the run. Within a sample, equal
@@ -117,7 +117,7 @@ class _DefaultGenerator:
     """In the place of torch's generator in `torch.random`, whose functions call it by name (torch 2.10 to 2.13)."""
 
     def manual_seed(self, seed: int) -> torch.Generator:
-        assert _active is not None  # the name stands for it in a block only
+        assert _active is not None  # the name is replaced in a block only
         _active.seed_torch(seed)
         return torch.default_generator
 

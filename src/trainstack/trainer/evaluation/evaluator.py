@@ -265,7 +265,7 @@ class Evaluator:
         one that only tries out a few batches is not announced. One that is a part of training has begun already.
         """
         context, events = self._context, self._context.events
-        # an attribute that train_step has set may be what a hook logs
+        # a hook may log an attribute that train_step has set
         keeps_values = any(layer.keeps_values for layer in context.stack.layers())
         provenance = Provenance.PRIVATE if keeps_values else Provenance.EVALUATION
         with isolated_rng(seed, context.world.device), context.sink.evaluating(provenance):

@@ -29,7 +29,7 @@ def refuse_records(function: Callable[..., Any], label: str, public: int, given:
     except (TypeError, ValueError) as error:
         raise PrivacyError(
             f"{label} takes {' and '.join(given)} of training, which a private run gives to no hook and no subscriber: "
-            "what a hook keeps of records or writes into the module carries them into later steps without clipping "
+            "a hook that keeps records or writes them into the module carries them into later steps without clipping "
             "and noise. Leave the argument out, or write "
             "DifferentialPrivacyArguments(expose_records=True), which makes the run NOT PRIVATE."
         ) from error

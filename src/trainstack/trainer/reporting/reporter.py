@@ -94,7 +94,7 @@ class Reporter:
         if resume_step is not None:
             rows.append(("resumed", f"after global step {resume_step}"))
         self._writers.text(format_plan_table(rows))
-        if stack.is_private:  # until the end, the statement on the disk has what all planned steps spend
+        if stack.is_private:  # until the end, the statement on the disk has the epsilon of all planned steps
             left = max(0, (plan.total_steps or 0) - context.state.global_step)
             stack.announce_steps(left, self._write_statement if self._is_main else None)
 

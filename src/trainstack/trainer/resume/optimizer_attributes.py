@@ -57,10 +57,10 @@ def _has_parameters(value: Any) -> bool:
 
 
 class OptimizerAttributes:
-    """What a checkpoint keeps of the own attributes of an optimizer.
+    """Saves and restores the attributes that the class of an optimizer adds.
 
-    These are the tensors, and what else has changed since the optimizer was made: numbers, text, and containers of
-    them up to 64 KiB. A tensor that shares memory with the module or with the state of the optimizer is not kept.
+    These are the tensors, and attributes that have changed since the optimizer was made: numbers, text, and containers
+    of them up to 64 KiB. A tensor that shares memory with the module or with the state of the optimizer is not kept.
 
     Args:
         optimizer: has not made a step.
@@ -96,7 +96,7 @@ class OptimizerAttributes:
         return {"values": values, **({"on_host": on_host} if on_host else {})} if values else {}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned."""
+        """Load the result of `get_state`."""
         device = self._device()
         for name, value in state.get("values", {}).items():
             on_host = name in state.get("on_host", ())
@@ -138,7 +138,7 @@ class OptimizerAttributes:
 
 
 def _fingerprint(value: Any) -> str:
-    """A hash of an object, without the values of tensors and arrays; of what cannot be pickled, its `id`."""
+    """A hash of an object, without the values of tensors and arrays; its `id` if it cannot be pickled."""
     file = io.BytesIO()
     try:
         _Pickler(file).dump(value)

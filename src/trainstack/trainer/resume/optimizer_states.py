@@ -42,7 +42,7 @@ class OptimizerStates:
     form of its own. `"dtypes"` are those of the parameters that are not float32, and `"attributes"` what
     `OptimizerAttributes` keeps. `"made"` holds the options with which the groups were made, and `"first"` the
     names in these groups, where the same parameters are in other groups now. The record of a scheduler
-    names its class and the number of its optimizer; its `"made"` holds what it was made with.
+    names its class and the number of its optimizer; its `"made"` holds its first values.
 
     Args:
         work: has the optimizers and the module. The optimizers have the parameters that they were made with.

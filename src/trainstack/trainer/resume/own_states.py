@@ -133,8 +133,8 @@ def _without_buffers(part: Part, context: RunContext) -> tuple[Part, Part]:
 def comparable(states: Mapping[str, Any], stack: TrainerBackend) -> dict[str, Any]:
     """`states` without those of rank 0 alone.
 
-    These are what the trainer notes of its callbacks, such as how they were made, perhaps by rank, and what layers call
-    `rank_zero_state`.
+    These are notes of the trainer on its callbacks, such as how they were made, perhaps by rank, and the
+    `rank_zero_state` of layers.
     """
     found = dict(states)
     if CALLBACKS in states:

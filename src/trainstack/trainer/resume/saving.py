@@ -493,7 +493,7 @@ def make_checkpoint(
     returns; like the random states, it is kept for each rank.
     """
     rng: dict[str, Any] = {"begin": begin}
-    if not context.stack.is_private:  # which stores no random states: they tell what was drawn
+    if not context.stack.is_private:  # a private run stores no random states: they show its draws
         rng |= {"now": capture_rng(context.world.device), "epoch": epoch_rng}
         rng[GENERATORS] = get_generator_states(context)
     mine = (rng, loader_state, cpu_settings())

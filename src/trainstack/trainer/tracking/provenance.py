@@ -37,7 +37,7 @@ class MetricGuard:
     """Decides for the values of a private run which are recorded, and which may decide about the training.
 
     A value that was computed from training data without noise is not recorded at all, so that it reaches no log, no
-    file and no display, unless the run shows such values. What decides about the training (schedules, early stopping,
+    file and no display, unless the run shows such values. Decisions about the training (schedules, early stopping,
     the choice of a checkpoint) may read values that are public or covered.
 
     Args:
@@ -100,7 +100,7 @@ class MetricGuard:
             source, cure = "training data", "Use a noisy metric"
         telemetry = "telemetry={'loss': (0, 10)} in DifferentialPrivacyArguments records 'train/loss' with noise"
         raise PrivacyError(
-            f"{who} decides by {name!r}, which is computed from {source} without noise. What it decides changes the "
+            f"{who} decides by {name!r}, which is computed from {source} without noise. The decision changes the "
             f"training or the choice of weights, and epsilon does not cover that. {cure}: {telemetry}. A validation "
             "on public data with public_validation=True is covered as well."
         )
@@ -120,7 +120,7 @@ class MetricGuard:
         return {name: int(provenance) for name, provenance in self._known.items()}
 
     def update_state(self, state: Mapping[str, int]) -> None:
-        """Take back what `get_state` returned."""
+        """Load the result of `get_state`."""
         self._known = {str(name): Provenance(value) for name, value in state.items()}
         if not self._public_evaluation:  # an earlier start may have declared the data public
             for name in filter(_is_evaluation, self._known):

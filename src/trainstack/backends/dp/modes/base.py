@@ -177,7 +177,7 @@ class GradientMode(ABC):
         """
 
     def explain_error(self, error: Exception) -> str:
-        """What it means that `add` raised `error` when the mode was tried on data with which `train_step` works."""
+        """The message for `error`, which `add` raised in a trial on data with which `train_step` works."""
         return f"grad_mode={self.name!r} fails. Write grad_mode='auto'. The error was: {shorten(error)}"
 
     def pop_sums(self) -> list[Tensor]:
@@ -194,7 +194,7 @@ class GradientMode(ABC):
 
     @contextmanager
     def trial(self, clipper: Clipper, observer: Observer | None) -> Iterator[None]:
-        """A block with other sums, another clipper and observer; afterwards those of the step are what they were."""
+        """A block with other sums, another clipper and another observer; those of the step return at its end."""
         kept = self._flat, self.sums, self.clipper, self.observer
         self._flat, self.sums = self._zeros()
         self.clipper, self.observer = clipper, observer

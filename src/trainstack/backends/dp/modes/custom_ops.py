@@ -19,7 +19,7 @@ OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
 
 
 class CustomOpGuard(TorchFunctionMode):
-    """Refuses what may mix records while it is active, in backward passes too, with `Unsupported`."""
+    """While it is active, raises `Unsupported` for functions that may mix records, in backward passes too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if type(func) in OPERATORS:

@@ -39,7 +39,7 @@ def one_loss_value(outputs: Any) -> Tensor:
     """The same for forward-mode derivatives, under which a loss needs no graph."""
     loss = loss_item(outputs)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        return one_loss(outputs)  # which says what is wrong with it
+        return one_loss(outputs)  # raises an error that names the fault
     return loss.reshape(())
 
 

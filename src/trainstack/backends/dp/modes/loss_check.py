@@ -68,7 +68,7 @@ class LossCheck:
         for number, row in self._padding:  # forward-mode derivatives of torch 2.13.0 do not leave it out
             direction[number][row] = 0.0
         weights = torch.as_tensor(draw.standard_normal(records, np.float32)).to(self._trained[0])
-        # torch 2.13.0 compiles its derivatives with what it has deprecated.
+        # torch 2.13.0 compiles its derivatives with deprecated functions.
         deprecated = suppress_warning("`torch.jit.script")
         with full_float32(), DisableRandomness(), deprecated, suppress_warning("Full backward hook is firing"):
             # First, so that an exception of `train_step` comes as it is.

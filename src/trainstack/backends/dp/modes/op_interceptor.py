@@ -5,7 +5,7 @@ that each use of a parameter is recorded by itself.
 
 `train_step` runs under `vmap` over the records. A known function is run on the physical tensors instead, with the
 parameter cut off the graph, and its input is kept. In any other function the parameter is replaced by a copy for each
-record, so that what `vmap` knows about is exact too, at the cost of a gradient for each record.
+record: functions with a rule for `vmap` are exact too, at the cost of a gradient for each record.
 """
 
 from __future__ import annotations
@@ -401,21 +401,20 @@ def _dot_product(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
+    *rest: Any,
     **options: Any,
 ) -> Any:
     """Has no rule for `vmap` in torch 2.13.0, but takes any number of batch dimensions."""
     parts = (query, key, value, attn_mask)
     if any(ops._is_parameter(part) for part in parts):
-        return _other(ops, func, parts, {"dropout_p": dropout_p, "is_causal": is_causal, **options})
+        return _other(ops, func, (*parts, *rest), options)
     with record_vmap.outside_vmap():
         most = max(query.dim(), key.dim(), value.dim())
         physical = [part if part is None else _with_dims(ops.physical(part), most + 1) for part in parts]
         ahead = physical[0].shape[:-3]  # type: ignore[union-attr]
         if len(ahead) > 1:  # the fast kernels of torch 2.13.0 take one dimension before the heads
             physical = [p if p is None else p.expand(*ahead, *p.shape[-3:]).flatten(0, -4) for p in physical]
-        output = func(*physical, dropout_p=dropout_p, is_causal=is_causal, **options)
+        output = func(*physical, *rest, **options)
         output = output.unflatten(0, ahead) if len(ahead) > 1 else output
     return ops.wrap(output)
 
@@ -438,7 +437,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Each label has a loss of its own, and each record takes its own mean; `vmap` needs several times as long."""
+    """The losses of the labels, and their mean for each record; `vmap` needs several times as long."""
     rest = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     legacy = size_average is not None or reduce is not None
     if legacy or target.is_floating_point() or ops._is_parameter(weight) or not _is_shared(ops, weight):
@@ -468,7 +467,7 @@ def _max_pool(ops: OpInterceptor, func: Any, input: Tensor, *args: Any, **option
     with record_vmap.outside_vmap():
         x = ops.physical(input)
         x = x.flatten(0, 1) if input.dim() == 4 else x.view_as(x)
-        if x.requires_grad:  # what comes before is slow on gradients with channels last
+        if x.requires_grad:  # earlier layers are slow on gradients with channels last
             x.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
         pooled = func(x.contiguous(memory_format=torch.channels_last), *args, **options).contiguous()
         if input.dim() == 4:

@@ -104,7 +104,7 @@ def translate_opacus_errors(mode: str, module: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         where = [
-            f"{name or 'the module itself'} ({type(layer).__name__}), which has parameters of its own "
+            f"{name or 'the module itself'} ({type(layer).__name__}), which holds parameters directly "
             f"({', '.join(parameter for parameter, _ in layer.named_parameters(recurse=False))})"
             for name, layer in module.named_modules()
             if any(not inputs for inputs in layer.__dict__.get("activations", ()))

@@ -265,7 +265,7 @@ class ConvUse(DirectUse):
     def _patches(self, x: Tensor, output: tuple[int, ...]) -> Tensor:
         """Of some records, `(records, groups, positions, kernel * channels of a group)`.
 
-        Copies are fast where what lies together in a patch also does in the input. So channels come last; and where
+        Copies are fast where neighbours in a patch are neighbours in the input. So channels come last; and where
         they are few, the last dimension is unfolded first, so that the other ones are copied in longer runs.
         """
         x = x.float()

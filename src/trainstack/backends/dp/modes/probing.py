@@ -51,7 +51,7 @@ def deterministic_forward(module: nn.Module) -> Iterator[RandomStates]:
     Parameters, buffers, states of random generators and precisions are put back at the end.
 
     Yields:
-        The states of the generators, for what draws from them all the same.
+        The states of the generators, for code that draws from them all the same.
     """
     kept = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
     states = RandomStates(module)

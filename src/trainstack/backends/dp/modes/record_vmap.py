@@ -43,7 +43,7 @@ def run_per_record(function: Callable[..., object], columns: Sequence[Tensor]) -
 
     Args:
         function: is called with as many tensors as `columns`, each without its first dimension. To hand something out
-            it stores what `unwrap` returns.
+            it stores the result of `unwrap`.
         columns: at least 1 tensor, records along dimension 0.
     """
 

@@ -44,8 +44,8 @@ _EXACT, _ROUNDED = 1e-4, 0.2
 under autocast, which shows whether it works there at all."""
 
 _ROUNDING = 100 * torch.finfo(torch.float32).eps
-"""A gradient below this share of the largest is taken for rounding: where the true one is zero, as that of a bias
-before a normalisation, it is nothing else, and rounding must not be compared with rounding."""
+"""A gradient below this share of the largest is taken for rounding, which must not be compared with rounding. It is all
+that remains of a gradient that is zero, such as that of a bias before a normalisation."""
 
 
 def choose_mode(
@@ -75,7 +75,7 @@ def choose_mode(
     _check_no_script(module)
     with deterministic_forward(module):
         scaling = _unit_joint_norm if asked == "ghost" else _unit_norm_per_parameter
-        with installed_attributes(owners_of(module)):  # what a trial writes must not be in the module when it trains
+        with installed_attributes(owners_of(module)):  # writes of a trial must not be in the module when it trains
             verifier = ModeVerifier(module, trained, run, probe, records, scaling)
         if asked != "auto":
             return verifier.verify(MODES[asked], clipper)
@@ -102,7 +102,7 @@ def _check_no_script(module: nn.Module) -> None:
     scripted = next((name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
     if scripted is not None:
         raise Unsupported(
-            f"{scripted or 'the module'} is compiled by torch.jit, so that what it does with a record cannot be seen. "
+            f"{scripted or 'the module'} is compiled by torch.jit, so that its use of a record cannot be seen. "
             "Give the nn.Module from which it was compiled."
         )
 
@@ -195,8 +195,8 @@ class ModeVerifier:
             kept.append(plain_attributes(self._module))
         changing = [name for name, value in kept[0].items() if any(later.get(name) != value for later in kept)]
         raise Unsupported(
-            f"{' or '.join(changing) or 'what train_step remembers'} changes in a forward pass, and the same records "
-            "then have other gradients: it would carry what one record is into the steps of others, without clipping "
+            f"{' or '.join(changing) or 'state that train_step keeps'} changes in a forward pass, and the same records "
+            "then have other gradients: it would carry one record into the steps of others, without clipping "
             "and noise. Let nothing but parameters be kept from one forward pass to the next, and draw random numbers "
             "from the generators of torch, numpy and random, or from those that the module holds from the start."
         )
@@ -272,7 +272,7 @@ class ModeVerifier:
     def _sums(
         self, mode: GradientMode, batch: Any, records: int, scaling: Scaling, run: Run
     ) -> tuple[list[Tensor], Tensor, float]:
-        """The sums of a mode, for each parameter the sum of the norms of what was added, and the mean loss."""
+        """The sums of a mode, for each parameter the sum of the norms of its summands, and the mean loss."""
         mode.clipper = clipper = _ScalingClipper(scaling)
         outputs = mode.add(run, batch, records)
         return mode.pop_sums(), clipper.scales, float(loss_item(outputs).detach())
@@ -340,7 +340,7 @@ class _ScalingClipper(Clipper):
 
 
 def _instead_of(module: nn.Module, tensor: str) -> str:
-    """What to write in place of the layer that changes `tensor`."""
+    """Advice for the layer that changes `tensor`."""
     path, _, key = tensor.rpartition(".")
     layer = module.get_submodule(path)
     if type(layer).__name__ == "_SpectralNorm" or hasattr(layer, f"{key[:-2]}_orig"):  # torch 2.13.0, and the old one

@@ -40,7 +40,7 @@ NOT_VECTORISED = "There is a performance drop because we have not yet implemente
 
 
 class FunctionalModule(nn.Module):
-    """Calls `module` with other parameters; what `run` is given as the model."""
+    """Calls `module` with other parameters; `run` gets it as the model."""
 
     def __init__(self, module: nn.Module, parameters: dict[str, Tensor]) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def explain_vmap_error(error: Exception) -> str | None:
     if not isinstance(error, RuntimeError | ValueError | NotImplementedError):
         return None
     return (
-        "train_step cannot be vectorised over records. Leave out what torch.func.vmap does not know: .item(), branches "
+        "train_step cannot be vectorised over records. Leave out code without a rule for vmap: .item(), branches "
         "on values, gradient checkpointing, recurrent layers and buffers that change; or write grad_mode='loop'. The "
         f"error was: {shorten(error)}"
     )

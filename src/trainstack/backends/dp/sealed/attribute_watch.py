@@ -31,11 +31,11 @@ from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.backends.generator_search import is_of_user
 
 _FIRST, _SHARE = 16, 0.01
-"""So many steps always compare all values, and later ones as long as all checks take less than this share of the time
-since the first."""
+"""How many first steps always compare all values, and the share of the time since then that the checks of later steps
+may take."""
 
 Probe = Callable[[int], list[Tensor]]
-"""`probe(number)` gives what the last record but `number` of a micro-batch yields alone; see `probe_gradients`."""
+"""`probe(number)` is `probe_gradients` of the last record but `number` of a micro-batch."""
 
 _NUMBERS = frozenset({bool, int, float, str, type(None)})
 _COUNTS = frozenset({bool, int, str, type(None)})
@@ -56,11 +56,11 @@ class Attributes:
 class AttributeWatch:
     """Compares the plain attributes of a module, its parts and the objects that they hold with those at the beginning.
 
-    An attribute that has changed is tested: two records, each alone, get gradients and telemetry with the value of now
-    and with the first one. The last records of a batch are taken, since the first ones may have set the value. If the
-    results are equal, the attribute is only counted or kept to be looked at. If they differ, the change is refused,
-    except for plain numbers and texts that were set outside of forward passes, such as a schedule in a hook: those are
-    noted. So are attributes for which the test fails.
+    An attribute that has changed is tested: gradients and telemetry of two records, each alone, are computed with the
+    current value and with the first one. The last records of a batch are taken, since the first ones may have set the
+    value. If the results are equal, the attribute is only counted or kept to be looked at. If they differ, the change
+    is refused, except for plain numbers and texts that were set outside of forward passes, such as a schedule in a
+    hook: those are noted. So are attributes for which the test fails.
 
     The test is made before a step is released: in the first steps, at the first change of an attribute, and later in a
     small share of the time. The state of tensors is that of memory: their bits are compared.
@@ -96,7 +96,7 @@ class AttributeWatch:
         """The forward passes of a step have ended, and nothing of it is released yet.
 
         Args:
-            gradients: what some of its records give; see `probe_gradients`.
+            gradients: computes those of single records; see `probe_gradients`.
             is_last: whether no step is planned after it, so that all values are compared.
         """
         assert self._first is not None
@@ -153,7 +153,7 @@ class AttributeWatch:
             self._marked[place] = marks.get(place)
 
     def forget(self) -> None:
-        """The library is about to load a state; the next step accepts what it finds."""
+        """The library is about to load a state, which the next step accepts."""
         self._first = None
 
     def _find_owners(self) -> None:
@@ -210,7 +210,7 @@ class AttributeWatch:
 
     @contextmanager
     def _installed(self, values: Mapping[Place, Kept]) -> Iterator[None]:
-        """A block in which attributes have copies of `values`; afterwards they are what they were."""
+        """A block in which attributes have copies of `values`; their old values return at its end."""
         with installed_attributes(self._owners, values):
             if vars(self._module).get("_log_sink") is not None:
                 vars(self._module)["_log_sink"] = _Silent()
@@ -226,7 +226,7 @@ class _Silent:
 def probe_gradients(
     mode: GradientMode, telemetry: Telemetry, run: Run, batch: Any, records: int, row: int
 ) -> list[Tensor]:
-    """What a record gives, with randomness switched off; the sums of the step under way stay as they are.
+    """Gradient and telemetry of one record, without randomness; the sums of the current step do not change.
 
     Args:
         mode: of the run.

@@ -42,7 +42,7 @@ def _has_dict(value: Any) -> bool:
 
 
 class SlotAttributes(MutableMapping[str, Any]):
-    """What an object has in slots."""
+    """The values in the slots of an object."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

@@ -21,7 +21,7 @@ class OptionWatch:
 
     Args:
         optimizers: of the run.
-        note: is given a line on what the guarantee does not cover.
+        note: is given a line for the limits of the guarantee.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], note: Callable[[str], None]) -> None:
@@ -29,7 +29,7 @@ class OptionWatch:
         self._sealed: _Options | None = None
 
     def check(self) -> None:
-        """Note what has changed since the last call of this or `seal`."""
+        """Note changes since the last call of this or `seal`."""
         options = self._options()
         if self._sealed is not None:
             before = self._sealed
@@ -38,7 +38,7 @@ class OptionWatch:
             }
             names = ", ".join(sorted({name for _, _, name in changed}))
             if names:
-                self._note(f"what sets {names} of an optimizer during training, which is no registered scheduler")
+                self._note(f"changes of {names} of an optimizer during training by other code than a scheduler")
         self._sealed = options
 
     def seal(self) -> None:
@@ -46,7 +46,7 @@ class OptionWatch:
         self._sealed = self._options()
 
     def forget(self) -> None:
-        """The library is about to load a state; the next check accepts what it finds."""
+        """The library is about to load a state, which the next check accepts."""
         self._sealed = None
 
     @contextmanager

@@ -187,11 +187,11 @@ def mark_of(value: Any) -> Any:
 
 @contextmanager
 def installed_attributes(owners: Owners, values: Mapping[Place, Kept] | None = None) -> Iterator[None]:
-    """A block in which attributes have copies of `values`; afterwards they are what they were.
+    """A block in which attributes have copies of `values`; their old values return at its end.
 
     Args:
         owners: see `owners_of`.
-        values: of all attributes; None for those of now.
+        values: of all attributes; None for the current ones.
     """
     before = {path: dict(held) for path, held in owners.items()}
     now, shared = keep(owners), storages_of(owners)
@@ -232,7 +232,7 @@ def _shares_memory(value: Any, storages: AbstractSet[int]) -> bool:
 def _storage(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # without memory of its own
+    except (RuntimeError, NotImplementedError):  # a tensor without memory
         return 0
 
 

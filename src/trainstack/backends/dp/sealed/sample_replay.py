@@ -17,13 +17,13 @@ from trainstack.backends.workload import TrainingSet
 
 _RECORDS = 2
 _FIRST, _SHARE = 16, 0.002
-"""So many steps of a process are always checked, and later ones as long as all checks take less than this share of the
-time since the first."""
+"""How many first steps of a process are always checked, and the share of the time since then that the checks of later
+steps may take."""
 
 NOT_REPEATABLE = "records that the data set keeps for other samples: samples are not the same when fetched again"
 _LEARNS = (
     "the data set or collate_fn gives another sample for the same record than before: it keeps something of the "
-    "records between, which carries them into the gradients of others. Let a sample depend on its own record alone, "
+    "records between, which carries them into the gradients of others. Let a sample depend on one record alone, "
     "and draw random numbers from the global generators."
 )
 

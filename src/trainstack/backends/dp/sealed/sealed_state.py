@@ -87,7 +87,7 @@ class SealedState:
 
     @contextmanager
     def post_processing(self) -> Iterator[None]:
-        """A block in which parameters and buffers may change. What has changed before it is refused."""
+        """A block in which parameters and buffers may change. Changes before it are refused."""
         self.check()
         sealed = self._sealed is not None
         yield

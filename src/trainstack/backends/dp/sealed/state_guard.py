@@ -134,7 +134,7 @@ class StateGuard:
         self._attributes.accept_changes(before)
 
     def forget(self) -> None:
-        """The library is about to load a state; the next step accepts what it finds."""
+        """The library is about to load a state, which the next step accepts."""
         self._sealed.unseal()
         self._options.forget()
         self._attributes.forget()
