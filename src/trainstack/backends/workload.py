@@ -29,6 +29,7 @@ class TrainingSet:
         max_micro_batch: records that fit into one forward pass.
         total_steps: global steps of the whole run; None if unknown.
         problem: why the library cannot index the records, in words; None if it can.
+        repeats: how often the record that the data set has most often is in it, as far as is known.
     """
 
     length: int | None
@@ -37,6 +38,7 @@ class TrainingSet:
     max_micro_batch: int
     total_steps: int | None
     problem: str | None = None
+    repeats: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

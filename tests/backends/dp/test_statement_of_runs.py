@@ -506,7 +506,7 @@ def test_training_data_are_no_public_validation_data(tmp_path: Path) -> None:
     trainer = ts.Trainer(module, private(tmp_path, promise(**NOISY, public_validation=True)))
     trainer.train()
     loader = DataLoader(Subset(module.dataset, [0, 1, 2]), batch_size=1)
-    with pytest.raises(PrivacyError, match="reads the training data set"):
+    with pytest.raises(PrivacyError, match="reads records of the training data set"):
         trainer.validate({"train": loader})
 
 

@@ -119,20 +119,22 @@ class PartOfDataset(Subset[Any]):
 class SeededDataset(Dataset[Any]):
     """A dataset whose samples draw from generators seeded by (seed, epoch, index) and by nothing else.
 
-    In a private run, what draws for several samples at once gets new secret states each time: the numbers of a sample
-    then depend on its place, and would link the steps in which the same sample comes first. With a debug seed, samples
-    are fetched one by one instead, so that their numbers do not depend on the others. Seeds that the dataset gives by
-    itself, such as the index, are mixed with the secret: see `SaltedSeeds`.
+    In a private run samples are fetched one by one by `__getitem__`: a `__getitems__` could make a sample depend on the
+    others of its micro-batch. `collate_fn` gets new secret states each time: numbers of the first sample would link
+    the steps in which the same sample comes first. Seeds that the dataset gives by itself, such as the index, are mixed
+    with the secret: see `SaltedSeeds`.
 
     Args:
         dataset: of the user.
         seed: of the run, or its streams.
         collate_fn: makes batches of the samples, and may draw as well.
+        one_by_one: whether samples are fetched by `__getitem__` alone, also outside of a private run's epochs.
     """
 
-    def __init__(self, dataset: Any, seed: Seed, collate_fn: Any = None) -> None:
+    def __init__(self, dataset: Any, seed: Seed, collate_fn: Any = None, *, one_by_one: bool = False) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.one_by_one = one_by_one or isinstance(seed, RandomStreams)
         self.generators = OwnGenerators(train_dataset=dataset, collate_fn=collate_fn)
         self._epoch_of_copy: int | None = None
 
@@ -159,14 +161,13 @@ class SeededDataset(Dataset[Any]):
     def _salted(self, seed: Seed, index: int) -> AbstractContextManager[None]:
         return SaltedSeeds(seed, "sample", index) if isinstance(seed, RandomStreams) else nullcontext()
 
-    def _seed_batch(self, epoch: int, index: int) -> Seed:
-        """Seed what draws for several samples, the first of which is `index`; returns what was the seed."""
+    def _seed_batch(self, epoch: int, index: int) -> None:
+        """Seed what draws for several samples, the first of which is `index`."""
         seed = self.seed
         if isinstance(seed, RandomStreams):
             seed, index = (RandomStreams.from_system() if seed.is_secret else seed), _BATCH
         seed_sample(seed, epoch, index)
         self.generators.seed(seed, epoch, index)
-        return seed
 
     def _fetches_batches(self) -> bool:
         """Whether the dataset loads many samples at once; a `worker_init_fn` may have changed that."""
@@ -178,11 +179,9 @@ class SeededDataset(Dataset[Any]):
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
         """The samples of one micro-batch; a key is (epoch, index)."""
         self._set_epoch_of_copy(keys[0][0])
-        alone = isinstance(self.seed, RandomStreams) and not self.seed.is_secret
-        if self._fetches_batches() and not alone:
-            with self._salted(self._seed_batch(*keys[0]), _BATCH):
-                samples = self.dataset.__getitems__([index for _, index in keys])
-            return self._before_collate(samples, keys[0])
+        if self._fetches_batches() and not self.one_by_one:
+            self._seed_batch(*keys[0])
+            return self.dataset.__getitems__([index for _, index in keys])
         samples = []
         for epoch, index in keys:
             self._seed_sample(epoch, index)
@@ -192,11 +191,8 @@ class SeededDataset(Dataset[Any]):
             except Exception as error:
                 annotate(error, f"raised by the data set for sample {index}")
                 raise
-        return self._before_collate(samples, keys[0])
-
-    def _before_collate(self, samples: Any, first: tuple[int, int]) -> Any:
         if isinstance(self.seed, RandomStreams):  # else `collate_fn` goes on with the numbers of the last sample
-            self._seed_batch(*first)
+            self._seed_batch(*keys[0])
         return samples
 
 
@@ -220,13 +216,16 @@ class Fetcher:
             batch size are not.
         seed: of the samples' own generators, or the streams of a private run.
         fast_paths: whether rows of a `TensorDataset` may be indexed at once instead of collated.
+        one_by_one: see `SeededDataset`.
     """
 
-    def __init__(self, loader: DataLoader[Any], seed: Seed, *, fast_paths: bool = True) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], seed: Seed, *, fast_paths: bool = True, one_by_one: bool = False
+    ) -> None:
         self.loader = loader
         self.seed = seed
         self._fast_paths = fast_paths
-        self._seeded = SeededDataset(loader.dataset, seed, loader.collate_fn)
+        self._seeded = SeededDataset(loader.dataset, seed, loader.collate_fn, one_by_one=one_by_one)
         self._keys = _KeyBatches()
         self._workers: DataLoader[Any] | None = None
 

@@ -28,6 +28,7 @@ from trainstack.trainer.data.loader_state import LoaderState, missing_state_desc
 from trainstack.trainer.data.loading import Fetcher, PartOfDataset, loading_options
 from trainstack.trainer.data.own_generators import WHOLE_EPOCH, can_be_seeded, own_generators
 from trainstack.trainer.data.presharded import PreshardedSource
+from trainstack.trainer.data.record_sources import most_repeats
 from trainstack.trainer.data.sample_counts import SampleCounter
 from trainstack.trainer.data.sharding import StreamCheck, check_not_presharded
 from trainstack.trainer.data.step_batches import (
@@ -264,8 +265,11 @@ class TrainingData:
         return sample_hashes(self.loader, self._seed)
 
     def micro_batch(self, state: RunState) -> MicroBatchInfo:
-        """The micro-batch that `train_step` is called for."""
-        if state.current_step <= state.global_step:
+        """The micro-batch that `train_step` is called for; number 0 of 1 where records are drawn.
+
+        The micro-batch of a drawn record depends on the others, which must not change its gradient.
+        """
+        if self._is_sampled or state.current_step <= state.global_step:
             return MicroBatchInfo()
         position = state.micro_batch
         share = None if self._cursor is None else self._cursor.share(state.epoch, state.samples_in_epoch)
@@ -375,7 +379,8 @@ class TrainingData:
 
         def fetch(index: Tensor) -> Any:
             if not fetcher:
-                fetcher.append(Fetcher(loader, self._seed, fast_paths=self._fast_paths))
+                alone = self._is_sampled
+                fetcher.append(Fetcher(loader, self._seed, fast_paths=self._fast_paths, one_by_one=alone))
             return fetcher[0].load(0, index)
 
         return TrainingSet(
@@ -385,6 +390,7 @@ class TrainingData:
             max_micro_batch=self._args.gpu_batch_size_limit or max(length or 0, self.plan.global_batch),
             total_steps=self.plan.total_steps,
             problem=problem,
+            repeats=most_repeats(loader.dataset) if length and self._is_sampled else 1,
         )
 
     def _sampled(self, loader: Any, sampling: Sampling, state: RunState) -> Iterator[StepBatches]:

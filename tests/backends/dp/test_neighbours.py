@@ -1,0 +1,91 @@
+"""What user code learns of a private step does not depend on the other records of the step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+
+import trainstack as ts
+
+RECORDS = 40
+
+
+class Linear(ts.ModuleInterface):
+    """A step over all records whose gradients have length 1, and weights that never move."""
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__()
+        self.net, self.dataset = nn.Linear(2, 1, bias=False), dataset
+
+    def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=1.0)], []
+
+    def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+        return DataLoader(self.dataset, batch_size=batch_size, sampler=sampler(self.dataset))
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        return self.net(batch[0]).sum()
+
+
+def vectors(records: int) -> TensorDataset:
+    return TensorDataset(torch.nn.functional.normalize(torch.linspace(1, 2, 2 * RECORDS).view(-1, 2))[:records])
+
+
+def train(module: Any, directory: Path, **changes: Any) -> Tensor:
+    """The sum of a step over all records, without noise."""
+    private = ts.DifferentialPrivacyArguments(
+        delta=1e-4, noise_multiplier=0.0, dataset_size=changes.pop("size", RECORDS)
+    )
+    given = {"backend": "sp-dp", "device": "cpu", "epochs": 1, "writers": [], "output_dir": str(directory), **changes}
+    size = private.dataset_size
+    args = ts.TrainerArguments(differential_privacy_args=private, train_batch_size=size, **given)
+    before = module.net.weight.detach().clone()
+    ts.Trainer(module, args).train()
+    return (before - module.net.weight.detach()).flatten() * size
+
+
+class ScaledTogether(Dataset[Any]):
+    """Loads samples together, and turns them round where one of them is marked."""
+
+    def __init__(self, inner: TensorDataset) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+    def __getitems__(self, index: list[int]) -> Any:
+        return [(-self.inner[i][0] if RECORDS - 1 in index else self.inner[i][0],) for i in index]
+
+
+class TurnsFirstPart(Linear):
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        loss = super().train_step(global_step, batch, device)
+        return loss if self.micro_batch.number % 2 == 0 else -loss
+
+
+@pytest.mark.parametrize(
+    "make", [lambda data: Linear(ScaledTogether(data)), TurnsFirstPart], ids=["getitems", "number"]
+)
+def test_a_record_moves_the_sum_by_its_own_gradient(make: Any, tmp_path: Path) -> None:
+    # four micro-batches of 10 records, or three of 13
+    whole, less = (train(make(vectors(n)), tmp_path / str(n), gpu_batch_size_limit=13) for n in (RECORDS, RECORDS - 1))
+    assert (whole - less).norm() <= 1.001
+
+
+@pytest.mark.parametrize(
+    "repeated",
+    [lambda data: Subset(data, [*range(RECORDS), 3, -RECORDS + 3]), lambda data: ConcatDataset([data, data, data])],
+    ids=["subset", "concat"],
+)
+def test_a_record_that_is_in_the_data_set_several_times_is_refused(repeated: Any, tmp_path: Path) -> None:
+    dataset = repeated(vectors(RECORDS))
+    with pytest.raises(ts.PrivacyError, match="a record is in the data set 3 times"):
+        train(Linear(dataset), tmp_path, size=len(dataset))
