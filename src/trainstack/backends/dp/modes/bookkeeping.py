@@ -79,6 +79,7 @@ class BookkeepingMode(GradientMode):
 
     def _forward(self, run: Run, batch: Any, records: int) -> tuple[list[ParamUse], Any]:
         """The uses, and the outputs with the records along dimension 0 and with their graph."""
+        self.begin_pass()
         columns, make = one_record_batches(batch, records)
         found: list[Any] = []
 

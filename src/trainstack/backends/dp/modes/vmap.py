@@ -92,6 +92,7 @@ class VmapMode(GradientMode):
 
     def _add_chunk(self, run: Run, batch: Any, records: int) -> tuple[Tensor, Any]:
         """Returns the losses, `(records,)`, and the outputs with the records along dimension 0."""
+        self.begin_pass()
         columns, make = one_record_batches(batch, records)
         others: list[Any] = []
 
