@@ -86,7 +86,8 @@ def run_in_parts(directory: Any, module: ts.ModuleInterface, mode: Any, limit: i
 
 
 @pytest.mark.parametrize(
-    ("case", "place"), [*(("loop", place) for place in PLACES), ("parts", "dict"), ("groups", "mean"), ("groups", "list")]
+    ("case", "place"),
+    [*(("loop", place) for place in PLACES), ("parts", "dict"), ("groups", "mean"), ("groups", "list")],
 )
 def test_each_forward_pass_of_a_step_begins_with_the_same_attributes(
     case: str, place: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch

@@ -112,7 +112,13 @@ class Snapshot:
         elif isinstance(value, (list, tuple, deque, dict, set)) and depth < _DEEP and len(value) <= LARGE_ITEMS:
             items = dict.values(value) if isinstance(value, dict) else value
             if not isinstance(value, tuple):
-                copy = dict(dict.items(value)) if isinstance(value, dict) else set(value) if isinstance(value, set) else [*value]
+                copy = (
+                    dict(dict.items(value))
+                    if isinstance(value, dict)
+                    else set(value)
+                    if isinstance(value, set)
+                    else [*value]
+                )
                 self._contents.append((place, value, copy))
             for item in items if not isinstance(value, set) else ():
                 self._add_content(place, item, seen, depth + 1)
@@ -153,7 +159,9 @@ def _has_content(value: Any, copy: Any) -> bool:
 def _set_content(value: Any, copy: Any) -> None:
     if isinstance(value, Tensor):
         if not isinstance(copy, int):
-            value.data = copy.clone() if value.shape != copy.shape or value.dtype != copy.dtype else value.data.copy_(copy)
+            value.data = (
+                copy.clone() if value.shape != copy.shape or value.dtype != copy.dtype else value.data.copy_(copy)
+            )
     elif isinstance(value, np.ndarray):
         value[...] = copy
     else:
