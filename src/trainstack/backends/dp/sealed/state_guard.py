@@ -14,8 +14,10 @@ from trainstack.backends.dp.modes.base import Run
 from trainstack.backends.dp.sampling import count_records
 from trainstack.backends.dp.sealed.attribute_watch import Attributes, AttributeWatch, Probe, probe_gradients
 from trainstack.backends.dp.sealed.option_watch import OptionWatch
+from trainstack.backends.dp.sealed.plain_state import Place
 from trainstack.backends.dp.sealed.sample_replay import SampleReplay
 from trainstack.backends.dp.sealed.sealed_state import SealedState, unsealed_names
+from trainstack.backends.dp.sealed.snapshot import Snapshot
 from trainstack.backends.single_process import move_to_device
 from trainstack.backends.workload import Workload
 
@@ -24,8 +26,9 @@ class StateGuard:
     """The checks of the state between the steps of a private run.
 
     `SealedState` watches parameters and buffers, `AttributeWatch` plain attributes, `OptionWatch` options of
-    optimizers, and `SampleReplay` samples. None of them can see global variables, closures, files, or the data set in
-    a loader's workers.
+    optimizers, and `SampleReplay` samples. Each forward pass of a step begins with the plain attributes that the step
+    began with, by a `Snapshot`. None of them can see global variables, closures, files, or the data set in a loader's
+    workers.
 
     Args:
         work: of the run.
@@ -47,6 +50,9 @@ class StateGuard:
         self._samples = SampleReplay(work.data, refuse=mechanism.refuse, note=mechanism.note)
         mechanism.on_begin = self._samples.begin_epoch
         self._step = 0
+        self._snapshot = Snapshot(work.module)
+        self._touched, self._written = set[Place](), dict[Place, Any]()  # since the step before began; in this step
+        self._is_fresh = True  # nothing of the user has run since the snapshot
         self._gradients: Probe | None = None
 
     def _note_attributes(self, names: object) -> None:
@@ -66,9 +72,14 @@ class StateGuard:
         if step != self._step:
             self._step = step
             self._options.check()
-            self._attributes.begin_step()
+            accepts = self._attributes.begin_step()
             self._sealed.begin_step()
             self._samples.begin_step()
+            changed = self._renew()
+            self._touched, self._written = set() if accepts else changed, {}
+            self._is_fresh = True
+        else:
+            self._begin_part()
 
     def add(self, step: int, run: Run, batch: Any) -> Any:
         """Let the mechanism add a micro-batch, and watch the attributes; returns its outputs.
@@ -76,9 +87,14 @@ class StateGuard:
         Raises:
             PrivacyError: `train_step` wrote into the state.
         """
-        before = self._attributes.marks()
-        outputs = self._mechanism.add(run, batch, step)
-        self._attributes.end_forward(before)
+        mode = self._mechanism.mode
+        mode.begin_pass = self._begin_pass
+        try:
+            outputs = self._mechanism.add(run, batch, step)
+        finally:
+            del mode.begin_pass  # probes begin with other values
+        self._written = self._snapshot.values(self._snapshot.changed())
+        self._attributes.end_forward(self._written)
         self._gradients = self._bind_gradients(run, batch)
         return outputs
 
@@ -90,8 +106,36 @@ class StateGuard:
         """
         gradients, self._gradients = self._gradients, None
         if gradients is not None:
-            self._attributes.check(gradients, is_last=self._step == self._total_steps)
+            touched = self._touched | self._snapshot.changed()
+            self._attributes.check(gradients, touched, is_last=self._step == self._total_steps)
         return self._mechanism.release(work)
+
+    def end_borrowed(self) -> None:
+        """A forward pass on a record that is not in this sample has ended; nothing of it is kept."""
+        self._snapshot.restore()
+
+    def _begin_pass(self) -> None:
+        """Nothing that one forward pass of a step has left in an attribute is there in the next one."""
+        if not self._is_fresh:
+            self._snapshot.restore()
+            self._sealed.begin_pass()
+        self._is_fresh = False
+
+    def _begin_part(self) -> None:
+        """Another micro-batch of the step begins as the first did, but for attributes that hooks have set between."""
+        values = self._snapshot.values(self._snapshot.changed())
+        by_hooks = {at: value for at, value in values.items() if value is not self._written.get(at, self)}
+        self._snapshot.restore()
+        if by_hooks:
+            self._snapshot = self._snapshot.with_values(by_hooks)
+        self._is_fresh = True
+
+    def _renew(self) -> set[Place]:
+        """Which attributes have changed since the snapshot, which becomes one of now."""
+        changed = self._snapshot.changed()
+        if changed:
+            self._snapshot = self._snapshot.renewed(changed)
+        return changed
 
     def _bind_gradients(self, run: Run, batch: Any) -> Probe:
         mode, telemetry = self._mechanism.mode, self._mechanism.telemetry
@@ -128,10 +172,10 @@ class StateGuard:
         Raises:
             PrivacyError: parameters or buffers have changed before it.
         """
-        before = self._attributes.marks()
+        self._touched |= self._renew()
         with self._sealed.post_processing(), self._options.change():
             yield
-        self._attributes.accept_changes(before)
+        self._attributes.accept_changes(self._renew())
 
     def forget(self) -> None:
         """The library is about to load a state; the next step accepts what it finds."""
