@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 import trainstack as ts
+from tests.backends.dp.test_sealed_state import Net
+from tests.backends.dp.test_state_within_steps import Carries, run_in_parts
+from trainstack.backends.dp.sealed import attribute_watch
 
 RECORDS = 40
 
@@ -89,3 +92,39 @@ def test_a_record_that_is_in_the_data_set_several_times_is_refused(repeated: Any
     dataset = repeated(vectors(RECORDS))
     with pytest.raises(ts.PrivacyError, match="a record is in the data set 3 times"):
         train(Linear(dataset), tmp_path, size=len(dataset))
+
+
+@pytest.mark.parametrize("place", ["mean", "list", "dict", "tensor"])
+def test_what_a_forward_pass_has_set_is_gone_in_the_next_step(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attribute_watch.AttributeWatch, "check", lambda *given, **named: None)  # as between its turns
+    found: list[Any] = []
+    run_in_parts(tmp_path, Carries(place, found), "loop", None)
+    assert max(step for step, _ in found) >= 4  # it writes from step 3 on
+    assert all(value == found[0][1] for _, value in found)
+
+
+class Scheduled(Net):
+    """Its schedule reads what `train_step` keeps, and its hook does so afterwards."""
+
+    worst = 0.0
+    read: ClassVar[list[float]] = []
+
+    def get_optimizers_schedulers(self, *given: Any) -> Any:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        return [self.optimizer], [torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 + self.worst)]
+
+    def remember(self, step: int, x: Tensor) -> None:
+        self.worst = max(self.worst, float(x.abs().max()))
+
+    def on_end_train_step(self, global_step: int) -> None:
+        assert self.optimizer.param_groups[0]["lr"] == 1.0
+        type(self).read.append(self.worst)
+
+
+def test_a_schedule_sees_nothing_of_a_forward_pass(tmp_path: Path) -> None:
+    Scheduled.read = []
+    run_in_parts(tmp_path, Scheduled(0.5), "loop", None)
+    assert Scheduled.read
+    assert min(Scheduled.read) > 0.0

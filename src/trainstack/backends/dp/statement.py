@@ -37,7 +37,7 @@ LOSSES = {"bookkeeping": _ALONE, "vmap": _ALONE, "loop": _ALONE, "hooks": _COMPA
 """Why one record cannot change the loss of another, by gradient mode."""
 _ONE_RECORD = "data set and collate_fn make each sample of one record"
 _PERSONS = "a person with k items has k times epsilon, by group privacy, and a larger delta"
-_SCHEDULERS = "schedules, early stopping and the choice of a checkpoint read public and covered values only"
+_SCHEDULERS = "schedules, early stopping and the choice of a checkpoint are given public and covered values only"
 
 
 def private_statement(

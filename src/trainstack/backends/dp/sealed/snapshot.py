@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
@@ -90,6 +91,19 @@ class Snapshot:
         for _, value, copy in self._contents:
             if not _has_content(value, copy):
                 _set_content(value, copy)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """A block in which attributes have the values of this snapshot; afterwards they have those of before."""
+        if not self.changed():
+            yield
+            return
+        now = Snapshot(self._module)
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
 
     def renewed(self, changed: set[Place]) -> Snapshot:
         """A snapshot of now, where the attributes `changed` have other values than in this one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,9 @@ class StateGuard:
     """The checks of the state between the steps of a private run.
 
     `SealedState` watches parameters and buffers, `AttributeWatch` plain attributes, `OptionWatch` options of
-    optimizers, and `SampleReplay` samples. Each forward pass of a step begins with the plain attributes that the step
-    began with, by a `Snapshot`. None of them can see global variables, closures, files, or the data set in a loader's
-    workers.
+    optimizers, and `SampleReplay` samples. A `Snapshot` gives plain attributes that a forward pass has set their
+    former values back before the next one, of the same step or of a later one, and while schedules step. None of them
+    can see global variables, closures, files, or the data set in a loader's workers.
 
     Args:
         work: of the run.
@@ -72,12 +72,11 @@ class StateGuard:
         if step != self._step:
             self._step = step
             self._options.check()
+            changed = self._begin_part()
             accepts = self._attributes.begin_step()
             self._sealed.begin_step()
             self._samples.begin_step()
-            changed = self._renew()
-            self._touched, self._written = set() if accepts else changed, {}
-            self._is_fresh = True
+            self._touched = set() if accepts else changed
         else:
             self._begin_part()
 
@@ -121,14 +120,22 @@ class StateGuard:
             self._sealed.begin_pass()
         self._is_fresh = False
 
-    def _begin_part(self) -> None:
-        """Another micro-batch of the step begins as the first did, but for attributes that hooks have set between."""
-        values = self._snapshot.values(self._snapshot.changed())
-        by_hooks = {at: value for at, value in values.items() if value is not self._written.get(at, self)}
+    def _begin_part(self) -> set[Place]:
+        """A micro-batch begins as the one before, of this step or another, but for what hooks have set between.
+
+        Returns:
+            the attributes that hooks have set.
+        """
+        self._is_fresh = True
+        if not (changed := self._snapshot.changed()):
+            return set()
+        values, written = self._snapshot.values(changed), self._written
+        by_hooks = {at: value for at, value in values.items() if value is not written.get(at, self)}
         self._snapshot.restore()
+        self._written = {}
         if by_hooks:
             self._snapshot = self._snapshot.with_values(by_hooks)
-        self._is_fresh = True
+        return set(by_hooks)
 
     def _renew(self) -> set[Place]:
         """Which attributes have changed since the snapshot, which becomes one of now."""
@@ -161,9 +168,11 @@ class StateGuard:
         finally:
             self._sealed.seal(same_tensors=True)
 
-    def schedulers_step(self) -> AbstractContextManager[None]:
-        """A block in which registered schedulers change options of optimizers."""
-        return self._options.change()
+    @contextmanager
+    def schedulers_step(self) -> Iterator[None]:
+        """A block in which registered schedulers change options of optimizers, and see nothing of forward passes."""
+        with self._snapshot.installed(), self._options.change():
+            yield
 
     @contextmanager
     def post_processing(self) -> Iterator[None]:
@@ -172,7 +181,7 @@ class StateGuard:
         Raises:
             PrivacyError: parameters or buffers have changed before it.
         """
-        self._touched |= self._renew()
+        self._touched |= self._begin_part() | self._renew()
         with self._sealed.post_processing(), self._options.change():
             yield
         self._attributes.accept_changes(self._renew())
@@ -182,3 +191,4 @@ class StateGuard:
         self._sealed.unseal()
         self._options.forget()
         self._attributes.forget()
+        self._written = {}
