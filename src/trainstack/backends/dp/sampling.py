@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from trainstack.backends.dp.modes.base import Unsupported, rows_of
 from trainstack.backends.dp.randomness import Randomness
 from trainstack.backends.dp.torch_names import pytree
@@ -79,6 +81,7 @@ class PoissonSampling(Sampling):
     ) -> None:
         self._records, self._rate, self._randomness = records, rate, randomness
         self._rank, self._size, self._comm = world.rank, world.size, world.comm
+        self.look: Callable[[Any, Tensor, Callable[[Tensor], Any]], None] = lambda batch, index, again: None
         self._steps_allowed, self._exhausted_reason, self._discard = steps_allowed, exhausted_reason, discard
 
     def begin(self) -> None:
@@ -93,8 +96,10 @@ class PoissonSampling(Sampling):
         mine = self._randomness.mask(step, own, self._rate) * self._size + self._rank
         return Draw(local=mine, total=self._records * self._rate)
 
-    def check(self, batch: Any, records: int) -> None:
-        check_records(batch, records)
+    def check(self, batch: Any, index: Tensor, again: Callable[[Tensor], Any] | None) -> None:
+        check_records(batch, len(index))
+        if again is not None:
+            self.look(batch, index, again)
 
     def steps_allowed(self, steps: int) -> int:
         return int(self._comm.broadcast_object(self._steps_allowed(steps), "reserving private steps"))

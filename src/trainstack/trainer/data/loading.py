@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from trainstack.backends.random_streams import RandomStreams
 from trainstack.backends.single_process import after_copies
@@ -168,7 +168,7 @@ class SeededDataset(Dataset[Any]):
         self.generators.seed(seed, epoch, index)
         return seed
 
-    def _fetches_batches(self) -> bool:
+    def fetches_batches(self) -> bool:
         """Whether the dataset loads many samples at once; a `worker_init_fn` may have changed that."""
         dataset = self.dataset
         while type(dataset) is PartOfDataset or is_usual(dataset, Subset):
@@ -179,7 +179,7 @@ class SeededDataset(Dataset[Any]):
         """The samples of one micro-batch; a key is (epoch, index)."""
         self._set_epoch_of_copy(keys[0][0])
         alone = isinstance(self.seed, RandomStreams) and not self.seed.is_secret
-        if self._fetches_batches() and not alone:
+        if self.fetches_batches() and not alone:
             with self._salted(self._seed_batch(*keys[0]), _BATCH):
                 samples = self.dataset.__getitems__([index for _, index in keys])
             return self._before_collate(samples, keys[0])
@@ -255,6 +255,10 @@ class Fetcher:
             batches = (self.load(epoch, index) for index in indices)
         # torch's `collate_fn` and other processes give fresh memory. Pinning does not copy what is pinned already.
         return batches if loader.num_workers > 0 or stacks_tensors(loader.collate_fn) else after_copies(batches)
+
+    def may_mix_records(self) -> bool:
+        """Whether the user's code makes a batch of several samples."""
+        return self.loader.collate_fn is not default_collate or self._seeded.fetches_batches()
 
     def load(self, epoch: int, index: Tensor) -> Any:
         """One collated batch, loaded in this process."""

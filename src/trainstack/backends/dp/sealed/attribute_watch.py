@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -185,6 +185,10 @@ class AttributeWatch:
         if found[0] is None or found[1] is None:
             return True  # such as a tensor of a `vmap` that is over
         return not _close(found[0], found[2]) if _close(found[0], found[1]) else None
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """A block in which forward passes leave nothing in attributes and logs."""
+        return self._installed(keep(self._owners))
 
     @contextmanager
     def _installed(self, values: Mapping[Place, Kept]) -> Iterator[None]:
