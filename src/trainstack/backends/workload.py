@@ -67,8 +67,14 @@ class Sampling(ABC):
         """The records of global step `step`, counted from 1. Steps are asked for in order, some ahead of their turn."""
 
     @abstractmethod
-    def check(self, batch: Any, records: int) -> None:
-        """Refuse a batch that is not made of `records` records."""
+    def check(self, batch: Any, index: Tensor, again: Callable[[Tensor], Any] | None) -> None:
+        """Refuse a batch that is not made of the records at `index`, each from itself.
+
+        Args:
+            batch: as `collate_fn` has made it.
+            index: data set indices, int64.
+            again: makes a batch of other indices in the same way; None where rows cannot depend on each other.
+        """
 
     @abstractmethod
     def steps_allowed(self, steps: int) -> int:

@@ -71,7 +71,8 @@ def current_statement(folder: Path) -> PrivacyStatement:
     if not found:
         raise CheckpointNotFoundError(
             f"{folder} has neither privacy_statement.json nor a checkpoint of a private run. Give the output_dir of "
-            f"one, a checkpoint or an export; for the account of a ledger run: trainstack privacy ledger {folder / OWN_LEDGER} --delta DELTA"
+            "one, a checkpoint or an export; for the account of a ledger run: trainstack privacy ledger "
+            f"{folder / OWN_LEDGER} --delta DELTA"
         )
     if found[0].run is None:
         return found[0]

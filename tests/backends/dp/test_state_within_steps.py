@@ -230,3 +230,23 @@ def test_a_snapshot_puts_back_values_and_contents() -> None:
     assert not module.values.any()
     assert not hasattr(module, "new")
     assert snapshot.changed() == {("", "large")}  # which is too large for a copy
+
+
+def test_a_weight_that_a_layer_of_torch_computes_in_each_pass_is_no_kept_value(tmp_path: Any) -> None:
+    class Normed(Net):
+        alpha = 1.0
+
+        def __init__(self) -> None:
+            super().__init__(0.5)
+            with pytest.warns(FutureWarning):
+                nn.utils.weight_norm(self.net)
+
+        def on_end_train_step(self, global_step: int) -> None:
+            self.alpha = 1.0 / (1 + global_step)
+
+        def train_step(self, global_step: int, batch: Any, device: torch.device) -> Tensor:
+            return self.alpha * super().train_step(global_step, batch, device)
+
+    trainer = private_trainer(tmp_path, Normed(), grad_mode="loop")
+    trainer.train()
+    assert "changes of alpha during training" in trainer.privacy_statement().not_covered

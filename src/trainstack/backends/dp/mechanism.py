@@ -18,14 +18,14 @@ from trainstack.backends.dp.initial_weights import origin_in_process
 from trainstack.backends.dp.modes.base import GradientMode, Run, shorten
 from trainstack.backends.dp.modes.probing import WriteDetector
 from trainstack.backends.dp.randomness import Randomness
-from trainstack.backends.dp.sampling import count_records
+from trainstack.backends.dp.sampling import PoissonSampling, count_records
 from trainstack.backends.dp.statement import private_statement
 from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.backends.privacy_statement import PrivacyStatement
 from trainstack.backends.processes.world import World
 from trainstack.backends.single_process import move_to_device
 from trainstack.backends.trained_before import trained_before
-from trainstack.backends.workload import Sampling, Workload
+from trainstack.backends.workload import Workload
 from trainstack.errors import CheckpointMismatchError, PrivacyError, annotate
 
 _log = logging.getLogger("trainstack")
@@ -70,7 +70,7 @@ class Mechanism:
         mode: GradientMode,
         randomness: Randomness,
         forward_randomness: ForwardRandomness,
-        sampling: Sampling,
+        sampling: PoissonSampling,
         world: World,
     ) -> None:
         self.args, self.accountant, self.mode, self.sampling = args, accountant, mode, sampling

@@ -101,6 +101,7 @@ class PoissonSampling(Sampling):
         self._records, self._rate, self._randomness = records, rate, randomness
         self._rank, self._comm = world.rank, world.comm
         self._ranks = ranks if world.size > 1 else None
+        self.look: Callable[[Any, Tensor, Callable[[Tensor], Any]], None] = lambda batch, index, again: None
         self._steps_allowed, self._exhausted_reason, self._discard = steps_allowed, exhausted_reason, discard
 
     def begin(self) -> None:
@@ -117,8 +118,10 @@ class PoissonSampling(Sampling):
         mine = own[self._randomness.mask(step, len(own), self._rate)]
         return Draw(local=mine, total=self._records * self._rate)
 
-    def check(self, batch: Any, records: int) -> None:
-        check_records(batch, records)
+    def check(self, batch: Any, index: Tensor, again: Callable[[Tensor], Any] | None) -> None:
+        check_records(batch, len(index))
+        if again is not None:
+            self.look(batch, index, again)
 
     def steps_allowed(self, steps: int) -> int:
         return int(self._comm.broadcast_object(self._steps_allowed(steps), "reserving private steps"))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from trainstack.backends.random_streams import RandomStreams
 from trainstack.backends.single_process import after_copies
@@ -254,6 +254,10 @@ class Fetcher:
             batches = (self.load(epoch, index) for index in indices)
         # torch's `collate_fn` and other processes give fresh memory. Pinning does not copy what is pinned already.
         return batches if loader.num_workers > 0 or stacks_tensors(loader.collate_fn) else after_copies(batches)
+
+    def may_mix_records(self) -> bool:
+        """Whether the user's code makes a batch of several samples."""
+        return self.loader.collate_fn is not default_collate
 
     def load(self, epoch: int, index: Tensor) -> Any:
         """One collated batch, loaded in this process."""

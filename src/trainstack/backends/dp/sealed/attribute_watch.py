@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from trainstack.backends.dp.sealed.plain_state import (
     same_value,
 )
 from trainstack.backends.dp.telemetry import Telemetry
+from trainstack.backends.generator_search import is_of_user
 
 _FIRST, _SHARE = 16, 0.01
 """So many steps always compare all values, and later ones as long as all checks take less than this share of the time
@@ -78,6 +79,7 @@ class AttributeWatch:
     ) -> None:
         self._module, self._refuse, self._note = module, refuse, note
         self._owners: dict[str, Held] = {}
+        self._of_libraries = set[str]()  # parts whose caches and computed weights are no values of the user
         self._first: dict[Place, Kept] | None = None
         self._seen, self._in_forward = set[Place](), set[Place]()
         self._steps, self._spent, self._since = 0, 0.0, time.perf_counter()
@@ -117,12 +119,14 @@ class AttributeWatch:
     def end_forward(self, written: Mapping[Place, Any]) -> None:
         """A forward pass has ended that has set attributes to the values `written`."""
         self._in_forward.update(written)
-        self.was_written |= any(type(value) not in _COUNTS for value in written.values())
+        kept = {path for (path, _), value in written.items() if type(value) not in _COUNTS}
+        self.was_written |= bool(kept - self._of_libraries)
 
     def accept(self) -> None:
         """From here on attributes are compared with their values of now."""
         self._owners = owners_of(self._module)
         self._first = keep(self._owners)
+        self._of_libraries = {path for path, part in self._module.named_modules() if not is_of_user(type(part))}
         self._seen, self._in_forward = set(), set()
 
     def accept_changes(self, changed: AbstractSet[Place]) -> None:
@@ -185,6 +189,10 @@ class AttributeWatch:
         if found[0] is None or found[1] is None:
             return True  # such as a tensor of a `vmap` that is over
         return not _close(found[0], found[2]) if _close(found[0], found[1]) else None
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """A block in which forward passes leave nothing in attributes and logs."""
+        return self._installed(keep(self._owners))
 
     @contextmanager
     def _installed(self, values: Mapping[Place, Kept]) -> Iterator[None]:

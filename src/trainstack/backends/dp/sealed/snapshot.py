@@ -144,7 +144,7 @@ class Snapshot:
         try:
             fits = value.nbytes <= self._left and not (is_array and value.dtype.hasobject)
             copy = copy_value(value) if fits else None if is_array else value._version  # torch 2.13.0
-            copy = value._version if copy is value else copy  # a tensor of a subclass
+            copy = getattr(value, "_version", None) if copy is value else copy  # a tensor of a subclass
         except RuntimeError:  # a tensor of a `vmap` that is over
             return
         if copy is not None:

@@ -13,6 +13,7 @@ from trainstack.backends.dp.mechanism import Mechanism
 from trainstack.backends.dp.modes.base import Run
 from trainstack.backends.dp.sampling import count_records
 from trainstack.backends.dp.sealed.attribute_watch import Attributes, AttributeWatch, Probe, probe_gradients
+from trainstack.backends.dp.sealed.collation import CollationCheck
 from trainstack.backends.dp.sealed.option_watch import OptionWatch
 from trainstack.backends.dp.sealed.plain_state import Place
 from trainstack.backends.dp.sealed.sample_replay import SampleReplay
@@ -26,9 +27,9 @@ class StateGuard:
     """The checks of the state between the steps of a private run.
 
     `SealedState` watches parameters and buffers, `AttributeWatch` plain attributes, `OptionWatch` options of
-    optimizers, and `SampleReplay` samples. A `Snapshot` gives plain attributes that a forward pass has set their
-    former values back before the next one, of the same step or of a later one, and while schedules step. None of them
-    can see global variables, closures, files, or the data set in a loader's workers.
+    optimizers, `SampleReplay` samples, and `CollationCheck` batches. A `Snapshot` gives plain attributes that a forward
+    pass has set their former values back before the next one, of the same step or of a later one, and while schedules
+    step. None of them can see global variables, closures, files, or the data set in a loader's workers.
 
     Args:
         work: of the run.
@@ -48,6 +49,8 @@ class StateGuard:
         assert work.data is not None  # checked at the start
         self._total_steps = work.data.total_steps
         self._samples = SampleReplay(work.data, refuse=mechanism.refuse, note=mechanism.note)
+        self._collation = CollationCheck(refuse=partial(mechanism.refuse, released=True), note=mechanism.note)
+        mechanism.sampling.look = self._collation.look
         mechanism.on_begin = self._samples.begin_epoch
         self._step = 0
         self._snapshot = Snapshot(work.module)
@@ -95,6 +98,9 @@ class StateGuard:
         self._written = self._snapshot.values(self._snapshot.changed())
         self._attributes.end_forward(self._written)
         self._gradients = self._bind_gradients(run, batch)
+        if self._collation.is_waiting:
+            with self._attributes.unchanged():
+                self._collation.compare(lambda one: self._bind_gradients(run, one)(0))
         return outputs
 
     def release(self, work: Workload) -> Tensor:
