@@ -14,6 +14,7 @@ import trainstack as ts
 from tests.backends.dp.test_sealed_state import Net
 from tests.backends.dp.test_state_within_steps import Carries, run_in_parts
 from trainstack.backends.dp.sealed import attribute_watch
+from trainstack.backends.dp.sealed.sample_replay import OTHER_SAMPLES
 
 RECORDS = 40
 
@@ -39,13 +40,10 @@ def vectors(records: int) -> TensorDataset:
     return TensorDataset(torch.nn.functional.normalize(torch.linspace(1, 2, 2 * RECORDS).view(-1, 2))[:records])
 
 
-def train(module: Any, directory: Path, **changes: Any) -> Tensor:
+def train(module: Any, directory: Path, *, size: int = RECORDS, grad_mode: Any = "auto", **changes: Any) -> Tensor:
     """The sum of a step over all records, without noise."""
-    private = ts.DifferentialPrivacyArguments(
-        delta=1e-4, noise_multiplier=0.0, dataset_size=changes.pop("size", RECORDS)
-    )
+    private = ts.DifferentialPrivacyArguments(delta=1e-4, noise_multiplier=0.0, dataset_size=size, grad_mode=grad_mode)
     given = {"backend": "sp-dp", "device": "cpu", "epochs": 1, "writers": [], "output_dir": str(directory), **changes}
-    size = private.dataset_size
     args = ts.TrainerArguments(differential_privacy_args=private, train_batch_size=size, **given)
     before = module.net.weight.detach().clone()
     ts.Trainer(module, args).train()
@@ -128,3 +126,75 @@ def test_a_schedule_sees_nothing_of_a_forward_pass(tmp_path: Path) -> None:
     run_in_parts(tmp_path, Scheduled(0.5), "loop", None)
     assert Scheduled.read
     assert min(Scheduled.read) > 0.0
+
+
+class TurnsAfterMarked(ScaledTogether):
+    """Turns round all samples after that of the first record, which it keeps in a number."""
+
+    kept = 1.0
+
+    def __getitem__(self, index: int) -> Any:
+        value = self.inner[index][0]
+        self.kept = min(self.kept, float(value[0]))
+        return (value if self.kept > 0 else -value,)
+
+
+class InWorkers(Linear):
+    def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+        return DataLoader(self.dataset, batch_size=batch_size, sampler=sampler(self.dataset), num_workers=1)
+
+
+@pytest.mark.parametrize("kind", [Linear, InWorkers])
+def test_a_number_that_a_data_set_keeps_of_a_sample_is_put_back(kind: type[Linear], tmp_path: Path) -> None:
+    marked = vectors(RECORDS)
+    marked.tensors[0][0, 0] *= -1
+    less = TensorDataset(marked.tensors[0][1:])
+    one, other = (
+        train(kind(TurnsAfterMarked(data)), tmp_path / str(len(data)), grad_mode="loop") for data in (marked, less)
+    )
+    assert (one - other).norm() <= 1.001
+
+
+class KeepsInList(ScaledTogether):
+    """Turns all samples round once it was read in order, as a step over all records does."""
+
+    def __init__(self, inner: TensorDataset) -> None:
+        super().__init__(inner)
+        self.last, self.in_order = [0], [0]
+
+    def __getitem__(self, index: int) -> Any:
+        self.in_order[0] += index == self.last[0] + 1
+        self.last[0] = index
+        return (self.inner[index][0] * (1 if self.in_order[0] < RECORDS // 2 else -1),)
+
+
+def test_a_data_set_that_learns_within_a_step_is_refused_before_the_release(tmp_path: Path) -> None:
+    module = Linear(KeepsInList(vectors(RECORDS)))
+    before = module.net.weight.detach().clone()
+    with pytest.raises(ts.PrivacyError, match="it keeps something of the records between"):
+        train(module, tmp_path, gpu_batch_size_limit=10)
+    assert torch.equal(before, module.net.weight)
+
+
+class OtherData(Linear):
+    """Gives another data set in each epoch."""
+
+    def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+        self.dataset = TensorDataset(self.dataset.tensors[0] + 1.0)
+        return super().get_train_dataloader(sampler, batch_size)
+
+
+@pytest.mark.parametrize("kind", [Linear, OtherData])
+def test_samples_that_change_between_epochs_are_noted(kind: type[Linear], tmp_path: Path) -> None:
+    args = ts.TrainerArguments(
+        backend="sp-dp",
+        device="cpu",
+        epochs=2,
+        train_batch_size=20,
+        output_dir=str(tmp_path),
+        writers=[],
+        differential_privacy_args=ts.DifferentialPrivacyArguments(delta=1e-4, noise_multiplier=1.0),
+    )
+    trainer = ts.Trainer(kind(vectors(RECORDS)), args)
+    trainer.train()
+    assert (OTHER_SAMPLES in trainer.privacy_statement().not_covered) is (kind is OtherData)

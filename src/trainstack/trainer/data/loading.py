@@ -19,6 +19,7 @@ from trainstack.errors import annotate
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import Seed, preserve_host_rng, seed_sample
 from trainstack.trainer.data.epochs import call_set_epoch, datasets_in
+from trainstack.trainer.data.kept_numbers import KeptNumbers
 from trainstack.trainer.data.own_generators import OwnGenerators
 from trainstack.trainer.data.salted_seeds import SaltedSeeds
 from trainstack.trainer.data.torch_classes import is_usual, stacks_tensors
@@ -120,9 +121,9 @@ class SeededDataset(Dataset[Any]):
     """A dataset whose samples draw from generators seeded by (seed, epoch, index) and by nothing else.
 
     In a private run samples are fetched one by one by `__getitem__`: a `__getitems__` could make a sample depend on the
-    others of its micro-batch. `collate_fn` gets new secret states each time: numbers of the first sample would link
-    the steps in which the same sample comes first. Seeds that the dataset gives by itself, such as the index, are mixed
-    with the secret: see `SaltedSeeds`.
+    others of its micro-batch. Numbers that the dataset keeps of a sample are put back. `collate_fn` gets new secret
+    states each time: numbers of the first sample would link the steps in which the same sample comes first. Seeds that
+    the dataset gives by itself, such as the index, are mixed with the secret: see `SaltedSeeds`.
 
     Args:
         dataset: of the user.
@@ -182,7 +183,7 @@ class SeededDataset(Dataset[Any]):
         if self._fetches_batches() and not self.one_by_one:
             self._seed_batch(*keys[0])
             return self.dataset.__getitems__([index for _, index in keys])
-        samples = []
+        samples, kept = [], KeptNumbers(self.dataset) if self.one_by_one else None
         for epoch, index in keys:
             self._seed_sample(epoch, index)
             try:
@@ -191,6 +192,8 @@ class SeededDataset(Dataset[Any]):
             except Exception as error:
                 annotate(error, f"raised by the data set for sample {index}")
                 raise
+            if kept is not None:
+                kept.restore()
         if isinstance(self.seed, RandomStreams):  # else `collate_fn` goes on with the numbers of the last sample
             self._seed_batch(*keys[0])
         return samples

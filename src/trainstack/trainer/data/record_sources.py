@@ -37,13 +37,13 @@ def most_repeats(dataset: Any) -> int:
 
 def shares_records(one: Any, other: Any) -> bool:
     """Whether two datasets with lengths have a record in common, or `one` holds `other` in an attribute."""
-    if any(dataset is other for dataset in _datasets_held(one)):
+    if any(dataset is other for dataset in datasets_held(one)):
         return True
     theirs = record_sources(other)
     return any(np.isin(rows, theirs.get(source, ())).any() for source, rows in record_sources(one).items())
 
 
-def _datasets_held(dataset: Any) -> Iterator[Any]:
+def datasets_held(dataset: Any) -> Iterator[Any]:
     """`dataset`, and the datasets in its attributes and in theirs."""
     ahead, seen = [dataset], set[int]()
     while ahead:

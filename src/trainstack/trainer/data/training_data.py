@@ -121,6 +121,7 @@ class TrainingData:
 
     _fetcher: Fetcher | None = None
     _cursor: OrderCursor | None = None
+    _sampled_loader: Any = None  # of the epoch under way, in a private run
 
     def __init__(
         self,
@@ -378,9 +379,10 @@ class TrainingData:
         fetcher: list[Fetcher] = []
 
         def fetch(index: Tensor) -> Any:
-            if not fetcher:
+            newest = loader if self._sampled_loader is None else self._sampled_loader
+            if not fetcher or not fetcher[0].serves(newest):
                 alone = self._is_sampled
-                fetcher.append(Fetcher(loader, self._seed, fast_paths=self._fast_paths, one_by_one=alone))
+                fetcher[:] = [Fetcher(newest, self._seed, fast_paths=self._fast_paths, one_by_one=alone)]
             return fetcher[0].load(0, index)
 
         return TrainingSet(
@@ -414,6 +416,7 @@ class TrainingData:
                 f"was planned for a sample of {self.training_set.length} with indices. Return the same data in every "
                 "epoch."
             )
+        self._sampled_loader = loader
         source = PoissonSource(
             self._fetcher_of(loader), sampling, self.training_set, plan.accumulation, self._world.comm
         )

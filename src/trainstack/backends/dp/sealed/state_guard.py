@@ -78,7 +78,6 @@ class StateGuard:
             changed = self._begin_part()
             accepts = self._attributes.begin_step()
             self._sealed.begin_step()
-            self._samples.begin_step()
             self._touched = set() if accepts else changed
         else:
             self._begin_part()
@@ -109,6 +108,7 @@ class StateGuard:
         Raises:
             PrivacyError: it has; nothing is released.
         """
+        self._samples.check()
         gradients, self._gradients = self._gradients, None
         if gradients is not None:
             touched = self._touched | self._snapshot.changed()
