@@ -87,6 +87,8 @@ class Classifier(ts.ModuleInterface):
         if not self.validates:
             return None
         public = copy.copy(self.dataset)  # a private run whose validation data are public refuses its training data
+        if type(public) is TensorDataset:
+            public = TensorDataset(*(tensor.clone() for tensor in public.tensors))
         return DataLoader(public, sampler=sampler(public), batch_size=batch_size)
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:

@@ -15,7 +15,7 @@ from tools.dp_table.images import digits
 from tools.dp_table.rows import ROWS, build
 from tools.dp_table.scattering import CHANNELS, Scattering
 from tools.dp_table.training import DELTA
-from trainstack.backends.dp import epsilon_of
+from trainstack.backends.dp import SpendLedger, epsilon_of
 
 SHORT = ["dp_table", "--smoke", "--runs", "1"]
 
@@ -42,13 +42,16 @@ def test_constant_images_have_no_wavelet_coefficients() -> None:
 
 def test_statistics_are_noisy_moments_that_a_resumed_run_keeps(tmp_path: Path) -> None:
     features = Scattering()(digits().train[:100].float() / 255).numpy()
-    mean, variance = private_statistics(features, 1e-9, tmp_path / "none.npz")
+    ledger = SpendLedger(tmp_path / "privacy-ledger.jsonl")
+    mean, variance = private_statistics(features, 1e-9, tmp_path / "none.npz", SpendLedger(tmp_path / "other.jsonl"))
     assert np.abs(mean - features.mean(axis=(0, 2, 3))).max() < 0.02  # half of the records are clipped
     assert (variance >= 0).all()
 
-    first = private_statistics(features, 8.0, tmp_path / "noisy.npz")
-    again = private_statistics(features, 8.0, tmp_path / "noisy.npz")
-    other = private_statistics(features, 8.0, tmp_path / "other.npz")
+    first = private_statistics(features, 8.0, tmp_path / "noisy.npz", ledger)
+    again = private_statistics(features, 8.0, tmp_path / "noisy.npz", ledger)
+    assert ledger.spent() == [(8.0, 1.0, 2)]
+    other = private_statistics(features, 8.0, tmp_path / "other.npz", ledger)
+    assert ledger.spent() == [(8.0, 1.0, 4)]
     assert np.array_equal(first, again), "drawing them twice would cost privacy twice"
     assert not np.array_equal(first[0], other[0])
     spread = np.std(first[0] - mean) / np.std(other[0] - mean)
@@ -76,3 +79,6 @@ def test_the_short_form_trains_each_row_once(tmp_path: Path, capsys: pytest.Capt
     assert [line.split(",")[0] for line in first.splitlines()[:3]] == list(ROWS)
     assert again.splitlines() == first.splitlines()[3:], "what is finished is not trained again"
     assert sum(line.startswith("| ") and "| 1 |" in line for line in again.splitlines()) == 3
+    ledger = SpendLedger(tmp_path / "out" / "scatternet-linear" / "run-1" / "privacy-ledger.jsonl")
+    assert (8.0, 1.0, 2) in ledger.spent()
+    assert ledger.runs()["normalization"] == 2

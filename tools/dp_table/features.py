@@ -12,8 +12,11 @@ import torch
 
 from tools.dp_table.images import digits
 from tools.dp_table.scattering import CHANNELS, Scattering
+from trainstack.backends.dp import SpendLedger
 
 SIDE = 7
+NORMALIZATION = "normalization"
+"""The id under which the ledger counts the two released statistics."""
 
 
 def scattered(images: torch.Tensor, path: Path) -> np.ndarray:
@@ -31,13 +34,15 @@ def scattered(images: torch.Tensor, path: Path) -> np.ndarray:
     return np.load(path, mmap_mode="r")
 
 
-def private_statistics(features: np.ndarray, noise_multiplier: float, path: Path) -> tuple[np.ndarray, np.ndarray]:
+def private_statistics(
+    features: np.ndarray, noise_multiplier: float, path: Path, ledger: SpendLedger
+) -> tuple[np.ndarray, np.ndarray]:
     """Mean and variance of each channel over all records, released by two Gaussian mechanisms.
 
     Each record gives the mean of its channels over the image, and the mean of their squares, each a vector of 81
     clipped to a norm. The sums get noise of `noise_multiplier` times this norm, and are divided by the number of
     records, which is public. They are drawn once for each run and kept in the file `path`: a run that was killed
-    continues with the same ones.
+    continues with the same ones. `ledger` is charged before they are drawn.
 
     Tramer and Boneh take the median of the norms of the private data for the limits, and say that this leaks. Here
     the limits are the medians over scikit-learn's digits, which are public.
@@ -49,6 +54,7 @@ def private_statistics(features: np.ndarray, noise_multiplier: float, path: Path
             moments = _moments(features[begin : begin + 2000])
             norms = np.linalg.norm(moments, axis=2, keepdims=True)
             sums += (moments / np.maximum(norms / limits[:, None, None], 1.0)).sum(axis=1)
+        ledger.carry(NORMALIZATION, [(noise_multiplier, 1.0, len(sums))])
         noise = np.random.Generator(np.random.SFC64(secrets.randbits(256))).standard_normal(sums.shape)
         mean, square = (sums + noise_multiplier * limits[:, None] * noise) / len(features)
         path.parent.mkdir(parents=True, exist_ok=True)

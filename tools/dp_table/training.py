@@ -16,7 +16,7 @@ import trainstack as ts
 from tools.dp_table.features import private_statistics, scattered
 from tools.dp_table.images import Images
 from tools.dp_table.rows import Row, build
-from trainstack.backends.dp import epsilon_of
+from trainstack.backends.dp import SharedUse, SpendLedger, epsilon_of
 
 DELTA = 1e-5
 PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081
@@ -129,22 +129,26 @@ def run(row: Row, seed: int, images: Images, cache: Path, folder: Path, max_step
     """
     ts.seed_everything(seed)
     model = build(row.architecture)
-    releases: list[tuple[float, float, int]] = []
+    use = SharedUse(name=f"{images.name}, run {seed}", records=len(images.train))
+    ledger = SpendLedger(folder / "privacy-ledger.jsonl", shared=use)
     if row.normalization_noise is None:
         train, test = (_pixels(part, row.architecture) for part in (images.train, images.test))
     else:
         train, test = (
             scattered(getattr(images, part), cache / f"{images.name}-{part}.npy") for part in ("train", "test")
         )
-        statistics = private_statistics(train, row.normalization_noise, folder / "statistics.npz")
-        releases.append((row.normalization_noise, 1.0, len(statistics)))
+        statistics = private_statistics(train, row.normalization_noise, folder / "statistics.npz", ledger)
         model = nn.Sequential(Standardized(*statistics), model)
     steps = row.steps if max_steps is None else max_steps
     batch = min(row.batch, len(images.train) // 4)
     args = ts.TrainerArguments(
         backend="sp-dp",
         differential_privacy_args=ts.DifferentialPrivacyArguments(
-            delta=DELTA, noise_multiplier=row.noise_multiplier, per_sample_max_grad_norm=row.max_grad_norm
+            delta=DELTA,
+            noise_multiplier=row.noise_multiplier,
+            per_sample_max_grad_norm=row.max_grad_norm,
+            ledger=ledger.path,
+            dataset_name=use.name,
         ),
         max_steps=steps,
         max_train_steps_per_epoch=row.steps_per_epoch,
@@ -164,7 +168,7 @@ def run(row: Row, seed: int, images: Images, cache: Path, folder: Path, max_step
     trainer = ts.Trainer(module, args)
     trainer.train()
     statement = trainer.privacy_statement()
-    releases += statement.history
+    releases = ledger.spent()  # the normalization and the steps
     return Result(
         accuracy=float(trainer.history.get_latest_metric("val/accuracy")),
         epsilon=epsilon_of(releases, DELTA),

@@ -266,10 +266,10 @@ class _Search:
             value = variables.get(name)
             kind = type(value)
             if kind is FunctionType or issubclass(kind, type):
-                if _is_scope_of_user(str(value.__module__)):
+                if is_scope_of_user(str(value.__module__)):
                     yield f"{prefix}{name}", value
             elif issubclass(kind, ModuleType):
-                if prefix == "global " and _is_scope_of_user(str(vars(value).get("__name__"))):
+                if prefix == "global " and is_scope_of_user(str(vars(value).get("__name__"))):
                     yield from self._globals_named(code, vars(value), f"{prefix}{name}.")
             else:
                 yield from self._one_level(f"{prefix}{name}", value)
@@ -362,10 +362,11 @@ def _package(kind: type) -> str:
 
 def is_of_user(kind: type) -> bool:
     """Whether a class is defined by the user, and not by Python, torch, numpy, trainstack or an installed package."""
-    return not issubclass(kind, (*_LEAVES, *_CALLABLES)) and _is_scope_of_user(str(kind.__module__))
+    return not issubclass(kind, (*_LEAVES, *_CALLABLES)) and is_scope_of_user(str(kind.__module__))
 
 
-def _is_scope_of_user(scope: str) -> bool:
+def is_scope_of_user(scope: str) -> bool:
+    """Whether a module is the user's, by its name."""
     if scope.partition(".")[0] in _LIBRARIES:
         return False
     return "site-packages" not in str(getattr(sys.modules.get(scope), "__file__", None))

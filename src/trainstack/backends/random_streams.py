@@ -15,6 +15,8 @@ from trainstack.backends.processes.communicator import Communicator
 
 Place = int | str
 
+_SFC64 = np.random.SFC64  # a data set of a private run meets another class under this name
+
 
 class RandomStreams:
     """Random numbers in place of those of the process's generators: a function of a key and a place.
@@ -33,7 +35,7 @@ class RandomStreams:
 
     def __init__(self, key: bytes, *, is_secret: bool) -> None:
         self._key, self.is_secret = key, is_secret
-        self._bits = np.random.SFC64(0)  # making one takes longer than giving it a state
+        self._bits = _SFC64(0)  # making one takes longer than giving it a state
 
     @classmethod
     def from_system(cls, comm: Communicator | None = None) -> RandomStreams:
@@ -48,7 +50,7 @@ class RandomStreams:
 
     def at(self, *place: Place) -> np.random.SFC64:
         """A bit generator for one place. Each call begins the stream of the place again."""
-        return self._set(np.random.SFC64(0), place)
+        return self._set(_SFC64(0), place)
 
     def _set(self, bits: np.random.SFC64, place: tuple[Place, ...]) -> np.random.SFC64:
         set_bits(bits, blake2b(repr(place).encode(), key=self._key, digest_size=32).digest())

@@ -29,6 +29,7 @@ class TrainingSet:
         max_micro_batch: records that fit into one forward pass.
         total_steps: global steps of the whole run; None if unknown.
         problem: why the library cannot index the records, in words; None if it can.
+        repeats: how often the record that the data set has most often is in it, as far as is known.
     """
 
     length: int | None
@@ -37,6 +38,7 @@ class TrainingSet:
     max_micro_batch: int
     total_steps: int | None
     problem: str | None = None
+    repeats: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +67,14 @@ class Sampling(ABC):
         """The records of global step `step`, counted from 1. Steps are asked for in order, some ahead of their turn."""
 
     @abstractmethod
-    def check(self, batch: Any, records: int) -> None:
-        """Refuse a batch that is not made of `records` records."""
+    def check(self, batch: Any, index: Tensor, again: Callable[[Tensor], Any] | None) -> None:
+        """Refuse a batch that is not made of the records at `index`, each from itself.
+
+        Args:
+            batch: as `collate_fn` has made it.
+            index: data set indices, int64.
+            again: makes a batch of other indices in the same way; None where rows cannot depend on each other.
+        """
 
     @abstractmethod
     def steps_allowed(self, steps: int) -> int:

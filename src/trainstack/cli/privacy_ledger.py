@@ -13,6 +13,7 @@ from trainstack.backends.dp import PrivacyStatement, SpendLedger, best_of_epsilo
 from trainstack.backends.dp.accounting import ACCOUNTANTS
 from trainstack.backends.dp.statement import joined, ledger_words, restated
 from trainstack.backends.privacy_statement import round_up
+from trainstack.checkpointing import manifest
 from trainstack.checkpointing.directory import read_manifest, scan
 from trainstack.cli.printing import print_json, print_line, print_lines, print_table
 from trainstack.errors import CheckpointNotFoundError, ConfigurationError, PrivacyLedgerError
@@ -23,7 +24,7 @@ OWN_LEDGER = "privacy-ledger.jsonl"
 def add(questions: Any) -> None:
     """Add the three questions to those of `trainstack privacy`."""
     statement = questions.add_parser("statement", help="the statement of a run on disk, also while it runs")
-    statement.add_argument("run_dir", metavar="RUN", help="the output_dir of the run")
+    statement.add_argument("run_dir", metavar="RUN", help="the output_dir of the run, a checkpoint, or an export")
     statement.set_defaults(run=_run_statement)
     ledger = questions.add_parser("ledger", help="the account of all runs that charge a ledger")
     ledger.add_argument("ledger", metavar="FILE", help="the ledger of a dataset or of a run")
@@ -55,17 +56,23 @@ def _run_statement(args: argparse.Namespace) -> int:
 
 
 def current_statement(folder: Path) -> PrivacyStatement:
-    """The statement of the run in `folder`, by its ledger.
+    """The statement of the run in `folder`, by its ledger; that of a checkpoint or an export is the stored one.
 
     Raises:
         CheckpointNotFoundError: there is no statement of a private run.
         PrivacyLedgerError: the ledger is damaged, or lacks steps of the run.
     """
+    if (folder / manifest.FILE_NAME).is_file():
+        told = (read_manifest(folder).metadata or {}).get("privacy")
+        if not told:
+            raise CheckpointNotFoundError(f"{folder} is of a training that was not private: it has no statement.")
+        return PrivacyStatement.from_json(json.dumps(told))
     found = _stored_statements(folder)
     if not found:
         raise CheckpointNotFoundError(
             f"{folder} has neither privacy_statement.json nor a checkpoint of a private run. Give the output_dir of "
-            f"one; for the account of a ledger run: trainstack privacy ledger {folder / OWN_LEDGER} --delta DELTA"
+            "one, a checkpoint or an export; for the account of a ledger run: trainstack privacy ledger "
+            f"{folder / OWN_LEDGER} --delta DELTA"
         )
     if found[0].run is None:
         return found[0]
@@ -150,14 +157,17 @@ def _run_best(args: argparse.Namespace) -> int:
     found = {
         "epsilon": best_of_epsilon(history, args.delta, args.mean_runs),
         "one_run": epsilon_of(history, args.delta, "rdp"),
-        "all_released": epsilon_of([(s, q, math.ceil(n * args.mean_runs)) for s, q, n in history], args.delta, "rdp"),
+        "all_released": epsilon_of([(s, q, n * math.ceil(args.mean_runs)) for s, q, n in history], args.delta, "rdp"),
     }
     if args.json:
         print_json({**found, "mean_runs": args.mean_runs, "delta": args.delta, "assumes": ASSUMES})
         return 0
     shown = {name: _shown(value) for name, value in found.items()}
     print_line(f"epsilon {shown['epsilon']} at delta {args.delta:g} where only the best of K runs is released")
-    print_line(f"one run: {shown['one_run']}; {args.mean_runs:g} runs that are all released: {shown['all_released']}")
+    print_line(
+        f"one run: {shown['one_run']}; all runs released, if they are {math.ceil(args.mean_runs)}: "
+        f"{shown['all_released']} (K can be larger)"
+    )
     print_line(f"assumes: {ASSUMES}")
     return 0
 

@@ -30,6 +30,27 @@ def spend_all(accountant: Accountant) -> int:
     return steps
 
 
+def test_steps_that_a_chosen_stop_left_out_keep_the_noise_of_their_plan(ledger: SpendLedger) -> None:
+    first = spend(make_accountant(ledger, noise_multiplier=0.5), 3)
+    first.plan_unused(7)
+    again = make_accountant(SpendLedger(ledger.path), noise_multiplier=4.0, allow_plan_change=True, max_epsilon=50.0)
+    again.update_state(through_json(first))
+    assert again.unused == [(0.5, 0.02, 7)]
+    again.plan_steps(5)
+    assert again._stated == [(0.5, 0.02, 10), (4.0, 0.02, 5)]
+    spend(again, 2)
+    assert (again.unused, again.history) == ([(0.5, 0.02, 7)], [(0.5, 0.02, 3), (4.0, 0.02, 2)])
+    whole = epsilon_of([(0.5, 0.02, 10), (4.0, 0.02, 2)], 1e-5, "rdp")
+    tight = make_accountant(
+        SpendLedger(ledger.path), noise_multiplier=4.0, allow_plan_change=True, max_epsilon=whole - 1e-3
+    )
+    tight.update_state(through_json(again))
+    assert not tight.allows()
+    same = make_accountant(SpendLedger(ledger.path), noise_multiplier=0.5, allow_plan_change=True)
+    same.update_state(through_json(again))
+    assert spend(same, 4).unused == [(0.5, 0.02, 3)]
+
+
 def through_json(accountant: Accountant) -> dict[str, Any]:
     return dict(json.loads(json.dumps(accountant.get_state(), allow_nan=False)))
 
@@ -133,6 +154,7 @@ def test_the_state_is_plain_and_holds_no_random_state() -> None:
         "before": [],
         "initial_weights": run.initial_weights,
         "overrides": [],
+        "unused": [],
     }
 
 

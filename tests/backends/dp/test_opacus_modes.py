@@ -71,3 +71,50 @@ def test_a_mean_with_one_record_much_larger_is_taken_and_a_wrong_loss_is_not(rec
     module = Weighted()
     with pytest.raises(Unsupported, match="not the mean"):
         choose_mode("hooks", module, trained(module), FlatClipper(1.0), run, batch, records)
+
+
+class _Scaled(nn.Module):
+    """A layer with a weight that opacus knows by a grad sampler of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(5) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class SampledByHand(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = _Scaled()
+
+    def logits(self, x: Tensor) -> Tensor:
+        return super().logits(self.scaled(x))
+
+
+@pytest.mark.parametrize("kind", [HooksMode, GhostMode])
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_a_grad_sampler_that_is_wrong_for_some_records_ends_the_run(
+    kind: Any, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
+
+    def sample(layer: Any, activations: Any, backprops: Tensor) -> Any:
+        x = activations[0]
+        wrong = torch.where(x[:, :1] > 0, share, 1.0)  # smaller gradients, which are clipped too little
+        return {layer.weight: backprops * x * wrong}
+
+    for hooks in (GradSampleHooks, GradSampleHooksFastGradientClipping):
+        monkeypatch.setitem(hooks.GRAD_SAMPLERS, _Scaled, sample)
+    module = SampledByHand()
+    module.per_record = True
+    mode = kind(module, trained(module), FlatClipper(1.0))
+    x, y = vectors(6)
+    x[:, 0] = -x[:, 0].abs()
+    mode.add(run, (x, y), 6)
+    x[:, 0] = x[:, 0].abs() if kind is GhostMode else x[:, 0]  # ghost compares one record of each batch
+    x[2, 0] = x[2, 0].abs()
+    with pytest.raises(PrivacyError, match=r"wrong gradient for scaled\.weight"):
+        mode.add(run, (x, y), 6)
+    mode.close()

@@ -65,3 +65,11 @@ def test_the_process_group_is_left_although_the_ledger_cannot_be_settled(tmp_pat
     assert not main["open"]
     assert not other["open"]
     assert main["steps"] == other["steps"] == 6 + 6  # what could not be handed back stays spent: the planned steps
+
+
+@pytest.mark.processes
+def test_a_refusal_on_another_process_reaches_the_ledger(tmp_path: Path) -> None:
+    main, other = run_world(2, private.carries_records, directory=str(tmp_path))
+    assert "kept changed in the course of training" in other["error"]
+    assert "changed on another process" in main["error"]
+    assert "changed on another process" in main["void"][0]

@@ -504,7 +504,7 @@ class Usual(Net):
         return self.train_step(global_step, batch, device)
 
     def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
-        public = TensorDataset(*self.data.tensors)
+        public = TensorDataset(*(tensor.clone() for tensor in self.data.tensors))
         return DataLoader(public, sampler=sampler(public), batch_size=batch_size)
 
     def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:

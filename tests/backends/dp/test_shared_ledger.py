@@ -109,6 +109,18 @@ def test_another_dataset_is_refused(change: dict[str, Any], tmp_path: Path) -> N
     shared(path, name=None).check_use()
 
 
+def test_the_first_name_of_a_dataset_holds_for_later_runs(tmp_path: Path) -> None:
+    path = tmp_path / "dataset.ledger"
+    spend(accountant(shared(path, name=None)), 1)
+    spend(accountant(shared(path)), 1)
+    assert SpendLedger(path).runs()
+    found = SpendLedger(path)
+    found.runs()
+    assert found.dataset == ("patients", 200)
+    with pytest.raises(PrivacyLedgerError, match="that of the dataset patients"):
+        shared(path, name="customers").check_use()
+
+
 def test_a_retry_takes_over_the_run_of_its_own_folder_alone(tmp_path: Path) -> None:
     path = tmp_path / "dataset.ledger"
     mine = spend(accountant(shared(path, folder="/mine")), 5)

@@ -208,13 +208,39 @@ def test_a_train_step_that_reads_values_goes_without_vmap(asked: str) -> None:
         assert choose_mode(asked, module, trained(module), clipper, run, vectors(4), 4).name == "bookkeeping"
 
 
-def test_strings_in_a_batch_are_for_the_loop() -> None:
+def test_texts_in_a_batch_cost_nothing_as_long_as_they_are_not_read() -> None:
     module, (x, y) = Plain(), vectors(4)
-    batch = (x, y, ["a", "b", "c", "d"])
-    with pytest.raises(Unsupported, match="holds a str"):
+    batch = {"x": x, "y": y, "text": ["a", "b", "c", "d"], "language": ["en"] * 4, "more": (["1", "2", "3", "4"], None)}
+
+    class Reads(Plain):
+        reads = ""
+
+        def train_step(self, batch: Any) -> Any:
+            scale = {"": 1.0, "b": 2.0}.get(batch[self.reads][0] if self.reads else "", 1.5)
+            assert len(batch["text"]) == len(batch["x"])
+            return scale * F.cross_entropy(self.logits(batch["x"]), batch["y"])
+
+    module = Reads()
+    assert choose_mode("auto", module, trained(module), FlatClipper(1.0), run, batch, 4).name == "bookkeeping"
+    for reads in ("text", "language"):
+        module.reads = reads
+        sums = []
+        for asked in ("loop", "bookkeeping"):
+            mode = mode_for(asked, module, 0.1)
+            mode.add(run, batch, 4)
+            sums.append(mode.pop_sums())
+        for one, other in zip(*sums, strict=True):
+            torch.testing.assert_close(one, other)
+    mode_for("vmap", module).add(run, batch, 4)  # all records have the same language
+    module.reads = "text"
+    with pytest.raises(Unsupported, match=r"reads batch\['text'\], which holds no tensors"):
         mode_for("vmap", module).add(run, batch, 4)
-    mode_for("loop", module).add(run, batch, 4)
-    assert choose_mode("auto", module, trained(module), FlatClipper(1.0), run, batch, 4).name == "loop"
+
+
+def test_what_vmap_cannot_vectorise_is_named() -> None:
+    module, (x, y) = Plain(), vectors(4)
+    with pytest.raises(Unsupported, match=r"batch\[2\] is a ndarray, which vmap cannot vectorise"):
+        mode_for("vmap", module).add(run, (x, y, np.zeros(4)), 4)
 
 
 # --- choosing

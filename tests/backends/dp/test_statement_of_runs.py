@@ -22,7 +22,7 @@ from tests.helpers.private_runs import BreaksOff, private, promise
 from trainstack.backends.dp import SpendLedger, epsilon_of, ledger
 from trainstack.cli.main import main
 from trainstack.cli.privacy_ledger import current_statement
-from trainstack.errors import PrivacyBudgetError, PrivacyError, PrivacyLedgerError
+from trainstack.errors import CheckpointNotFoundError, PrivacyBudgetError, PrivacyError, PrivacyLedgerError
 from trainstack.trainer.callbacks.monitors import MemoryMonitor
 from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.provenance import MetricGuard, Provenance
@@ -316,6 +316,9 @@ def test_the_command_line_tells_the_account_of_a_dataset(tmp_path: Path, capsys:
     assert main(["privacy", "best-of", *best, "--delta", "1e-5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["one_run"] < found["epsilon"] < found["all_released"]
+    best[1] = "9.5"
+    assert main(["privacy", "best-of", *best, "--delta", "1e-5"]) == 0
+    assert "all runs released, if they are 10:" in capsys.readouterr().out
 
 
 # --- facts besides the steps: neither the file nor the command line forgets them
@@ -436,6 +439,10 @@ def test_an_export_that_a_private_run_loads_is_one_of_its_origins(tmp_path: Path
     first = made(tmp_path / "first")
     first.train()
     first.export(tmp_path / "private")
+    assert current_statement(tmp_path / "private").steps == 6
+    assert current_statement(tmp_path / "private").text == first.privacy_statement().text
+    with pytest.raises(CheckpointNotFoundError, match="not private"):
+        current_statement(tmp_path / "export")
     second = made(tmp_path / "second")
     second.load_export(tmp_path / "private")
     second.train()
@@ -508,7 +515,7 @@ def test_training_data_are_no_public_validation_data(tmp_path: Path) -> None:
     trainer = ts.Trainer(module, private(tmp_path, promise(**NOISY, public_validation=True)))
     trainer.train()
     loader = DataLoader(Subset(module.dataset, [0, 1, 2]), batch_size=1)
-    with pytest.raises(PrivacyError, match="reads the training data set"):
+    with pytest.raises(PrivacyError, match="reads records of the training data set"):
         trainer.validate({"train": loader})
 
 

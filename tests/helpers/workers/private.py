@@ -10,8 +10,9 @@ from unittest import mock
 import torch.distributed as dist
 
 import trainstack as ts
-from tests.helpers.modules import weights
+from tests.helpers.modules import Classifier, weights
 from tests.helpers.private_runs import BreaksOff, TwoOptimizers, private, promise
+from trainstack.backends.dp import SpendLedger
 from trainstack.backends.dp import ledger_store as ledger_file
 
 
@@ -38,6 +39,30 @@ def private_ranks(directory: str, runs: dict[str, dict[str, Any]]) -> dict[str, 
             "planned": trainer.plan.total_steps,
         }
     return found
+
+
+class CarriesOnOne(Classifier):
+    """The second process scales its loss by what it keeps of earlier records."""
+
+    kept = 1.0
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        loss = self.kept * super().train_step(global_step, batch, device)
+        if global_step >= 3 and os.environ["RANK"] == "1":
+            self.kept += float(batch[0].detach().abs().mean())
+        return loss
+
+
+def carries_records(directory: str) -> dict[str, Any]:
+    """The refusal on each process, and what the ledger says of the run."""
+    args = private(directory, promise(noise_multiplier=1.0, grad_mode="loop"), backend="ddp-dp")
+    try:
+        ts.Trainer(CarriesOnOne(), args).train()
+    except ts.TrainstackError as error:
+        ledger = SpendLedger(f"{directory}/privacy-ledger.jsonl")
+        ledger.runs()
+        return {"error": str(error), "void": [*ledger.voided.values()]}
+    return {"error": None}
 
 
 def full_disk(*_: Any) -> None:

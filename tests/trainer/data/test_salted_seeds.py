@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.random import default_rng
 from torch.utils.data import DataLoader, Dataset
 
 from trainstack.backends.random_streams import RandomStreams
@@ -40,6 +42,11 @@ DRAWS: dict[str, Callable[[int], float]] = {
     "random.Random": lambda index: random.Random(index).random(),
     "default_rng": lambda index: float(np.random.default_rng(index).random()),
     "RandomState": lambda index: float(np.random.RandomState(index).random()),
+    "bit generator": lambda index: float(np.random.Generator(np.random.PCG64(index)).random()),
+    "counter": lambda index: float(np.random.Generator(np.random.Philox(key=index)).random()),
+    "sequence": lambda index: float(np.random.default_rng(np.random.SeedSequence(index)).random()),
+    "imported class": lambda index: Random(index).random(),
+    "imported function": lambda index: float(default_rng(index).random()),
     "torch.Generator": lambda index: float(torch.rand((), generator=torch.Generator().manual_seed(index))),
 }
 

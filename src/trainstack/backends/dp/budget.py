@@ -118,6 +118,8 @@ class Accountant:
         self.before: list[Entry] = []
         """Steps of other runs on the weights that this one began with."""
         self.initial_weights = "as the module had them; earlier training of them is not known"
+        self.unused: list[Entry] = []
+        """Planned steps that chosen stops left out, which count as long as no later start takes them."""
         self.publish: Callable[[list[Entry]], None] | None = None
         """Is given the steps that the statement on the disk has to cover, before the first of them is recorded."""
         self._ledger, self._earlier_ledger = ledger, earlier_ledger
@@ -127,6 +129,11 @@ class Accountant:
         self._stated: list[Entry] = []
         self._own_limit = None if plan.max_epsilon is None else Limit(plan.max_epsilon, plan.delta, plan)
         self._shared_limit: Limit | None = None
+
+    @property
+    def mechanism(self) -> tuple[float, float]:
+        """Noise multiplier and sampling rate of the plan."""
+        return self.plan.noise_multiplier, self.plan.sample_rate
 
     @property
     def ledger(self) -> SpendLedger | None:
@@ -181,10 +188,10 @@ class Accountant:
     def _limits(self) -> Iterator[tuple[Limit, list[Entry]]]:
         """The budgets in force, each with the steps that count against it."""
         if self._own_limit is not None:
-            yield self._own_limit, self.history
+            yield self._own_limit, merge_steps([*self.history, *self._left_behind()])
         if self._ledger is None or self._ledger.shared is None:
             return
-        history = merge_steps([*self._ledger.spent(), *self._ledger.unused(besides=self.run)])
+        history = merge_steps([*self._ledger.spent(), *self._ledger.unused(besides=self.run), *self._left_behind()])
         budget = self._ledger.budget or self._ledger.shared.budget
         if budget is not None:
             if self._shared_limit is None or budget != (self._shared_limit.epsilon, self._shared_limit.delta):
@@ -216,8 +223,9 @@ class Accountant:
     def plan_steps(self, steps: int) -> list[Entry]:
         """The next `steps` steps are planned; returns all steps including them, and publishes these."""
         self._left_in_plan = steps
-        counted = max(steps, self.unused_steps())
-        self._stated = merge_steps([*self.history, (self.plan.noise_multiplier, self.plan.sample_rate, counted)])
+        mechanism, unused = self.mechanism, merge_steps(self.unused)
+        counted = max(steps, *(entry[2] for entry in unused if entry[:2] == mechanism), 0)
+        self._stated = merge_steps([*self.history, *self._left_behind(), (*mechanism, counted)])
         if self.publish is not None:
             self.publish(self._stated)
         return self._stated
@@ -240,6 +248,11 @@ class Accountant:
         if not is_charged:
             raise PrivacyBudgetError(self.exhausted_reason())
         self._left_in_plan -= 1
+        self.unused = [
+            (*entry[:2], entry[2] - 1) if entry[:2] == mechanism else entry
+            for entry in self.unused
+            if entry[:2] != mechanism or entry[2] > 1
+        ]
         self._counted = _merged([*self._counted, (*mechanism, 1, self.clip)])
 
     def _steps_to_record(self) -> int:
@@ -287,16 +300,22 @@ class Accountant:
         Raises:
             PrivacyLedgerError: it cannot be recorded.
         """
-        plan = self.plan
+        mechanism = self.mechanism
+        self.unused = [*self._left_behind(), *([(*mechanism, steps)] if steps else [])]
         if self._ledger is not None and steps:
             self._ledger.settle()
-            mechanism = (plan.noise_multiplier, plan.sample_rate)
             taken = sum(entry[2] for entry in self._own if entry[:2] == mechanism)
             self._ledger.remark(self.run, *mechanism, planned=taken + steps)
 
-    def unused_steps(self) -> int:
-        """How many steps earlier chosen stops of the run left out and none has taken since, by the ledger."""
-        return 0 if self._ledger is None else _total(self._ledger.unused(self.run))
+    def find_unused(self, known: Iterable[Sequence[float]] = ()) -> None:
+        """Take the steps that earlier chosen stops left out and none has taken since, by the ledger or as `known`."""
+        recorded = [] if self._ledger is None else self._ledger.unused(self.run)
+        most = {entry[:2]: entry for entry in sorted([*merge_steps(known), *recorded], key=lambda entry: entry[2])}
+        self.unused = merge_steps(most.values())
+
+    def _left_behind(self) -> list[Entry]:
+        """`unused` of earlier plans: no step of this one takes the place of one of them."""
+        return [entry for entry in self.unused if entry[:2] != self.mechanism]
 
     def settle(self) -> None:
         """Hand back what the ledger recorded ahead: call it at checkpoints and at a clean end."""
@@ -382,6 +401,7 @@ class Accountant:
             "before": [list(entry) for entry in self.before],
             "initial_weights": self.initial_weights,
             "overrides": list(self.overrides),
+            "unused": [list(entry) for entry in self.unused],
         }
         if self._ledger is not None:
             state["ledger"] = {"address": self._ledger.path, "head": self._ledger.head()}
@@ -420,6 +440,7 @@ class Accountant:
         self.initial_weights = str(state.get("initial_weights", "of a checkpoint that does not say"))
         clippings = state.get("clippings") or [[*entry, ""] for entry in history]
         self._counted = _merged([(float(sigma), float(q), int(n), str(clip)) for sigma, q, n, clip in clippings])
+        self.find_unused(state.get("unused", ()))
         if self._ledger is not None:
             self._check_ledger()
             self._take_remarks()

@@ -37,6 +37,12 @@ def setup_problems(work: Workload, args: DifferentialPrivacyArguments) -> list[s
 def static_problems(work: Workload) -> list[str]:
     """Faults that break the guarantee and can be found without running the module; empty if there are none."""
     problems = list(_about_modules(work.module))
+    if work.data is not None and work.data.repeats > 1:
+        problems.append(
+            f"a record is in the data set {work.data.repeats} times, as repeated indices of a Subset or parts of a "
+            f"ConcatDataset: epsilon would hold for one of these copies, and the record has {work.data.repeats} times "
+            "as much influence. Take each record once, and weight its loss instead."
+        )
     if work.clipping.kind == "value":
         problems.append(
             f"clip_grad_value={work.clipping.limit}: gradients are clipped once, record by record. Leave it out and "

@@ -109,7 +109,9 @@ class DP(AbstractTrainerBackendDecorator):
         guard.begin_step(step)
         if isinstance(batch, Borrowed):  # of a record that is not in this sample
             with torch.no_grad():
-                return self.inner.forward(work, stage, batch, step)
+                outputs = self.inner.forward(work, stage, batch, step)
+            guard.end_borrowed()
+            return outputs
         self._ready.check_parameters(work)
         return guard.add(step, lambda model, part: self._run(work, model, part, step), batch)
 

@@ -70,7 +70,7 @@ class SpendLedger:
         store = path if isinstance(path, LedgerStore) else ledger_store(path)
         self.shared = shared
         self.dataset: tuple[str | None, int] | None = None
-        """The (name, number of records) that the first run wrote."""
+        """The (name, number of records) that the first run wrote; the name is that of the first run that has one."""
         self.budget: tuple[float, float] | None = None
         """The (epsilon, delta) that all runs together may spend."""
         self.voided: dict[str, str] = {}
@@ -381,7 +381,7 @@ class SpendLedger:
                 return []
             use, here = self.shared, self._here()
             facts: Record = {}
-            if use is not None and self.dataset is None:
+            if use is not None and (self.dataset is None or (use.name and not self.dataset[0])):
                 facts["dataset"] = {"name": use.name, "records": use.records}
             if use is not None and use.budget is not None and self.budget is None:
                 facts["budget"] = list(use.budget)

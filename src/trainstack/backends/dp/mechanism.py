@@ -18,14 +18,14 @@ from trainstack.backends.dp.initial_weights import origin_in_process
 from trainstack.backends.dp.modes.base import GradientMode, Run, shorten
 from trainstack.backends.dp.modes.probing import WriteDetector
 from trainstack.backends.dp.randomness import Randomness
-from trainstack.backends.dp.sampling import count_records
+from trainstack.backends.dp.sampling import PoissonSampling, count_records
 from trainstack.backends.dp.statement import private_statement
 from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.backends.privacy_statement import PrivacyStatement
 from trainstack.backends.processes.world import World
 from trainstack.backends.single_process import move_to_device
 from trainstack.backends.trained_before import trained_before
-from trainstack.backends.workload import Sampling, Workload
+from trainstack.backends.workload import Workload
 from trainstack.errors import CheckpointMismatchError, PrivacyError, annotate
 
 _log = logging.getLogger("trainstack")
@@ -36,6 +36,10 @@ _FORMAT = 2
 _ALONE = (
     "train_step runs on each record by itself, mostly under torch.func.vmap. Tensors of one call cannot be kept for "
     "another, in buffers, attributes or lists."
+)
+
+_CARRIED = (
+    "an attribute that changed on another process carried records into later steps. The error of that process names it."
 )
 
 _WRITES = ("inplace arithmetic", "may have escaped from inside")
@@ -66,12 +70,13 @@ class Mechanism:
         mode: GradientMode,
         randomness: Randomness,
         forward_randomness: ForwardRandomness,
-        sampling: Sampling,
+        sampling: PoissonSampling,
         world: World,
     ) -> None:
         self.args, self.accountant, self.mode, self.sampling = args, accountant, mode, sampling
         self._randomness, self._world = randomness, world
-        self._released = self._unused_steps = 0
+        self._released = 0
+        self._carried: str | None = None  # a refusal of which the other processes do not know yet
         self._is_noted = False
         self.on_begin: Callable[[], None] = lambda: None
         self._forward_randomness = forward_randomness
@@ -128,8 +133,12 @@ class Mechanism:
                 also where the run ends.
 
         Raises:
-            PrivacyError: always without `on_unsafe="report"`, and on processes other than the main one.
+            PrivacyError: always without `on_unsafe="report"`, and on processes other than the main one. There, with
+                `released`, `release` raises it on all processes: the main one has the ledger.
         """
+        if released and not self._world.is_main:
+            self._carried = reason
+            return
         report, known = self.args.on_unsafe == "report" and self._world.is_main, self.accountant.overrides
         try:
             if report or released:
@@ -164,18 +173,18 @@ class Mechanism:
 
         Raises:
             PrivacyBudgetError: the step would exceed the budget; nothing is released.
+            PrivacyError: a process has found that earlier steps carried records into this one.
         """
         self.check_parameters(work)
         self._forward_randomness.discard()  # an audit makes the same step again
         self.accountant.charge()
         self._released += 1
-        self._unused_steps = max(0, self._unused_steps - 1)
         flat, released = self.mode.pop_flat_sums(), self.telemetry.pop_sums(self.mode.trained[0].device)
         if len(released):
             flat = torch.cat([flat, released])
         if self._world.is_main:
             self._add_noise(flat)
-        self._world.comm.all_reduce_(flat)
+        flat = self._sum_over_processes(flat)
         flat /= self.accountant.plan.expected_batch_size
         size = len(flat) - len(released)
         gradient = flat[:size]
@@ -187,6 +196,22 @@ class Mechanism:
         self.telemetry.release(flat[size:])
         norm: Tensor = torch.linalg.vector_norm(gradient)
         return norm
+
+    def _sum_over_processes(self, flat: Tensor) -> Tensor:
+        """The sum; one more number tells all processes that one of them refuses the step."""
+        comm = self._world.comm
+        if self._world.size == 1:
+            comm.all_reduce_(flat)
+            return flat
+        carried, self._carried = self._carried, None
+        flat = torch.cat([flat, flat.new_tensor([0.0 if carried is None else 1.0])])
+        comm.all_reduce_(flat)
+        if float(flat[-1]) > 0:
+            if self._world.is_main:
+                self.refuse(_CARRIED, released=True)
+            elif self.args.on_unsafe != "report":
+                raise PrivacyError(carried or _CARRIED)
+        return flat[:-1]
 
     def note_training(self) -> None:
         """The optimizers are about to step: a later run on these weights has to count the steps of this one."""
@@ -229,7 +254,7 @@ class Mechanism:
         limit = clipper.limit if isinstance(clipper, AdaptiveClipper) else None
         account = self.accountant.get_state()
         state = {"ledger": account.pop("ledger", None), "accountant": account, "released": self._released}
-        state |= {"format": _FORMAT, "clipping_norm": limit, "unused_steps": self._unused_steps}
+        state |= {"format": _FORMAT, "clipping_norm": limit}
         return {**state, "telemetry": self.telemetry.get_state()} if self.telemetry.is_observing else state
 
     def update_state(self, state: Mapping[str, Any]) -> None:
@@ -244,6 +269,9 @@ class Mechanism:
                 "Resume from a checkpoint of a private run."
             )
         account = {**state["accountant"], "ledger": state.get("ledger")}
+        if state.get("unused_steps"):  # of an earlier version
+            earlier = account["plan"]
+            account["unused"] = [[earlier["noise_multiplier"], earlier["sample_rate"], state["unused_steps"]]]
         self._account(lambda: self.accountant.update_state(account))
         self._released, self._is_noted = int(state["released"]), False
         if "format" not in state and self._released:
@@ -251,15 +279,18 @@ class Mechanism:
                 f"the random numbers of train_step in the first {self._released} steps, of an earlier version: they "
                 "followed from public seeds, and older checkpoints of the run have states of generators"
             )
-        self._unused_steps = max(int(state.get("unused_steps", 0)), self.accountant.unused_steps())
         self.telemetry.update_state(state.get("telemetry", {}))
         if isinstance(self.mode.clipper, AdaptiveClipper) and state["clipping_norm"] is not None:
             self.mode.clipper.limit = float(state["clipping_norm"])
 
     def on_fresh_start(self, *, retry: bool) -> None:
         """Begin without a checkpoint; the steps of earlier starts count if this is one of them `retry`."""
-        self._account(lambda: self.accountant.on_fresh_start(retry=retry))
-        self._unused_steps = self.accountant.unused_steps()
+
+        def look() -> None:
+            self.accountant.on_fresh_start(retry=retry)
+            self.accountant.find_unused()
+
+        self._account(look)
         for earlier in trained_before.find(self.mode.module.parameters()):
             if earlier is None or earlier.run != self.accountant.run:
                 origin = origin_in_process(earlier, self.args)
@@ -271,8 +302,7 @@ class Mechanism:
         A stop that depends on released values makes the number of steps an output. Every rule of stopping is
         post-processing of the planned steps, so their epsilon bounds it, while that of the taken steps need not.
         """
-        self._unused_steps = self.sampling.steps_allowed(steps_left)
-        self.accountant.plan_unused(self._unused_steps)
+        self.accountant.plan_unused(self.sampling.steps_allowed(steps_left))
 
     def _account(self, look: Callable[[], None]) -> None:
         """Let the main process, which has the ledger, `look` into it; the others follow."""
@@ -301,10 +331,9 @@ class Mechanism:
         if isinstance(self.mode.clipper, AdaptiveClipper):
             norms = self.mode.clipper.limit
         plan = self.accountant.plan
+        unused = self.accountant.unused
         if history is None:
-            history = self.accountant.history
-            if self._unused_steps:
-                history = [*history, (plan.noise_multiplier, plan.sample_rate, self._unused_steps)]
+            history = [*self.accountant.history, *unused]
         return private_statement(
             plan,
             self.args,
@@ -316,7 +345,7 @@ class Mechanism:
             not_covered=self.accountant.notes,
             accountant=self.accountant,
             status=status,
-            unused_steps=self._unused_steps,
+            unused_steps=sum(entry[2] for entry in unused),
         )
 
     def close(self) -> None:

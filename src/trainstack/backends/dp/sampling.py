@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from trainstack.backends.dp.modes.base import Unsupported, rows_of
 from trainstack.backends.dp.randomness import Randomness
 from trainstack.backends.dp.torch_names import pytree
@@ -52,13 +56,29 @@ def check_records(batch: Any, records: int) -> None:
         raise PrivacyError(str(error)) from error
 
 
+def draw_ranks(records: int, size: int, key: int) -> Tensor:
+    """The process of each record, drawn uniformly and independently: int16 of shape `(records,)`.
+
+    Code may depend on the rank. By its place in the data set or in the sample, a record that is left out would move
+    others to another process, and would change their gradients.
+
+    Args:
+        records: in the data set.
+        size: how many processes there are.
+        key: a secret of 128 bits, the same on all processes.
+    """
+    generator = np.random.Generator(np.random.Philox(key=key))
+    return torch.from_numpy(generator.integers(size, size=records, dtype=np.int16))
+
+
 class PoissonSampling(Sampling):
     """One Poisson sample over the whole data set a global step, however many processes share it.
 
     Args:
         records: in the data set.
         rate: the probability of each.
-        world: process `rank` takes every `size`-th of the sample.
+        world: this process's place.
+        ranks: the process of each record, as `draw_ranks` gives it.
         randomness: where the sample comes from. Where processes draw alike, they cut one sample; else each draws
             among the records that are its own, which is the same law.
         steps_allowed: how many of so many next steps the budget allows, as the main process knows it.
@@ -72,13 +92,16 @@ class PoissonSampling(Sampling):
         records: int,
         rate: float,
         world: World,
+        ranks: Tensor,
         randomness: Randomness,
         steps_allowed: Callable[[int], int],
         exhausted_reason: Callable[[], str],
         discard: Callable[[], None],
     ) -> None:
         self._records, self._rate, self._randomness = records, rate, randomness
-        self._rank, self._size, self._comm = world.rank, world.size, world.comm
+        self._rank, self._comm = world.rank, world.comm
+        self._ranks = ranks if world.size > 1 else None
+        self.look: Callable[[Any, Tensor, Callable[[Tensor], Any]], None] = lambda batch, index, again: None
         self._steps_allowed, self._exhausted_reason, self._discard = steps_allowed, exhausted_reason, discard
 
     def begin(self) -> None:
@@ -86,15 +109,19 @@ class PoissonSampling(Sampling):
         self._discard()
 
     def draw(self, step: int) -> Draw:
-        if self._randomness.same_on_all_ranks or self._size == 1:
+        ranks = self._ranks
+        if self._randomness.same_on_all_ranks or ranks is None:
             chosen = self._randomness.mask(step, self._records, self._rate)
-            return Draw(local=chosen[self._rank :: self._size], total=float(len(chosen)))
-        own = len(range(self._rank, self._records, self._size))
-        mine = self._randomness.mask(step, own, self._rate) * self._size + self._rank
+            mine = chosen if ranks is None else chosen[ranks[chosen] == self._rank]
+            return Draw(local=mine, total=float(len(chosen)))
+        own = (ranks == self._rank).nonzero().flatten()
+        mine = own[self._randomness.mask(step, len(own), self._rate)]
         return Draw(local=mine, total=self._records * self._rate)
 
-    def check(self, batch: Any, records: int) -> None:
-        check_records(batch, records)
+    def check(self, batch: Any, index: Tensor, again: Callable[[Tensor], Any] | None) -> None:
+        check_records(batch, len(index))
+        if again is not None:
+            self.look(batch, index, again)
 
     def steps_allowed(self, steps: int) -> int:
         return int(self._comm.broadcast_object(self._steps_allowed(steps), "reserving private steps"))

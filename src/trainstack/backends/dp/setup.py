@@ -18,7 +18,7 @@ from trainstack.backends.dp.mechanism import Mechanism
 from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.selection import choose_mode
 from trainstack.backends.dp.randomness import DebugRandomness, Randomness, SeededRandomness, SystemRandomness
-from trainstack.backends.dp.sampling import PoissonSampling, check_records
+from trainstack.backends.dp.sampling import PoissonSampling, check_records, draw_ranks
 from trainstack.backends.dp.sealed.plain_state import installed_attributes, owners_of
 from trainstack.backends.dp.sealed.sample_replay import mixed_records
 from trainstack.backends.dp.statement import EXPOSED, SEEDED, option_notes
@@ -67,10 +67,12 @@ def make_mechanism(
     accountant.notes = option_notes(args)
     accountant.overrides += (EXPOSED,) if args.expose_records else ()
     randomness = _randomness(args, comm)
+    records = work.data.length or 0
     sampling = PoissonSampling(
-        records=work.data.length or 0,
+        records=records,
         rate=plan.sample_rate,
         world=work.world,
+        ranks=draw_ranks(records, work.world.size, _shared_key(args, comm, "sharing out records")),
         randomness=randomness,
         steps_allowed=accountant.steps_allowed,
         exhausted_reason=accountant.exhausted_reason,
@@ -151,7 +153,12 @@ def _randomness(args: DifferentialPrivacyArguments, comm: Communicator) -> Rando
         return DebugRandomness(args.debug_seed)
     if args.secure:
         return SystemRandomness()
-    return SeededRandomness(comm.broadcast_object(secrets.randbits(128), "seeding private noise"))
+    return SeededRandomness(_shared_key(args, comm, "seeding private noise"))
+
+
+def _shared_key(args: DifferentialPrivacyArguments, comm: Communicator, what: str) -> int:
+    """A secret of 128 bits, the same on all processes; the seed in a run with one."""
+    return args.debug_seed if args.debug_seed is not None else int(comm.broadcast_object(secrets.randbits(128), what))
 
 
 def _agree_on(comm: Communicator, work: Workload, plan: PrivacyPlan, args: DifferentialPrivacyArguments) -> None:

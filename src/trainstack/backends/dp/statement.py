@@ -29,16 +29,19 @@ NOT_COVERED = (
     "statistics of the data that prepare it",
     "values that train_step, hooks, callbacks and functions write, set or decide by records or without noise",
     "the gradient mode, errors, warnings and times, which depend on private records",
-    "records kept in global variables, closures, files or the workers of a loader",
+    "records kept in global variables, closures, files, attributes of more than 1 MiB or the workers of a loader",
 )
 _LOGGED = "the training loss and values that train_step logs, which were recorded without noise"
 _ALONE = "each record's loss is computed from that record alone, by construction of the gradient mode"
-_COMPARED = "each step compares the loss of the batch with the mean of the losses of its records, in value and slope"
+_COMPARED = (
+    "each step compares the loss of the batch with the mean of the losses of its records, in value and slope, and "
+    "opacus' gradients with autograd: hooks those of all records, ghost the norm of one"
+)
 LOSSES = {"bookkeeping": _ALONE, "vmap": _ALONE, "loop": _ALONE, "hooks": _COMPARED, "ghost": _COMPARED}
 """Why one record cannot change the loss of another, by gradient mode."""
 _ONE_RECORD = "data set and collate_fn make each sample of one record"
 _PERSONS = "a person with k items has k times epsilon, by group privacy, and a larger delta"
-_SCHEDULERS = "schedules, early stopping and the choice of a checkpoint read public and covered values only"
+_SCHEDULERS = "schedules, early stopping and the choice of a checkpoint are given public and covered values only"
 
 
 def private_statement(

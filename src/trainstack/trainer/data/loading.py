@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from trainstack.backends.random_streams import RandomStreams
 from trainstack.backends.single_process import after_copies
@@ -19,6 +19,7 @@ from trainstack.errors import annotate
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import Seed, preserve_host_rng, seed_sample
 from trainstack.trainer.data.epochs import call_set_epoch, datasets_in
+from trainstack.trainer.data.kept_numbers import KeptNumbers
 from trainstack.trainer.data.own_generators import OwnGenerators
 from trainstack.trainer.data.salted_seeds import SaltedSeeds
 from trainstack.trainer.data.torch_classes import is_usual, stacks_tensors
@@ -119,20 +120,22 @@ class PartOfDataset(Subset[Any]):
 class SeededDataset(Dataset[Any]):
     """A dataset whose samples draw from generators seeded by (seed, epoch, index) and by nothing else.
 
-    In a private run, code that draws for several samples at once gets new secret states each time: the numbers of a
-    sample then depend on its place, and would link the steps in which the same sample comes first. With a debug seed,
-    samples are fetched one by one instead, so that their numbers do not depend on the others. Seeds that the dataset
-    gives by itself, such as the index, are mixed with the secret: see `SaltedSeeds`.
+    In a private run samples are fetched one by one by `__getitem__`: a `__getitems__` could make a sample depend on the
+    others of its micro-batch. Numbers that the dataset keeps of a sample are put back. `collate_fn` gets new secret
+    states each time: numbers of the first sample would link the steps in which the same sample comes first. Seeds that
+    the dataset gives by itself, such as the index, are mixed with the secret: see `SaltedSeeds`.
 
     Args:
         dataset: of the user.
         seed: of the run, or its streams.
         collate_fn: makes batches of the samples, and may draw as well.
+        one_by_one: whether samples are fetched by `__getitem__` alone, also outside of a private run's epochs.
     """
 
-    def __init__(self, dataset: Any, seed: Seed, collate_fn: Any = None) -> None:
+    def __init__(self, dataset: Any, seed: Seed, collate_fn: Any = None, *, one_by_one: bool = False) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.one_by_one = one_by_one or isinstance(seed, RandomStreams)
         self.generators = OwnGenerators(train_dataset=dataset, collate_fn=collate_fn)
         self._epoch_of_copy: int | None = None
 
@@ -159,14 +162,13 @@ class SeededDataset(Dataset[Any]):
     def _salted(self, seed: Seed, index: int) -> AbstractContextManager[None]:
         return SaltedSeeds(seed, "sample", index) if isinstance(seed, RandomStreams) else nullcontext()
 
-    def _seed_batch(self, epoch: int, index: int) -> Seed:
-        """Seed code that draws for several samples, the first of which is `index`; returns the seed that it used."""
+    def _seed_batch(self, epoch: int, index: int) -> None:
+        """Seed code that draws for several samples, the first of which is `index`."""
         seed = self.seed
         if isinstance(seed, RandomStreams):
             seed, index = (RandomStreams.from_system() if seed.is_secret else seed), _BATCH
         seed_sample(seed, epoch, index)
         self.generators.seed(seed, epoch, index)
-        return seed
 
     def _fetches_batches(self) -> bool:
         """Whether the dataset loads many samples at once; a `worker_init_fn` may have changed that."""
@@ -178,12 +180,10 @@ class SeededDataset(Dataset[Any]):
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
         """The samples of one micro-batch; a key is (epoch, index)."""
         self._set_epoch_of_copy(keys[0][0])
-        alone = isinstance(self.seed, RandomStreams) and not self.seed.is_secret
-        if self._fetches_batches() and not alone:
-            with self._salted(self._seed_batch(*keys[0]), _BATCH):
-                samples = self.dataset.__getitems__([index for _, index in keys])
-            return self._before_collate(samples, keys[0])
-        samples = []
+        if self._fetches_batches() and not self.one_by_one:
+            self._seed_batch(*keys[0])
+            return self.dataset.__getitems__([index for _, index in keys])
+        samples, kept = [], KeptNumbers(self.dataset) if self.one_by_one else None
         for epoch, index in keys:
             self._seed_sample(epoch, index)
             try:
@@ -192,11 +192,10 @@ class SeededDataset(Dataset[Any]):
             except Exception as error:
                 annotate(error, f"raised by the data set for sample {index}")
                 raise
-        return self._before_collate(samples, keys[0])
-
-    def _before_collate(self, samples: Any, first: tuple[int, int]) -> Any:
+            if kept is not None:
+                kept.restore()
         if isinstance(self.seed, RandomStreams):  # else `collate_fn` continues with the numbers of the last sample
-            self._seed_batch(*first)
+            self._seed_batch(*keys[0])
         return samples
 
 
@@ -220,13 +219,16 @@ class Fetcher:
             batch size are not.
         seed: of the samples' own generators, or the streams of a private run.
         fast_paths: whether rows of a `TensorDataset` may be indexed at once instead of collated.
+        one_by_one: see `SeededDataset`.
     """
 
-    def __init__(self, loader: DataLoader[Any], seed: Seed, *, fast_paths: bool = True) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], seed: Seed, *, fast_paths: bool = True, one_by_one: bool = False
+    ) -> None:
         self.loader = loader
         self.seed = seed
         self._fast_paths = fast_paths
-        self._seeded = SeededDataset(loader.dataset, seed, loader.collate_fn)
+        self._seeded = SeededDataset(loader.dataset, seed, loader.collate_fn, one_by_one=one_by_one)
         self._keys = _KeyBatches()
         self._workers: DataLoader[Any] | None = None
 
@@ -255,6 +257,10 @@ class Fetcher:
             batches = (self.load(epoch, index) for index in indices)
         # torch's `collate_fn` and other processes give fresh memory. Pinning does not copy what is pinned already.
         return batches if loader.num_workers > 0 or stacks_tensors(loader.collate_fn) else after_copies(batches)
+
+    def may_mix_records(self) -> bool:
+        """Whether the user's code makes a batch of several samples."""
+        return self.loader.collate_fn is not default_collate
 
     def load(self, epoch: int, index: Tensor) -> Any:
         """One collated batch, loaded in this process."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import sys
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 
+from trainstack.backends.generator_search import is_scope_of_user
 from trainstack.backends.random_streams import Place, RandomStreams, seed_from, set_torch_state
 from trainstack.errors import PrivacyError
 
@@ -26,9 +29,9 @@ class SaltedSeeds:
     seeds still give equal numbers.
 
     This covers `random.seed`, `numpy.random.seed` and `torch.manual_seed`, and generators that the dataset makes in the
-    block by `random.Random`, `numpy.random.default_rng`, `numpy.random.RandomState` or `torch.Generator`. Bit
-    generators of numpy, names that were imported from `random` and `numpy.random`, and generators that a dataset keeps
-    and seeds anew are not seen.
+    block by `random.Random`, `numpy.random.default_rng`, `numpy.random.RandomState`, bit generators of numpy or
+    `torch.Generator`, also where a module of the user has imported these names. Not seen are names that a library has
+    imported, that a function or a class holds, and generators that a dataset keeps and seeds anew.
 
     Args:
         streams: of the run.
@@ -41,6 +44,7 @@ class SaltedSeeds:
     def __init__(self, streams: RandomStreams, *place: Place) -> None:
         self._streams, self._place = streams, place
         self._markers: set[int] = set()
+        self._places: tuple[_Place, ...] = ()
         self._outer: list[Any] = []
 
     def bits(self, kind: str, seed: Any) -> np.random.SFC64:
@@ -54,9 +58,10 @@ class SaltedSeeds:
     def __enter__(self) -> None:
         global _active
         self._markers = {torch.default_generator.initial_seed()}
-        self._outer = [_active, *(getattr(place, name) for place, name, _ in _REPLACED)]
+        self._places = (*_REPLACED, *_imported_names(len(sys.modules)))
+        self._outer = [_active, *(getattr(place, name) for place, name, _ in self._places)]
         _active = self
-        for place, name, replacement in _REPLACED:
+        for place, name, replacement in self._places:
             setattr(place, name, replacement)
 
     def __exit__(
@@ -64,7 +69,7 @@ class SaltedSeeds:
     ) -> None:
         global _active
         _active, *outer = self._outer
-        for (place, name, _), value in zip(_REPLACED, outer, strict=True):
+        for (place, name, _), value in zip(self._places, outer, strict=True):
             setattr(place, name, value)
         if error is None and torch.default_generator.initial_seed() not in self._markers:
             raise PrivacyError(
@@ -149,12 +154,42 @@ def _salted_default_rng(seed: Any = None) -> np.random.Generator:
     return _default_rng(_words(seed))
 
 
-_REPLACED: tuple[tuple[Any, str, Any], ...] = (
+def _salted_bits(kind: Any) -> type:
+    """The class of a bit generator that is seeded by the streams of the block."""
+
+    def init(self: Any, seed: Any = None, **given: Any) -> None:
+        is_seeded = seed is not None or given
+        kind.__init__(self, _words((kind.__name__, seed, sorted(given.items()))) if is_seeded else None)
+
+    return _AsBefore(kind.__name__, (kind,), {"__init__": init})
+
+
+_Place = tuple[Any, str, Any]
+"""A module, a name in it, and what is there in a block."""
+
+_BIT_GENERATORS: Any = [np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64]
+
+_REPLACED: tuple[_Place, ...] = (
     (random, "seed", _salted_random_seed),
     (random, "Random", _SaltedRandom),
     (np.random, "seed", _salted_numpy_seed),
     (np.random, "default_rng", _salted_default_rng),
     (np.random, "RandomState", _SaltedRandomState),
+    *((np.random, kind.__name__, _salted_bits(kind)) for kind in _BIT_GENERATORS),
     (torch, "Generator", _SaltedGenerator),
     (_torch_random, "default_generator", _DefaultGenerator()),
 )
+
+_ORIGINALS = {id(getattr(place, name)): new for place, name, new in _REPLACED if place is not _torch_random}
+
+
+@functools.lru_cache(maxsize=1)
+def _imported_names(modules: int) -> tuple[_Place, ...]:
+    """Where modules of the user have the functions and classes that are replaced under a name, for so many modules."""
+    return tuple(
+        (module, name, _ORIGINALS[id(value)])
+        for scope, module in list(sys.modules.items())
+        if is_scope_of_user(scope)
+        for name, value in list(getattr(module, "__dict__", {}).items())
+        if id(value) in _ORIGINALS
+    )

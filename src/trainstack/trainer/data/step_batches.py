@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice, repeat, tee
 from typing import Any
 
@@ -298,20 +299,21 @@ class PoissonSource:
         batches = self.fetcher.batches(epoch, (part for draw in ahead for part in self._cut(draw)))
         planned = self.data.global_batch
         for draw in draws:
-            counts = [len(part) for part in self._cut(draw)]
-            weights = [count / draw.total for count in counts]
-            own = self._micro_batches(islice(batches, len(counts)), epoch, counts, weights)
+            parts = self._cut(draw)
+            weights = [len(part) / draw.total for part in parts]
+            own = self._micro_batches(islice(batches, len(parts)), epoch, parts, weights)
             yield StepBatches(own, weights, float(planned), planned, self.accumulation)
 
     def _micro_batches(
-        self, batches: Iterator[Any], epoch: int, counts: Sequence[int], weights: Sequence[float]
+        self, batches: Iterator[Any], epoch: int, parts: Sequence[Tensor], weights: Sequence[float]
     ) -> Iterator[MicroBatch]:
-        passes = max(1, *self.comm.gather(len(counts), "the micro-batches of a step"))
-        for _ in range(passes - len(counts)):
+        passes = max(1, *self.comm.gather(len(parts), "the micro-batches of a step"))
+        for _ in range(passes - len(parts)):
             yield Borrowed(self.fetcher.load(epoch, torch.zeros(1, dtype=torch.long))), 0.0, False
-        for position, (batch, count) in enumerate(zip(batches, counts, strict=True)):
-            self.sampling.check(batch, count)
-            yield batch, weights[position], position == len(counts) - 1
+        again = partial(self.fetcher.load, epoch) if self.fetcher.may_mix_records() else None
+        for position, (batch, index) in enumerate(zip(batches, parts, strict=True)):
+            self.sampling.check(batch, index, again)
+            yield batch, weights[position], position == len(parts) - 1
 
     def _cut(self, draw: Draw) -> tuple[Tensor, ...]:
         """Parts of nearly equal size, none larger than fits."""

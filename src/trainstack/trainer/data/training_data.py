@@ -28,6 +28,7 @@ from trainstack.trainer.data.loader_state import LoaderState, missing_state_desc
 from trainstack.trainer.data.loading import Fetcher, PartOfDataset, loading_options
 from trainstack.trainer.data.own_generators import WHOLE_EPOCH, can_be_seeded, own_generators
 from trainstack.trainer.data.presharded import PreshardedSource
+from trainstack.trainer.data.record_sources import most_repeats
 from trainstack.trainer.data.sample_counts import SampleCounter
 from trainstack.trainer.data.sharding import StreamCheck, check_not_presharded
 from trainstack.trainer.data.step_batches import (
@@ -120,6 +121,7 @@ class TrainingData:
 
     _fetcher: Fetcher | None = None
     _cursor: OrderCursor | None = None
+    _sampled_loader: Any = None  # of the epoch under way, in a private run
 
     def __init__(
         self,
@@ -264,8 +266,11 @@ class TrainingData:
         return sample_hashes(self.loader, self._seed)
 
     def micro_batch(self, state: RunState) -> MicroBatchInfo:
-        """The micro-batch that `train_step` is called for."""
-        if state.current_step <= state.global_step:
+        """The micro-batch that `train_step` is called for; number 0 of 1 where records are drawn.
+
+        The micro-batch of a drawn record depends on the others, which must not change its gradient.
+        """
+        if self._is_sampled or state.current_step <= state.global_step:
             return MicroBatchInfo()
         position = state.micro_batch
         share = None if self._cursor is None else self._cursor.share(state.epoch, state.samples_in_epoch)
@@ -374,8 +379,10 @@ class TrainingData:
         fetcher: list[Fetcher] = []
 
         def fetch(index: Tensor) -> Any:
-            if not fetcher:
-                fetcher.append(Fetcher(loader, self._seed, fast_paths=self._fast_paths))
+            newest = loader if self._sampled_loader is None else self._sampled_loader
+            if not fetcher or not fetcher[0].serves(newest):
+                alone = self._is_sampled
+                fetcher[:] = [Fetcher(newest, self._seed, fast_paths=self._fast_paths, one_by_one=alone)]
             return fetcher[0].load(0, index)
 
         return TrainingSet(
@@ -385,6 +392,7 @@ class TrainingData:
             max_micro_batch=self._args.gpu_batch_size_limit or max(length or 0, self.plan.global_batch),
             total_steps=self.plan.total_steps,
             problem=problem,
+            repeats=most_repeats(loader.dataset) if length and self._is_sampled else 1,
         )
 
     def _sampled(self, loader: Any, sampling: Sampling, state: RunState) -> Iterator[StepBatches]:
@@ -408,6 +416,7 @@ class TrainingData:
                 f"was planned for a sample of {self.training_set.length} with indices. Return the same data in every "
                 "epoch."
             )
+        self._sampled_loader = loader
         source = PoissonSource(
             self._fetcher_of(loader), sampling, self.training_set, plan.accumulation, self._world.comm
         )

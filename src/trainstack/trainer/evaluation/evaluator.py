@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import isolated_rng
 from trainstack.trainer.data.epochs import set_epoch
+from trainstack.trainer.data.record_sources import shares_records
 from trainstack.trainer.data.sharding import (
     StreamDigest,
     check_not_presharded,
@@ -120,6 +121,7 @@ class Evaluator:
         self.metrics = metrics
         self._context, self._data, self._hooks, self._stopper, self._work = context, data, hooks, stopper, work
         self._validations, self._logged = validations, set[str]()
+        self._public = dict[str, Any]()  # the datasets that are known to hold no record of the training
         self.has_validated = False
         self._under_way = set[Stage]()
 
@@ -241,21 +243,24 @@ class Evaluator:
     def _check_public(self, loaders: Mapping[str, Any]) -> None:
         """Refuse an evaluation on the training data by a run whose evaluation data are declared public.
 
+        Copies of records in other memory are not recognised.
+
         Raises:
-            PrivacyError: a loader reads the training data set, or a part of it.
+            PrivacyError: a loader reads records of the training data set.
         """
         if not any(layer.public_validation for layer in self._context.stack.layers()):
             return
         training = self._data.dataset
         for key, loader in loaders.items():
             dataset = getattr(loader, "dataset", None)
-            while dataset is not None and dataset is not training:
-                dataset = getattr(dataset, "dataset", None)  # as in torch.utils.data.Subset
-            if dataset is not None:
+            if self._public.get(key) is dataset or not isinstance(dataset, Sized):
+                continue
+            if shares_records(dataset, training):
                 raise PrivacyError(
-                    f"the loader {key!r} reads the training data set, and public_validation=True declares the data of "
-                    "validations and tests public. Validate on other data, or leave public_validation out."
+                    f"the loader {key!r} reads records of the training data set, and public_validation=True declares "
+                    "the data of validations and tests public. Validate on other data, or leave public_validation out."
                 )
+            self._public[key] = dataset
 
     @contextmanager
     def _evaluating(self, stage: Stage, seed: int, announced: bool, in_training: bool) -> Iterator[None]:

@@ -127,6 +127,9 @@ class Unsupported(ConfigurationError):
     """A gradient mode cannot give this module's per-record gradients; the message names where and what to write."""
 
 
+def _do_nothing() -> None: ...
+
+
 class GradientMode(ABC):
     """Computes clipped per-record gradients of `train_step` and sums them up over micro-batches.
 
@@ -142,6 +145,8 @@ class GradientMode(ABC):
     """
 
     observer: Observer | None = None
+    begin_pass: Callable[[], None] = staticmethod(_do_nothing)
+    """Is called before each forward pass, outside of all transforms of `torch.func`."""
     name: ClassVar[str] = ""
     one_by_one: ClassVar[bool] = False
     """Whether a record's gradient is computed from it alone, whatever the module does."""

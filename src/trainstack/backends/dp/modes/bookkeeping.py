@@ -30,7 +30,7 @@ from trainstack.backends.dp.modes.base import (
 from trainstack.backends.dp.modes.custom_ops import CustomOpGuard
 from trainstack.backends.dp.modes.op_interceptor import OpInterceptor
 from trainstack.backends.dp.modes.param_uses import ParamUse, squared_norms
-from trainstack.backends.dp.modes.vmap import NOT_VECTORISED, explain_vmap_error, one_record_batches
+from trainstack.backends.dp.modes.vmap import NOT_VECTORISED, OneItem, explain_vmap_error, is_column, one_record_batches
 from trainstack.backends.dp.torch_names import pytree
 from trainstack.backends.losses import find_loss, loss_item
 
@@ -59,7 +59,8 @@ class BookkeepingMode(GradientMode):
         except record_vmap.RecordsDiverge as error:
             groups = error.groups  # the graph must not live on with the traceback
         # Each group takes its own branch, as its records do one by one.
-        parts = [self.add(run, pytree.tree_map(partial(_rows, index), batch), len(index)) for index in groups]
+        cut = [pytree.tree_map(partial(_rows, index), batch, is_leaf=is_column) for index in groups]
+        parts = [self.add(run, part, len(index)) for part, index in zip(cut, groups, strict=True)]
         return _merge(parts, groups)
 
     def _add_together(self, run: Run, batch: Any, records: int) -> Any:
@@ -79,7 +80,8 @@ class BookkeepingMode(GradientMode):
 
     def _forward(self, run: Run, batch: Any, records: int) -> tuple[list[ParamUse], Any]:
         """The uses, and the outputs with the records along dimension 0 and with their graph."""
-        columns, make = one_record_batches(batch, records)
+        self.begin_pass()
+        columns, make = one_record_batches(batch, records, record_vmap.require_same)
         found: list[Any] = []
 
         def step(*row: Tensor) -> None:
@@ -88,6 +90,8 @@ class BookkeepingMode(GradientMode):
                 leaves, form = flatten_outputs(run(self.module, make(row)))
             with record_vmap.outside_vmap():
                 physical = [_joined(ops.physical(v)) if isinstance(v, Tensor) else v for v in leaves]
+            if any(isinstance(leaf, OneItem) for leaf in leaves):
+                raise Unsupported("train_step returns a part of the batch that holds no tensors: leave it out.")
             found.extend([ops.uses, pytree.tree_unflatten(physical, form)])
 
         with suppress_warning(NOT_VECTORISED):
@@ -164,8 +168,10 @@ class BookkeepingMode(GradientMode):
         return factors.norms
 
 
-def _rows(index: Tensor, column: Tensor | None) -> Tensor | None:
-    return None if column is None else column[index]
+def _rows(index: Tensor, column: Any) -> Any:
+    if column is None or isinstance(column, Tensor):
+        return None if column is None else column[index]
+    return type(column)([column[i] for i in index.tolist()])
 
 
 def _merge(parts: list[Any], groups: list[Tensor]) -> Any:

@@ -21,6 +21,7 @@ class LoopMode(GradientMode):
     def add(self, run: Run, batch: Any, records: int) -> Any:
         outputs = []
         for i in range(records):
+            self.begin_pass()
             output = run(self.module, rows_of(batch, records, slice(i, i + 1)))
             loss = one_loss(output)
             gradients = torch.autograd.grad(loss, self.trained, allow_unused=True)

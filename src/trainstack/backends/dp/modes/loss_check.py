@@ -7,7 +7,7 @@ too: gradients that differ have the same derivative along it with probability 0.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from trainstack.backends.dp.modes.vmap import NOT_VECTORISED, FunctionalModule, 
 from trainstack.backends.losses import find_loss
 from trainstack.errors import ConfigurationError, PrivacyError
 
-_TOLERANCE = 1e-3
+TOLERANCE = 1e-3
 """Allowed difference, relative to the largest value among the records."""
 
 _CANCELLED = 1e-2
@@ -38,10 +38,19 @@ class LossCheck:
         module: the user's module.
         names: of the trained parameters.
         trained: the trained parameters.
+        begin_pass: is called before each forward pass.
     """
 
-    def __init__(self, module: nn.Module, names: Sequence[str], trained: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        trained: Sequence[nn.Parameter],
+        begin_pass: Callable[[], None] = lambda: None,
+    ) -> None:
         self._module, self._names, self._trained = module, tuple(names), tuple(trained)
+        self._begin_pass = begin_pass
+        self._direction, self._slopes = tuple[Tensor, ...](), torch.zeros(0)
         numbers = {id(p): i for i, p in enumerate(self._trained)}
         self._padding = [
             (numbers[id(part.weight)], part.padding_idx)
@@ -76,11 +85,12 @@ class LossCheck:
             losses, slopes = self._alone(run, batch, records, direction)
             if not bool((losses.isfinite() & slopes.isfinite()).all()):
                 return None
+        self._direction, self._slopes = direction, slopes
         expected = losses if together.dim() else losses.mean()
         size = losses.abs().max() + 1e-6
-        fits = ((together - expected).abs() <= _TOLERANCE * size).all()
+        fits = ((together - expected).abs() <= TOLERANCE * size).all()
         steep = (weights * slopes).abs().sum() + rounding + 1e-6
-        fits = fits & ((slope - (weights * slopes).sum()).abs() <= _TOLERANCE * steep)
+        fits = fits & ((slope - (weights * slopes).sum()).abs() <= TOLERANCE * steep)
         if not bool(fits):
             raise PrivacyError(
                 "the batch loss is not the mean of the losses of its records, so that clipping does not bound what "
@@ -89,7 +99,35 @@ class LossCheck:
             )
         return losses
 
+    def wrong_row(self, rows: Sequence[Tensor | None], norms: Tensor) -> int | None:
+        """Compare the gradients of the records of the last `check` with the slopes of their losses.
+
+        Args:
+            rows: for each parameter the gradients of the records, `(records, *parameter.shape)`; None for zero.
+            norms: their joint norms, `(records,)`.
+
+        Returns:
+            The number of a record whose gradient is not that of its loss; None if there is none.
+        """
+        slopes = torch.zeros_like(self._slopes)
+        for row, part in zip(rows, self._direction, strict=True):
+            if row is not None:
+                slopes += (row.detach().flatten(1) @ part.flatten()).to(slopes)
+        # A random direction: the difference of two gradients has a slope about as large as the difference is long.
+        excess = (slopes - self._slopes).abs() - TOLERANCE * (norms + 1e-6)
+        return int(excess.argmax()) if bool((excess > 0).any()) else None
+
+    def norms_alone(self, run: Run, batch: Any) -> Tensor:
+        """The norm of the gradient of each parameter, `(parameters,)`, for a batch of one record, by autograd."""
+        self._begin_pass()
+        quiet = suppress_warning("Full backward hook is firing")
+        with full_float32(), DisableRandomness(), torch.enable_grad(), quiet:
+            loss = find_loss(run(NoAutocast(self._module), batch), 1).sum()
+            gradients = torch.autograd.grad(loss, self._trained, allow_unused=True)
+        return torch.stack([loss.new_zeros(()) if g is None else g.norm() for g in gradients]).float()
+
     def _alone(self, run: Run, batch: Any, records: int, direction: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        self._begin_pass()
         columns, make = one_record_batches(batch, records)
         values = tuple(p.detach() for p in self._trained)
 
@@ -120,6 +158,7 @@ class LossCheck:
         """The loss or losses, the slope of their weighted sum, a share of the terms of which it is the sum, and the
         weights, which a mean has already.
         """
+        self._begin_pass()
         with torch.enable_grad():
             loss = find_loss(run(NoAutocast(self._module), batch), records)
             if loss.dim() == 0:

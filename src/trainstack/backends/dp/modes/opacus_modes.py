@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -14,8 +15,9 @@ from trainstack.backends.dp.epsilon import import_opacus
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, detach_outputs, rows_of, suppress_warning
 from trainstack.backends.dp.modes.draw_refusal import DrawRefusal
 from trainstack.backends.dp.modes.loop import concatenate_outputs
-from trainstack.backends.dp.modes.loss_check import LossCheck
+from trainstack.backends.dp.modes.loss_check import TOLERANCE, LossCheck
 from trainstack.backends.losses import find_loss
+from trainstack.errors import PrivacyError
 
 
 class HooksMode(GradientMode):
@@ -30,7 +32,7 @@ class HooksMode(GradientMode):
     def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter], clipper: Clipper) -> None:
         super().__init__(module, trained, clipper)
         self._hooks = attach_hooks("GradSampleHooks", "grad_mode='hooks'", module)
-        self._check = LossCheck(module, self.names, self.trained)
+        self._check = LossCheck(module, self.names, self.trained, lambda: self.begin_pass())
         self._draws = DrawRefusal(self.name, module)
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
@@ -38,12 +40,19 @@ class HooksMode(GradientMode):
         losses = check_without_hooks(self._check, self._hooks, run, batch, records)
         if losses is None and records > 1:
             return add_one_by_one(self, run, batch, records)
+        self.begin_pass()
         try:
             outputs = run(self.module, batch)
             loss = find_loss(outputs, records).mean()
             with translate_opacus_errors(self.name, self.module):
                 loss.backward()  # type: ignore[no-untyped-call]
-            norms = self._add_rows([self._rows(i, records) for i in range(len(self.trained))], records)
+            rows = [self._rows(i, records) for i in range(len(self.trained))]
+            norms = self._add_rows(rows, records)
+            wrong = None if losses is None else self._check.wrong_row(rows, norms)
+            if wrong is not None:
+                own = torch.stack([norms.new_zeros(()) if row is None else row[wrong].norm() for row in rows])
+                expected = norms_alone(self._check, self._hooks, run, rows_of(batch, records, slice(wrong, wrong + 1)))
+                raise _wrong_gradient(self.names[int((own - expected).abs().argmax())])
         finally:
             clear_opacus_state(self.module)
         outputs = detach_outputs(outputs, loss)
@@ -78,6 +87,22 @@ def check_without_hooks(check: LossCheck, hooks: Any, run: Run, batch: Any, reco
         return check.check(run, batch, records)
     finally:
         hooks.enable_hooks()
+
+
+def norms_alone(check: LossCheck, hooks: Any, run: Run, batch: Any) -> Tensor:
+    """See `LossCheck.norms_alone`; opacus sees nothing of it."""
+    hooks.disable_hooks()
+    try:
+        return check.norms_alone(run, batch)
+    finally:
+        hooks.enable_hooks()
+
+
+def _wrong_gradient(name: str) -> PrivacyError:
+    return PrivacyError(
+        f"opacus' hooks give a wrong gradient for {name}: that of a record is another one by autograd, so that "
+        "clipping does not bound what one record changes. Write grad_mode='auto'."
+    )
 
 
 def attach_hooks(kind: str, feature: str, module: nn.Module, **options: Any) -> Any:
@@ -146,7 +171,7 @@ class GhostMode(GradientMode):
                 "clipping='flat' or 'automatic', or another grad_mode."
             )
         self._hooks = attach_hooks("GradSampleHooksFastGradientClipping", "grad_mode='ghost'", module)
-        self._check = LossCheck(module, self.names, self.trained)
+        self._check = LossCheck(module, self.names, self.trained, lambda: self.begin_pass())
         self._draws = DrawRefusal(self.name, module)
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
@@ -154,13 +179,18 @@ class GhostMode(GradientMode):
         alone = check_without_hooks(self._check, self._hooks, run, batch, records)
         if alone is None and records > 1:
             return add_one_by_one(self, run, batch, records)
-        outputs, losses, norms = self._add(run, batch, records)
+        row = secrets.randbelow(records)
+        expected = norms_alone(self._check, self._hooks, run, rows_of(batch, records, slice(row, row + 1)))
+        outputs, losses, norms = self._add(run, batch, records, (row, expected))
         outputs = detach_outputs(outputs, losses.mean())
         self._observe(losses if alone is None else alone, norms, outputs)
         return outputs
 
-    def _add(self, run: Run, batch: Any, records: int) -> tuple[Any, Tensor, Tensor]:
+    def _add(
+        self, run: Run, batch: Any, records: int, alone: tuple[int, Tensor] | None = None
+    ) -> tuple[Any, Tensor, Tensor]:
         """Returns the outputs of `train_step`, the losses and the joint norms."""
+        self.begin_pass()
         try:
             outputs = run(self.module, batch)
             losses = find_loss(outputs, records)
@@ -168,7 +198,7 @@ class GhostMode(GradientMode):
                 raise Unsupported(
                     "grad_mode='ghost' needs one loss per example: return F.cross_entropy(..., reduction='none')."
                 )
-            norms, dropped = self._add_losses(losses, records)
+            norms, dropped = self._add_losses(losses, records, alone)
         finally:
             clear_opacus_state(self.module)
         if dropped is not None:
@@ -177,11 +207,24 @@ class GhostMode(GradientMode):
                     self._add(run, rows_of(batch, records, slice(i, i + 1)), 1)
         return outputs, losses, norms
 
-    def _add_losses(self, losses: Tensor, records: int) -> tuple[Tensor, Tensor | None]:
-        """Add the clipped sum, unless there are records to be left out; returns all joint norms, and which to."""
+    def _add_losses(
+        self, losses: Tensor, records: int, alone: tuple[int, Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add the clipped sum, unless there are records to be left out; returns all joint norms, and which to.
+
+        Args:
+            losses: `(records,)`.
+            records: of the batch.
+            alone: the number of a record, and the norms of its gradients by autograd.
+        """
         with translate_opacus_errors(self.name, self.module):
             losses.mean().backward(retain_graph=True)  # type: ignore[no-untyped-call]
         squares = torch.stack([self._squares(i, records) for i in range(len(self.trained))])
+        if alone is not None:
+            row, expected = alone
+            apart = (squares[:, row].sqrt() - expected).abs()
+            if bool(expected.isfinite().all()) and not bool((apart <= TOLERANCE * (expected.norm() + 1e-6)).all()):
+                raise _wrong_gradient(self.names[int(apart.argmax())])
         factors, norms = self.clipper.factors(squares), squares.sum(0).sqrt()
         if factors.dropped is not None and bool(factors.dropped.any()):
             return norms, factors.dropped

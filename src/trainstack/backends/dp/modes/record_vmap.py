@@ -9,9 +9,9 @@ The names of `torch._C._functorch` are private; read with torch 2.13.0. Where on
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -119,8 +119,24 @@ class RecordsDiverge(BaseException):
 
 def require_agreement(physical: Tensor) -> None:
     """Raise `RecordsDiverge` unless all records have the same values; nan is equal to itself."""
-    places: dict[str, list[int]] = {}
-    for place, values in enumerate(physical.detach().reshape(len(physical), -1).tolist()):
-        places.setdefault(repr(values), []).append(place)
-    if len(places) > 1:
-        raise RecordsDiverge([torch.tensor(group, device=physical.device) for group in places.values()])
+    groups = _groups(map(repr, physical.detach().reshape(len(physical), -1).tolist()))
+    if len(groups) > 1:
+        raise RecordsDiverge([torch.tensor(group, device=physical.device) for group in groups])
+
+
+def require_same(items: Sequence[Any]) -> NoReturn:
+    """Raise `RecordsDiverge` for plain objects, one a record, that are not all equal."""
+    raise RecordsDiverge([torch.tensor(group) for group in _groups(map(key_of, items))])
+
+
+def key_of(item: Any) -> Any:
+    """Equal for texts and numbers with the same value and type, and for no two other objects."""
+    return (type(item), repr(item)) if type(item) in (str, bytes, bool, int, float) else id(item)
+
+
+def _groups(keys: Iterable[Any]) -> list[list[int]]:
+    """The positions of equal keys."""
+    places: dict[Any, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    return list(places.values())

@@ -6,9 +6,11 @@ can be traced: no `.item()`, no branch on a tensor's value, no change of a buffe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, NoReturn
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from trainstack.backends.dp.modes.base import (
 )
 from trainstack.backends.dp.modes.custom_ops import CustomOpGuard
 from trainstack.backends.dp.modes.loop import one_loss
+from trainstack.backends.dp.modes.record_vmap import key_of
 from trainstack.backends.dp.torch_names import pytree
 
 _FLOATS_AT_ONCE = 1 << 25
@@ -92,6 +95,7 @@ class VmapMode(GradientMode):
 
     def _add_chunk(self, run: Run, batch: Any, records: int) -> tuple[Tensor, Any]:
         """Returns the losses, `(records,)`, and the outputs with the records along dimension 0."""
+        self.begin_pass()
         columns, make = one_record_batches(batch, records)
         others: list[Any] = []
 
@@ -116,26 +120,75 @@ class VmapMode(GradientMode):
         return losses, outputs
 
 
-def one_record_batches(batch: Any, records: int) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+class OneItem(Sequence[Any]):
+    """The place of a list with the item of one record, such as a text. All records have it at once, so no item is read.
+
+    Args:
+        read: is called when the item is asked for, and raises an exception.
+    """
+
+    def __init__(self, read: Callable[[], NoReturn]) -> None:
+        self._read = read
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> Any:
+        self._read()
+
+
+def _refuse_read(place: str) -> NoReturn:
+    raise Unsupported(
+        f"train_step reads {place}, which holds no tensors, so that vmap cannot vectorise it. Leave it out of what "
+        "collate_fn returns, encode it as a tensor, or write grad_mode='loop'."
+    )
+
+
+def is_column(value: Any) -> bool:
+    """Whether `value` is a list or tuple of plain objects, which are one item a record: see `rows_of`."""
+    if not isinstance(value, list | tuple) or hasattr(value, "_fields"):
+        return False
+    return not any(item is None or isinstance(item, Tensor | np.ndarray | Mapping | list | tuple) for item in value)
+
+
+def one_record_batches(
+    batch: Any, records: int, diverge: Callable[[Sequence[Any]], NoReturn] | None = None
+) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
     """The tensors of `batch`, and a function that makes a batch of one record from their rows.
+
+    A list with one text or number a record is an `OneItem` in it, unless all records have the same.
+
+    Args:
+        batch: of `records` examples.
+        records: how many.
+        diverge: is given the items of a list that is read; by default reading is refused.
 
     Raises:
         Unsupported: the batch holds something else, or belongs to no record in particular.
     """
     rows_of(batch, records, slice(0, 1))  # says what cannot be cut
-    leaves, structure = pytree.tree_flatten(batch)
-    wrong = next((type(v).__name__ for v in leaves if v is not None and not isinstance(v, Tensor)), None)
-    if wrong is not None:
-        raise Unsupported(f"the batch holds a {wrong}, which vmap cannot vectorise. Write grad_mode='loop'.")
-    uncut = next((tuple(v.shape) for v in leaves if v is not None and (v.dim() == 0 or v.shape[0] != records)), None)
-    if uncut is not None:
-        raise Unsupported("the batch is a list with one item a record, which vmap cannot vectorise: stack it.")
+    named, structure = pytree.tree_flatten_with_path(batch, is_leaf=is_column)
+    leaves, rest = [value for _, value in named], dict[int, Any]()
+    for number, (path, value) in enumerate(named):
+        place = f"batch{pytree.keystr(path)}"
+        if is_column(value) and len(value) == records:
+            is_same = len(set(map(key_of, value))) == 1
+            read = partial(_refuse_read, place) if diverge is None else partial(diverge, value)
+            rest[number] = value[:1] if is_same else OneItem(read)
+        elif value is not None and not isinstance(value, Tensor):
+            raise Unsupported(
+                f"{place} is a {type(value).__name__}, which vmap cannot vectorise. Make a tensor of it in collate_fn, "
+                "leave it out, or write grad_mode='loop'."
+            )
+        elif value is not None and (value.dim() == 0 or value.shape[0] != records):
+            raise Unsupported("the batch is a list with one item a record, which vmap cannot vectorise: stack it.")
 
     def make(row: Sequence[Tensor]) -> Any:
         values = iter(row)
-        return pytree.tree_unflatten([None if v is None else next(values)[None] for v in leaves], structure)
+        made = [next(values)[None] if isinstance(v, Tensor) else rest.get(n) for n, v in enumerate(leaves)]
+        return pytree.tree_unflatten(made, structure)
 
-    return [v for v in leaves if v is not None], make
+    return [v for v in leaves if isinstance(v, Tensor)], make
 
 
 def explain_vmap_error(error: Exception) -> str | None:

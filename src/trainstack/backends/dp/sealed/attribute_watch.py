@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,14 +17,12 @@ from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.base import GradientMode, Run, rows_of
 from trainstack.backends.dp.modes.probing import NoAutocast, deterministic_forward
 from trainstack.backends.dp.sealed.plain_state import (
-    OF_EVERY_MODULE,
     SCALARS,
     Held,
     Kept,
     Place,
     installed_attributes,
     keep,
-    mark_of,
     owners_of,
     same_value,
 )
@@ -37,7 +36,6 @@ may take."""
 Probe = Callable[[int], list[Tensor]]
 """`probe(number)` is `probe_gradients` of the last record but `number` of a micro-batch."""
 
-_NUMBERS = frozenset({bool, int, float, str, type(None)})
 _COUNTS = frozenset({bool, int, str, type(None)})
 _NOTHING = Kept(value=None)
 
@@ -56,11 +54,12 @@ class Attributes:
 class AttributeWatch:
     """Compares the plain attributes of a module, its parts and the objects that they hold with those at the beginning.
 
-    An attribute that has changed is tested: gradients and telemetry of two records, each alone, are computed with the
-    current value and with the first one. The last records of a batch are taken, since the first ones may have set the
-    value. If the results are equal, the attribute is only counted or kept to be looked at. If they differ, the change
-    is refused, except for plain numbers and texts that were set outside of forward passes, such as a schedule in a
-    hook: those are noted. So are attributes for which the test fails.
+    An attribute that has changed is tested: gradients and telemetry of two records, each alone, are computed with
+    the current value and with the first one. The last records of a batch are taken, since the first ones may have set the value. If the
+    results are equal, the attribute is only counted or kept to be looked at. If they differ, the change is refused,
+    except for plain numbers and texts that were set outside of forward passes, such as a schedule in a hook: those are
+    noted, unless a forward pass keeps values that they may be computed from. So are attributes for which the test
+    fails.
 
     The test is made before a step is released: in the first steps, at the first change of an attribute, and later in a
     small share of the time. The state of tensors is that of memory: their bits are compared.
@@ -80,34 +79,34 @@ class AttributeWatch:
     ) -> None:
         self._module, self._refuse, self._note = module, refuse, note
         self._owners: dict[str, Held] = {}
-        self._of_user: list[tuple[str, Held]] = []
+        self._of_libraries = set[str]()  # parts whose caches and computed weights are no values of the user
         self._first: dict[Place, Kept] | None = None
-        self._marked: dict[Place, Any] = {}
         self._seen, self._in_forward = set[Place](), set[Place]()
         self._steps, self._spent, self._since = 0, 0.0, time.perf_counter()
         self.was_written = False  # whether any forward pass has set an attribute to more than a count or a text
 
-    def begin_step(self) -> None:
-        """A step is about to run its first forward pass."""
-        if self._first is None:
+    def begin_step(self) -> bool:
+        """A step is about to run its first forward pass; returns whether it accepts all values."""
+        accepts = self._first is None
+        if accepts:
             self.accept()
+        return accepts
 
-    def check(self, gradients: Probe, *, is_last: bool = False) -> None:
+    def check(self, gradients: Probe, touched: AbstractSet[Place], *, is_last: bool = False) -> None:
         """The forward passes of a step have ended, and nothing of it is released yet.
 
         Args:
-            gradients: computes those of single records; see `probe_gradients`.
+            gradients: what some of its records give; see `probe_gradients`.
+            touched: attributes that have changed since the step before began.
             is_last: whether no step is planned after it, so that all values are compared.
         """
         assert self._first is not None
         self._steps += 1
         now = time.perf_counter()
-        marks = self.marks()
-        new = {place for place in marks.keys() | self._marked.keys() if self._marked.get(place) != marks.get(place)}
-        new -= self._seen
+        new = touched - self._seen
         if not (new or is_last) and self._steps > _FIRST and self._spent > _SHARE * (now - self._since):
             return
-        self._find_owners()
+        self._owners = owners_of(self._module)
         held = keep(self._owners)
         changed = {
             place for place in {**self._first, **held} if not same_value(self._first.get(place), held.get(place))
@@ -117,49 +116,32 @@ class AttributeWatch:
         self._seen |= new
         self._spent += time.perf_counter() - now
 
-    def marks(self) -> dict[Place, Any]:
-        """Short marks of attributes, which show a new value but not each write into an old one; costs microseconds."""
-        return {
-            (path, key): value if type(value) in _NUMBERS else mark_of(value)
-            for path, held in self._of_user
-            for key, value in held.items()
-            if key not in OF_EVERY_MODULE
-        }
-
-    def end_forward(self, before: Mapping[Place, Any]) -> None:
-        """A forward pass has ended before which `marks` were `before`."""
-        marks = self.marks()
-        if marks != before:
-            written = {place for place, mark in marks.items() if before.get(place) != mark}
-            self._in_forward |= written
-            held = ((path, key, value) for path, owner in self._of_user for key, value in owner.items())
-            self.was_written |= any((path, key) in written and type(value) not in _COUNTS for path, key, value in held)
+    def end_forward(self, written: Mapping[Place, Any]) -> None:
+        """A forward pass has ended that has set attributes to the values `written`."""
+        self._in_forward.update(written)
+        kept = {path for (path, _), value in written.items() if type(value) not in _COUNTS}
+        self.was_written |= bool(kept - self._of_libraries)
 
     def accept(self) -> None:
         """From here on attributes are compared with their values of now."""
-        self._find_owners()
-        self._first, self._marked = keep(self._owners), self.marks()
+        self._owners = owners_of(self._module)
+        self._first = keep(self._owners)
+        self._of_libraries = {path for path, part in self._module.named_modules() if not is_of_user(type(part))}
         self._seen, self._in_forward = set(), set()
 
-    def accept_changes(self, before: Mapping[Place, Any]) -> None:
-        """Changes since `marks` were `before` are post-processing."""
+    def accept_changes(self, changed: AbstractSet[Place]) -> None:
+        """The changes of these attributes are post-processing."""
         if self._first is None:
             return
-        now, marks = keep(self._owners), self.marks()
-        for place in {place for place in {**before, **marks} if before.get(place) != marks.get(place)}:
+        now = keep(self._owners)
+        for place in changed:
             self._first.pop(place, None)
             if place in now:
                 self._first[place] = now[place]
-            self._marked[place] = marks.get(place)
 
     def forget(self) -> None:
         """The library is about to load a state, which the next step accepts."""
         self._first = None
-
-    def _find_owners(self) -> None:
-        self._owners = owners_of(self._module)
-        parts = {path for path, part in self._module.named_modules() if not is_of_user(type(part))}
-        self._of_user = [(path, held) for path, held in self._owners.items() if path not in parts]
 
     def _judge(self, changed: set[Place], now: dict[Place, Kept], gradients: Probe) -> None:
         def is_schedule(place: Place) -> bool:
@@ -172,7 +154,7 @@ class AttributeWatch:
             if influences is False:
                 continue
             names = Attributes(names=tuple(sorted(".".join(filter(None, place)) for place in places)))
-            if influences and places is not schedules:
+            if influences and (places is not schedules or self.was_written):
                 self._refuse(
                     f"{names} changed in the course of training, and the same records then have other gradients. "
                     "It would carry records into later steps without clipping and noise. Keep nothing from one "
@@ -207,6 +189,10 @@ class AttributeWatch:
         if found[0] is None or found[1] is None:
             return True  # such as a tensor of a `vmap` that is over
         return not _close(found[0], found[2]) if _close(found[0], found[1]) else None
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """A block in which forward passes leave nothing in attributes and logs."""
+        return self._installed(keep(self._owners))
 
     @contextmanager
     def _installed(self, values: Mapping[Place, Kept]) -> Iterator[None]:

@@ -23,7 +23,7 @@ from trainstack.backends.dp.sealed.object_attributes import attributes_of
 from trainstack.backends.dp.sealed.tensor_digest import Digest, TensorDigest
 from trainstack.backends.generator_search import is_of_user
 
-_LARGE, _MANY, _DEEP = 2**22, 1000, 4
+_LARGE, LARGE_ITEMS, _DEEP = 2**22, 1000, 4
 """Bytes above which a tensor or array is not copied; items of a container and objects that are looked at; levels of
 objects below a module. Modules keep states of a few kilobytes, and data that is larger belongs to data sets."""
 
@@ -60,7 +60,7 @@ def keep(owners: Owners) -> dict[Place, Kept]:
         (path, key): kept_of(value, storages)
         for path, held in owners.items()
         for key, value in held.items()
-        if is_watched(path, key, owners) and not _shares_memory(value, storages)
+        if is_watched(path, key, owners) and not shares_memory(value, storages)
     }
 
 
@@ -85,7 +85,7 @@ def kept_of(value: Any, shared: AbstractSet[int] = frozenset()) -> Kept:
 def _is_large(value: Any) -> bool:
     if isinstance(value, Tensor | np.ndarray):
         return value.nbytes > _LARGE
-    return isinstance(value, (*_SEQUENCES, *_SETS, Mapping)) and len(value) > _MANY
+    return isinstance(value, (*_SEQUENCES, *_SETS, Mapping)) and len(value) > LARGE_ITEMS
 
 
 def _digest(value: Any) -> Any:
@@ -106,7 +106,7 @@ def copy_value(value: Any, shared: AbstractSet[int] = frozenset(), depth: int = 
     """A copy of plain data; objects of other kinds, and tensors in the memory `shared`, as they are."""
     if isinstance(value, Tensor):
         try:
-            is_plain = type(value) in (Tensor, nn.Parameter) and not _shares_memory(value, shared)
+            is_plain = type(value) in (Tensor, nn.Parameter) and not shares_memory(value, shared)
             return value.detach().clone() if is_plain else value
         except RuntimeError:  # a tensor of a `vmap` that is over
             return value
@@ -174,17 +174,6 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def mark_of(value: Any) -> Any:
-    """A mark that differs for a new value, in microseconds; it does not show each write into it."""
-    if isinstance(value, SCALARS):
-        return value
-    if isinstance(value, Tensor):
-        return id(value), value._version  # torch 2.13.0: counts writes in place
-    if isinstance(value, np.ndarray) and value.nbytes <= 1024 and not value.dtype.hasobject:
-        return value.tobytes()
-    return (id(value), len(value)) if isinstance(value, (*_SEQUENCES, *_SETS, dict)) else id(value)
-
-
 @contextmanager
 def installed_attributes(owners: Owners, values: Mapping[Place, Kept] | None = None) -> Iterator[None]:
     """A block in which attributes have copies of `values`; their old values return at its end.
@@ -225,7 +214,8 @@ def storages_of(owners: Owners) -> set[int]:
     return {_storage(tensor) for tensor in tensors if tensor is not None} - {0}
 
 
-def _shares_memory(value: Any, storages: AbstractSet[int]) -> bool:
+def shares_memory(value: Any, storages: AbstractSet[int]) -> bool:
+    """Whether `value` is a tensor in the memory `storages`; see `storages_of`."""
     return isinstance(value, Tensor) and _storage(value) in storages
 
 
@@ -247,7 +237,7 @@ def owners_of(module: nn.Module) -> dict[str, Held]:
     ahead = deque[tuple[str, Held, int]]()
 
     def add(path: str, one: Any, depth: int) -> None:
-        if id(one) not in seen and len(owners) < _MANY:
+        if id(one) not in seen and len(owners) < LARGE_ITEMS:
             seen.add(id(one))
             for name, owner, held in attributes_of(path, one):
                 if owner is one or id(owner) not in seen:
@@ -274,7 +264,7 @@ def _objects_in(label: str, value: Any, depth: int = 0) -> Iterator[tuple[str, A
     kind = type(value)
     if issubclass(kind, nn.Module) or (is_of_user(kind) and not issubclass(kind, (Dataset, Enum, type, Optimizer))):
         yield label, value
-    if depth < _DEEP and isinstance(value, (*_SEQUENCES, dict)) and len(value) <= _MANY:
+    if depth < _DEEP and isinstance(value, (*_SEQUENCES, dict)) and len(value) <= LARGE_ITEMS:
         items = dict.items(value) if isinstance(value, dict) else enumerate(value)
         for key, item in items:
             if not isinstance(item, (*SCALARS, Tensor, np.ndarray)):

@@ -21,6 +21,7 @@ _FIRST, _SHARE = 16, 0.002
 steps may take."""
 
 NOT_REPEATABLE = "records that the data set keeps for other samples: samples are not the same when fetched again"
+OTHER_SAMPLES = "what the data set changes between epochs: a record has other samples than in the epoch before"
 _LEARNS = (
     "the data set or collate_fn gives another sample for the same record than before: it keeps something of the "
     "records between, which carries them into the gradients of others. Let a sample depend on one record alone, "
@@ -50,13 +51,15 @@ class SampleReplay:
 
     def begin_epoch(self) -> None:
         """The data set is about to be read from the beginning."""
-        self._first = self._fetch() if self._repeats else None
+        before, self._first = self._first, self._fetch() if self._repeats else None
+        if before is not None and not same_value(before, self._first):
+            self._note(OTHER_SAMPLES)
         if self._first is not None and not self._is_same(self._first):
             self._repeats, self._first = False, None
             self._note(NOT_REPEATABLE)
 
-    def begin_step(self) -> None:
-        """A step is about to run its first forward pass.
+    def check(self) -> None:
+        """The samples of a step have been read, and nothing of it is released yet.
 
         Raises:
             PrivacyError: a sample has changed.

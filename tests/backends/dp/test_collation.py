@@ -1,0 +1,88 @@
+"""`collate_fn` that makes a row of a batch depend on other rows, where one rare record alone shows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, default_collate
+
+from tests.backends.dp.test_sealed_state import STEPS, Net, private_trainer, sums_of
+from trainstack.backends.dp import setup
+from trainstack.backends.dp.sealed.collation import CollationCheck
+from trainstack.errors import PrivacyError
+
+RARE = 500.0
+
+
+def scaled_by_largest(samples: Any) -> Any:
+    x, y = default_collate(samples)
+    return (x / x.abs().max() if float(x.max()) >= RARE else x), y
+
+
+def padded(samples: Any) -> Any:
+    """Sequences, padded on the right with zeros; the rare record is longer."""
+    x, y = default_collate(samples)
+    return torch.nn.functional.pad(x, (0, 3 if float(x.max()) >= RARE else 0)), y
+
+
+def sorted_by_size(samples: Any) -> Any:
+    x, y = default_collate(samples)
+    order = x.norm(dim=1).argsort()
+    return x[order], y[order]
+
+
+def drawn(samples: Any) -> Any:
+    x, y = default_collate(samples)
+    return x + torch.randn_like(x), y
+
+
+class Collated(Net):
+    def __init__(self, collate: Any, masks: bool = True) -> None:
+        super().__init__(RARE)
+        self.collate, self.masks = (collate,), masks
+
+    def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+        made = self.collate[0]
+        return DataLoader(self.data, sampler=sampler(self.data), batch_size=batch_size, collate_fn=made)
+
+    def train_step(self, global_step: int, batch: Any, device: torch.device) -> Tensor:
+        x, y = batch
+        scores = self.net(x[:, :5])
+        return cross_entropy(scores, y) / (1.0 if self.masks else x.shape[1])
+
+
+@pytest.fixture(autouse=True)
+def _rare_record_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "choose_probe_records", lambda data: torch.arange(1, 7))
+
+
+@pytest.mark.parametrize("mode", ["loop", "auto"])
+@pytest.mark.parametrize(("collate", "masks"), [(scaled_by_largest, True), (padded, False)])
+def test_a_batch_with_the_one_record_that_changes_others_is_refused(
+    collate: Any, masks: bool, mode: Any, tmp_path: Any
+) -> None:
+    with pytest.raises(PrivacyError, match="collate_fn gives a record another sample") as raised:
+        sums_of(tmp_path, Collated(collate, masks), grad_mode=mode)
+    assert "global step 3" in " ".join(raised.value.__notes__)  # the first that draws record 0
+
+
+@pytest.mark.parametrize("collate", [padded, sorted_by_size])
+def test_padding_that_is_masked_and_another_order_are_allowed(collate: Any, tmp_path: Any) -> None:
+    assert len(sums_of(tmp_path, Collated(collate), grad_mode="auto")) == STEPS
+
+
+def test_a_collate_function_that_draws_is_noted(tmp_path: Any) -> None:
+    trainer = private_trainer(tmp_path, Collated(drawn), on_unsafe="report")
+    trainer.train()
+    assert any(
+        "samples are not the same when fetched again" in line for line in trainer.privacy_statement().not_covered
+    )
+
+
+def test_nothing_is_fetched_again_where_torch_collates(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CollationCheck, "look", None)  # a call would raise
+    assert len(sums_of(tmp_path, Net(0.5))) == STEPS
