@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -55,8 +55,15 @@ def check_updates(work: Workload, layers: Sequence[Any]) -> bool:
             raise ConfigurationError(
                 f"train_step yields, for several updates in a step; {layer.name!r} takes one: {layer.refuses_updates}."
             )
-        if closures and layer.refuses_closures:
-            raise ConfigurationError(
-                f"{closures[0]} evaluates a closure, which {layer.name!r} cannot: {layer.refuses_closures}."
-            )
+    if closures:
+        check_closures(closures[0], layers)
     return bool(closures) or yields
+
+
+def check_closures(optimizer: str, layers: Iterable[Any]) -> None:
+    """Refuse a closure that a layer cannot evaluate."""
+    for layer in layers:
+        if layer.refuses_closures:
+            raise ConfigurationError(
+                f"{optimizer} evaluates a closure, which {layer.name!r} cannot: {layer.refuses_closures}."
+            )

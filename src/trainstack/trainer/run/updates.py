@@ -23,7 +23,7 @@ from trainstack.backends.losses import find_loss
 from trainstack.errors import ModuleContractError
 from trainstack.stage import Stage
 from trainstack.trainer.core.module_snapshot import ModuleSnapshot
-from trainstack.trainer.core.several_updates import NextPart, yields_updates
+from trainstack.trainer.core.several_updates import NextPart, check_closures, yields_updates
 from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.run.borrowed_pass import muted_log, restored_after
 from trainstack.trainer.run.train_loop import TrainLoop
@@ -233,6 +233,7 @@ class StepUpdates:
         work = replace(work, optimizers=optimizers, params=work.params.clipping(held))
         norm: Tensor | None = None
         if request.closure:
+            check_closures(type(optimizers[0]).__name__, self._stack.layers())
             closure = _Closure(self, passes, work)
             if not all(isinstance(one, LBFGS) for one in optimizers):  # it begins with an evaluation, others need one
                 closure()
