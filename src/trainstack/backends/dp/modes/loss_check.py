@@ -31,6 +31,15 @@ _CANCELLED = 1e-2
 """The terms of a slope of which this share or less is left have lost digits that the tolerance needs."""
 
 
+def allowed_error(norms: Tensor, limit: float) -> Tensor:
+    """How far gradients with these norms, `(records,)`, may be from those of autograd, where `limit` clips them.
+
+    A gradient that is small because terms cancel is little but rounding: so errors are allowed that do not matter
+    beside the limit or the longest gradient.
+    """
+    return TOLERANCE * (norms + 0.1 * norms.max() + 0.1 * limit)
+
+
 class LossCheck:
     """Costs two forward passes, one of them with derivatives, and a backward pass.
 
@@ -99,12 +108,13 @@ class LossCheck:
             )
         return losses
 
-    def wrong_row(self, rows: Sequence[Tensor | None], norms: Tensor) -> int | None:
+    def wrong_row(self, rows: Sequence[Tensor | None], norms: Tensor, limit: float) -> int | None:
         """Compare the gradients of the records of the last `check` with the slopes of their losses.
 
         Args:
             rows: for each parameter the gradients of the records, `(records, *parameter.shape)`; None for zero.
             norms: their joint norms, `(records,)`.
+            limit: see `allowed_error`.
 
         Returns:
             The number of a record whose gradient is not that of its loss; None if there is none.
@@ -114,7 +124,7 @@ class LossCheck:
             if row is not None:
                 slopes += (row.detach().flatten(1) @ part.flatten()).to(slopes)
         # A random direction: the difference of two gradients has a slope about as large as the difference is long.
-        excess = (slopes - self._slopes).abs() - TOLERANCE * (norms + 1e-6)
+        excess = (slopes - self._slopes).abs() - allowed_error(norms, limit)
         return int(excess.argmax()) if bool((excess > 0).any()) else None
 
     def norms_alone(self, run: Run, batch: Any) -> Tensor:

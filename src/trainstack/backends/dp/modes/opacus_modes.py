@@ -15,7 +15,7 @@ from trainstack.backends.dp.epsilon import import_opacus
 from trainstack.backends.dp.modes.base import GradientMode, Run, Unsupported, detach_outputs, rows_of, suppress_warning
 from trainstack.backends.dp.modes.draw_refusal import DrawRefusal
 from trainstack.backends.dp.modes.loop import concatenate_outputs
-from trainstack.backends.dp.modes.loss_check import TOLERANCE, LossCheck
+from trainstack.backends.dp.modes.loss_check import LossCheck, allowed_error
 from trainstack.backends.losses import find_loss
 from trainstack.errors import PrivacyError
 
@@ -48,7 +48,7 @@ class HooksMode(GradientMode):
                 loss.backward()  # type: ignore[no-untyped-call]
             rows = [self._rows(i, records) for i in range(len(self.trained))]
             norms = self._add_rows(rows, records)
-            wrong = None if losses is None else self._check.wrong_row(rows, norms)
+            wrong = None if losses is None else self._check.wrong_row(rows, norms, self.clipper.sensitivity)
             if wrong is not None:
                 own = torch.stack([norms.new_zeros(()) if row is None else row[wrong].norm() for row in rows])
                 expected = norms_alone(self._check, self._hooks, run, rows_of(batch, records, slice(wrong, wrong + 1)))
@@ -222,8 +222,9 @@ class GhostMode(GradientMode):
         squares = torch.stack([self._squares(i, records) for i in range(len(self.trained))])
         if alone is not None:
             row, expected = alone
+            allowed = allowed_error(squares.sum(0).sqrt(), self.clipper.sensitivity)
             apart = (squares[:, row].sqrt() - expected).abs()
-            if bool(expected.isfinite().all()) and not bool((apart <= TOLERANCE * (expected.norm() + 1e-6)).all()):
+            if bool(expected.isfinite().all()) and not bool((apart <= allowed[row]).all()):
                 raise _wrong_gradient(self.names[int(apart.argmax())])
         factors, norms = self.clipper.factors(squares), squares.sum(0).sqrt()
         if factors.dropped is not None and bool(factors.dropped.any()):

@@ -54,12 +54,12 @@ class Attributes:
 class AttributeWatch:
     """Compares the plain attributes of a module, its parts and the objects that they hold with those at the beginning.
 
-    An attribute that has changed is tested: gradients and telemetry of two records, each alone, are computed with
-    the current value and with the first one. The last records of a batch are taken, since the first ones may have
-    set the value. If the results are equal, the attribute is only counted or kept to be looked at. If they differ,
-    the change is refused, except for plain numbers and texts that were set outside of forward passes, such as a
-    schedule in a hook: those are noted, unless a forward pass keeps values that they may be computed from. So are
-    attributes for which the test fails.
+    An attribute that has changed is tested: gradients and telemetry of two records, each alone, are computed with the
+    current value and with the first one. The last records of a batch are taken, since the first ones may have set the
+    value. If the results are equal, the attribute is only counted or kept to be looked at. If they differ, the change
+    is refused, except for plain numbers and texts that were set outside of forward passes, such as a schedule in a
+    hook: those are noted, unless a forward pass keeps values that they may be computed from. So are attributes for
+    which the test fails.
 
     The test is made before a step is released: in the first steps, at the first change of an attribute, and later in a
     small share of the time. The state of tensors is that of memory: their bits are compared.
