@@ -166,7 +166,9 @@ def main(argv: Sequence[str]) -> int:
         raise SystemExit(f"{', '.join(unknown)}: give some of {', '.join(others)}.")
     names = [base, *(options.only or others)]
     print(", ".join(f"{what} {value}" for what, value in versions().items()))
-    print(f"{options.records} records. CPU time of all threads over that of {base}; least of {options.rounds} blocks.\n")
+    print(
+        f"{options.records} records. CPU time of all threads over that of {base}; least of {options.rounds} blocks.\n"
+    )
     _print_times(kind, names, options)
     if options.memory:
         _print_memory(kind, names, options)

@@ -45,7 +45,8 @@ def fast_normal(generator: np.random.Generator, count: int, scale: float) -> Ten
 def add_fast_normal(generator: np.random.Generator, sums: Tensor, scale: float) -> None:
     """Add the numbers of `fast_normal` to `sums`, float32 of one dimension on the CPU, while they are in the cache."""
     block = _Block(min(_BLOCK, (len(sums) + 1) // 2))
-    for part in torch.split(sums, 2 * _BLOCK):
+    for begin in range(0, len(sums), 2 * _BLOCK):
+        part = sums[begin : begin + 2 * _BLOCK]
         if len(part) < 2 * _BLOCK:
             block = _Block((len(part) + 1) // 2)
         part += block.draw(generator, scale)[: len(part)]

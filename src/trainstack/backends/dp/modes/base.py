@@ -109,9 +109,9 @@ def full_float32() -> Iterator[None]:
 
 
 _FULL = ("none", "ieee")
-"""Settings under which float32 is not rounded. torch 2.13.0: what is read is "none" only if no setting above lowers it."""
+"""Settings under which float32 is not rounded; torch 2.13.0 reads "none" only where no wider setting lowers it."""
 _PRECISIONS: list[Any] = [torch.backends.mkldnn.conv, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-if torch.backends.cuda.is_built():
+if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
     _PRECISIONS += [torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul]  # type: ignore[attr-defined]
 
 
@@ -162,6 +162,10 @@ class GradientMode(ABC):
     name: ClassVar[str] = ""
     one_by_one: ClassVar[bool] = False
     """Whether a record's gradient is computed from it alone, whatever the module does."""
+
+    _flat: Tensor
+    _sums: list[Tensor]
+    _is_zeroed: bool
 
     def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter], clipper: Clipper) -> None:
         self.module, self.trained, self.clipper = module, tuple(trained), clipper
