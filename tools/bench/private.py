@@ -32,7 +32,7 @@ _BLOCK = 4
 """Steps in a block: what begins and ends the library's loop is a small part of so many, and a pause of the machine
 spoils few."""
 
-_SLOW = {"opacus hooks", "opacus functorch", "vmap", "loop"}
+_SLOW = {"sp-dp hooks", "opacus hooks", "opacus functorch", "vmap", "loop"}
 """Contenders of which a block has one step."""
 
 
