@@ -63,7 +63,7 @@ _PARTS = {
         *(f"sealed.sealed_state:SealedState.{name}" for name in ("begin_step", "check", "seal")),
         *(f"sealed.attribute_watch:AttributeWatch.{name}" for name in ("begin_step", "check", "marks", "end_forward")),
         *(f"sealed.option_watch:OptionWatch.{name}" for name in ("check", "seal")),
-        "sealed.sample_replay:SampleReplay.begin_step",
+        "sealed.sample_replay:SampleReplay.check",
     ],
     "random streams": [f"forward_randomness:ForwardRandomness.{name}" for name in ("begin", "__enter__", "__exit__")],
     "sample": ["sampling:PoissonSampling.draw"],

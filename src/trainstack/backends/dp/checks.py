@@ -253,8 +253,8 @@ def neighbour_problems(mode: GradientMode, run: Run, data: TrainingSet, index: T
 def _problems(sum_of: partial[Tensor], in_full: partial[Tensor], index: Tensor) -> Iterator[str]:
     alone = in_full(index[:1], _NO_LIMIT)  # the sum over records of what each gives by itself
     norms = [float(alone.norm())]
-    for one in index[1:].split(1):
-        gradient = in_full(one, _NO_LIMIT)
+    for i in range(1, len(index)):
+        gradient = in_full(index[i : i + 1], _NO_LIMIT)
         norms.append(float(gradient.norm()))
         alone += gradient
     # A hundredth of the shortest gradient among the records that have one: then every gradient is clipped.
