@@ -61,7 +61,8 @@ _PARTS = {
     "noise": ["mechanism:Mechanism._add_noise"],
     "checks of state": [
         *(f"sealed.sealed_state:SealedState.{name}" for name in ("begin_step", "check", "seal")),
-        *(f"sealed.attribute_watch:AttributeWatch.{name}" for name in ("begin_step", "check", "marks", "end_forward")),
+        *(f"sealed.attribute_watch:AttributeWatch.{name}" for name in ("begin_step", "check", "end_forward")),
+        *(f"sealed.snapshot:Snapshot.{name}" for name in ("changed", "values", "restore")),
         *(f"sealed.option_watch:OptionWatch.{name}" for name in ("check", "seal")),
         "sealed.sample_replay:SampleReplay.check",
     ],
