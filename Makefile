@@ -42,8 +42,8 @@ check: .venv/.stamp ## format, lint, types, the table of features and the docume
 bench: .venv/.stamp ## time a training step
 	$(BIN)/python -m tools.bench $(ARGS)
 
-bench-private: .venv/.stamp ## time whole private steps beside plain ones and opacus, in one process
-	$(BIN)/python -m tools.bench private-steps $(ARGS)
+bench-private: .venv/.stamp ## time private steps beside plain ones, a loop by hand and opacus
+	$(BIN)/python -m tools.bench private $(ARGS)
 
 bench-peers: .venv-peers/.stamp ## the same beside other trainers, in .venv-peers
 	.venv-peers/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-input \

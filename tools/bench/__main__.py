@@ -1,8 +1,7 @@
 """`python -m tools.bench`: measure, print a table for each workload, and keep the figures if asked to.
 
 `python -m tools.bench profile` says where the microseconds of a step go, `python -m tools.bench private` measures
-gradient modes of private training, `python -m tools.bench private-steps` whole private steps, and
-`python -m tools.bench audit` what the privacy audit sees of training that is broken on purpose.
+private training, and `python -m tools.bench audit` what the privacy audit sees of training that is broken on purpose.
 """
 
 from __future__ import annotations
@@ -38,10 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         from tools.bench.private import main as private
 
         return private(argv[1:])
-    if argv[:1] == ["private-steps"]:
-        from tools.bench.private_steps import main as private_steps
-
-        return private_steps(argv[1:])
     if argv[:1] == ["profile"]:
         from tools.bench.profile import main as profile
 

@@ -1,202 +1,143 @@
-"""`python -m tools.bench private`: what sums of clipped per-record gradients cost, against a plain step and opacus."""
+"""`make bench-private`: private steps against plain ones, a loop written by hand and opacus, in one process."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from pathlib import Path
-from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
+from tools.bench.allocator import keep_freed_memory
+from tools.bench.private_contenders import GRADIENTS, MODELS, STEPS, dataset, prepared
 from tools.bench.report import versions
-from tools.bench.workloads import SEED
-from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.epsilon import import_opacus
-from trainstack.backends.dp.modes.selection import MODES
 
-Step = Callable[[], object]
+GOALS = {"mlp": 1.6, "cnn": 1.25, "transformer": 1.4}
+"""CPU time of a private step over a plain one, at 256 records."""
 
+_BLOCK = 4
+"""Steps in a block: what begins and ends the library's loop is a small part of so many, and a pause of the machine
+spoils few."""
 
-# --- models
-
-
-class _Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attend, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        records, length, width = x.shape
-        parts = self.attend(self.before(x)).view(records, length, 3, self.heads, width // self.heads)
-        q, k, v = parts.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(records, length, width)
-        x = x + self.mix(mixed)
-        return x + self.narrow(F.gelu(self.widen(self.between(x))))
+_SLOW = {"sp-dp hooks", "opacus hooks", "opacus functorch", "vmap", "loop"}
+"""Contenders of which a block has one step."""
 
 
-class _Transformer(nn.Module):
-    """A class from 32 tokens out of 1,000. The same embedding of places is looked up for each record."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(1000, 64), nn.Embedding(32, 64)
-        self.blocks, self.head = nn.Sequential(_Block(64, 4), _Block(64, 4)), nn.Linear(64, 10)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        places = torch.arange(ids.shape[1]).repeat(len(ids), 1)  # opacus needs it contiguous
-        return self.head(self.blocks(self.tokens(ids) + self.places(places)).mean(1))
-
-
-def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-
-
-def _cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 8, 2, padding=3),
-        nn.ReLU(),
-        nn.MaxPool2d(2, 1),
-        nn.Conv2d(16, 32, 4, 2),
-        nn.ReLU(),
-        nn.MaxPool2d(2, 1),
-        nn.Flatten(),
-        nn.Linear(32 * 4 * 4, 32),
-        nn.ReLU(),
-        nn.Linear(32, 10),
-    )
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
-    "mlp": (_mlp, lambda records: torch.randn(records, 784)),
-    "cnn": (_cnn, lambda records: torch.randn(records, 1, 28, 28)),
-    "transformer": (_Transformer, lambda records: torch.randint(1000, (records, 32))),
-}
-
-
-# --- contenders
-
-
-class _Module(nn.Module):
-    def __init__(self, net: nn.Module, reduction: str = "mean") -> None:
-        super().__init__()
-        self.net, self.reduction = net, reduction
-
-    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(self.net(batch[0]), batch[1], reduction=self.reduction)
-
-
-def plain(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
-    """Forward and backward, without privacy."""
-    module = _Module(net)
-
-    def step() -> None:
-        module.zero_grad()
-        module(batch).backward()
-
-    return step
-
-
-def ours(mode: str) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Step]:
-    """A gradient mode of this library."""
-
-    def make(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
-        module = _Module(net, "none" if mode == "ghost" else "mean")
-        gradients = MODES[mode](module, tuple(module.parameters()), FlatClipper(1.0))
-        return lambda: gradients.add(lambda model, given: model(given), batch, len(batch[1]))
-
-    return make
-
-
-def opacus_by_layer(**options: Any) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Step]:
-    """Opacus with all per-record gradients in memory, and its optimizer's clipping."""
-
-    def make(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
-        wrapped = import_opacus("opacus.grad_sample", "the benchmark").GradSampleModule(net, **options)
-        optimizer = import_opacus("opacus.optimizers", "the benchmark").DPOptimizer(
-            torch.optim.SGD(wrapped.parameters(), lr=0.1),
-            noise_multiplier=0.0,
-            max_grad_norm=1.0,
-            expected_batch_size=len(batch[1]),
-        )
-
-        def step() -> None:
-            optimizer.zero_grad()
-            F.cross_entropy(wrapped(batch[0]), batch[1]).backward()
-            optimizer.clip_and_accumulate()
-
-        return step
-
-    return make
-
-
-CONTENDERS: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor]], Step]] = {
-    "plain": plain,
-    **{mode: ours(mode) for mode in MODES},
-    "opacus hooks": opacus_by_layer(),
-    "opacus functorch": opacus_by_layer(force_functorch=True),
-}
-
-
-def prepared(model: str, contender: str, records: int) -> Step:
-    """One contender's step on a batch that is the same for all."""
-    torch.manual_seed(SEED)
-    make, inputs = MODELS[model]
-    batch = inputs(records), torch.randint(10, (records,))
-    return CONTENDERS[contender](make(), batch)
-
-
-# --- measuring
-
-
-def ratios(model: str, contenders: Sequence[str], records: int, rounds: int) -> dict[str, list[float]]:
-    """CPU time of each contender as a multiple of that of the plain step, round by round; its own in seconds."""
-    steps = {name: prepared(model, name, records) for name in ("plain", *contenders)}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    with warnings.catch_warnings():
+def least(kind: str, model: str, names: Sequence[str], batch: int, rounds: int) -> dict[str, float]:
+    """CPU seconds of one step of each contender: the least of `rounds` blocks, which take turns."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # opacus warns in every step
-        for number in range(rounds + 1):
-            for name, step in steps.items() if number % 2 else reversed(steps.items()):
+        data = dataset(model)
+        contenders = {name: prepared(kind, name, model, batch, data, Path(folder)) for name in names}
+        found = dict.fromkeys(names, float("inf"))
+        order = list(names)
+        for _ in range(rounds):
+            for name in order:
+                number = 1 if name in _SLOW else _BLOCK
                 gc.collect()
                 began = time.process_time()
-                step()
-                if number:
-                    seconds[name].append(time.process_time() - began)
-    base = seconds.pop("plain")
-    return {"plain": base} | {
-        name: [mine / its for mine, its in zip(found, base, strict=True)] for name, found in seconds.items()
-    }
+                contenders[name](number)
+                found[name] = min(found[name], (time.process_time() - began) / number)
+            order.append(order.pop(0))
+    return found
 
 
-def memory(model: str, contender: str, records: int) -> float:
-    """MiB that three steps add at their peak to a new process that is ready to run them; nan without /proc."""
+# --- parts of a step
+
+_PARTS = {
+    "noise": ["mechanism:Mechanism._add_noise"],
+    "checks of state": [
+        *(f"sealed.sealed_state:SealedState.{name}" for name in ("begin_step", "check", "seal")),
+        *(f"sealed.attribute_watch:AttributeWatch.{name}" for name in ("begin_step", "check", "end_forward")),
+        *(f"sealed.snapshot:Snapshot.{name}" for name in ("changed", "values", "restore")),
+        *(f"sealed.option_watch:OptionWatch.{name}" for name in ("check", "seal")),
+        "sealed.sample_replay:SampleReplay.check",
+    ],
+    "random streams": [f"forward_randomness:ForwardRandomness.{name}" for name in ("begin", "__enter__", "__exit__")],
+    "sample": ["sampling:PoissonSampling.draw"],
+    "account": ["budget:Accountant.charge"],
+}
+"""Functions in `trainstack.backends.dp` by what they are for."""
+
+
+def parts(model: str, batch: int, rounds: int) -> dict[str, float]:
+    """CPU seconds of the parts of one `sp-dp` step: the least of `rounds` blocks."""
+    spent = dict.fromkeys(_PARTS, 0.0)
+    found = dict.fromkeys(_PARTS, float("inf"))
+    with tempfile.TemporaryDirectory() as folder, _timed(spent):
+        make = prepared("steps", "sp-dp", model, batch, dataset(model), Path(folder))
+        make(16)  # more is checked in the first steps
+        for _ in range(rounds):
+            spent.update(dict.fromkeys(_PARTS, 0.0))
+            make(_BLOCK)
+            found = {name: min(found[name], seconds / _BLOCK) for name, seconds in spent.items()}
+    return found
+
+
+@contextmanager
+def _timed(spent: dict[str, float]) -> Iterator[None]:
+    """A block in which the outermost call of a function of `_PARTS` adds its CPU time."""
+    under_way: list[str] = []
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if under_way:
+                return function(*args, **kwargs)
+            under_way.append(part)
+            began = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[under_way.pop()] += time.process_time() - began
+
+        return call
+
+    with ExitStack() as stack:
+        for part, places in _PARTS.items():
+            for module, _, path in (place.partition(":") for place in places):
+                owner, name = path.split(".")
+                kind = getattr(importlib.import_module(f"trainstack.backends.dp.{module}"), owner)
+                stack.enter_context(mock.patch.object(kind, name, timed(part, getattr(kind, name))))
+        yield
+
+
+# --- memory
+
+
+def peak(kind: str, model: str, name: str, batch: int) -> float:
+    """MiB that a new process needs at its peak for making a contender and a few steps, without data set and imports;
+    nan without /proc."""
     done = subprocess.run(
-        [sys.executable, "-m", "tools.bench", "private", "--memory-of", model, contender, str(records)],
+        [sys.executable, "-m", "tools.bench", "private", "--memory-of", kind, model, name, str(batch)],
         capture_output=True,
         text=True,
         check=True,
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )
-    return float(done.stdout)
+    return float(done.stdout.split()[-1])
 
 
-def _peak_of_three(model: str, contender: str, records: int) -> float:
-    step = prepared(model, contender, records)
+def _own_peak(kind: str, model: str, name: str, batch: int) -> float:
+    data = dataset(model)
+    import_opacus("opacus.optimizers", "the benchmark")
+    importlib.import_module("trainstack.backends.dp.setup")  # imports are not what is measured
     before = _status("VmRSS")
-    for _ in range(3):
-        step()
+    with tempfile.TemporaryDirectory() as folder:
+        prepared(kind, name, model, batch, data, Path(folder))
     return _status("VmHWM") - before
 
 
@@ -206,38 +147,78 @@ def _status(field: str) -> float:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(field)), float("nan"))
 
 
+# --- tables
+
+
 def main(argv: Sequence[str]) -> int:
-    """Print a row for each model and batch size."""
+    """Print a row for each model and number of threads."""
     options = _parser().parse_args(argv)
-    torch.set_num_threads(1)
     if options.memory_of:
-        model, contender, records = options.memory_of
-        print(_peak_of_three(model, contender, int(records)))
+        torch.set_num_threads(1)
+        kind, model, name, batch = options.memory_of
+        print(_own_peak(kind, model, name, int(batch)))
         return 0
-    names = options.only or [name for name in CONTENDERS if name != "plain"]
+    keep_freed_memory()
+    kind, known = ("gradients", GRADIENTS) if options.gradients else ("steps", STEPS)
+    base, *others = known
+    unknown = sorted(set(options.only or ()) - set(others))
+    if unknown:
+        raise SystemExit(f"{', '.join(unknown)}: give some of {', '.join(others)}.")
+    names = [base, *(options.only or others)]
     print(", ".join(f"{what} {value}" for what, value in versions().items()))
-    print(f"CPU time as a multiple of a plain step{' / MiB beyond it' if options.memory else ''}\n")
-    print(f"| model | records | plain step | {' | '.join(names)} |")
-    print("|---" * (len(names) + 3) + "|")
-    for model in options.model or MODELS:
-        for records in options.records or (64, 256):
-            found = ratios(model, names, records, options.rounds)
-            cells = [f"{median(found[name]):.2f}" for name in names]
-            if options.memory:
-                base = memory(model, "plain", records)
-                extra = [memory(model, name, records) - base for name in names]
-                cells = [f"{cell} / {more:.0f}" for cell, more in zip(cells, extra, strict=True)]
-            plain_step = f"{1e3 * median(found['plain']):.1f} ms"
-            print(f"| {model} | {records} | {plain_step} | {' | '.join(cells)} |", flush=True)
+    print(
+        f"{options.records} records. CPU time of all threads over that of {base}; least of {options.rounds} blocks.\n"
+    )
+    _print_times(kind, names, options)
+    if options.memory:
+        _print_memory(kind, names, options)
     return 0
+
+
+def _print_times(kind: str, names: Sequence[str], options: argparse.Namespace) -> None:
+    base, *others = names
+    has_goal, lines = kind == "steps", []
+    print(f"| model | threads | {base} |{' goal |' if has_goal else ''} {' | '.join(others)} |")
+    print("|---" * (len(names) + 2 + has_goal) + "|")
+    for model in options.model or MODELS:
+        for threads in options.threads or (1, 2):
+            torch.set_num_threads(threads)
+            found = least(kind, model, names, options.records, options.rounds)
+            cells = [f"{found[name] / found[base]:.2f}" for name in others]
+            goal = f" {GOALS[model]} |" if has_goal else ""
+            print(f"| {model} | {threads} | {1e3 * found[base]:.2f} ms |{goal} {' | '.join(cells)} |", flush=True)
+            if "sp-dp" in others:
+                lines.append(f"{model}, {threads} threads: {_described(model, found, options)}")
+    print("", *lines, sep="\n")
+
+
+def _described(model: str, found: dict[str, float], options: argparse.Namespace) -> str:
+    """Parts of the private step as shares of the plain one, and how far it is from the loop by hand."""
+    shares = parts(model, options.records, options.rounds)
+    text = ", ".join(f"{part} {100 * seconds / found['sp']:.1f} %" for part, seconds in shares.items())
+    if "by hand" in found:
+        text += f"; sp-dp is {100 * (found['sp-dp'] / found['by hand'] - 1):.0f} % above the step by hand"
+    return f"of a plain step, {text}."
+
+
+def _print_memory(kind: str, names: Sequence[str], options: argparse.Namespace) -> None:
+    print(f"\nPeak memory, MiB, and over {names[0]}.\n\n| model | {' | '.join(names)} |")
+    print("|---" * (len(names) + 1) + "|")
+    for model in options.model or MODELS:
+        found = {name: peak(kind, model, name, options.records) for name in names}
+        cells = [f"{found[name]:.0f} ({found[name] / found[names[0]]:.2f})" for name in names]
+        print(f"| {model} | {' | '.join(cells)} |", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.bench private", description=__doc__)
+    parser.add_argument("--gradients", action="store_true", help="sums of clipped gradients alone, in each grad_mode")
     parser.add_argument("--model", action="append", choices=MODELS, help="only this one; may be given several times")
-    parser.add_argument("--records", action="append", type=int, help="records in a batch (default: 64 and 256)")
-    parser.add_argument("--only", action="append", choices=CONTENDERS, help="only this one beside the plain step")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default: 7)")
-    parser.add_argument("--memory", action="store_true", help="also peak memory, each in a process of its own")
-    parser.add_argument("--memory-of", nargs=3, metavar=("MODEL", "CONTENDER", "RECORDS"), help=argparse.SUPPRESS)
+    parser.add_argument("--threads", action="append", type=int, help="of torch (default: 1, and 2)")
+    parser.add_argument("--records", type=int, default=256, help="records in a step (default: 256)")
+    parser.add_argument("--only", action="append", metavar="NAME", help="only this one beside the plain step")
+    parser.add_argument("--rounds", type=int, default=30, help="blocks of each contender (default: 30)")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave peak memory out")
+    names = ("KIND", "MODEL", "CONTENDER", "RECORDS")
+    parser.add_argument("--memory-of", nargs=4, metavar=names, help=argparse.SUPPRESS)
     return parser

@@ -5,6 +5,7 @@ Each finding is a sentence that names what was found and says what to write inst
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -250,9 +251,14 @@ def neighbour_problems(mode: GradientMode, run: Run, data: TrainingSet, index: T
 
 
 def _problems(sum_of: partial[Tensor], in_full: partial[Tensor], index: Tensor) -> Iterator[str]:
-    alone = torch.stack([in_full(index[i : i + 1], _NO_LIMIT) for i in range(len(index))])
+    alone = in_full(index[:1], _NO_LIMIT)  # the sum over records of what each gives by itself
+    norms = [float(alone.norm())]
+    for i in range(1, len(index)):
+        gradient = in_full(index[i : i + 1], _NO_LIMIT)
+        norms.append(float(gradient.norm()))
+        alone += gradient
     # A hundredth of the shortest gradient among the records that have one: then every gradient is clipped.
-    limit = min((float(norm) for norm in alone.norm(dim=1) if norm > 0), default=0.0) / 100
+    limit = min((norm for norm in norms if norm > 0), default=0.0) / 100
     if limit == 0.0:
         yield (
             "no record has a gradient by itself: the loss is nan or inf, or it only compares records with each other. "
@@ -269,7 +275,7 @@ def _problems(sum_of: partial[Tensor], in_full: partial[Tensor], index: Tensor) 
                 f"clipping norm), so clipping does not bound it. {_INSTEAD}"
             )
             return
-    apart = float((in_full(index, _NO_LIMIT) - alone.sum(0)).norm() / alone.norm())
+    apart = float((in_full(index, _NO_LIMIT) - alone).norm()) / math.hypot(*norms)
     if apart > TOLERANCE:
         yield (
             f"records have other gradients together than each by itself (their sum differs by {apart:.3f} times its "
@@ -289,4 +295,4 @@ def _clipped_sum(mode: GradientMode, run: Run, data: TrainingSet, index: Tensor,
                 mode.add(run, rows_of(batch, len(index), slice(i, i + 1)), 1)
         else:
             mode.add(run, batch, len(index))
-    return torch.cat([part.flatten() for part in mode.pop_sums()])
+    return mode.pop_flat_sums()[0]

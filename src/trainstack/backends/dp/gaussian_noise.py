@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 1 << 15
-"""Pairs at a time: 1 MiB of work space, which caches hold."""
+"""Pairs at a time: 1 MiB with the work space, which caches hold."""
 
 _DITHER = 2.0**-24
 """Step of the dither in standard deviations; it is uniform over 2^16 steps, a 256th of a standard deviation."""
@@ -37,34 +37,47 @@ def fast_normal(generator: np.random.Generator, count: int, scale: float) -> Ten
 
     The dither adds 1.3e-6 to a variance of 1. Nothing here resists a person who predicts `generator`.
     """
-    out = torch.empty(count + count % 2, dtype=torch.float32)
-    for begin in range(0, len(out), 2 * _BLOCK):
-        _fill_pairs(generator, out[begin : begin + 2 * _BLOCK], scale)
-    return out[:count]
+    out = torch.zeros(count, dtype=torch.float32)
+    add_fast_normal(generator, out, scale)
+    return out
 
 
 def add_fast_normal(generator: np.random.Generator, sums: Tensor, scale: float) -> None:
     """Add the numbers of `fast_normal` to `sums`, float32 of one dimension on the CPU, while they are in the cache."""
-    noise = torch.empty(min(2 * _BLOCK, len(sums) + len(sums) % 2), dtype=torch.float32)
+    block = _Block(min(_BLOCK, (len(sums) + 1) // 2))
     for begin in range(0, len(sums), 2 * _BLOCK):
         part = sums[begin : begin + 2 * _BLOCK]
-        pairs = noise[: len(part) + len(part) % 2]
-        _fill_pairs(generator, pairs, scale)
-        part += pairs[: len(part)]
+        if len(part) < 2 * _BLOCK:
+            block = _Block((len(part) + 1) // 2)
+        part += block.draw(generator, scale)[: len(part)]
 
 
-def _fill_pairs(generator: np.random.Generator, out: Tensor, scale: float) -> None:
-    pairs = len(out) // 2
-    words: Any = generator.bit_generator.random_raw((3 * pairs + 1) // 2)
-    dither, angle, radius = torch.split(torch.from_numpy(words.view(np.int32))[: 3 * pairs], pairs)
-    out.copy_(dither.view(torch.int16)).mul_(scale * _DITHER)
-    u = radius.float().abs_().mul_(2.0**-31)
-    _redraw_small(generator, u.numpy())
-    a = angle.float().mul_(math.pi * 2.0**-31)
-    # numpy's float32 functions take a third of the time of torch's on the CPU.
-    r = torch.from_numpy(np.log(u.numpy(), out=u.numpy())).mul_(-2 * scale * scale).sqrt_()
-    out[:pairs].addcmul_(r, torch.from_numpy(np.cos(a.numpy())))
-    out[pairs:].addcmul_(r, torch.from_numpy(np.sin(a.numpy())))
+class _Block:
+    """Memory for `pairs` pairs of normal numbers. All blocks of a call use the same, so that it stays in the cache."""
+
+    def __init__(self, pairs: int) -> None:
+        self._pairs = pairs
+        self._out = torch.empty(2 * pairs, dtype=torch.float32)
+        self._halves = self._out[:pairs], self._out[pairs:]
+        self._radius, self._angle, self._cosine = torch.empty(3, pairs, dtype=torch.float32)
+        self._arrays = self._out.numpy(), self._angle.numpy(), self._radius.numpy()
+
+    def draw(self, generator: np.random.Generator, scale: float) -> Tensor:
+        """New numbers, which are overwritten by the next ones."""
+        pairs, r, a = self._pairs, self._radius, self._angle
+        words: Any = generator.bit_generator.random_raw((3 * pairs + 1) // 2)
+        bits, (dither, angle, radius) = words.view(np.int32), self._arrays
+        dither[:] = bits[:pairs].view(np.int16)
+        angle[:] = bits[pairs : 2 * pairs]
+        radius[:] = bits[2 * pairs : 3 * pairs]
+        r.abs_().mul_(2.0**-31)
+        _redraw_small(generator, radius)
+        r.log_().mul_(-2 * scale * scale).sqrt_()
+        a.mul_(math.pi * 2.0**-31)
+        self._out.mul_(scale * _DITHER)
+        self._halves[0].addcmul_(r, torch.cos(a, out=self._cosine))
+        self._halves[1].addcmul_(r, a.sin_())
+        return self._out
 
 
 def _redraw_small(generator: np.random.Generator, u: Any) -> None:
@@ -73,6 +86,8 @@ def _redraw_small(generator: np.random.Generator, u: Any) -> None:
     Args:
         u: uniform on [0, 1], float32.
     """
+    if u.min() >= _REDRAW:
+        return
     below = 1.0
     small = np.flatnonzero(u < _REDRAW)
     while len(small):

@@ -117,7 +117,8 @@ class DP(AbstractTrainerBackendDecorator):
 
     def _run(self, work: Workload, model: nn.Module, batch: Any, step: int) -> Any:
         with losses_per_record(work.module):
-            return self.inner.forward(replace(work, model=model), Stage.TRAIN, batch, step)
+            work = work if model is work.model else replace(work, model=model)
+            return self.inner.forward(work, Stage.TRAIN, batch, step)
 
     def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
         """Nothing is left to do: gradients were taken record by record."""

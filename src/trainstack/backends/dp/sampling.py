@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainstack.backends.dp.modes.base import Unsupported, rows_of
+from trainstack.backends.dp.modes.base import Unsupported, rows_of, tensor_columns
 from trainstack.backends.dp.randomness import Randomness
 from trainstack.backends.dp.torch_names import pytree
 from trainstack.backends.processes.world import World
@@ -22,6 +22,10 @@ def count_records(batch: Any) -> int:
 
     Whether everything else in it agrees is for the gradient mode to see.
     """
+
+    columns = tensor_columns(batch)
+    if columns is not None:
+        return len(columns[0])
 
     def is_column(value: Any) -> bool:
         return isinstance(value, list) and not any(hasattr(leaf, "shape") for leaf in pytree.tree_leaves(value))
@@ -44,6 +48,9 @@ def check_records(batch: Any, records: int) -> None:
     Raises:
         PrivacyError: saying what to let `collate_fn` return.
     """
+    columns = tensor_columns(batch)
+    if columns is not None and all(len(column) == records for column in columns):
+        return
     found = count_records(batch)
     if found != records:
         raise PrivacyError(

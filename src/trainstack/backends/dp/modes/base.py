@@ -38,8 +38,15 @@ def detach_outputs(outputs: Any, loss: Tensor) -> Any:
 
 def detach_tensors(outputs: Any) -> Any:
     """`outputs` with every tensor cut off its graph."""
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
+
+
+def map_leaves(function: Callable[[Any], Any], outputs: Any) -> Any:
+    """`outputs` with `function(leaf)` in the place of each leaf; see `flatten_outputs`."""
+    if type(outputs) is dict and all(type(value) is Tensor for value in outputs.values()):
+        return {key: function(value) for key, value in outputs.items()}  # the usual case, cheaply
     leaves, structure = flatten_outputs(outputs)
-    return pytree.tree_unflatten([v.detach() if isinstance(v, Tensor) else v for v in leaves], structure)
+    return pytree.tree_unflatten([function(leaf) for leaf in leaves], structure)
 
 
 class _Fields:
@@ -50,9 +57,6 @@ class _Fields:
 
 
 def _open_fields(outputs: Any) -> Any:
-    if type(outputs) is dict and all(type(value) is Tensor for value in outputs.values()):
-        return outputs  # the usual case, cheaply
-
     def opened(leaf: Any) -> Any:
         if isinstance(leaf, dict):  # of a class that pytree does not know, as below
             return {key: _open_fields(value) for key, value in leaf.items()}
@@ -87,20 +91,28 @@ pytree.register_pytree_node(_Fields, _flatten_fields, _rebuild_fields)
 @contextmanager
 def full_float32() -> Iterator[None]:
     """No autocast, and products and convolutions of float32 tensors without TF32 or bfloat16, whatever is allowed."""
-    cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
-    places: list[Any] = [cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul, mkldnn.conv, mkldnn.matmul]  # type: ignore[attr-defined]
-    before = [place.fp32_precision for place in places]
+    lowered = [(place, found) for place in _PRECISIONS if (found := place.fp32_precision) not in _FULL]
+    autocast = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not (lowered or autocast):
+        yield
+        return
     try:
-        for place in places:
+        for place, _ in lowered:
             place.fp32_precision = "ieee"
         with ExitStack() as stack:
-            for device in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
+            for device in autocast:
+                stack.enter_context(torch.autocast(device, enabled=False))
             yield
     finally:
-        for place, precision in zip(places, before, strict=True):
+        for place, precision in lowered:
             place.fp32_precision = precision
+
+
+_FULL = ("none", "ieee")
+"""Settings under which float32 is not rounded; torch 2.13.0 reads "none" only where no wider setting lowers it."""
+_PRECISIONS: list[Any] = [torch.backends.mkldnn.conv, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+    _PRECISIONS += [torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul]  # type: ignore[attr-defined]
 
 
 Run = Callable[[nn.Module, Any], Any]
@@ -151,9 +163,13 @@ class GradientMode(ABC):
     one_by_one: ClassVar[bool] = False
     """Whether a record's gradient is computed from it alone, whatever the module does."""
 
+    _flat: Tensor
+    _sums: list[Tensor]
+    _is_zeroed: bool
+
     def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter], clipper: Clipper) -> None:
         self.module, self.trained, self.clipper = module, tuple(trained), clipper
-        self._flat, self.sums = self._zeros()
+        self._begin_sums()
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         foreign = [tuple(p.shape) for p in self.trained if id(p) not in names]
         if foreign:
@@ -185,37 +201,43 @@ class GradientMode(ABC):
         """The message for `error`, which `add` raised in a trial on data with which `train_step` works."""
         return f"grad_mode={self.name!r} fails. Write grad_mode='auto'. The error was: {shorten(error)}"
 
+    @property
+    def sums(self) -> list[Tensor]:
+        """See above; zeroed when they are first needed in a step, while what is added next is in the cache."""
+        if not self._is_zeroed:
+            self._flat.zero_()
+            self._is_zeroed = True
+        return self._sums
+
     def pop_sums(self) -> list[Tensor]:
         """`sums`, which begin at zero again."""
-        sums = self.sums
-        self._flat, self.sums = self._zeros()
-        return sums
+        return self.pop_flat_sums()[1]
 
-    def pop_flat_sums(self) -> Tensor:
-        """As `pop_sums`, one after the other in one dimension, and without a copy."""
+    def pop_flat_sums(self) -> tuple[Tensor, list[Tensor]]:
+        """As `pop_sums`, with the tensor in which they are one after the other, of one dimension."""
+        found = self.sums
         flat = self._flat
-        self.pop_sums()
-        return flat
+        self._begin_sums()
+        return flat, found
 
     @contextmanager
     def trial(self, clipper: Clipper, observer: Observer | None) -> Iterator[None]:
         """A block with other sums, another clipper and another observer; those of the step return at its end."""
-        kept = self._flat, self.sums, self.clipper, self.observer
-        self._flat, self.sums = self._zeros()
+        kept = self._flat, self._sums, self._is_zeroed, self.clipper, self.observer
+        self._begin_sums()
         self.clipper, self.observer = clipper, observer
         try:
             yield
         finally:
-            self._flat, self.sums, self.clipper, self.observer = kept
+            self._flat, self._sums, self._is_zeroed, self.clipper, self.observer = kept
 
     def close(self) -> None:  # noqa: B027 - most modes leave nothing behind
         """Leave the module as it was found."""
 
-    def _zeros(self) -> tuple[Tensor, list[Tensor]]:
-        """One tensor of zeros, and the views of it that have the shapes of `trained`."""
-        sizes = [parameter.numel() for parameter in self.trained]
-        flat = torch.zeros(sum(sizes), device=self.trained[0].device)
-        return flat, [part.view(p.shape) for part, p in zip(torch.split(flat, sizes), self.trained, strict=True)]
+    def _begin_sums(self) -> None:
+        size = sum(parameter.numel() for parameter in self.trained)
+        self._flat, self._is_zeroed = torch.empty(size, device=self.trained[0].device), False
+        self._sums = split_like(self._flat, self.trained)
 
     def _observe(self, losses: Tensor, norms: Tensor, outputs: Any) -> None:
         if self.observer is not None:
@@ -235,6 +257,23 @@ class GradientMode(ABC):
                         row = row.masked_fill(factors.dropped[:, None], 0.0)
                     total.view(-1).addmv_(row.t(), factor)
             return factors.norms
+
+
+def tensor_columns(batch: Any) -> Sequence[Tensor] | None:
+    """`batch` if it is a plain tuple or list of tensors with dimensions, the usual case; otherwise None."""
+    if type(batch) not in (tuple, list) or not batch:
+        return None
+    return batch if all(type(column) is Tensor and column.dim() for column in batch) else None
+
+
+def split_like(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Views of `flat`, of one dimension, that have the shapes of `parameters`, one after the other."""
+    views, begin = [], 0
+    for parameter in parameters:
+        end = begin + parameter.numel()
+        views.append(flat[begin:end].view(parameter.shape))
+        begin = end
+    return views
 
 
 def rows_of(batch: Any, records: int, rows: slice) -> Any:

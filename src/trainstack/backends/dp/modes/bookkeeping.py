@@ -25,6 +25,7 @@ from trainstack.backends.dp.modes.base import (
     detach_outputs,
     flatten_outputs,
     full_float32,
+    map_leaves,
     suppress_warning,
 )
 from trainstack.backends.dp.modes.custom_ops import CustomOpGuard
@@ -87,12 +88,9 @@ class BookkeepingMode(GradientMode):
         def step(*row: Tensor) -> None:
             ops = OpInterceptor(self.trained, self.names, records)
             with ops, disable_saved_tensors_hooks(_HOOKS):
-                leaves, form = flatten_outputs(run(self.module, make(row)))
+                outputs = run(self.module, make(row))
             with record_vmap.outside_vmap():
-                physical = [_joined(ops.physical(v)) if isinstance(v, Tensor) else v for v in leaves]
-            if any(isinstance(leaf, OneItem) for leaf in leaves):
-                raise Unsupported("train_step returns a part of the batch that holds no tensors: leave it out.")
-            found.extend([ops.uses, pytree.tree_unflatten(physical, form)])
+                found.extend([ops.uses, map_leaves(lambda leaf: _of_all_records(ops, leaf), outputs)])
 
         with suppress_warning(NOT_VECTORISED):
             record_vmap.run_per_record(step, columns)
@@ -191,6 +189,13 @@ def _merge(parts: list[Any], groups: list[Tensor]) -> Any:
             leaves.append([rows[i] for i in place.tolist()])
     losses = torch.stack([loss_item(part).detach() * len(group) for part, group in zip(parts, groups, strict=True)])
     return detach_outputs(pytree.tree_unflatten(leaves, structure[0]), losses.sum() / len(place))
+
+
+def _of_all_records(ops: OpInterceptor, leaf: Any) -> Any:
+    """For a tensor of one record that of all."""
+    if isinstance(leaf, OneItem):
+        raise Unsupported("train_step returns a part of the batch that holds no tensors: leave it out.")
+    return _joined(ops.physical(leaf)) if isinstance(leaf, Tensor) else leaf
 
 
 def _joined(physical: Tensor) -> Tensor:

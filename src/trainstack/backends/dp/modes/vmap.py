@@ -28,6 +28,7 @@ from trainstack.backends.dp.modes.base import (
     rows_of,
     shorten,
     suppress_warning,
+    tensor_columns,
 )
 from trainstack.backends.dp.modes.custom_ops import CustomOpGuard
 from trainstack.backends.dp.modes.loop import one_loss
@@ -166,6 +167,10 @@ def one_record_batches(
     Raises:
         Unsupported: the batch holds something else, or belongs to no record in particular.
     """
+    columns = tensor_columns(batch)
+    if columns is not None and all(len(column) == records for column in columns):
+        kind: Any = type(batch)
+        return list(columns), lambda row: kind([value.unsqueeze(0) for value in row])
     rows_of(batch, records, slice(0, 1))  # says what cannot be cut
     named, structure = pytree.tree_flatten_with_path(batch, is_leaf=is_column)
     leaves, rest = [value for _, value in named], dict[int, Any]()
