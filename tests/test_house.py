@@ -50,6 +50,8 @@ ORDER = (
     "verifying",
     "auditing",
     "cli",
+    "compat/pymarlin/utils",
+    "compat",
 )
 
 MAX_FUNCTION_LINES = 40

@@ -71,6 +71,10 @@ def check_parts(module: Any, args: Any, backend: Any, checkpointer: Any, val_ste
         raise ConfigurationError(
             f"Trainer(checkpointer=...) was given a {type(checkpointer).__name__}. Derive it from AbstractCheckpointer."
         )
+    if isinstance(backend, TrainerBackend):
+        _check_layers(backend)
+    if checkpointer is not None:
+        _check_checkpointer(checkpointer, args.resume)
     try:
         if val_step is not None:
             inspect.signature(val_step).bind(None, **dict.fromkeys(_STEP[1]))
@@ -79,6 +83,55 @@ def check_parts(module: Any, args: Any, backend: Any, checkpointer: Any, val_ste
             f"Trainer(val_step={val_step!r}): it cannot be called as a val_step is ({error}). Write "
             "def val_step(module, global_step, batch, device)."
         ) from None
+
+
+_LOOP_METHODS = {
+    "train_dl": "forward, backward, clip or step",
+    "validate_dl": "forward, begin_evaluation or gather",
+    "process_global_step": "clip or step",
+    "optimize": "step",
+    "_forward_backward": "forward and backward",
+    "_clip_gradients": "clip",
+    "init": "prepare",
+    "setup_distributed_env": "open",
+    "cleanup": "close",
+    "gather_tensors_on_cpu": "gather",
+}
+"""Methods of PyMarlin's backends that a trainer does not call, and the verbs that it calls."""
+
+
+def _check_layers(stack: TrainerBackend) -> None:
+    """Refuse a backend with methods in the place of verbs: a trainer would not call them."""
+    for layer in stack.layers():
+        unused = {
+            name: verbs
+            for name, verbs in _LOOP_METHODS.items()
+            if getattr(type(layer), name, None) is not getattr(TrainerBackend, name, None)
+        }
+        if unused:
+            instead = "; ".join(f"override {verbs} instead of {name}" for name, verbs in unused.items())
+            raise ConfigurationError(
+                f"Trainer(trainer_backend=...): {type(layer).__name__} defines {', '.join(unused)}, which no trainer "
+                f"calls. The loop of the trainer calls verbs: {instead}; see docs/guides/backend.md."
+            )
+
+
+def _check_checkpointer(checkpointer: AbstractCheckpointer, resume: Any) -> None:
+    """Refuse a checkpointer whose methods cannot be called as they will be, before anything is trained."""
+    calls = {
+        "save": ((0, 1, 2), "self, checkpoint_state, index, force=False"),
+        "save_model": ((0, 1), "self, model_state, index, *, plan=None, global_step=None, metadata=None"),
+        "load": (() if resume is False else (0,), "self, resume=None"),
+    }
+    for name, (given, wanted) in calls.items():
+        try:
+            inspect.signature(getattr(checkpointer, name)).bind(*given)
+        except TypeError as error:
+            reason = f" with resume={resume!r}" if name == "load" and given else ""
+            raise ConfigurationError(
+                f"{type(checkpointer).__name__}.{name} cannot be called as it will be{reason} ({error}). Write "
+                f"def {name}({wanted})" + (", or leave resume out." if reason else ".")
+            ) from None
 
 
 def lacks_method(module: Any, name: str, val_step: Any = None) -> bool:
