@@ -41,6 +41,11 @@ class WriterArguments:
         if self.tb_log_dir:
             object.__setattr__(self, "tb_log_dir", expand_path("writer_args.tb_log_dir", self.tb_log_dir))
 
+    @property
+    def log_dir(self) -> str | None:
+        """Where all writers and the report write; None for the folder of the run."""
+        return self.tb_log_dir
+
 
 Unchecked = Any
 """`TrainerArguments` before they are checked: nothing is certain about the types of their values."""

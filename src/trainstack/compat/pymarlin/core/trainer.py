@@ -68,20 +68,27 @@ class TrainerArguments(Mutable, ts.TrainerArguments):
     ) -> None:
         given = {name: value for name, value in locals().items() if name in ts.TrainerArguments.__dataclass_fields__}
         given["checkpointer_args"] = checkpointer_args or DefaultCheckpointerArguments()
-        given["writers"] = _without_azure(("stdout", "tensorboard") if writers is None else writers)
         given["stats_args"] = stats_args or StatInitArguments()
-        given["writer_args"] = writer_args or WriterInitArguments()
+        given["writer_args"] = writer_args = writer_args or WriterInitArguments()
+        given["writers"] = _made(("stdout", "tensorboard") if writers is None else writers, writer_args)
         super().__init__(**given, **more)
 
 
-def _without_azure(writers: Any) -> Any:
-    if isinstance(writers, str) or "aml" not in (found := list(writers)):
+def _made(writers: Any, args: ts.WriterArguments) -> Any:
+    """`writers` without Azure ML's, and with TensorBoard's in its folder."""
+    if not isinstance(writers, list | tuple):
         return writers
-    _log.warning(
-        "the writer 'aml' is left out. On Azure ML write 'mlflow', with MLFLOW_TRACKING_URI set to that of the "
-        "workspace."
-    )
-    return [writer for writer in found if writer != "aml"]
+    if "aml" in writers:
+        _log.warning(
+            "the writer 'aml' is left out. On Azure ML write 'mlflow', with MLFLOW_TRACKING_URI set to that of the "
+            "workspace."
+        )
+    folder = args.tb_log_dir if isinstance(args, WriterInitArguments) else None
+    return [
+        ts.TensorBoardWriter(folder) if writer == "tensorboard" and folder else writer
+        for writer in writers
+        if writer != "aml"
+    ]
 
 
 _UNUSED_METHODS = {

@@ -37,7 +37,7 @@ class CustomArgParser:
         default_yamlfile: str = "config.yaml",
         log_level: int | str = "INFO",
     ) -> None:
-        self._key, self.logger = yaml_file_arg_key, getlogger(__name__, log_level)
+        self._key, self.logger = yaml_file_arg_key, getlogger("CustomArgParser", log_level)
         self.parser = argparse.ArgumentParser(allow_abbrev=False)
         self.parser.add_argument(f"--{yaml_file_arg_key}", default=default_yamlfile, help="path of the YAML file")
         self.parser.add_argument("--params", default="{}", help="JSON object of values that override those of the file")

@@ -15,10 +15,11 @@ _log = logging.getLogger("trainstack")
 
 
 class WriterInitArguments(Mutable, WriterArguments):
-    """`trainstack.WriterArguments`: `tb_log_dir` is where all writers write.
+    """Where TensorBoard's files go. Other logs and the report go to the folder of the run.
 
     Args:
-        tb_log_dir: relative to the current folder, or to `tb_logpath_parent_env`.
+        tb_log_dir: relative to the current folder, or to `tb_logpath_parent_env`. A run after the first one writes to a
+            folder in there, such as `run-1`; PyMarlin deletes the files of the first.
         tb_logpath_parent_env: the environment variable that names the folder above.
         tb_log_multi: of TensorBoard's `add_scalars`; values of `update_multi` are scalars of their own here.
         tb_log_hist_steps: of histograms, which the history does not record.
@@ -43,6 +44,10 @@ class WriterInitArguments(Mutable, WriterArguments):
         if any(unused.values()):
             names = ", ".join(name for name, is_set in unused.items() if is_set)
             _log.info(f"WriterInitArguments: {names} has no effect, for writers get scalars only.")
+
+    @property
+    def log_dir(self) -> str | None:
+        return None
 
 
 class Writer(ts.Writer):
