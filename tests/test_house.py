@@ -69,6 +69,7 @@ HEAVY = (
     "scipy",
     "yaml",
     "torch._dynamo",
+    "trainstack.compat",
     *(f"trainstack.backends.{name}" for name in ("dp.budget", "dp.mechanism", "dp.modes", "privacy_statement")),
 )
 IMPORT_BUDGET = 0.15

@@ -1,8 +1,8 @@
 """PyMarlin's modules over trainstack: replace `pymarlin` by `trainstack.compat.pymarlin` in the import lines.
 
 Each name is trainstack's own, or a thin layer above it with PyMarlin's arguments, defaults and order of hooks. A value
-is passed on, or refused with a reason, or named in the log where nothing corresponds to it. docs/coming-from/pymarlin.md
-has the table of names.
+is passed on, or refused with a reason, or named in the log where nothing corresponds to it. The table of names is in
+docs/coming-from/pymarlin.md.
 """
 
 from trainstack.compat.pymarlin.core.data_interface import DataInterface, DataProcessor

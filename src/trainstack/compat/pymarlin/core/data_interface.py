@@ -27,7 +27,7 @@ class DataProcessor(ABC):
     def process(self, *args: Any) -> Any:
         """Prepare the data and return it."""
 
-    def analyze(self) -> Any:
+    def analyze(self) -> Any:  # noqa: B027 - there may be nothing to look at
         """Look at what `process` made. Does nothing by default."""
 
     def process_data(self, *args: Any) -> Any:
@@ -77,7 +77,7 @@ class DataProcessor(ABC):
 class DataInterface(ABC):
     """Gives data sets to a module. Define the two methods; `setup_datasets` may prepare them."""
 
-    def setup_datasets(self, *args: Any, **options: Any) -> None:
+    def setup_datasets(self, *args: Any, **options: Any) -> None:  # noqa: B027 - some have their data at once
         """Make the data sets, before training. Does nothing by default."""
 
     @abstractmethod

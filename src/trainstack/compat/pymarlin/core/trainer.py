@@ -132,7 +132,9 @@ class Trainer(ts.Trainer):
         unused = {name: instead for name, instead in _UNUSED_METHODS.items() if hasattr(type(self), name)}
         if unused:
             instead = "; ".join(f"for {name} use {way}" for name, way in unused.items())
-            raise ConfigurationError(f"{type(self).__name__} defines {', '.join(unused)}, which is not called: {instead}.")
+            raise ConfigurationError(
+                f"{type(self).__name__} defines {', '.join(unused)}, which is not called: {instead}."
+            )
         if isinstance(args, ts.TrainerArguments) and not isinstance(trainer_backend, TrainerBackend):
             trainer_backend = build_trainer_backend(trainer_backend or args.resolved_backend, **args.layer_options)
         if isinstance(args, TrainerArguments) and args.distributed_training_args is None:

@@ -24,8 +24,8 @@ class Mutable:
             check_known_fields(type(self), [name], kind)
         if self._in_use:
             raise ConfigurationError(
-                f"{kind}.{name} was assigned after a Trainer was made of these arguments, which does not see it. Assign "
-                "it before, or write trainer.train(epochs=...) for a longer training."
+                f"{kind}.{name} was assigned after a Trainer was made of these arguments, which does not see it. "
+                "Assign it before, or write trainer.train(epochs=...) for a longer training."
             )
         before = getattr(self, name)
         object.__setattr__(self, name, value)

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import logging
+import sys
 
-_console = logging.StreamHandler()
+
+class _Console(logging.Handler):
+    """Writes to the standard error that is current."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"{self.format(record)}\n")
+
+
+_console = _Console()
 _console.setFormatter(logging.Formatter("%(asctime)s:%(levelname)s : %(name)s : %(lineno)d : %(message)s"))
 
 

@@ -82,35 +82,35 @@ class BasicStats:
 
     def update_matplotlib_figure(self, fig: Any, tag: str) -> None:
         """Not recorded; the log says so once."""
-        self._refuse("update_matplotlib_figure")
+        self._leave_out("update_matplotlib_figure")
 
     def update_image(self, k: str, v: Any, dataformats: str = "HW") -> None:
         """Not recorded; the log says so once."""
-        self._refuse("update_image")
+        self._leave_out("update_image")
 
     def update_pr(self, k: str, preds: Any, labels: Any) -> None:
         """Not recorded; the log says so once."""
-        self._refuse("update_pr")
+        self._leave_out("update_pr")
 
     def update_histogram(self, k: str, vals: Any, extend: bool = False) -> None:
         """Not recorded; the log says so once."""
-        self._refuse("update_histogram")
+        self._leave_out("update_histogram")
 
     def update_embedding(self, k: str, embs: Any, labels: Any) -> None:
         """Not recorded; the log says so once."""
-        self._refuse("update_embedding")
+        self._leave_out("update_embedding")
 
     def log_args(self, args: Any) -> None:
         """Not needed: the arguments of the run are written beside its logs; the log says so once."""
-        self._refuse("log_args")
+        self._leave_out("log_args")
 
     def log_model(self, step: int, model: Any, force: bool = False, grad_scale: float = 1) -> None:
         """Not recorded; the log says so once."""
-        self._refuse("log_model")
+        self._leave_out("log_model")
 
     def log_graph(self, model: Any, device: Any) -> None:
         """Not recorded; the log says so once."""
-        self._refuse("log_graph")
+        self._leave_out("log_graph")
 
     def log_stats(self, step: int, force: bool = False) -> None:
         """Nothing to do: the trainer writes at log points."""
@@ -118,7 +118,7 @@ class BasicStats:
     def log_long_stats(self, step: int) -> None:
         """Nothing to do: the trainer writes after each epoch."""
 
-    def _refuse(self, method: str) -> None:
+    def _leave_out(self, method: str) -> None:
         self._say(
             method,
             f"global_stats.{method}: the history records numbers only, so this is not recorded. Write it to a "
