@@ -1,6 +1,5 @@
 """Sentence pairs: one-cycle schedule, statistics from the steps, two validation sets, checkpoints."""
 
-
 import torch
 import torch.nn as nn
 import torch.optim as optim

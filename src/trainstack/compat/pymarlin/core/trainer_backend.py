@@ -179,20 +179,7 @@ class TrainerBackendArguments(Mutable, ts.TrainerBackendArguments):
         amp_level_apex: str = "O1",
         differential_privacy_args: Any = None,
     ) -> None:
-        if differential_privacy_args is not None:
-            raise ConfigurationError(
-                "differential_privacy_args without a Trainer: the privacy layer draws the records itself. Write "
-                "Trainer(module, TrainerArguments(backend='sp-dp', differential_privacy_args=...))."
-            )
-        if amp_level_apex != "O1":
-            raise ConfigurationError(
-                f"amp_level_apex={amp_level_apex!r}: write SingleProcessApexAmp(opt_level={amp_level_apex!r})."
-            )
-        if distributed_training_args is not None and distributed_training_args.world_size > 1:
-            raise ConfigurationError(
-                f"distributed_training_args of {distributed_training_args.world_size} processes: write "
-                "DDPTrainerBackend(SingleProcess(), place=...), or let the launcher's variables say it."
-            )
+        _check_driven(distributed_training_args, amp_level_apex, differential_privacy_args)
         super().__init__(
             model=model,
             optimizers=optimizers,
@@ -203,6 +190,24 @@ class TrainerBackendArguments(Mutable, ts.TrainerBackendArguments):
             max_val_steps_per_epoch=max_val_steps_per_epoch,
             clip_grads=clip_grads,
             max_grad_norm=max_grad_norm,
+        )
+
+
+def _check_driven(place: ts.DistributedTrainingArguments | None, amp_level_apex: str, privacy: Any) -> None:
+    """Refuse what a backend without a `Trainer` takes elsewhere."""
+    if privacy is not None:
+        raise ConfigurationError(
+            "differential_privacy_args without a Trainer: the privacy layer draws the records itself. Write "
+            "Trainer(module, TrainerArguments(backend='sp-dp', differential_privacy_args=...))."
+        )
+    if amp_level_apex != "O1":
+        raise ConfigurationError(
+            f"amp_level_apex={amp_level_apex!r}: write SingleProcessApexAmp(opt_level={amp_level_apex!r})."
+        )
+    if place is not None and place.world_size > 1:
+        raise ConfigurationError(
+            f"distributed_training_args of {place.world_size} processes: write "
+            "DDPTrainerBackend(SingleProcess(), place=...), or let the launcher's variables say it."
         )
 
 
