@@ -360,7 +360,7 @@ def test_a_trainer_with_pymarlins_inner_methods_is_refused() -> None:
     class Mine(trainer.Trainer):
         def train_epoch(self) -> None: ...
 
-    with pytest.raises(ts.ConfigurationError, match=r"Mine defines train_epoch, .* use hooks of the module"):
+    with pytest.raises(ts.ConfigurationError, match=r"Mine defines train_epoch, .* write hooks of the module"):
         Mine(Line(), arguments())
 
 

@@ -85,6 +85,49 @@ def check_parts(module: Any, args: Any, backend: Any, checkpointer: Any, val_ste
         ) from None
 
 
+_TRAINER_METHODS = {
+    "train_epoch": "hooks of the module",
+    "_init_backend": "Trainer(trainer_backend=...)",
+    "_init_checkpointer": "Trainer(checkpointer=...)",
+    "_init_stats": "TrainerArguments(writers=...)",
+    "_log_hparams": "TrainerArguments(writers=...)",
+    "_fetch_ranks": "TrainerArguments(distributed_training_args=...)",
+    "_get_trainer_backend_args": "TrainerArguments(backend_options=...)",
+    "calculate_train_batch_loss": "train_step of the module",
+    "calculate_eval_batch_loss": "val_step of the module",
+    "create_scheduler": "get_optimizers_schedulers of the module",
+    "create_train_dataloader": "get_train_dataloader of the module",
+    "create_eval_dataloader": "get_val_dataloaders of the module",
+    "training_run_start": "on_train_begin of the module",
+    "training_run_epoch_end": "on_epoch_end of the module",
+    "training_run_end": "on_train_end of the module",
+    "train_epoch_start": "on_begin_train_epoch of the module",
+    "train_epoch_end": "on_end_train_epoch of the module",
+    "eval_epoch_start": "on_validation_begin of the module",
+    "eval_epoch_end": "on_end_val_epoch of the module",
+    "backward_step": "a layer that overrides backward",
+    "optimizer_step": "a layer that overrides step",
+    "optimization_step": "a layer that overrides step",
+    "scheduler_step": "SchedulerConfig",
+    "training_step": "train_step of the module",
+    "evaluation_step": "val_step of the module",
+    "prepare_input_batch": "train_step of the module",
+    "inner_training_loop": "hooks and layers",
+    "evaluation_loop": "val_step and hooks of the module",
+}
+"""Methods that trainers of PyMarlin, pytorch-accelerated and Hezar call, and the places of their code here."""
+
+
+def check_trainer_class(kind: type, base: type) -> None:
+    """Refuse a class derived from `base`, the trainer, with methods that another library's trainer calls."""
+    unused = {
+        name: place for name, place in _TRAINER_METHODS.items() if hasattr(kind, name) and not hasattr(base, name)
+    }
+    if unused:
+        instead = "; ".join(f"for {name} write {place}" for name, place in unused.items())
+        raise ConfigurationError(f"{kind.__name__} defines {', '.join(unused)}, which no trainer calls: {instead}.")
+
+
 _LOOP_METHODS = {
     "train_dl": "forward, backward, clip or step",
     "validate_dl": "forward, begin_evaluation or gather",

@@ -12,7 +12,7 @@ from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.state_tree import copied, same
 from trainstack.trainer.events.calling import call_all
-from trainstack.trainer.events.event import SPANS, Callback, Event
+from trainstack.trainer.events.event import FOREIGN_METHODS, SPANS, Callback, Event
 from trainstack.trainer.events.filters import Filter, adapt_arity, filter_of, name_of
 from trainstack.trainer.events.identities import match_keys, settings_hash
 from trainstack.trainer.events.record_access import RECORDS, refuse_records
@@ -56,11 +56,22 @@ def unique_keys(pairs: Iterable[tuple[str, Value]], taken: Iterable[str | None] 
 
 
 def warn_on_typos(callback: Callback, log: RunLogger) -> None:
-    """Warn of methods that are called like an event, but for a slip."""
+    """Warn of methods that are called like an event, but for a slip.
+
+    Raises:
+        ConfigurationError: a method has the name that another library has for an event, and nothing has ours.
+    """
     known = [event.method for event in Event]
     for name in dir(type(callback)):
         if not name.startswith("on_") or name in known:
             continue
+        ours = FOREIGN_METHODS.get(name)
+        if ours is not None and not hasattr(callback, ours):
+            gives = Event(ours.removeprefix("on_")).gives
+            raise ConfigurationError(
+                f"{type(callback).__name__}.{name} is another library's name of an event, and would never be called. "
+                f"Write def {ours}({', '.join(['self', 'trainer', *gives])})."
+            )
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
         if close:
             log.warning(

@@ -76,6 +76,27 @@ SPANS = {
 """Ends and their beginnings. What was interrupted in between begins once more, which filters do not count twice."""
 
 
+FOREIGN_METHODS = {
+    "on_init_end": "on_init",
+    "on_training_run_start": "on_train_begin",
+    "on_training_run_end": "on_train_end",
+    "on_training_run_epoch_end": "on_epoch_end",
+    "on_train_epoch_start": "on_train_epoch_begin",
+    "on_train_step_start": "on_train_batch_begin",
+    "on_eval_epoch_start": "on_validation_begin",
+    "on_eval_epoch_end": "on_validation_end",
+    "on_evaluation_run_start": "on_validation_begin",
+    "on_evaluation_run_end": "on_validation_end",
+    "on_stop_training_error": "on_stop_training",
+    "on_after_trainer_initialized": "on_ready",
+    "on_before_optimizers_step": "on_before_optimizer_step",
+    "on_after_optimizers_step": "on_after_optimizer_step",
+    "on_evaluate_begin": "on_validation_begin",
+    "on_evaluate_end": "on_validation_end",
+}
+"""Methods of callbacks of pytorch-accelerated and fastNLP, with those that come in their place."""
+
+
 class Callback:
     """What acts at points of a run. Define `on_<event>(self, trainer, ...)` for each `Event` it subscribes to.
 

@@ -22,7 +22,6 @@ from trainstack.compat.pymarlin.utils.distributed import DistributedTrainingArgu
 from trainstack.compat.pymarlin.utils.mutable import Mutable
 from trainstack.compat.pymarlin.utils.stats.basic_stats import StatInitArguments, global_stats
 from trainstack.compat.pymarlin.utils.writer.base import WriterInitArguments
-from trainstack.errors import ConfigurationError
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.callbacks.monitors import MemoryMonitor
 from trainstack.trainer.events import Event
@@ -91,17 +90,6 @@ def _made(writers: Any, args: ts.WriterArguments) -> Any:
     ]
 
 
-_UNUSED_METHODS = {
-    "train_epoch": "hooks of the module, or a Callback",
-    "_init_backend": "Trainer(trainer_backend=...)",
-    "_init_checkpointer": "Trainer(checkpointer=...)",
-    "_init_stats": "TrainerArguments(writers=...)",
-    "_log_hparams": "TrainerArguments(writers=...)",
-    "_fetch_ranks": "TrainerArguments(distributed_training_args=...)",
-    "_get_trainer_backend_args": "TrainerArguments(backend_options=...)",
-}
-
-
 class Trainer(ts.Trainer):
     """`trainstack.Trainer` with PyMarlin's order and values where they differ.
 
@@ -129,12 +117,6 @@ class Trainer(ts.Trainer):
         checkpointer: AbstractCheckpointer | None = None,
         **more: Any,
     ) -> None:
-        unused = {name: instead for name, instead in _UNUSED_METHODS.items() if hasattr(type(self), name)}
-        if unused:
-            instead = "; ".join(f"for {name} use {way}" for name, way in unused.items())
-            raise ConfigurationError(
-                f"{type(self).__name__} defines {', '.join(unused)}, which is not called: {instead}."
-            )
         if isinstance(args, ts.TrainerArguments) and not isinstance(trainer_backend, TrainerBackend):
             trainer_backend = build_trainer_backend(trainer_backend or args.resolved_backend, **args.layer_options)
         if isinstance(args, TrainerArguments) and args.distributed_training_args is None:
