@@ -114,8 +114,15 @@ _TRAINER_METHODS = {
     "prepare_input_batch": "train_step of the module",
     "inner_training_loop": "hooks and layers",
     "evaluation_loop": "val_step and hooks of the module",
+    "compute_loss": "train_step of the module",
+    "prediction_step": "val_step of the module",
+    "create_optimizer": "get_optimizers_schedulers of the module",
+    "create_optimizer_and_scheduler": "get_optimizers_schedulers of the module",
+    "get_train_dataloader": "get_train_dataloader of the module",
+    "get_eval_dataloader": "get_val_dataloaders of the module",
+    "get_test_dataloader": "get_test_dataloaders of the module",
 }
-"""Methods that trainers of PyMarlin, pytorch-accelerated and Hezar call, and the places of their code here."""
+"""Methods that trainers of PyMarlin, pytorch-accelerated, Hezar and transformers call, and what to write here."""
 
 
 def check_trainer_class(kind: type, base: type) -> None:
