@@ -523,6 +523,21 @@ def test_a_trainer_is_set_up_in_pymarlins_order(tmp_path: Path) -> None:
         assert DefaultCheckpointer.get_latest_file(str(tmp_path / "nowhere"), "model") == ""
 
 
+@pytest.mark.spec("PMT-14")
+def test_a_folder_without_checkpoints_starts_afresh_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    saving = DefaultCheckpointerArguments(load_dir="checkpoints")
+    for last_epoch in (-1, 0):
+        made = trainer.Trainer(Line(), arguments(checkpointer_args=saving, epochs=last_epoch + 2))
+        assert made.plan is not None
+        assert made.last_epoch == last_epoch
+        assert ("The run starts afresh." in caplog.text) == (last_epoch == -1)
+        caplog.clear()
+        made.train()
+        made.close()
+    with pytest.raises(ts.CheckpointNotFoundError):
+        trainer.Trainer(Line(), arguments(checkpointer_args=saving, resume="elsewhere")).train()
+
+
 @pytest.mark.spec("PMT-17")
 def test_the_device_is_the_cpu_without_gpus() -> None:
     if torch.cuda.is_available():

@@ -43,7 +43,7 @@ class DataProcessor(ABC):
         list of one item, goes to each call.
 
         Returns:
-            What the calls returned, in order; the items of lists one after the other.
+            What the calls returned, in order; of lists, data sets and other iterables the items, one after the other.
 
         Raises:
             ValueError: no argument is a list, or the lists of this machine differ in length.
@@ -60,7 +60,8 @@ class DataProcessor(ABC):
         with multiprocessing.Pool(processes=process_count) as pool:
             results = pool.starmap(self.process, zip(*columns, strict=True))
         self.analyze()
-        if results and all(isinstance(result, list | tuple) for result in results):
+        is_iterable = [hasattr(one, "__iter__") or hasattr(one, "__getitem__") for one in results]
+        if all(is_iterable) and not any(isinstance(one, str) for one in results):
             return list(itertools.chain.from_iterable(results))
         return results
 

@@ -117,6 +117,8 @@ class Trainer(ts.Trainer):
         checkpointer: AbstractCheckpointer | None = None,
         **more: Any,
     ) -> None:
+        if isinstance(args, ts.TrainerArguments) and checkpointer is None:
+            checkpointer = DefaultCheckpointer(args.placed_checkpointer_args)
         if isinstance(args, ts.TrainerArguments) and not isinstance(trainer_backend, TrainerBackend):
             trainer_backend = build_trainer_backend(trainer_backend or args.resolved_backend, **args.layer_options)
         if isinstance(args, TrainerArguments) and args.distributed_training_args is None:
@@ -153,7 +155,7 @@ class Trainer(ts.Trainer):
             hooks.end_backward = lambda number, loss: backward(
                 number - 1, loss / self.gradient_accumulation if isinstance(loss, torch.Tensor) else loss
             )
-        if step is not None and self.device.type != "cpu":
+        if step is not None:
 
             @functools.wraps(step)
             def end_train_step(number: int, *outputs: Any) -> None:

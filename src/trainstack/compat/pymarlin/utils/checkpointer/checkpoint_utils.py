@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import trainstack as ts
 from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, list_checkpoints
 from trainstack.compat.pymarlin.utils.mutable import Mutable
+from trainstack.errors import CheckpointNotFoundError
+
+_log = logging.getLogger("trainstack")
 
 
 class DefaultCheckpointerArguments(Mutable, ts.DefaultCheckpointerArguments):
@@ -51,15 +55,33 @@ class DefaultCheckpointerArguments(Mutable, ts.DefaultCheckpointerArguments):
 
 
 class DefaultCheckpointer(ts.DefaultCheckpointer):
-    """`trainstack.DefaultCheckpointer` with PyMarlin's `get_latest_file`."""
+    """`trainstack.DefaultCheckpointer` with PyMarlin's `get_latest_file`.
+
+    Where `load_dir` has no checkpoint, the run starts afresh, as in PyMarlin, and the log says so.
+    """
+
+    def load(self, resume: bool | str | os.PathLike[str] | None = None) -> Checkpoint:
+        try:
+            return super().load(resume)
+        except CheckpointNotFoundError as error:
+            if resume or self.args.load_filename or not self.args.load_dir:
+                raise
+            _log.warning(f"{error} The run starts afresh.")
+            return Checkpoint()
 
     @staticmethod
     def get_latest_file(load_dir: str, file_prefix: str, file_ext: str = "pt", logger: Any = None) -> str:
         """The newest checkpoint in `load_dir` with this prefix and ending; "" if there is none.
 
+        It is a folder, which `trainstack.read_checkpoint` reads.
+
         Deprecated: `last()` of a checkpointer gives it with its step and metrics.
         """
-        warnings.warn("get_latest_file is deprecated; write checkpointer.last()", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "get_latest_file is deprecated: write checkpointer.last(). It is a folder: read_checkpoint(path) reads it.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         found = [
             one.path
             for one in (list_checkpoints(load_dir) if os.path.isdir(load_dir) else ())
