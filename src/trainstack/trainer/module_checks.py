@@ -50,8 +50,9 @@ _TYPOS = {"get_val_dataloaders": ("val", "load"), "val_step": ("val", "step")}
 """Methods that may be left out, so that a slip in their name would go unnoticed, and the words it probably has."""
 
 
-def check_parts(module: Any, args: Any, backend: Any, checkpointer: Any, val_step: Any) -> None:
-    """Refuse what a `Trainer` cannot be made of, naming the first."""
+def check_parts(kind: type, module: Any, args: Any, backend: Any, checkpointer: Any, val_step: Any) -> None:
+    """Refuse what a trainer of the class `kind` cannot be made of, naming the first."""
+    _check_trainer_class(kind)
     if isinstance(module, type) or not isinstance(module, ModuleInterface):
         what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
         raise ConfigurationError(
@@ -125,11 +126,9 @@ _TRAINER_METHODS = {
 """Methods that trainers of PyMarlin, pytorch-accelerated, Hezar and transformers call, and what to write here."""
 
 
-def check_trainer_class(kind: type, base: type) -> None:
-    """Refuse a class derived from `base`, the trainer, with methods that another library's trainer calls."""
-    unused = {
-        name: place for name, place in _TRAINER_METHODS.items() if hasattr(kind, name) and not hasattr(base, name)
-    }
+def _check_trainer_class(kind: type) -> None:
+    """Refuse a trainer with methods that another library's trainer calls."""
+    unused = {name: place for name, place in _TRAINER_METHODS.items() if hasattr(kind, name)}
     if unused:
         instead = "; ".join(f"for {name} write {place}" for name, place in unused.items())
         raise ConfigurationError(f"{kind.__name__} defines {', '.join(unused)}, which no trainer calls: {instead}.")

@@ -37,7 +37,7 @@ from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.state import RunState, UserState
 from trainstack.trainer.events import Callback, Event, Events, Filter
 from trainstack.trainer.events.bus import check_event
-from trainstack.trainer.module_checks import check_parts, check_trainer_class
+from trainstack.trainer.module_checks import check_parts
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.resume.restoring import origin_of, restore_module, select_resume_state, start_from_weights
 from trainstack.trainer.resume.saving import Saver, check_storable, save_after_exception
@@ -105,8 +105,7 @@ class Trainer(AbstractTrainer):
         val_step: Callable[..., Any] | None = None,
         metrics: Any = None,
     ) -> None:
-        check_trainer_class(type(self), Trainer)
-        check_parts(module, args, trainer_backend, checkpointer, val_step)
+        check_parts(type(self), module, args, trainer_backend, checkpointer, val_step)
         args = limit_for_dev_run(args)
         if not isinstance(trainer_backend, TrainerBackend):
             trainer_backend = build_trainer_backend(trainer_backend or args.resolved_backend, **args.layer_options)

@@ -66,11 +66,10 @@ def warn_on_typos(callback: Callback, log: RunLogger) -> None:
         if not name.startswith("on_") or name in known:
             continue
         ours = FOREIGN_METHODS.get(name)
-        if ours is not None and not hasattr(callback, ours):
-            gives = Event(ours.removeprefix("on_")).gives
+        if ours is not None and not hasattr(callback, ours.method):
             raise ConfigurationError(
                 f"{type(callback).__name__}.{name} is another library's name of an event, and would never be called. "
-                f"Write def {ours}({', '.join(['self', 'trainer', *gives])})."
+                f"Write def {ours.method}({', '.join(['self', 'trainer', *ours.gives])})."
             )
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
         if close:

@@ -77,24 +77,24 @@ SPANS = {
 
 
 FOREIGN_METHODS = {
-    "on_init_end": "on_init",
-    "on_training_run_start": "on_train_begin",
-    "on_training_run_end": "on_train_end",
-    "on_training_run_epoch_end": "on_epoch_end",
-    "on_train_epoch_start": "on_train_epoch_begin",
-    "on_train_step_start": "on_train_batch_begin",
-    "on_eval_epoch_start": "on_validation_begin",
-    "on_eval_epoch_end": "on_validation_end",
-    "on_evaluation_run_start": "on_validation_begin",
-    "on_evaluation_run_end": "on_validation_end",
-    "on_stop_training_error": "on_stop_training",
-    "on_after_trainer_initialized": "on_ready",
-    "on_before_optimizers_step": "on_before_optimizer_step",
-    "on_after_optimizers_step": "on_after_optimizer_step",
-    "on_evaluate_begin": "on_validation_begin",
-    "on_evaluate_end": "on_validation_end",
+    "on_init_end": Event.INIT,
+    "on_training_run_start": Event.TRAIN_BEGIN,
+    "on_training_run_end": Event.TRAIN_END,
+    "on_training_run_epoch_end": Event.EPOCH_END,
+    "on_train_epoch_start": Event.TRAIN_EPOCH_BEGIN,
+    "on_train_step_start": Event.TRAIN_BATCH_BEGIN,
+    "on_eval_epoch_start": Event.VALIDATION_BEGIN,
+    "on_eval_epoch_end": Event.VALIDATION_END,
+    "on_evaluation_run_start": Event.VALIDATION_BEGIN,
+    "on_evaluation_run_end": Event.VALIDATION_END,
+    "on_stop_training_error": Event.STOP_TRAINING,
+    "on_after_trainer_initialized": Event.READY,
+    "on_before_optimizers_step": Event.BEFORE_OPTIMIZER_STEP,
+    "on_after_optimizers_step": Event.AFTER_OPTIMIZER_STEP,
+    "on_evaluate_begin": Event.VALIDATION_BEGIN,
+    "on_evaluate_end": Event.VALIDATION_END,
 }
-"""Methods of callbacks of pytorch-accelerated and fastNLP, with those that come in their place."""
+"""Methods of callbacks of pytorch-accelerated and fastNLP, with the events that come in their place."""
 
 
 class Callback:
