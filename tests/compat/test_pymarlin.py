@@ -331,13 +331,26 @@ def test_flat_options_are_taken_and_wrong_ones_refused() -> None:
         "process_global_step": "clip or step",
         "optimize": "step",
         "_forward_backward": "forward and backward",
+        "cleanup": "close",
     }.items(),
 )
 def test_a_backend_with_pymarlins_methods_is_refused_with_the_verb(method: str, verbs: str) -> None:
     theirs = type("Theirs", (ts.SingleProcess,), {method: lambda self, *args: None})
     for stack in (theirs(), ts.build_trainer_backend("sp-amp").__class__(theirs())):
-        with pytest.raises(ts.ConfigurationError, match=f"Theirs defines {method}, .*override {verbs} instead"):
+        with pytest.raises(ts.ConfigurationError, match=f"Theirs defines {method}, .* for {method} override {verbs}"):
             ts.Trainer(Line(), ts.TrainerArguments(writers=[]), stack)
+
+
+@pytest.mark.spec("PMB-12", "PMB-23")
+def test_samplers_and_the_state_of_an_inner_layer_are_refused_with_the_place() -> None:
+    sampled = type("Sampled", (ts.SingleProcess,), {"train_sampler": RandomSampler})
+    stateful = type("Stateful", (ts.SingleProcess,), {"get_state": lambda self: {}})
+    amp = type(ts.build_trainer_backend("sp-amp"))
+    with pytest.raises(ts.ConfigurationError, match="for train_sampler return a loader with the sampler from"):
+        ts.Trainer(Line(), ts.TrainerArguments(writers=[]), sampled())
+    with pytest.raises(ts.ConfigurationError, match="for get_state override get_layer_state"):
+        ts.Trainer(Line(), ts.TrainerArguments(writers=[]), amp(stateful()))
+    assert ts.Trainer(Line(), ts.TrainerArguments(writers=[]), stateful()).trainer_backend.get_state() == {}
 
 
 @pytest.mark.spec("PMT-03", "PMB-16")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class AbstractTrainer(ABC):
     """Runs a module. Annotate the trainer of a callback with this class; `Trainer` documents errors.
 
-    A trainer of your own defines `train` and `validate`. What it leaves out raises `NotImplementedError`.
+    A derived class defines `train` and `validate`. Other methods raise `NotImplementedError` until it defines them.
 
     Attributes:
         module: the user's module, never wrapped.

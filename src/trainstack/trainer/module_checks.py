@@ -51,7 +51,7 @@ _TYPOS = {"get_val_dataloaders": ("val", "load"), "val_step": ("val", "step")}
 
 
 def check_parts(kind: type, module: Any, args: Any, backend: Any, checkpointer: Any, val_step: Any) -> None:
-    """Refuse what a trainer of the class `kind` cannot be made of, naming the first."""
+    """Refuse parts of which a trainer of the class `kind` cannot be made, naming the first."""
     _check_trainer_class(kind)
     if isinstance(module, type) or not isinstance(module, ModuleInterface):
         what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
@@ -123,7 +123,7 @@ _TRAINER_METHODS = {
     "get_eval_dataloader": "get_val_dataloaders of the module",
     "get_test_dataloader": "get_test_dataloaders of the module",
 }
-"""Methods that trainers of PyMarlin, pytorch-accelerated, Hezar and transformers call, and what to write here."""
+"""Methods that trainers of PyMarlin, pytorch-accelerated, Hezar and transformers call, with their counterparts."""
 
 
 def _check_trainer_class(kind: type) -> None:
@@ -134,34 +134,39 @@ def _check_trainer_class(kind: type) -> None:
         raise ConfigurationError(f"{kind.__name__} defines {', '.join(unused)}, which no trainer calls: {instead}.")
 
 
-_LOOP_METHODS = {
-    "train_dl": "forward, backward, clip or step",
-    "validate_dl": "forward, begin_evaluation or gather",
-    "process_global_step": "clip or step",
-    "optimize": "step",
-    "_forward_backward": "forward and backward",
-    "_clip_gradients": "clip",
-    "init": "prepare",
-    "setup_distributed_env": "open",
-    "cleanup": "close",
-    "gather_tensors_on_cpu": "gather",
+_BACKEND_METHODS = {
+    "train_dl": "override forward, backward, clip or step",
+    "validate_dl": "override forward, begin_evaluation or gather",
+    "process_global_step": "override clip or step",
+    "optimize": "override step",
+    "_forward_backward": "override forward and backward",
+    "_clip_gradients": "override clip",
+    "init": "override prepare",
+    "setup_distributed_env": "override open",
+    "cleanup": "override close",
+    "gather_tensors_on_cpu": "override gather",
+    "train_sampler": "return a loader with the sampler from get_train_dataloader of the module",
+    "val_sampler": "return a loader with the sampler from get_val_dataloaders of the module",
 }
-"""Methods of PyMarlin's backends that a trainer does not call, and the verbs that it calls."""
+"""Methods of PyMarlin's backends that a trainer does not call, with their counterparts."""
+_STATE_METHODS = {"get_state": "override get_layer_state", "update_state": "override update_layer_state"}
+"""The same for a layer with another one around it: the trainer calls these of the outermost layer alone."""
 
 
 def _check_layers(stack: TrainerBackend) -> None:
     """Refuse a backend with methods in the place of verbs: a trainer would not call them."""
     for layer in stack.layers():
+        methods = _BACKEND_METHODS if layer is stack else {**_BACKEND_METHODS, **_STATE_METHODS}
         unused = {
-            name: verbs
-            for name, verbs in _LOOP_METHODS.items()
+            name: instead
+            for name, instead in methods.items()
             if getattr(type(layer), name, None) is not getattr(TrainerBackend, name, None)
         }
         if unused:
-            instead = "; ".join(f"override {verbs} instead of {name}" for name, verbs in unused.items())
+            instead = "; ".join(f"for {name} {instead}" for name, instead in unused.items())
             raise ConfigurationError(
                 f"Trainer(trainer_backend=...): {type(layer).__name__} defines {', '.join(unused)}, which no trainer "
-                f"calls. The loop of the trainer calls verbs: {instead}; see docs/guides/backend.md."
+                f"calls. The loop of the trainer calls verbs: {instead}. See docs/guides/backend.md."
             )
 
 

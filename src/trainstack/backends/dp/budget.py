@@ -171,7 +171,7 @@ class Accountant:
         return self.get_epsilon(self.plan.delta)
 
     def get_epsilon(self, delta: float) -> float:
-        """An upper bound of what is spent so far, at another delta than the plan's; opacus' name for it."""
+        """An upper bound of the epsilon spent so far, at any delta. opacus has the same name."""
         return epsilon_of(self.history, delta, self.plan.accountant, eps_error=self.plan.eps_error)
 
     def allows(self, steps: int = 1) -> bool:

@@ -68,7 +68,7 @@ class DistributedTrainingArguments:
         allow_pickle: whether outputs and inputs of metrics may hold objects of any class, which processes send each
             other as pickles. Reading a pickle can run any code, so every process that can reach the ports of the run
             is trusted. Under a launcher write `backend_options={"ddp": {"allow_pickle": True}}` instead.
-        init_method: PyMarlin's name; `"env://"` is what happens, and other values are refused.
+        init_method: PyMarlin's argument. Only `"env://"` is taken.
     """
 
     local_rank: int = 0

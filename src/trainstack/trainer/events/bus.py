@@ -55,7 +55,7 @@ def unique_keys(pairs: Iterable[tuple[str, Value]], taken: Iterable[str | None] 
     return named
 
 
-def warn_on_typos(callback: Callback, log: RunLogger) -> None:
+def check_method_names(callback: Callback, log: RunLogger) -> None:
     """Warn of methods that are called like an event, but for a slip.
 
     Raises:
@@ -186,7 +186,7 @@ class Events:
         self._made = {key: settings_hash(callback) for key, callback in self.callbacks.items()}
         for key, callback in self.callbacks.items():
             self._add_methods(callback, key, callback.priority)
-            warn_on_typos(callback, self._log)
+            check_method_names(callback, self._log)
 
     def _add_methods(self, owner: Any, key: str, priority: int) -> None:
         for event in Event:

@@ -28,10 +28,10 @@ class DataProcessor(ABC):
         """Prepare the data and return it."""
 
     def analyze(self) -> Any:  # noqa: B027 - there may be nothing to look at
-        """Look at what `process` made. Does nothing by default."""
+        """Look at the result of `process`. Does nothing by default."""
 
     def process_data(self, *args: Any) -> Any:
-        """Call `process`, then `analyze`; returns what `process` returned."""
+        """Call `process`, then `analyze`; returns the result of `process`."""
         result = self.process(*args)
         self.analyze()
         return result
@@ -43,7 +43,7 @@ class DataProcessor(ABC):
         list of one item, goes to each call.
 
         Returns:
-            What the calls returned, in order; of lists, data sets and other iterables the items, one after the other.
+            The results of the calls in order. Lists, data sets and other iterables are joined to one list.
 
         Raises:
             ValueError: no argument is a list, or the lists of this machine differ in length.

@@ -100,7 +100,7 @@ class Trainer(ts.Trainer):
     Args:
         module: model, steps, optimizers and data.
         args: everything else. `distributed_training_args` is filled in from the launcher's variables.
-        trainer_backend: a stack; by default what `args.backend` names.
+        trainer_backend: a stack; by default the one that `args.backend` names.
         checkpointer: keeps and finds checkpoints.
         **more: other arguments of `trainstack.Trainer`.
 
@@ -139,7 +139,7 @@ class Trainer(ts.Trainer):
         return global_stats
 
     def validate(self, dataloaders: Any = None, *, log: bool | None = None, keep_outputs: bool = True) -> Any:
-        """Validate, and record what is measured; returns the outputs of the last loader, as PyMarlin does."""
+        """Validate and record the metrics; returns the outputs of the last loader, as PyMarlin does."""
         outputs = super().validate(dataloaders, log=True if log is None else log, keep_outputs=keep_outputs)
         return next(reversed(outputs.values()), None)
 

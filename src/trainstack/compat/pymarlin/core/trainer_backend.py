@@ -141,7 +141,7 @@ class TrainerBackendArguments(Mutable, ts.TrainerBackendArguments):
 
     Args:
         model: a `ModuleInterface`.
-        device: `"auto"`, or what `torch.device` understands.
+        device: `"auto"`, or an argument of `torch.device`.
         train_batch_size: of PyMarlin's private backend. Not used: the loaders have their batch sizes.
         max_train_steps_per_epoch: global steps after which `train_dl` stops.
         max_val_steps_per_epoch: batches after which `validate_dl` stops.
@@ -150,7 +150,7 @@ class TrainerBackendArguments(Mutable, ts.TrainerBackendArguments):
         schedulers: stepped once after each global step.
         gradient_accumulation: batches of one global step on each process.
         clip_grads: limit the joint norm of the gradients.
-        max_grad_norm: to what.
+        max_grad_norm: the limit.
         disable_tqdm: no effect: `train_dl` shows no progress.
         enable_amp: no effect, as in PyMarlin: the class of the backend says it.
         amp_backend_native: the same.
@@ -194,7 +194,7 @@ class TrainerBackendArguments(Mutable, ts.TrainerBackendArguments):
 
 
 def _check_driven(place: ts.DistributedTrainingArguments | None, amp_level_apex: str, privacy: Any) -> None:
-    """Refuse what a backend without a `Trainer` takes elsewhere."""
+    """Refuse arguments that a backend without a `Trainer` cannot use."""
     if privacy is not None:
         raise ConfigurationError(
             "differential_privacy_args without a Trainer: the privacy layer draws the records itself. Write "

@@ -41,7 +41,7 @@ class DifferentialPrivacyArguments(Mutable, ts.DifferentialPrivacyArguments):
 
 
 class NoDPWrap:
-    """PyMarlin's mark of an optimizer that steps without noise. It cannot be made: what it trains is not private."""
+    """PyMarlin's mark of an optimizer without noise. It cannot be made, since its parameters would not be private."""
 
     def __init__(self, optimizer: Any) -> None:
         raise ConfigurationError(

@@ -59,7 +59,7 @@ class DistributedPreprocessArguments:
 
 
 def place_of_this_process() -> DistributedTrainingArguments:
-    """What the launcher's variables say; rank 0 of 1 without a launcher."""
+    """The place in the launcher's variables; rank 0 of 1 without a launcher."""
     found = detect_process_info()
     if found is None:
         return DistributedTrainingArguments()

@@ -18,7 +18,7 @@ _WORDS = {**dict.fromkeys(("yes", "true", "t", "y", "1"), True), **dict.fromkeys
 
 
 class CustomArgParser:
-    """Reads the file that `--config_path` names, and what overrides its values.
+    """Reads the file that `--config_path` names, and options that override its values.
 
     A value is overridden by its place in the file: `--tr.epochs 4` for `epochs` below `tr`. It is read as the type that
     the file has; where the file has null, as text. A list is written as `1-2-3` or as `[1, 2, 3]`. `--params` takes a
@@ -27,7 +27,7 @@ class CustomArgParser:
 
     Args:
         yaml_file_arg_key: the name of the option with the path.
-        default_yamlfile: the path without that option; a folder stands for its YAML file.
+        default_yamlfile: the path without that option; of a folder, its only YAML file is read.
         log_level: of the messages.
     """
 
