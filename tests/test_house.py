@@ -50,6 +50,8 @@ ORDER = (
     "verifying",
     "auditing",
     "cli",
+    "compat/pymarlin/utils",
+    "compat",
 )
 
 MAX_FUNCTION_LINES = 40
@@ -67,6 +69,7 @@ HEAVY = (
     "scipy",
     "yaml",
     "torch._dynamo",
+    "trainstack.compat",
     *(f"trainstack.backends.{name}" for name in ("dp.budget", "dp.mechanism", "dp.modes", "privacy_statement")),
 )
 IMPORT_BUDGET = 0.15

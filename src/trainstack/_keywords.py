@@ -1,10 +1,10 @@
-"""Argument dataclasses that suggest the right name for an unknown keyword."""
+"""Keywords: suggestions for unknown ones, and those that a function takes."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -42,3 +42,10 @@ def check_known_fields(cls: Any, names: Iterable[Any], where: str) -> None:
             close = [elsewhere[name]] if name in elsewhere else difflib.get_close_matches(str(name), known, n=1)
             hint = f"Write {close[0]}." if close else f"There are {', '.join(sorted(known))}."
             raise ConfigurationError(f"{where} has no argument {name!r}. {hint}")
+
+
+def keywords_taken(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `values` that `function` takes by name."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in values.items() if takes_all or name in parameters}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainstack as ts
+from tests.helpers.modules import Classifier, arguments
 from trainstack.backends.spec import known_layers
 
 TOKENS = ["sp", "amp", "bf16", "amp-apex"]
@@ -101,6 +103,29 @@ def test_a_layer_of_ones_own_obeys_the_same_grammar(own_layer: type[Any]) -> Non
     assert {"sp-halve", "sp-amp-halve", "sp-bf16-halve"} <= set(ts.legal_specs())
     with pytest.raises(ts.BackendSpecError, match=r"'amp' goes outside 'halve'\. Write 'sp-amp-halve'"):
         ts.build_trainer_backend("sp-halve-amp")
+
+
+@pytest.mark.spec("PMB-16")
+def test_several_layers_of_ones_own_work_in_the_order_written(own_layer: type[Any], tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    @ts.register_layer("count")
+    class Count(ts.AbstractTrainerBackendDecorator):
+        def backward(self, work: Any, loss: Any, weight: float) -> None:
+            calls.append(f"count {weight}")
+            self.inner.backward(work, loss, weight)
+
+    try:
+        for spec, weight in (("sp-halve-count", 0.5), ("sp-count-halve", 1.0), ("sp-bf16-halve-count", 0.5)):
+            trainer = ts.Trainer(Classifier(), arguments(tmp_path / spec, backend=spec, max_steps=1))
+            assert trainer.trainer_backend.spec == spec
+            trainer.train()
+            assert calls == [f"count {weight}"]
+            calls.clear()
+        with pytest.raises(ts.BackendSpecError, match="'count' stands twice"):
+            ts.build_trainer_backend("sp-count-halve-count")
+    finally:
+        ts.unregister("count")
 
 
 def test_a_token_is_taken_once_and_spelt_simply(own_layer: type[Any]) -> None:

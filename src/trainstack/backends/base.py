@@ -86,6 +86,7 @@ class TrainerBackend(ABC):
         public_validation: of a private layer: whether validation and test data are declared public.
         released_metrics: the names of the metrics that the layer releases with noise; see `pop_released`.
         joins_processes: whether the layer lets several processes train together.
+        standalone: of the innermost layer: whether no layer around it joins processes.
         configured_by: the classes of the fields of `TrainerArguments` that configure the layer, each with the parameter
             of the constructor that takes the field.
         rank_zero_state: keys of the layer's state that rank 0 alone has, or has in its own way.
@@ -106,6 +107,7 @@ class TrainerBackend(ABC):
     bounds_gradients: ClassVar[bool] = False
     may_skip_steps: ClassVar[bool] = False
     joins_processes: ClassVar[bool] = False
+    standalone: bool = True
     configured_by: ClassVar[Mapping[type, str]] = {}
     refuses_updates: str = ""
     refuses_closures: str = ""
@@ -373,6 +375,11 @@ class TrainerBackend(ABC):
         Raises:
             CheckpointMismatchError: `state` names a layer this stack lacks, or lacks one that this stack needs.
         """
+        if "global_step_completed" in state:
+            raise CheckpointMismatchError(
+                "the state has counters of a PyMarlin backend: global_step_completed. A trainer keeps them, as "
+                "trainer.state.global_step and trainer.state.batches; leave them out."
+            )
         mine = {layer.name: layer for layer in self.layers() if layer.get_layer_state() is not None}
         foreign, missing = sorted(set(state) - set(mine)), sorted(set(mine) - set(state))
         if foreign or missing:
@@ -404,12 +411,14 @@ class TrainerBackend(ABC):
         return self._require_runner().validate(dataloader)
 
     def get_global_steps_completed(self) -> int:
-        """Global steps finished by `train_dl` since `init`."""
-        return self._require_runner().global_steps
+        """Global steps finished by the trainer, or by `train_dl` since `init`."""
+        owner = self._owner() if self._owner is not None else None
+        return owner.state.global_step if owner is not None else self._require_runner().global_steps
 
     def get_batches_completed(self) -> int:
-        """Micro-batches finished by `train_dl` since `init`."""
-        return self._require_runner().batches
+        """Micro-batches finished by the trainer on this process, or by `train_dl` since `init`."""
+        owner = self._owner() if self._owner is not None else None
+        return owner.state.batches if owner is not None else self._require_runner().batches
 
     def _require_runner(self) -> LoopRunner:
         if self._runner is None:
@@ -430,6 +439,9 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
 
     def __init__(self, inner: TrainerBackend) -> None:
         self.inner = inner
+        if self.joins_processes:
+            *_, core = inner.layers()
+            core.standalone = False
 
     def layers(self) -> Iterator[TrainerBackend]:
         yield self

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trainstack.backends.base import AbstractTrainerBackendDecorator, TrainerBackend
@@ -38,13 +39,26 @@ def build_trainer_backend(name: str, *args: Any, **options: Mapping[str, Any]) -
     if unknown:
         raise ConfigurationError(
             f"backend {name!r} has no layer for the options {sorted(unknown)}. "
-            f"Its layers are {', '.join(_keyword(record) for record in records)}."
+            f"Its layers are {', '.join(_keyword(record) for record in records)}.{_nested(records, options, unknown)}"
         )
     standalone = records[0].layer is SingleProcess
     stack = _make(records[0], options) if standalone else SingleProcess(standalone=False)
     for record in reversed(records[1:] if standalone else records):
         stack = _make(record, options, stack)
     return stack
+
+
+def _nested(records: Sequence[LayerRecord], options: Mapping[str, Any], unknown: Iterable[str]) -> str:
+    """How to write options without their layer, where exactly one layer of the stack takes each."""
+    hints = []
+    for name in sorted(unknown):
+        if name == "enable_amp":
+            hints.append(" The backend string says whether amp is on: 'sp-amp' with it, 'sp' without.")
+            continue
+        takers = [record for record in records if name in inspect.signature(record.layer.__init__).parameters]
+        if len(takers) == 1:
+            hints.append(f" Write {_keyword(takers[0])}={{{name!r}: {options[name]!r}}}.")
+    return "".join(hints)
 
 
 def _keyword(record: LayerRecord) -> str:

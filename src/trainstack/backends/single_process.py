@@ -39,11 +39,11 @@ class SingleProcess(TrainerBackend):
 
     def __init__(self, *, environ: Mapping[str, str] | None = None, standalone: bool = True) -> None:
         self._environ = os.environ if environ is None else environ
-        self._standalone = standalone
+        self.standalone = standalone
         self._selected = ExitStack()  # closing it gives back the device that was current before
 
     def open(self, device: DeviceChoice = "auto") -> World:
-        if self._standalone and (size := launcher_world_size(self._environ)) > 1:
+        if self.standalone and (size := launcher_world_size(self._environ)) > 1:
             raise ConfigurationError(
                 f"backend 'sp' in a world of {size} processes: each would train a model of its own. "
                 "Start one process, or choose a backend that joins them: 'ddp'. If each is to train its own, write "

@@ -198,7 +198,7 @@ def _check_no_repeats(spec: str, records: list[LayerRecord]) -> None:
                 once = [r for i, r in enumerate(records) if r.token != record.token or i == position]
                 fixed = _with_process(sorted(once, key=lambda r: r.slot))
                 raise BackendSpecError(f"backend {spec!r}: {record.token!r} stands twice. Write {fixed!r}.")
-            if earlier.slot == record.slot:
+            if earlier.slot == record.slot and record.slot is not Slot.USER:
                 first, second = (
                     _with_process(sorted((r for r in records if r is not drop), key=lambda r: r.slot))
                     for drop in (record, earlier)

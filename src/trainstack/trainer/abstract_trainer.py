@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class AbstractTrainer(ABC):
     """Runs a module. Annotate the trainer of a callback with this class; `Trainer` documents errors.
 
+    A derived class defines `train` and `validate`. Other methods raise `NotImplementedError` until it defines them.
+
     Attributes:
         module: the user's module, never wrapped.
         args: all arguments of the run.
@@ -39,6 +41,9 @@ class AbstractTrainer(ABC):
     history: RunHistory
     state: RunState
 
+    def _not_offered(self, name: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} does not define {name}.")
+
     @abstractmethod
     def train(self) -> None:
         """Train, and validate as the arguments say."""
@@ -49,49 +54,49 @@ class AbstractTrainer(ABC):
     ) -> dict[str, Any]:
         """Evaluate the validation data, or `dataloaders`; outputs by loader."""
 
-    @abstractmethod
     def test(self) -> dict[str, Any]:
         """Evaluate the test data; outputs by loader."""
+        raise self._not_offered("test")
 
-    @abstractmethod
     def predict(self, dataloader: Any) -> Any:
         """Predict for the data of `dataloader`; the collected outputs."""
+        raise self._not_offered("predict")
 
-    @abstractmethod
     def request_stop(self, reason: str) -> None:
         """Ask for the end of the training at the next step boundary."""
+        raise self._not_offered("request_stop")
 
-    @abstractmethod
     def save_checkpoint(self, force: bool = False) -> None:
         """Save a checkpoint, at the next step boundary where a step or a hook is under way."""
+        raise self._not_offered("save_checkpoint")
 
-    @abstractmethod
     def export(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the module's state as the folder `path`; `overwrite` replaces an export of another state there."""
+        raise self._not_offered("export")
 
-    @abstractmethod
     def load_export(self, path: str | os.PathLike[str]) -> None:
         """Load the module's state from the folder `path`, which `export` has written."""
+        raise self._not_offered("load_export")
 
     @property
-    @abstractmethod
     def plan(self) -> TrainingPlan:
         """All step arithmetic of the run."""
+        raise self._not_offered("plan")
 
     @property
-    @abstractmethod
     def world(self) -> World:
         """This process's place among all, and its device."""
+        raise self._not_offered("world")
 
     @property
-    @abstractmethod
     def output_dir(self) -> Path:
         """The folder of the run, absolute."""
+        raise self._not_offered("output_dir")
 
     @property
-    @abstractmethod
     def log_dir(self) -> Path:
         """The folder of the logs: `output_dir`, unless `writer_args` name another."""
+        raise self._not_offered("log_dir")
 
     @property
     def device(self) -> torch.device:
@@ -104,54 +109,54 @@ class AbstractTrainer(ABC):
         return self.world.is_main
 
     @property
-    @abstractmethod
     def is_training(self) -> bool:
         """Whether `train()` is under way."""
+        raise self._not_offered("is_training")
 
     @property
-    @abstractmethod
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The optimizers that step."""
+        raise self._not_offered("optimizers")
 
     @property
-    @abstractmethod
     def schedulers(self) -> tuple[Any, ...]:
         """The schedulers that step."""
+        raise self._not_offered("schedulers")
 
     @property
-    @abstractmethod
     def next_log_step(self) -> int:
         """The global step of the next log point."""
+        raise self._not_offered("next_log_step")
 
-    @abstractmethod
     def limit_steps_per_epoch(self, *, train: int | None = None, val: int | None = None) -> None:
         """Lower the number of training steps and validation batches of an epoch."""
+        raise self._not_offered("limit_steps_per_epoch")
 
-    @abstractmethod
     def call_at_step(self, step: int, function: Callable[..., Any]) -> None:
         """Call `function` once, when global step `step` is finished."""
+        raise self._not_offered("call_at_step")
 
-    @abstractmethod
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """Stop training `parameters`."""
+        raise self._not_offered("freeze")
 
-    @abstractmethod
     def unfreeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train `parameters`, frozen ones too."""
+        raise self._not_offered("unfreeze")
 
-    @abstractmethod
     def evaluation_context(self) -> AbstractContextManager[Any]:
         """A block in which the module has the weights that are evaluated."""
+        raise self._not_offered("evaluation_context")
 
-    @abstractmethod
     def post_processing(self) -> AbstractContextManager[None]:
         """A block in which parameters and buffers of a private run may be changed, without use of its records."""
+        raise self._not_offered("post_processing")
 
-    @abstractmethod
     def keep_trained_weights(self) -> None:
         """Keep the trained weights, so that others can be written into the module after a training."""
+        raise self._not_offered("keep_trained_weights")
 
     @property
-    @abstractmethod
     def keeps_trained_weights(self) -> bool:
         """Whether the module has other weights than the trained ones, see `keep_trained_weights`."""
+        raise self._not_offered("keeps_trained_weights")

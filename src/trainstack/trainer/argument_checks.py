@@ -41,6 +41,11 @@ class WriterArguments:
         if self.tb_log_dir:
             object.__setattr__(self, "tb_log_dir", expand_path("writer_args.tb_log_dir", self.tb_log_dir))
 
+    @property
+    def log_dir(self) -> str | None:
+        """Where all writers and the report write; None for the folder of the run."""
+        return self.tb_log_dir
+
 
 Unchecked = Any
 """`TrainerArguments` before they are checked: nothing is certain about the types of their values."""
@@ -403,9 +408,9 @@ def _check_layer_arguments(args: Unchecked, records: Sequence[LayerRecord]) -> N
             "Write differential_privacy_args=DifferentialPrivacyArguments(delta=1e-6, target_epsilon=3.0), with a "
             "delta well below one over the number of records."
         )
-    if args.distributed_training_args is not None and not any(
-        DistributedTrainingArguments in r.layer.configured_by for r in records
-    ):
+    theirs = args.distributed_training_args
+    several = theirs is not None and (theirs.world_size > 1 or theirs.allow_pickle)
+    if several and not any(DistributedTrainingArguments in r.layer.configured_by for r in records):
         raise ConfigurationError(
             f"distributed_training_args with backend={args.backend!r}, which runs one process. Leave them out."
         )

@@ -297,7 +297,8 @@ class TrainerArguments(metaclass=SuggestsNames):
         known = registered_backend(self.backend) is not None  # which may hold any of them
         for record in known_layers().values() if known else parse_spec(self.resolved_backend):
             for given in (self.distributed_training_args, self.differential_privacy_args):
-                parameter = record.layer.configured_by.get(type(given))
+                configured_by = record.layer.configured_by.items()
+                parameter = next((name for kind, name in configured_by if isinstance(given, kind)), None)
                 if parameter is not None:
                     options.setdefault(record.token.replace("-", "_"), {}).setdefault(parameter, given)
         if self.amp_level_apex != "O1":

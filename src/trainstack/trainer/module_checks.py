@@ -50,8 +50,9 @@ _TYPOS = {"get_val_dataloaders": ("val", "load"), "val_step": ("val", "step")}
 """Methods that may be left out, so that a slip in their name would go unnoticed, and the words it probably has."""
 
 
-def check_parts(module: Any, args: Any, backend: Any, checkpointer: Any, val_step: Any) -> None:
-    """Refuse what a `Trainer` cannot be made of, naming the first."""
+def check_parts(kind: type, module: Any, args: Any, backend: Any, checkpointer: Any, val_step: Any) -> None:
+    """Refuse parts of which a trainer of the class `kind` cannot be made, naming the first."""
+    _check_trainer_class(kind)
     if isinstance(module, type) or not isinstance(module, ModuleInterface):
         what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
         raise ConfigurationError(
@@ -71,6 +72,10 @@ def check_parts(module: Any, args: Any, backend: Any, checkpointer: Any, val_ste
         raise ConfigurationError(
             f"Trainer(checkpointer=...) was given a {type(checkpointer).__name__}. Derive it from AbstractCheckpointer."
         )
+    if isinstance(backend, TrainerBackend):
+        _check_layers(backend)
+    if checkpointer is not None:
+        _check_checkpointer(checkpointer, args.resume)
     try:
         if val_step is not None:
             inspect.signature(val_step).bind(None, **dict.fromkeys(_STEP[1]))
@@ -79,6 +84,108 @@ def check_parts(module: Any, args: Any, backend: Any, checkpointer: Any, val_ste
             f"Trainer(val_step={val_step!r}): it cannot be called as a val_step is ({error}). Write "
             "def val_step(module, global_step, batch, device)."
         ) from None
+
+
+_TRAINER_METHODS = {
+    "train_epoch": "hooks of the module",
+    "_init_backend": "Trainer(trainer_backend=...)",
+    "_init_checkpointer": "Trainer(checkpointer=...)",
+    "_init_stats": "TrainerArguments(writers=...)",
+    "_log_hparams": "TrainerArguments(writers=...)",
+    "_fetch_ranks": "TrainerArguments(distributed_training_args=...)",
+    "_get_trainer_backend_args": "TrainerArguments(backend_options=...)",
+    "calculate_train_batch_loss": "train_step of the module",
+    "calculate_eval_batch_loss": "val_step of the module",
+    "create_scheduler": "get_optimizers_schedulers of the module",
+    "create_train_dataloader": "get_train_dataloader of the module",
+    "create_eval_dataloader": "get_val_dataloaders of the module",
+    "training_run_start": "on_train_begin of the module",
+    "training_run_epoch_end": "on_epoch_end of the module",
+    "training_run_end": "on_train_end of the module",
+    "train_epoch_start": "on_begin_train_epoch of the module",
+    "train_epoch_end": "on_end_train_epoch of the module",
+    "eval_epoch_start": "on_validation_begin of the module",
+    "eval_epoch_end": "on_end_val_epoch of the module",
+    "backward_step": "a layer that overrides backward",
+    "optimizer_step": "a layer that overrides step",
+    "optimization_step": "a layer that overrides step",
+    "scheduler_step": "SchedulerConfig",
+    "training_step": "train_step of the module",
+    "evaluation_step": "val_step of the module",
+    "prepare_input_batch": "train_step of the module",
+    "inner_training_loop": "hooks and layers",
+    "evaluation_loop": "val_step and hooks of the module",
+    "compute_loss": "train_step of the module",
+    "prediction_step": "val_step of the module",
+    "create_optimizer": "get_optimizers_schedulers of the module",
+    "create_optimizer_and_scheduler": "get_optimizers_schedulers of the module",
+    "get_train_dataloader": "get_train_dataloader of the module",
+    "get_eval_dataloader": "get_val_dataloaders of the module",
+    "get_test_dataloader": "get_test_dataloaders of the module",
+}
+"""Methods that trainers of PyMarlin, pytorch-accelerated, Hezar and transformers call, with their counterparts."""
+
+
+def _check_trainer_class(kind: type) -> None:
+    """Refuse a trainer with methods that another library's trainer calls."""
+    unused = {name: place for name, place in _TRAINER_METHODS.items() if hasattr(kind, name)}
+    if unused:
+        instead = "; ".join(f"for {name} write {place}" for name, place in unused.items())
+        raise ConfigurationError(f"{kind.__name__} defines {', '.join(unused)}, which no trainer calls: {instead}.")
+
+
+_BACKEND_METHODS = {
+    "train_dl": "override forward, backward, clip or step",
+    "validate_dl": "override forward, begin_evaluation or gather",
+    "process_global_step": "override clip or step",
+    "optimize": "override step",
+    "_forward_backward": "override forward and backward",
+    "_clip_gradients": "override clip",
+    "init": "override prepare",
+    "setup_distributed_env": "override open",
+    "cleanup": "override close",
+    "gather_tensors_on_cpu": "override gather",
+    "train_sampler": "return a loader with the sampler from get_train_dataloader of the module",
+    "val_sampler": "return a loader with the sampler from get_val_dataloaders of the module",
+}
+"""Methods of PyMarlin's backends that a trainer does not call, with their counterparts."""
+_STATE_METHODS = {"get_state": "override get_layer_state", "update_state": "override update_layer_state"}
+"""The same for a layer with another one around it: the trainer calls these of the outermost layer alone."""
+
+
+def _check_layers(stack: TrainerBackend) -> None:
+    """Refuse a backend with methods in the place of verbs: a trainer would not call them."""
+    for layer in stack.layers():
+        methods = _BACKEND_METHODS if layer is stack else {**_BACKEND_METHODS, **_STATE_METHODS}
+        unused = {
+            name: instead
+            for name, instead in methods.items()
+            if getattr(type(layer), name, None) is not getattr(TrainerBackend, name, None)
+        }
+        if unused:
+            instead = "; ".join(f"for {name} {instead}" for name, instead in unused.items())
+            raise ConfigurationError(
+                f"Trainer(trainer_backend=...): {type(layer).__name__} defines {', '.join(unused)}, which no trainer "
+                f"calls. The loop of the trainer calls verbs: {instead}. See docs/guides/backend.md."
+            )
+
+
+def _check_checkpointer(checkpointer: AbstractCheckpointer, resume: Any) -> None:
+    """Refuse a checkpointer whose methods cannot be called as they will be, before anything is trained."""
+    calls = {
+        "save": ((0, 1, 2), "self, checkpoint_state, index, force=False"),
+        "save_model": ((0, 1), "self, model_state, index, *, plan=None, global_step=None, metadata=None"),
+        "load": (() if resume is False else (0,), "self, resume=None"),
+    }
+    for name, (given, wanted) in calls.items():
+        try:
+            inspect.signature(getattr(checkpointer, name)).bind(*given)
+        except TypeError as error:
+            reason = f" with resume={resume!r}" if name == "load" and given else ""
+            raise ConfigurationError(
+                f"{type(checkpointer).__name__}.{name} cannot be called as it will be{reason} ({error}). Write "
+                f"def {name}({wanted})" + (", or leave resume out." if reason else ".")
+            ) from None
 
 
 def lacks_method(module: Any, name: str, val_step: Any = None) -> bool:

@@ -51,7 +51,7 @@ class RunDirectory:
         self._path: Path | None = None
         self.resume_from: Path | None = None
         self._is_claimed = self._is_written = False
-        chosen = args.writer_args.tb_log_dir if args.writer_args else None
+        chosen = args.writer_args.log_dir if args.writer_args else None
         try:
             self._base = _base_of(args)
             self._log_dir = Path(chosen).absolute() if chosen else None

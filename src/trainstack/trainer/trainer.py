@@ -105,7 +105,7 @@ class Trainer(AbstractTrainer):
         val_step: Callable[..., Any] | None = None,
         metrics: Any = None,
     ) -> None:
-        check_parts(module, args, trainer_backend, checkpointer, val_step)
+        check_parts(type(self), module, args, trainer_backend, checkpointer, val_step)
         args = limit_for_dev_run(args)
         if not isinstance(trainer_backend, TrainerBackend):
             trainer_backend = build_trainer_backend(trainer_backend or args.resolved_backend, **args.layer_options)

@@ -249,6 +249,9 @@ def test_openmpi_on_two_machines() -> None:
         detect_process_info(two)
     assert found(two, MASTER_ADDR="node01").master_addr == "node01"
     assert found(two, AZ_BATCH_MASTER_NODE="10.0.0.4:6000").master_addr == "10.0.0.4"
+    assert found(two, AZ_BATCHAI_MPI_MASTER_NODE="10.0.0.5").master_addr == "10.0.0.5"
+    both = found(two, AZ_BATCH_MASTER_NODE="10.0.0.4:6000", AZ_BATCHAI_MPI_MASTER_NODE="localhost")
+    assert both.master_addr == "10.0.0.4"
     assert found(two, MASTER_ADDR="node01").node_rank == 1
 
 

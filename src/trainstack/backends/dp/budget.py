@@ -168,8 +168,11 @@ class Accountant:
 
     def epsilon(self) -> float:
         """An upper bound of what is spent so far, at the plan's delta; inf without noise."""
-        plan = self.plan
-        return epsilon_of(self.history, plan.delta, plan.accountant, eps_error=plan.eps_error)
+        return self.get_epsilon(self.plan.delta)
+
+    def get_epsilon(self, delta: float) -> float:
+        """An upper bound of the epsilon spent so far, at any delta. opacus has the same name."""
+        return epsilon_of(self.history, delta, self.plan.accountant, eps_error=self.plan.eps_error)
 
     def allows(self, steps: int = 1) -> bool:
         """Whether `steps` more stay within the budget. The first call may take seconds, the others microseconds."""

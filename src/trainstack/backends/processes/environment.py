@@ -68,11 +68,12 @@ class DistributedTrainingArguments:
         allow_pickle: whether outputs and inputs of metrics may hold objects of any class, which processes send each
             other as pickles. Reading a pickle can run any code, so every process that can reach the ports of the run
             is trusted. Under a launcher write `backend_options={"ddp": {"allow_pickle": True}}` instead.
+        init_method: PyMarlin's argument. Only `"env://"` is taken.
     """
 
-    local_rank: int
-    global_rank: int
-    world_size: int
+    local_rank: int = 0
+    global_rank: int = 0
+    world_size: int = 1
     gather_frequency: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
@@ -82,8 +83,10 @@ class DistributedTrainingArguments:
     run_id: str | None = None
     local_world_size: int | None = None
     allow_pickle: bool = False
+    init_method: str = "env://"
 
     def __post_init__(self) -> None:
+        _check_init_method(self)
         _check(self.world_size >= 1, f"world_size={self.world_size}: there is at least one process.")
         _check_rank("global_rank", self.global_rank, "world_size", self.world_size)
         limit = "world_size" if self.local_world_size is None else "local_world_size"
@@ -207,6 +210,14 @@ def launch_help(backend: str) -> str:
     )
 
 
+def _check_init_method(args: DistributedTrainingArguments) -> None:
+    _check(
+        args.init_method == "env://",
+        f"init_method={args.init_method!r}: the processes meet at master_addr and master_port, or at the variables "
+        "MASTER_ADDR and MASTER_PORT. Write these, and leave init_method out.",
+    )
+
+
 def _explicit_info(args: DistributedTrainingArguments, variables: Variables) -> ProcessInfo:
     for name, value in (("RANK", args.global_rank), ("WORLD_SIZE", args.world_size), ("LOCAL_RANK", args.local_rank)):
         if variables.number(name, default=value) != value:
@@ -261,7 +272,8 @@ def _openmpi_info(variables: Variables) -> ProcessInfo:
     local_rank, local_size = variables.rank("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     variables.check_same("WORLD_SIZE", size, "OMPI_COMM_WORLD_SIZE")
     alone = LOOPBACK if local_size == size else None
-    azure, _, _ = variables.text("AZ_BATCH_MASTER_NODE", default="").partition(":")  # "10.0.0.4:6000"
+    one_node = variables.text("AZ_BATCHAI_MPI_MASTER_NODE", default="")  # Azure ML sets it for jobs on one machine
+    azure, _, _ = variables.text("AZ_BATCH_MASTER_NODE", default=one_node).partition(":")  # "10.0.0.4:6000"
     # All processes of one mpirun share its name: two runs on one machine meet at two ports.
     name = variables.text("PMIX_NAMESPACE", default=variables.text("OMPI_MCA_ess_base_jobid", default=""))
     port = slurm.port_of(zlib.crc32(name.encode())) if name else _DEFAULT_PORT

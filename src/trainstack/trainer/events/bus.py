@@ -12,7 +12,7 @@ from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.state_tree import copied, same
 from trainstack.trainer.events.calling import call_all
-from trainstack.trainer.events.event import SPANS, Callback, Event
+from trainstack.trainer.events.event import FOREIGN_METHODS, SPANS, Callback, Event
 from trainstack.trainer.events.filters import Filter, adapt_arity, filter_of, name_of
 from trainstack.trainer.events.identities import match_keys, settings_hash
 from trainstack.trainer.events.record_access import RECORDS, refuse_records
@@ -55,12 +55,22 @@ def unique_keys(pairs: Iterable[tuple[str, Value]], taken: Iterable[str | None] 
     return named
 
 
-def warn_on_typos(callback: Callback, log: RunLogger) -> None:
-    """Warn of methods that are called like an event, but for a slip."""
+def check_method_names(callback: Callback, log: RunLogger) -> None:
+    """Warn of methods that are called like an event, but for a slip.
+
+    Raises:
+        ConfigurationError: a method has the name that another library has for an event, and nothing has ours.
+    """
     known = [event.method for event in Event]
     for name in dir(type(callback)):
         if not name.startswith("on_") or name in known:
             continue
+        ours = FOREIGN_METHODS.get(name)
+        if ours is not None and not hasattr(callback, ours.method):
+            raise ConfigurationError(
+                f"{type(callback).__name__}.{name} is another library's name of an event, and would never be called. "
+                f"Write def {ours.method}({', '.join(['self', 'trainer', *ours.gives])})."
+            )
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
         if close:
             log.warning(
@@ -176,7 +186,7 @@ class Events:
         self._made = {key: settings_hash(callback) for key, callback in self.callbacks.items()}
         for key, callback in self.callbacks.items():
             self._add_methods(callback, key, callback.priority)
-            warn_on_typos(callback, self._log)
+            check_method_names(callback, self._log)
 
     def _add_methods(self, owner: Any, key: str, priority: int) -> None:
         for event in Event:

@@ -76,6 +76,27 @@ SPANS = {
 """Ends and their beginnings. What was interrupted in between begins once more, which filters do not count twice."""
 
 
+FOREIGN_METHODS = {
+    "on_init_end": Event.INIT,
+    "on_training_run_start": Event.TRAIN_BEGIN,
+    "on_training_run_end": Event.TRAIN_END,
+    "on_training_run_epoch_end": Event.EPOCH_END,
+    "on_train_epoch_start": Event.TRAIN_EPOCH_BEGIN,
+    "on_train_step_start": Event.TRAIN_BATCH_BEGIN,
+    "on_eval_epoch_start": Event.VALIDATION_BEGIN,
+    "on_eval_epoch_end": Event.VALIDATION_END,
+    "on_evaluation_run_start": Event.VALIDATION_BEGIN,
+    "on_evaluation_run_end": Event.VALIDATION_END,
+    "on_stop_training_error": Event.STOP_TRAINING,
+    "on_after_trainer_initialized": Event.READY,
+    "on_before_optimizers_step": Event.BEFORE_OPTIMIZER_STEP,
+    "on_after_optimizers_step": Event.AFTER_OPTIMIZER_STEP,
+    "on_evaluate_begin": Event.VALIDATION_BEGIN,
+    "on_evaluate_end": Event.VALIDATION_END,
+}
+"""Methods of callbacks of pytorch-accelerated and fastNLP, with the events that come in their place."""
+
+
 class Callback:
     """What acts at points of a run. Define `on_<event>(self, trainer, ...)` for each `Event` it subscribes to.
 

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from trainstack._files import local_path
+from trainstack._keywords import keywords_taken
 from trainstack.backends import Communicator, World
 from trainstack.checkpointing import (
     Checkpoint,
@@ -210,7 +211,8 @@ class Saver:
         def write() -> None:
             if path is None:
                 self.owner.check()
-                context.checkpointer.save_model(module_state, state.last_epoch, **about)
+                save = context.checkpointer.save_model
+                save(module_state, state.last_epoch, **keywords_taken(save, about))
             else:
                 export_model(module_state, path, run_id=context.directory.run_id, overwrite=overwrite, **about)
 

@@ -49,6 +49,10 @@ class LogSink:
         if name in self._names_of_module:
             raise ConfigurationError(_TAKEN.format(name=name))
 
+    def is_taken(self, name: str) -> bool:
+        """Whether the trainer records a metric of that name itself."""
+        return name in self._names_of_trainer or _OF_TRAINING.fullmatch(name) is not None
+
     def record(self, name: str, value: Any) -> None:
         """Record `value` under `name`; see `RunHistory.update_metric`.
 
@@ -56,7 +60,7 @@ class LogSink:
             ConfigurationError: the trainer records a metric of that name itself.
         """
         if isinstance(name, str) and name not in self._names_of_module:
-            if name in self._names_of_trainer or _OF_TRAINING.fullmatch(name):
+            if self.is_taken(name):
                 raise ConfigurationError(_TAKEN.format(name=name))
             self._names_of_module.add(name)
         when = {"step": self.state.current_step, "epoch": self.state.epoch}

@@ -1,0 +1,1 @@
+"""Module, trainer, backends and data."""

@@ -1,0 +1,1 @@
+"""Statistics, checkpoints, configuration, logging and processes."""
