@@ -88,10 +88,9 @@ class TrainLoop:
         )
         self.step_outputs = OutputCollector(device=None, reused_memory=reused_memory) if hooks.step_outputs else None
         self.epoch_outputs = OutputCollector(reused_memory=reused_memory) if keep_epoch_outputs else None
-        self.next_measured_step = 0
+        self.next_measured_step, self.next_due_step = 0, NEVER
         self.has_gradients = True
         self.on_due: Callable[[], None] = lambda: None
-        self.next_due_step = NEVER
         self.failed_in: int | None = None
         self.watch_passes: Callable[[Callable[..., tuple[Any, Any]] | None], None] = lambda wrap: None
 
