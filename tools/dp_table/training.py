@@ -24,7 +24,7 @@ PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081
 
 
 class Arrays(Dataset[Any]):
-    """Records of an array, which may be mapped from a file; many are read at once.
+    """Records of an array, which may be mapped from a file.
 
     Args:
         inputs: of shape (records, ...).
@@ -39,9 +39,6 @@ class Arrays(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return torch.from_numpy(self._inputs[index].astype(np.float32)), self._labels[index]
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        return torch.from_numpy(self._inputs[indices].astype(np.float32)), self._labels[indices]
 
 
 class Standardized(nn.Module):
@@ -71,10 +68,10 @@ class Classifier(ts.ModuleInterface):
         self.model, self._row, self._train, self._test = model, row, train, test
 
     def get_train_dataloader(self, sampler: Any, batch_size: int) -> DataLoader[Any]:
-        return DataLoader(self._train, batch_size=batch_size, sampler=sampler(self._train), collate_fn=_collate)
+        return DataLoader(self._train, batch_size=batch_size, sampler=sampler(self._train))
 
     def get_val_dataloaders(self, sampler: Any, batch_size: int) -> DataLoader[Any]:
-        return DataLoader(self._test, batch_size=batch_size, sampler=sampler(self._test), collate_fn=_collate)
+        return DataLoader(self._test, batch_size=batch_size, sampler=sampler(self._test))
 
     def get_optimizers_schedulers(
         self, estimated_global_steps_per_epoch: int, epochs: int
@@ -93,10 +90,6 @@ class Classifier(ts.ModuleInterface):
 
     def on_end_val_epoch(self, global_step: int, losses: Tensor, right: Tensor, key: str = "default") -> None:
         self.log("val/accuracy", 100 * right.float().mean())
-
-
-def _collate(batch: Any) -> Any:
-    return batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.helpers.private_shapes import Plain, Sequence, make, reference, run, sentences, trained, vectors
 from trainstack.backends.dp.clipping import AdaptiveClipper, FlatClipper
-from trainstack.backends.dp.modes import vmap
+from trainstack.backends.dp.modes import base, vmap
 from trainstack.backends.dp.modes.base import Unsupported
 from trainstack.backends.dp.modes.selection import MODES, choose_mode
 from trainstack.errors import ConfigurationError
@@ -306,29 +306,26 @@ def test_choosing_leaves_no_trace(asked: str) -> None:
 
 
 def test_modes_are_compared_in_full_float32_even_where_less_is_allowed() -> None:
-    seen = []
+    seen = set()
 
     class Noting(Plain):
         def logits(self, x: Tensor) -> Tensor:
-            seen.append((torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision))
+            seen.add(allowed())
             return super().logits(x)
 
-    def allowed() -> tuple[str, bool, str]:
-        return (
-            torch.get_float32_matmul_precision(),
-            torch.backends.cudnn.allow_tf32,
-            torch.backends.cudnn.conv.fp32_precision,
-        )
+    def allowed() -> tuple[str, ...]:
+        return (*(place.fp32_precision for place in base._PRECISIONS),)
 
-    before, module = allowed(), Noting()
-    torch.set_float32_matmul_precision("high")
+    before, module = torch.get_float32_matmul_precision(), Noting()
+    torch.set_float32_matmul_precision("medium")
     try:
         during = allowed()
+        assert "bf16" in during
         choose_mode("auto", module, trained(module), FlatClipper(1.0), run, vectors(6), 6)
         assert allowed() == during
     finally:
-        torch.set_float32_matmul_precision(before[0])
-    assert set(seen) == {("ieee", "ieee")}
+        torch.set_float32_matmul_precision(before)
+    assert {precision for found in seen for precision in found} <= set(base._FULL)
 
 
 def test_a_buffer_that_learns_is_refused_by_name() -> None:
