@@ -353,7 +353,7 @@ class Trainer(AbstractTrainer):
         checkpoint = select_resume_state(self.load_checkpoints(), self._context)
         restore_module(self.module, checkpoint)
         self.warm_start_report = start_from_weights(
-            self._context, self._saver.read_weights, resumed=not checkpoint.is_empty
+            self._context, self._saver.read_weights, self._saver.fetch, resumed=not checkpoint.is_empty
         )
         self.state.update_state(checkpoint.trainer_state or {})
         self._run = Run(self._context, self._stopper, self._saver, self._metrics)
