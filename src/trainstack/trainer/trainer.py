@@ -469,7 +469,7 @@ class Trainer(AbstractTrainer):
         """Write the module's state as the folder `path`, with a README; see `export_model`.
 
         Args:
-            path: of the folder.
+            path: of the folder, or an address such as `s3://bucket/model`, where its manifest is written last.
             check_finite: refuse weights and buffers that became inf or nan.
             overwrite: replace an export of other weights at `path`, with all files in it.
 

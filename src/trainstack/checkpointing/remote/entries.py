@@ -96,11 +96,16 @@ def key_of(place: str, data: bytes) -> str:
     return f"{place}.{digest(data)[:16]}"
 
 
+def is_plain_key(key: str) -> bool:
+    """Whether `key` is a path inside of a folder; hidden names, such as those of leases, are left out."""
+    return not any(part.startswith(".") or not part for part in key.split("/")) and not set(key) & {"\\", "\0"}
+
+
 def list_entries(store: ObjectStore, known: dict[str, Entry] | None = None) -> Listing:
     """Read the keys, and those manifests that are not in `known`. An entry never changes."""
     listing, folders = Listing(), dict[str, dict[str, int]]()
     for key, size in store.list().items():
-        if not any(part.startswith(".") or not part for part in key.split("/")) and not set(key) & {"\\", "\0"}:
+        if is_plain_key(key):
             folder, _, name = key.rpartition("/")
             folders.setdefault(folder, {})[name] = size
     for key, files in folders.items():

@@ -18,6 +18,7 @@ from trainstack.checkpointing.remote.entries import (
     delete_entry,
     download,
     is_copied,
+    is_plain_key,
     list_entries,
     upload_folder,
     without_hash,
@@ -109,12 +110,25 @@ def _fetch_entry(store: ObjectStore, entry: Entry, target: Path) -> Path:
     return target if is_copied(entry, target) else download(store, entry, target)
 
 
+def download_all(address: str, into: Path) -> None:
+    """Write all files below `address` into `into`, those of damaged checkpoints as well; nothing is verified."""
+    require_store(address)
+    store = ObjectStore(address)
+    try:
+        for key in store.list():
+            if is_plain_key(key):
+                (into / key).parent.mkdir(parents=True, exist_ok=True)
+                store.download(key, into / key)
+    except OSError as error:
+        raise CheckpointError(f"{address} cannot be read: {error}. Mend the connection or the credentials.") from error
+
+
 def outline(address: str, into: Path) -> None:
     """Write the checkpoints and exports at `address` into `into`: manifests, and files of zeros of the right sizes."""
     require_store(address)
     for key, entry in _read(address).entries.items():
-        folder = into / (key or address.rpartition("/")[2])
-        folder.mkdir(parents=True)
+        folder = into / key
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / manifest.FILE_NAME).write_bytes(entry.data)
         for name in entry.content.files.keys() & entry.files.keys():
             with open(folder / name, "xb") as file:
@@ -146,7 +160,10 @@ def upload_export(folder: Path, address: str, *, overwrite: bool) -> None:
     store, data = ObjectStore(address), read_small(folder / manifest.FILE_NAME)
     try:
         listing = list_entries(store)
-        before = listing.entries.get("")
+        before, own = listing.entries.get(""), {path.name for path in folder.iterdir()}
+        others = [*(listing.files.keys() - own), *(key for key in (*listing.entries, *listing.broken) if key)]
+        if others:
+            raise CheckpointError(f"{address} holds other files ({others[0]}). Give the address of a new folder.")
         if before is not None and before.content.files == manifest.parse(data, folder).files and before.is_whole:
             return
         if before is not None and before.content.kind == "checkpoint":

@@ -55,12 +55,8 @@ class RemoteLeases(LeasePlace):
         return True
 
     def overwrite(self, record: LeaseRecord) -> bool:
-        key = _key(record.counter)
-        try:
-            self.store.read(key)
-        except FileNotFoundError:
-            return False
-        self.store.put(key, record.render())
+        # One that a successor has deleted comes back; its counter is below that of the successor.
+        self.store.put(_key(record.counter), record.render())
         return True
 
     def clear(self, record: LeaseRecord) -> None:

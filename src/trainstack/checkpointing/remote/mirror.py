@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from trainstack._files import MAX_SMALL_BYTES, atomic_write, make_directories, read_small
@@ -322,7 +323,7 @@ class Mirror:
 
     def _upload(self) -> None:
         """Logs first, which a checkpoint must not be newer than; then checkpoints, and the record of the run last."""
-        self._verify()
+        self._check_owner()
         if not self._is_tidy:
             self.store.delete(list_entries(self.store, self._known).unfinished)  # of a process that was killed
             self._is_tidy = True
@@ -338,11 +339,12 @@ class Mirror:
         if record in files:
             self._upload_file(record)
 
-    def _verify(self) -> None:
+    def _check_owner(self, *, renew: bool = False) -> None:
+        """Raise if this process may not write any more. To `renew` the lease first is for commits."""
         lease = self._lease
         if lease is None or self._is_ended:
-            raise LeaseError(f"{self.store.address} is not owned any more")
-        lease.verify()
+            raise LeaseError(f"{self.store.address} is not owned any more.")
+        lease.verify() if renew else lease.check()
 
     def _walk(self) -> Iterator[tuple[Path, bool]]:
         """All files, and the folders of checkpoints; hidden ones are temporary."""
@@ -399,7 +401,7 @@ class Mirror:
                 source = info.path
             content = manifest.parse(data, info.path)
             self._mark(key)
-            upload_folder(self.store, source, key, data, self._verify)
+            upload_folder(self.store, source, key, data, partial(self._check_owner, renew=True))
             files = {name: record.size for name, record in content.files.items()}
             self._known[key] = Entry(
                 key=key, content=content, data=data, files={**files, manifest.FILE_NAME: len(data)}
@@ -420,7 +422,7 @@ class Mirror:
 
     def _delete(self, doomed: list[Entry]) -> None:
         for entry in doomed:
-            self._verify()
+            self._check_owner()
             self._deleted.add(entry.key)
             del self._known[entry.key]
             delete_entry(self.store, entry)

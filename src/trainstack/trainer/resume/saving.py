@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from trainstack._files import is_address, local_path
+from trainstack._files import is_address, local_path, remote_address
 from trainstack._keywords import keywords_taken
 from trainstack.backends import Communicator, World
 from trainstack.checkpointing import (
@@ -30,7 +30,7 @@ from trainstack.checkpointing import (
 )
 from trainstack.checkpointing.directory import read_entry
 from trainstack.checkpointing.encoding import StateEncoder
-from trainstack.checkpointing.remote.fetching import fetch
+from trainstack.checkpointing.remote.fetching import fetch, upload_export
 from trainstack.checkpointing.remote.mirror import Mirror
 from trainstack.checkpointing.weights import read_weights, require_hub
 from trainstack.errors import CheckpointError, LeaseError, PeerError, annotate
@@ -215,6 +215,13 @@ class Saver:
                 self.owner.check()
                 save = context.checkpointer.save_model
                 save(module_state, state.last_epoch, **keywords_taken(save, about))
+            elif is_address(path):
+                address = remote_address("path", path)
+                with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
+                    made = export_model(
+                        module_state, Path(folder, address.rpartition("/")[2]), run_id=context.directory.run_id, **about
+                    )
+                    upload_export(made, address, overwrite=overwrite)
             else:
                 export_model(module_state, path, run_id=context.directory.run_id, overwrite=overwrite, **about)
 
