@@ -96,12 +96,14 @@ def _outlined(given: str, verify: bool, stack: ExitStack) -> Path:
     address = remote_address("DIR", given)
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="trainstack-"))) / address.rpartition("/")[2]
     download_all(address, folder) if verify else outline(address, folder)
+    if not folder.is_dir():
+        raise CheckpointNotFoundError(f"there are no checkpoints at {address}. Give the address of a run.")
     return folder
 
 
 def _print_list(args: argparse.Namespace, root: Path) -> int:
     if is_checkpoint_directory(root):
-        raise CheckpointNotFoundError(f"{root} is one checkpoint. Give the folder it lies in, or write show {root}.")
+        raise CheckpointNotFoundError(f"{args.directory} is one checkpoint. Give the folder it lies in, or write show {args.directory}.")
     within = root / "checkpoints"  # where those of a run's output_dir lie
     entries = _entries(root, args.verify) or (_entries(within, args.verify) if within.is_dir() else [])
     if args.json:
@@ -109,7 +111,7 @@ def _print_list(args: argparse.Namespace, root: Path) -> int:
     elif entries:
         print_table(_COLUMNS, [_row(entry) for entry in entries], spare=() if args.wide else _SPARE)
     else:
-        print_line(f"no checkpoints in {root}")
+        print_line(f"no checkpoints in {args.directory}")
     return 0
 
 
