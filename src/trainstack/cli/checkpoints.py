@@ -103,7 +103,9 @@ def _outlined(given: str, verify: bool, stack: ExitStack) -> Path:
 
 def _print_list(args: argparse.Namespace, root: Path) -> int:
     if is_checkpoint_directory(root):
-        raise CheckpointNotFoundError(f"{args.directory} is one checkpoint. Give the folder it lies in, or write show {args.directory}.")
+        raise CheckpointNotFoundError(
+            f"{args.directory} is one checkpoint. Give the folder it lies in, or write show {args.directory}."
+        )
     within = root / "checkpoints"  # where those of a run's output_dir lie
     entries = _entries(root, args.verify) or (_entries(within, args.verify) if within.is_dir() else [])
     if args.json:

@@ -1,8 +1,10 @@
-"""Runs whose `output_dir` is an address: `memory://`, which has everything that a store of objects has but a network."""
+"""Runs whose `output_dir` is an address, on `memory://`."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -83,11 +85,15 @@ def test_another_machine_continues_with_the_same_bits(tmp_path: Path) -> None:
     assert torch.equal(weights(two.module), weights(whole.module))
     rows = [ObjectStore(address).read("metrics.csv") for address in (RUN, "memory://bucket/whole")]
     assert rows[0] == rows[1]
-    assert places(RUN) == places("memory://bucket/whole") == [
-        "checkpoint-000000006",
-        "checkpoint-000000008",
-        "checkpoint-model-000000008",
-    ]
+    assert (
+        places(RUN)
+        == places("memory://bucket/whole")
+        == [
+            "checkpoint-000000006",
+            "checkpoint-000000008",
+            "checkpoint-model-000000008",
+        ]
+    )
     assert check_all_intact(RUN, tmp_path / "check") == 4
     again = start(tmp_path / "three", epochs=3)  # from the end of the second, and both machines are followed
     assert again.global_steps_finished == 12
@@ -298,6 +304,28 @@ def test_what_does_not_go_together_is_refused(case: str, tmp_path: Path, monkeyp
     with pytest.raises(ts.ConfigurationError, match=words):
         start(None, **changes)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_signal_leaves_everything_in_the_store(tmp_path: Path) -> None:
+    class Preempted(ts.Callback):
+        def on_train_step_end(self, trainer: ts.Trainer) -> None:
+            if trainer.state.global_step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(ts.Preempted):
+        start(tmp_path / "one", callbacks=[Preempted()])
+    assert "checkpoint-000000003" in places(RUN)
+    assert start(tmp_path / "two").global_steps_finished == 8
+
+
+def test_a_trainer_trains_again_unless_another_has_gone_on(tmp_path: Path) -> None:
+    trainer = start(tmp_path / "one")
+    trainer.train(epochs=3)
+    assert "checkpoint-000000012" in places(RUN)
+    start(tmp_path / "two", epochs=4)
+    with pytest.raises(ts.CheckpointError, match="another process has written to"):
+        trainer.train(epochs=4)
+    trainer.close()
 
 
 def test_a_dev_run_writes_nothing_to_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,11 @@ import hashlib
 import logging
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
-from trainstack._files import make_directories, read_small
+from trainstack._files import read_small
 from trainstack.checkpointing import manifest
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
 from trainstack.checkpointing.lookup import of_run, rule_in
@@ -29,11 +31,11 @@ from trainstack.errors import CheckpointDamagedError, CheckpointError, Checkpoin
 _logger = logging.getLogger("trainstack")
 
 
-def local_copy_of(address: str) -> Path:
-    """Where the local copy of the run at `address` lies by default, in the cache of the user."""
+def local_copy_of(address: str, kind: Literal["runs", "fetched"] = "runs") -> Path:
+    """The default folder in the cache of the user for the run at `address`, or for what `fetch` downloads from it."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     readable = re.sub(r"[^A-Za-z0-9]+", "-", address)[-60:].strip("-")
-    return Path(root, "trainstack", "remote", f"{readable}-{hashlib.sha256(address.encode()).hexdigest()[:16]}")
+    return Path(root, "trainstack", kind, f"{readable}-{hashlib.sha256(address.encode()).hexdigest()[:16]}")
 
 
 def fetch(address: str, into: Path | None = None, prefix: str | None = None) -> Path:
@@ -52,7 +54,7 @@ def fetch(address: str, into: Path | None = None, prefix: str | None = None) -> 
     """
     require_store(address)
     prefix = DefaultCheckpointerArguments().file_prefix if prefix is None else prefix
-    into = local_copy_of(address) if into is None else into
+    into = local_copy_of(address, "fetched") if into is None else into
     try:
         found = _fetch_folder(address, into, prefix) or _fetch_one(address, into, prefix)
     except OSError as error:
@@ -86,13 +88,9 @@ def _fetch_folder(address: str, into: Path, prefix: str) -> Path | None:
 def _fetch_one(address: str, into: Path, prefix: str) -> Path | None:
     folder, _, name = address.rpartition("/")
     store, target = ObjectStore(folder), into / name
-    make_directories(into)
     if name in ("last", "best") or "." in name:
-        try:
-            store.download(name, target)
-        except FileNotFoundError:
-            pass
-        else:
+        with suppress(FileNotFoundError):
+            store.replace_file(name, target)
             rule = rule_in(target)
             if rule is None:
                 return target
@@ -107,7 +105,13 @@ def _fetch_one(address: str, into: Path, prefix: str) -> Path | None:
 
 
 def _fetch_entry(store: ObjectStore, entry: Entry, target: Path) -> Path:
-    return target if is_copied(entry, target) else download(store, entry, target)
+    if not is_copied(entry, target):
+        try:
+            download(store, entry, target)
+        except OSError:
+            if not is_copied(entry, target):  # by another process that wanted the same
+                raise
+    return target
 
 
 def download_all(address: str, into: Path) -> None:

@@ -38,11 +38,13 @@ Say = Callable[[int, str], None]
 CHECKPOINTS = "checkpoints"
 _MARK = ".mirror.json"
 _PAUSES_S = (1.0, 60.0)
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0
 """At the end of a run, an upload without any progress for so long is given up."""
 MOST_FAILURES = 6
 """So many attempts at the end of a run fail, about half a minute, before it is given up."""
 _TELL_S = 10.0
+_FRESH_S = 5.0
+"""An export may be deleted at once, where it is equal to one that is there."""
 
 
 class Mirror:
@@ -68,7 +70,7 @@ class Mirror:
         self._lease: Lease | None = None
         self._known: dict[str, Entry] = {}
         self._deleted: set[str] = set()
-        self._was_taken = self._is_tidy = self._has_given_up = False
+        self._was_taken = self._is_tidy = self._has_given_up = self._is_finishing = False
         self._failures = 0
         self._uploaded: dict[Path, tuple[int, int, int]] = {}
         self._change = threading.Condition()
@@ -196,10 +198,7 @@ class Mirror:
             for key in listing.files:
                 target = self.folder / key
                 if not target.exists():
-                    make_directories(target.parent)
-                    aside = target.with_name(f".{target.name}.tmp")
-                    self.store.download(key, aside)
-                    os.replace(aside, target)
+                    self.store.replace_file(key, target)
             self._pull_checkpoint(listing, best=resume == "best")
         except OSError as error:
             raise CheckpointError(
@@ -251,7 +250,7 @@ class Mirror:
     def start(self) -> None:
         """Upload from now on in the background, whenever `wake` is called."""
         if self._thread is None and self._lease is not None:
-            self._is_ended = self._has_given_up = False
+            self._is_ended = self._has_given_up = self._is_finishing = False
             self._thread = threading.Thread(target=self._work, name="trainstack: upload", daemon=True)
             self._thread.start()
         self.wake()
@@ -271,6 +270,7 @@ class Mirror:
         if self._thread is None or self._has_given_up:
             return None
         began = moved_at = told = time.monotonic()
+        self._is_finishing = True
         self.wake()
         with self._change:
             aim, moved, failures = self._wanted, self._moved, self._failures
@@ -367,11 +367,13 @@ class Mirror:
         for path in [path for path, is_entry in self._walk() if is_entry]:
             with suppress(OSError):  # retention has deleted it
                 data, info = read_small(path / manifest.FILE_NAME), read_entry(path)
-                if isinstance(info, CheckpointInfo):
+                fresh = not self._is_finishing and time.time() - path.stat().st_mtime < _FRESH_S
+                if isinstance(info, CheckpointInfo) and not (info.kind == "model" and fresh):
                     found.append((key_of(path.relative_to(self.folder).as_posix(), data), info, data))
         return sorted(found, key=lambda one: (one[1].kind != "begin", -one[1].sequence))
 
     def _upload_file(self, path: Path) -> None:
+        self._check_owner()
         try:
             status = path.stat()
             mark = (status.st_ino, status.st_size, status.st_mtime_ns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainstack._files import REMOTE_SCHEMES
+from trainstack._files import REMOTE_SCHEMES, make_directories
 from trainstack.errors import MissingExtraError, TrainstackError
 
 _creating = threading.Lock()
@@ -68,6 +69,16 @@ class ObjectStore:
             self._files.get_file(self._path(key), os.fspath(path))
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
+
+    def replace_file(self, key: str, path: Path) -> None:
+        """`download` in place of the file `path`, if there is one; a reader sees all of it or nothing."""
+        make_directories(path.parent)
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        try:
+            self.download(key, aside)
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object, in place of one that is there."""
