@@ -27,8 +27,13 @@ AnyPath = TypeVar("AnyPath", str, os.PathLike[str], str | os.PathLike[str])
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """Also that of `Path("s3://bucket")`, which has one slash. `C:/` is a drive."""
 
-REMOTE_SCHEMES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "memory": "fsspec"}
-"""Stores of objects that create an object by one conditional request, and the packages that they need."""
+REMOTE_SCHEMES = {
+    "s3": ("s3fs", "remote"),
+    "gs": ("gcsfs", "gcs"),
+    "gcs": ("gcsfs", "gcs"),
+    "memory": ("fsspec", "remote"),
+}
+"""Stores that create an object by one conditional request: the package that each needs, and the extra with it."""
 
 
 def is_address(path: object) -> bool:
@@ -52,7 +57,7 @@ def remote_address(name: str, path: str | os.PathLike[str]) -> str:
         known = ", ".join(f"{one}://" for one in REMOTE_SCHEMES)
         raise ConfigurationError(
             f"{name}={text!r}: no address that begins with {scheme}:// can be used. Write a local path, such as that "
-            f"of a mounted bucket, or one of {known} with the extra 'remote' (pip install 'trainstack[remote]')."
+            f"of a mounted bucket, or one of {known} (pip install 'trainstack[remote]', or [gcs] for Google)."
         )
     if not place or "//" in place or {".", ".."} & set(place.split("/")):
         raise ConfigurationError(

@@ -66,10 +66,25 @@ def test_of_many_that_create_an_object_one_succeeds() -> None:
     assert store.put_new("one", store.read("one"))  # the same request again, whose answer was lost
 
 
+def test_any_error_of_a_package_for_an_object_that_exists_means_that_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, create = ObjectStore(RUN), type(fsspec.filesystem("memory")).pipe_file
+
+    def refuse(self: Any, path: str, value: bytes, mode: str = "overwrite") -> None:
+        if mode == "create" and (self.exists(path) or value == b"no connection"):
+            raise RuntimeError("status 412")
+        create(self, path, value, mode)
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "pipe_file", refuse)
+    assert store.put_new("one", b"1")
+    assert not store.put_new("one", b"2")
+    with pytest.raises(OSError, match="cannot be written: RuntimeError: status 412"):
+        store.put_new("two", b"no connection")
+
+
 def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gcsfs" else found(name))
-    with pytest.raises(ts.MissingExtraError, match=r"gs://.*gcsfs.*trainstack\[remote\]"):
+    with pytest.raises(ts.MissingExtraError, match=r"gs://.*gcsfs.*trainstack\[gcs\]"):
         fetch("gs://bucket/run")
 
 

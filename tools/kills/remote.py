@@ -66,13 +66,18 @@ def s3_server() -> Iterator[str]:
         os.environ.update(before)
 
 
-def train(address: str, local: str, output: str, epochs: int = 3) -> None:
-    """A training of `Heavy` at `address`, saved after every third step."""
+def train_logged(address: str, local: str, output: str) -> None:
+    """`train` in a process of its own, which prints into the file `output`."""
     log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    train(address, local)
+
+
+def train(address: str, local: str) -> None:
+    """A training of `Heavy` at `address`, saved after every third step."""
     args = ts.TrainerArguments(
-        epochs=epochs,
+        epochs=3,
         train_batch_size=BATCH,
         val_batch_size=100,
         device="cpu",
@@ -111,8 +116,7 @@ def is_uploading(local: Path) -> bool:
 
 def kill_once(context: Any, address: str, local: Path, draw: random.Random) -> bool:
     """Train on the empty disk `local` and kill that within an upload; False if it ended before."""
-    process = context.Process(target=train, args=(address, str(local), f"{local}.txt"))
-    process.start()
+    process = start(context, address, local)
     uploads, ends = draw.randrange(1, 12), time.monotonic() + TIMEOUT_S
     was = False
     while process.is_alive() and time.monotonic() < ends:
@@ -127,9 +131,28 @@ def kill_once(context: Any, address: str, local: Path, draw: random.Random) -> b
     if alive:
         os.kill(process.pid, signal.SIGKILL)
     process.join()
-    if not alive and process.exitcode != 0:
-        raise RuntimeError(Path(f"{local}.txt").read_text()[-3000:])
+    if not alive:
+        check_ended(process, local)
     return bool(alive)
+
+
+def start(context: Any, address: str, local: Path) -> Any:
+    """Train in a new process."""
+    process = context.Process(target=train_logged, args=(address, str(local), f"{local}.txt"))
+    process.start()
+    return process
+
+
+def check_ended(process: Any, local: Path) -> None:
+    """Wait for the end of a training. Raises RuntimeError with its output if it failed."""
+    process.join()
+    if process.exitcode != 0:
+        raise RuntimeError(Path(f"{local}.txt").read_text()[-3000:])
+
+
+def train_in(context: Any, address: str, local: Path) -> None:
+    """Train to the end in a new process."""
+    check_ended(start(context, address, local), local)
 
 
 def run(kills: int, seed: int) -> bool:
@@ -140,9 +163,7 @@ def run(kills: int, seed: int) -> bool:
         os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tools.kills.training", *LATER, "s3fs"])
-        whole = context.Process(target=train, args=(f"s3://{BUCKET}/unbroken", str(root / "unbroken"), f"{root}/0.txt"))
-        whole.start()
-        whole.join()
+        train_in(context, f"s3://{BUCKET}/unbroken", root / "unbroken")
         expected = read_states(fetch(f"s3://{BUCKET}/unbroken", root / "expected"))[1]
         print(HEAD, flush=True)
         number = 0
@@ -155,9 +176,7 @@ def run(kills: int, seed: int) -> bool:
                 if here < most:
                     killed = kill_once(context, address, local, draw)
                 else:
-                    last = context.Process(target=train, args=(address, str(local), f"{local}.txt"))
-                    last.start()
-                    last.join()
+                    train_in(context, address, local)
                     killed = False
                 problems, unfinished = damaged(address)
                 good &= not problems

@@ -22,9 +22,10 @@ _creating = threading.Lock()
 def require_store(address: str) -> None:
     """Raise `MissingExtraError` where a package is not installed that this address needs. Imports none."""
     scheme = address.partition("://")[0]
-    for package in ("fsspec", REMOTE_SCHEMES[scheme]):
+    needed, extra = REMOTE_SCHEMES[scheme]
+    for package in ("fsspec", needed):
         if importlib.util.find_spec(package) is None:
-            raise MissingExtraError(f"{scheme}://", package, "remote")
+            raise MissingExtraError(f"{scheme}://", package, extra)
 
 
 class ObjectStore:
@@ -107,8 +108,11 @@ class ObjectStore:
         with self._errors("written"), _creating:
             try:
                 self._files.pipe_file(self._path(key), data, mode="create")
-            except FileExistsError:
-                return self.read(key) == data
+            except Exception as error:  # FileExistsError, or what a package makes of status 409 or 412
+                try:
+                    return self.read(key) == data
+                except OSError:
+                    raise error from None
         return True
 
     def delete(self, keys: Iterable[str]) -> None:
