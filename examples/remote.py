@@ -17,6 +17,7 @@ from trainstack import DefaultCheckpointerArguments, SupervisedModule, Trainer, 
 
 
 def main() -> None:
+    """Train at the address."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("address", help="where the run is kept")
     parser.add_argument("--epochs", type=int, default=3)

@@ -131,8 +131,8 @@ class TrainerArguments(metaclass=SuggestsNames):
         reset_optimizers_schedulers: on resume, take the weights but make optimizers and schedulers anew.
         checkpointer_args: of the default checkpointer.
         output_dir: where checkpoints and logs go. None: each run gets a new folder in `runs`, which the plan shows and
-            `trainer.output_dir` names. A folder that holds another run is refused. An address such as
-            `s3://bucket/run` (extra `remote`, or `gcs` for `gs://`): the run works in a local copy, which is uploaded in the background.
+            `trainer.output_dir` names. A folder that holds another run is refused. At an address such as
+            `s3://bucket/run` (extra `remote`, or `gcs`), the run works in a local copy, and a thread uploads it.
         local_dir: of a run with an address, where its local copy lies; by default in the cache of the user.
         overwrite: delete the run that `output_dir` holds, and begin anew. Other files there stay.
         private_files: create files that only their owner may read (mode 0600, folders 0700): checkpoints, logs,
