@@ -108,13 +108,18 @@ def list_entries(store: ObjectStore, known: dict[str, Entry] | None = None) -> L
         if is_plain_key(key):
             folder, _, name = key.rpartition("/")
             folders.setdefault(folder, {})[name] = size
+    whole = {key: files for key, files in folders.items() if manifest.FILE_NAME in files}
+    seen = {key: known[key] for key in whole if known and key in known and _HASH.search(key)}
+    small = [key for key, files in whole.items() if key not in seen and files[manifest.FILE_NAME] <= MAX_SMALL_BYTES]
+    read = store.read_many(_within(key, manifest.FILE_NAME) for key in small)
     for key, files in folders.items():
-        prefix = f"{key}/" if key else ""
-        if manifest.FILE_NAME in files:
-            if known and key in known and _HASH.search(key):
-                listing.entries[key] = replace(known[key], files=files)
-            else:
-                _read_entry(store, key, files, listing)
+        prefix = _within(key, "")
+        if key in seen:
+            listing.entries[key] = replace(seen[key], files=files)
+        elif key in whole:
+            data = read.get(prefix + manifest.FILE_NAME)
+            if data is not None or key not in small:  # else deleted since it was listed
+                _sort_in(listing, store, key, files, data or b"")
         elif _HASH.search(key):
             listing.unfinished.extend(prefix + name for name in files)
         else:
@@ -122,15 +127,15 @@ def list_entries(store: ObjectStore, known: dict[str, Entry] | None = None) -> L
     return listing
 
 
-def _read_entry(store: ObjectStore, key: str, files: dict[str, int], listing: Listing) -> None:
-    place = Path(f"{store.address}/{key}" if key else store.address) / manifest.FILE_NAME
+def _within(key: str, name: str) -> str:
+    return f"{key}/{name}" if key else name
+
+
+def _sort_in(listing: Listing, store: ObjectStore, key: str, files: dict[str, int], data: bytes) -> None:
+    """Add the entry with the manifest `data`; none is that of one that is too large."""
     try:
-        if files[manifest.FILE_NAME] > MAX_SMALL_BYTES:
-            raise CheckpointDamagedError(f"{place} has more than {MAX_SMALL_BYTES:,} bytes, and is no manifest.")
-        data = store.read(f"{key}/{manifest.FILE_NAME}" if key else manifest.FILE_NAME)
-        listing.entries[key] = Entry(key=key, content=manifest.parse(data, place), data=data, files=files)
-    except FileNotFoundError:
-        return  # deleted since it was listed
+        content = manifest.parse(data, Path(f"{store.address}/{_within(key, manifest.FILE_NAME)}"))
+        listing.entries[key] = Entry(key=key, content=content, data=data, files=files)
     except (CheckpointDamagedError, CheckpointMismatchError) as error:
         listing.broken[key] = error
 
@@ -142,7 +147,7 @@ def upload_folder(
 
     `verify_owner` raises if this process may not write there any more.
     """
-    prefix = f"{key}/" if key else ""
+    prefix = _within(key, "")
     for path in sorted(folder.iterdir()):
         if path.name != manifest.FILE_NAME and path.is_file():
             store.upload(path, prefix + path.name)
@@ -162,7 +167,7 @@ def download(store: ObjectStore, entry: Entry, target: Path) -> Path:
     """
     make_directories(target.parent)
     made = temp_dirs.claim_temp_dir(target.parent, temp_dirs.TEMPORARY, target.name)
-    prefix = f"{entry.key}/" if entry.key else ""
+    prefix = _within(entry.key, "")
     try:
         filesystem.make_directory(made)
         for name in entry.files:
@@ -195,6 +200,6 @@ def is_copied(entry: Entry, target: Path) -> bool:
 
 def delete_entry(store: ObjectStore, entry: Entry) -> None:
     """Delete an entry, its manifest first: what is left is no entry any more."""
-    prefix = f"{entry.key}/" if entry.key else ""
+    prefix = _within(entry.key, "")
     store.delete([prefix + manifest.FILE_NAME])
     store.delete(prefix + name for name in entry.files if name != manifest.FILE_NAME)

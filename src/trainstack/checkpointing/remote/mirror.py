@@ -359,7 +359,7 @@ class Mirror:
             yield from ((Path(place, name), False) for name in files if not name.startswith("."))
 
     def _plain_files(self) -> list[Path]:
-        return [path for path, is_entry in self._walk() if not is_entry and path.is_file()]
+        return [path for path, is_entry in self._walk() if not is_entry and path.is_file() and not path.is_symlink()]
 
     def _local_entries(self) -> list[tuple[str, CheckpointInfo, bytes]]:
         """The keys of the local checkpoints and exports, beginnings first, then the newest first."""

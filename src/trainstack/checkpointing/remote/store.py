@@ -64,6 +64,19 @@ class ObjectStore:
         with self._errors("read"):
             return bytes(self._files.cat_file(self._path(key)))
 
+    def read_many(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """The contents of several objects, which are read at the same time; those that are gone are left out."""
+        paths = {self._path(key): key for key in keys}
+        found: dict[str, bytes] = {}
+        with self._errors("read"):
+            answers = self._files.cat(list(paths), on_error="return") if paths else {}
+            for path, answer in answers.items():
+                if isinstance(answer, Exception) and not isinstance(answer, FileNotFoundError):
+                    raise answer
+                if not isinstance(answer, Exception):
+                    found[paths[path]] = bytes(answer)
+        return found
+
     def download(self, key: str, path: Path) -> None:
         """Write an object into the file `path`, durably."""
         with self._errors("read"):
