@@ -188,9 +188,12 @@ def test_what_cannot_be_uploaded_is_an_error_at_the_end_and_the_next_start_uploa
     patched = pytest.MonkeyPatch()
     fail_writes(patched, lambda name, args: name == "upload")
     with pytest.raises(ts.CheckpointError, match=rf"not everything was uploaded to {RUN}: the connection was reset"):
-        start(tmp_path / "one")
+        start(tmp_path / "one", report=True)
     patched.undo()
     assert places(RUN) == []
+    facts = json.loads((tmp_path / "one" / "run.json").read_text())["sessions"][-1]
+    assert facts["status"] == "failed"
+    assert "not everything was uploaded" in facts["reason"]
     assert json.loads(ObjectStore(RUN).read(RECORD))["saved"] is False  # else nobody could begin here any more
     assert (tmp_path / "one" / "checkpoints" / "checkpoint-000000008").is_dir()
     start(tmp_path / "one")
