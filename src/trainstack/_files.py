@@ -27,6 +27,44 @@ AnyPath = TypeVar("AnyPath", str, os.PathLike[str], str | os.PathLike[str])
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """Also that of `Path("s3://bucket")`, which has one slash. `C:/` is a drive."""
 
+REMOTE_SCHEMES = {
+    "s3": ("s3fs", "remote"),
+    "gs": ("gcsfs", "gcs"),
+    "gcs": ("gcsfs", "gcs"),
+    "memory": ("fsspec", "remote"),
+}
+"""Stores that create an object by one conditional request: the package that each needs, and the extra with it."""
+
+
+def is_address(path: object) -> bool:
+    """Whether `path` is an address such as `s3://bucket/run`, or what `Path` makes of one, `s3:/bucket/run`."""
+    return isinstance(path, str | os.PathLike) and _SCHEME.match(os.fspath(path)) is not None
+
+
+def remote_address(name: str, path: str | os.PathLike[str]) -> str:
+    """`path`, which is an address, with two slashes after its scheme and none at its end.
+
+    Args:
+        name: of the argument, for the error.
+
+    Raises:
+        ConfigurationError: it is none of a store that can be used, or lacks the bucket.
+    """
+    text = os.fspath(path)
+    scheme, _, place = text.partition(":")
+    place = place.strip("/")
+    if scheme not in REMOTE_SCHEMES:
+        known = ", ".join(f"{one}://" for one in REMOTE_SCHEMES)
+        raise ConfigurationError(
+            f"{name}={text!r}: no address that begins with {scheme}:// can be used. Write a local path, such as that "
+            f"of a mounted bucket, or one of {known} (pip install 'trainstack[remote]', or [gcs] for Google)."
+        )
+    if not place or "//" in place or {".", ".."} & set(place.split("/")):
+        raise ConfigurationError(
+            f"{name}={text!r}: write the bucket and the folder of one run, such as '{scheme}://bucket/runs/1'."
+        )
+    return f"{scheme}://{place}"
+
 
 def expand_path(name: str, path: AnyPath) -> AnyPath:
     """`path` with the home folder for `~`; a string stays a string.
@@ -40,11 +78,11 @@ def expand_path(name: str, path: AnyPath) -> AnyPath:
     text = os.fspath(path)
     if not text:
         raise ConfigurationError(f"{name}={path!r} is empty. Write a path; '.' is the current folder.")
-    if _SCHEME.match(text):
+    if is_address(text):
         raise ConfigurationError(
             f"{name}={text!r} is an address, and only local paths are read and written here. A folder of this name "
-            "would be made. Write a local path, such as that of a mounted bucket, or keep checkpoints elsewhere by a "
-            "checkpointer of your own, Trainer(..., checkpointer=...): docs/guides/checkpointer.md."
+            "would be made. Write a local path. Addresses are taken by output_dir, resume and init_weights_from, by "
+            "export and by trainstack checkpoints: docs/remote.md."
         )
     if "\0" in text:
         raise ConfigurationError(f"{name}={text!r} has a NUL character, which no path has. Write the path without it.")

@@ -41,6 +41,13 @@ def test_the_transformer_learns_the_same_however_its_batches_are_split(tmp_path:
 
 
 @pytest.mark.processes
+def test_a_run_at_an_address(tmp_path: Path) -> None:
+    said = run(tmp_path, "remote.py", "memory://bucket/line", "--local-dir", "copy", "--epochs", "1")
+    assert "uploaded: memory://bucket/line" in said
+    assert (tmp_path / "copy" / "checkpoints" / "last").is_file()
+
+
+@pytest.mark.processes
 def test_two_tasks_are_learned_by_two_optimizers_and_evaluated_by_name(tmp_path: Path) -> None:
     said = run(tmp_path, "multitask.py", "--epochs", "2", "--device", "cpu")
     epochs = [line for line in said.splitlines() if line.startswith("epoch 2/2")]

@@ -58,7 +58,8 @@ WRONG: dict[str, list[Any]] = {
     "init_weights_strict": [1, None],
     "reset_optimizers_schedulers": [1, None],
     "checkpointer_args": [None, {}, True],
-    "output_dir": ["", 1, "s3://bucket/run", Path("memory://run"), "file:///run", "~nobody-here/run"],
+    "output_dir": ["", 1, "hf://repo/run", "s3://", "file:///run", "~nobody-here/run"],
+    "local_dir": ["", "here"],
     "overwrite": [1, None, "yes"],
     "private_files": [1, None, "yes"],
     "log_every": [0, 1.5, -1, "10", True],
@@ -162,7 +163,6 @@ FUNCTIONS: dict[str, Callable[[str], Any]] = {
     "read_history": ts.read_history,
     "CsvWriter": CsvWriter,
     "save_checkpoint": lambda path: trained().save_checkpoint(path=path),
-    "export": lambda path: trained().export(path),
 }
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trainstack.checkpointing.directory import CheckpointInfo, list_checkpoints
     from trainstack.checkpointing.lease import Lease
     from trainstack.checkpointing.reading import read_checkpoint, read_model
+    from trainstack.checkpointing.remote.fetching import fetch, upload_export
     from trainstack.checkpointing.verification import verify_checkpoint
     from trainstack.checkpointing.weights import (
         WarmStartReport,
@@ -32,6 +33,7 @@ _PLACES = {
     "default_checkpointer": ("DefaultCheckpointer",),
     "directory": ("CheckpointInfo", "list_checkpoints"),
     "lease": ("Lease",),
+    "remote.fetching": ("fetch", "upload_export"),
     "reading": ("read_checkpoint", "read_model"),
     "verification": ("verify_checkpoint",),
     "weights": ("WarmStartReport", "export_model", "load_torch_weights", "push_to_hub", "warm_start"),
@@ -50,11 +52,13 @@ __all__ = [
     "Lease",
     "WarmStartReport",
     "export_model",
+    "fetch",
     "list_checkpoints",
     "load_torch_weights",
     "push_to_hub",
     "read_checkpoint",
     "read_model",
+    "upload_export",
     "verify_checkpoint",
     "warm_start",
     "write_checkpoint",

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainstack._files import is_inside, real_path
+from trainstack._files import is_address, is_inside, real_path
 from trainstack.checkpointing import retention, temp_dirs
 from trainstack.checkpointing.abstract import AbstractCheckpointer, Checkpoint
 from trainstack.checkpointing.arguments import DEFAULT_MONITOR, DefaultCheckpointerArguments, has_separator
@@ -92,7 +92,8 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._run_id = self._loaded_run = self._loaded_at = self.known_run = None
         self._is_new = False
         own_names = type(self).load is not DefaultCheckpointer.load
-        if isinstance(resume, bool) or own_names or not has_separator(os.fspath(resume)) or global_rank() != 0:
+        is_name = isinstance(resume, bool) or is_address(resume) or not has_separator(os.fspath(resume))
+        if isinstance(resume, bool) or is_name or own_names or global_rank() != 0:
             return
         path = Path(resume).absolute()
         if not path.exists() and rule_at(path, self.args) is None:

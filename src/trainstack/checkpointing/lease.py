@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainstack.checkpointing import lease_file
-from trainstack.checkpointing.lease_file import LeaseRecord, Seen
+from trainstack.checkpointing.lease_file import LeaseFolder, LeasePlace, LeaseRecord, Seen
 from trainstack.errors import CheckpointError, LeaseError
 
 BEAT_S = 2.0
@@ -43,15 +43,15 @@ def now_s() -> tuple[float, float]:
 
 
 class _Hold:
-    """The lease of one directory, as its owner has it."""
+    """The lease of one place, as its owner has it."""
 
-    def __init__(self, directory: Path, record: LeaseRecord, made: list[Path]) -> None:
-        self.directory, self.record, self.made = directory, record, made
+    def __init__(self, place: LeasePlace, record: LeaseRecord, made: list[Path]) -> None:
+        self.place, self.record, self.made = place, record, made
         self.began = time.monotonic()
 
     def find_successor(self) -> Seen | None:
         """The lease of another process that has taken this directory; None if there is none."""
-        seen, mine = lease_file.look(self.directory), self.record
+        seen, mine = self.place.look(), self.record
         if seen is None or seen.counter < mine.counter:
             return None
         if seen.counter == mine.counter and (seen.record is None or seen.record.token == mine.token):
@@ -61,22 +61,22 @@ class _Hold:
     def beat(self) -> bool:
         """Write the next heartbeat; False if the file is gone."""
         self.record = replace(self.record, beat=self.record.beat + 1, held_s=time.monotonic() - self.began)
-        return lease_file.overwrite(self.directory, self.record)
+        return self.place.overwrite(self.record)
 
     def claim_again(self) -> Seen | None:
         """Take the next counter; returns the lease of another owner, if there is one.
 
         A released one counts too: then the path leads to the folder of another run, by a link that was changed.
         """
-        seen, mine = lease_file.look(self.directory), self.record
+        seen, mine = self.place.look(), self.record
         if seen is not None and (seen.record is None or seen.record.token != mine.token):
             return seen
         record = replace(mine, counter=max(mine.counter, 0 if seen is None else seen.counter) + 1, beat=mine.beat + 1)
-        lease_file.make_directories(self.directory)
-        if not lease_file.claim(self.directory, record):
-            return lease_file.look(self.directory)
+        self.place.make()
+        if not self.place.claim(record):
+            return self.place.look()
         self.record = record
-        lease_file.clear(self.directory, record)
+        self.place.clear(record)
         return None
 
 
@@ -87,8 +87,8 @@ class Lease:
         timeout_s: others take the lease over when they have seen no heartbeat for so long.
     """
 
-    def __init__(self, holds: list[_Hold], timeout_s: float) -> None:
-        self._holds, self.timeout_s = holds, timeout_s
+    def __init__(self, holds: list[_Hold], timeout_s: float, beat_s: float = BEAT_S) -> None:
+        self._holds, self.timeout_s, self._beat_s = holds, timeout_s, beat_s
         self._pid = os.getpid()
         self._guard = threading.RLock()  # the owner's thread, a background save and the renewal come here
         self._renewed = now_s()
@@ -100,9 +100,10 @@ class Lease:
     @classmethod
     def acquire(
         cls,
-        directories: Iterable[str | os.PathLike[str]],
+        directories: Iterable[str | os.PathLike[str] | LeasePlace],
         *,
         timeout_s: float = 60.0,
+        beat_s: float = BEAT_S,
         say: Say = lambda _: None,
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> Lease:
@@ -114,6 +115,7 @@ class Lease:
         Args:
             directories: checkpoints are written into the last one; its counter is that of the lease.
             timeout_s: others replace this lease after so many seconds without a heartbeat.
+            beat_s: the longest time between two heartbeats; less where `timeout_s` is short.
             say: called once with a message that this process waits.
             is_interrupted: called while it waits.
 
@@ -121,11 +123,11 @@ class Lease:
             LeaseError: another process owns one of them, or `is_interrupted` ended the waiting.
             CheckpointError: a directory cannot be written.
         """
-        lease = cls([], timeout_s)
+        lease = cls([], timeout_s, beat_s)
         try:
-            for directory in dict.fromkeys(Path(directory).absolute() for directory in directories):
+            for place in dict.fromkeys(_place(directory) for directory in directories):
                 lease._renewed = now_s() if not lease._holds else lease._renewed
-                lease._holds.append(_acquire(directory, timeout_s, say, is_interrupted))
+                lease._holds.append(_acquire(place, timeout_s, say, is_interrupted))
         except BaseException:
             lease.release()
             raise
@@ -135,7 +137,13 @@ class Lease:
     def owns(self, directory: Path) -> bool:
         """Whether `directory` is one of those of this lease."""
         with self._guard:
-            return any(os.path.realpath(directory) == os.path.realpath(hold.directory) for hold in self._holds)
+            paths = [hold.place.path for hold in self._holds if isinstance(hold.place, LeaseFolder)]
+            return any(os.path.realpath(directory) == os.path.realpath(path) for path in paths)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another process has taken the lease over. Reads no file."""
+        return self._failure is not None
 
     @property
     def counter(self) -> int:
@@ -176,7 +184,7 @@ class Lease:
             except OSError as error:
                 if self._age_s() >= _TRUST * self.timeout_s:
                     raise LeaseError(
-                        f"the lease of {self._holds[0].directory} cannot be renewed: {error}. Another process may own "
+                        f"the lease of {self._holds[0].place} cannot be renewed: {error}. Another process may own "
                         "the directory by now, so nothing more is written. Mend the file system, and start again with "
                         "resume='auto'."
                     ) from error
@@ -196,7 +204,7 @@ class Lease:
             for hold in reversed(self._holds):
                 with suppress(OSError):
                     if self._failure is None and hold.find_successor() is None:
-                        lease_file.give_up(hold.directory, hold.record, hold.made)
+                        hold.place.give_up(hold.record, hold.made)
             self._holds = []
             self._failure = self._failure or "the directory of the run: its lease was released"
 
@@ -205,7 +213,7 @@ class Lease:
         return max(now - before for now, before in zip(now_s(), self._renewed, strict=True))
 
     def _renew(self) -> None:
-        interval = min(BEAT_S, self.timeout_s / _LEAST_BEATS)
+        interval = min(self._beat_s, self.timeout_s / _LEAST_BEATS)
         while not self._ended.wait(interval):
             with self._guard, suppress(OSError):  # a share that is away for a moment; `check` raises when it stays so
                 if self._ended.is_set() or self._failure is not None:
@@ -231,28 +239,32 @@ class Lease:
         self._renewed = began
 
 
-def _acquire(directory: Path, timeout_s: float, say: Say, is_interrupted: Callable[[], bool]) -> _Hold:
+def _place(given: str | os.PathLike[str] | LeasePlace) -> LeasePlace:
+    return LeaseFolder(Path(given).absolute()) if isinstance(given, str | os.PathLike) else given
+
+
+def _acquire(place: LeasePlace, timeout_s: float, say: Say, is_interrupted: Callable[[], bool]) -> _Hold:
     owner, made = lease_file.this_process(), list[Path]()
     try:
         while True:
-            made += lease_file.make_directories(directory)  # another process may have removed what it made
-            seen = lease_file.look(directory)
+            made += place.make()  # another process may have removed what it made
+            seen = place.look()
             if seen is not None and not seen.is_free:
-                _wait_for_silence(directory, seen, timeout_s, say, is_interrupted)
+                _wait_for_silence(place, seen, timeout_s, say, is_interrupted)
             counter = 1 if seen is None else seen.counter + 1
             token = uuid.uuid4().hex
             record = LeaseRecord(**owner, counter=counter, token=token, timeout_s=timeout_s)
-            if lease_file.claim(directory, record):
-                lease_file.clear(directory, record)
-                return _Hold(directory, record, made)
+            if place.claim(record):
+                place.clear(record)
+                return _Hold(place, record, made)
     except OSError as error:
         raise CheckpointError(
-            f"the directory {directory} of the run cannot be owned: {error}. Mend that, or give another output_dir."
+            f"the directory {place} of the run cannot be owned: {error}. Mend that, or give another output_dir."
         ) from error
 
 
 def _wait_for_silence(
-    directory: Path, seen: Seen, timeout_s: float, say: Say, is_interrupted: Callable[[], bool]
+    place: LeasePlace, seen: Seen, timeout_s: float, say: Say, is_interrupted: Callable[[], bool]
 ) -> None:
     """Return when the owner of `seen` is dead or silent for its timeout, or another lease has come.
 
@@ -266,22 +278,22 @@ def _wait_for_silence(
         time.sleep(pause)
         waited += min(time.monotonic() - before, 4 * pause)  # a moment in which this process was stopped proves nothing
         before = time.monotonic()
-        now = lease_file.look(directory)
+        now = place.look()
         if now is None or now.counter != seen.counter or now.is_free:
             return
         if now.data != seen.data:
             raise LeaseError(
-                f"{directory} is in use by another run: {now.words} holds it{now.age_words}, and renewed its lease "
+                f"{place} is in use by another run: {now.words} holds it{now.age_words}, and renewed its lease "
                 f"within the last {max(waited, 0.1):.1f} s. Give this run another output_dir (or the save_dir or "
                 "tb_log_dir that leads there), or end that process first; if it dies, the directory is free at once on "
                 "its host, and elsewhere after the timeout of its lease."
             )
         if is_interrupted():
-            raise LeaseError(f"the wait for the lease of {directory} was interrupted. {seen.words} holds it.")
+            raise LeaseError(f"the wait for the lease of {place} was interrupted. {seen.words} holds it.")
         if not said and waited > min(2 * BEAT_S, allowed / 2):
             said = True
             say(
-                f"{directory} is held by {seen.words}, which has not released it and sends no heartbeat. It is "
+                f"{place} is held by {seen.words}, which has not released it and sends no heartbeat. It is "
                 f"taken over after {allowed:g} s of silence."
             )
 
@@ -290,11 +302,11 @@ def _describe_loss(hold: _Hold, successor: Seen, timeout_s: float) -> str:
     mine = hold.record
     if successor.counter <= mine.counter:
         return (
-            f"{hold.directory}: it has the lease of {successor.words} now, because a link or a folder was changed so "
+            f"{hold.place}: it has the lease of {successor.words} now, because a link or a folder was changed so "
             "that the path leads to the folder of another run, or its lease was deleted"
         )
     return (
-        f"{hold.directory}: {successor.words} has taken it over (lease {successor.counter} after {mine.counter}), "
+        f"{hold.place}: {successor.words} has taken it over (lease {successor.counter} after {mine.counter}), "
         f"because process {mine.pid} on {mine.host} sent no heartbeat for {timeout_s:g} s, its lease was deleted, or "
         "the path leads to another folder now"
     )

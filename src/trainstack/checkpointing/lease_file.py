@@ -13,7 +13,7 @@ import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trainstack._files import file_mode, open_descriptor
 from trainstack._files import make_directories as make_folders
@@ -305,3 +305,53 @@ def _path(directory: Path, counter: int) -> Path:
         before = f".lease-{counter - 1:09d}.json"
         raise OSError(errno.EOVERFLOW, f"no number follows that of {before}; delete it when no run uses the folder")
     return path
+
+
+class LeasePlace(Protocol):
+    """Where leases are kept. `str` of it is for messages."""
+
+    def look(self) -> Seen | None:
+        """As the function `look`."""
+
+    def claim(self, record: LeaseRecord) -> bool:
+        """As the function `claim`."""
+
+    def overwrite(self, record: LeaseRecord) -> bool:
+        """As the function `overwrite`."""
+
+    def clear(self, record: LeaseRecord) -> None:
+        """As the function `clear`."""
+
+    def give_up(self, record: LeaseRecord, made: list[Path]) -> None:
+        """As the function `give_up`."""
+
+    def make(self) -> list[Path]:
+        """As `make_directories`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseFolder(LeasePlace):
+    """A folder with leases."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def look(self) -> Seen | None:
+        return look(self.path)
+
+    def claim(self, record: LeaseRecord) -> bool:
+        return claim(self.path, record)
+
+    def overwrite(self, record: LeaseRecord) -> bool:
+        return overwrite(self.path, record)
+
+    def clear(self, record: LeaseRecord) -> None:
+        clear(self.path, record)
+
+    def give_up(self, record: LeaseRecord, made: list[Path]) -> None:
+        give_up(self.path, record, made)
+
+    def make(self) -> list[Path]:
+        return make_directories(self.path)

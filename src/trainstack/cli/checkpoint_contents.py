@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainstack._files import is_address, remote_address
 from trainstack.checkpointing.difference import children, describe, differences
 from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.manifest import Manifest, decode_plain
@@ -20,10 +21,7 @@ from trainstack.cli.printing import FAILED, print_json, print_line, readable_dat
 
 def diff_checkpoints(args: argparse.Namespace) -> int:
     """Compare two checkpoints; 0 if all bits agree, else 1."""
-    (one, states), (other, other_states) = (
-        read_states(resolve_pointer(Path(args.one))),
-        read_states(resolve_pointer(Path(args.other))),
-    )
+    (one, states), (other, other_states) = read_states(_located(args.one)), read_states(_located(args.other))
     model_only = args.model or one.kind == "model" or other.kind == "model"
     if model_only:  # the module's state comes first in both kinds
         found = list(differences(next(iter(states.values())), next(iter(other_states.values())), "model"))
@@ -40,6 +38,15 @@ def diff_checkpoints(args: argparse.Namespace) -> int:
     return FAILED if found else 0
 
 
+def _located(given: str) -> Path:
+    """The checkpoint that a path, a pointer or an address names; what an address names is downloaded into the cache."""
+    if not is_address(given):
+        return resolve_pointer(Path(given))
+    from trainstack.checkpointing.remote.fetching import fetch
+
+    return fetch(remote_address("PATH", given))
+
+
 def _facts(content: Manifest) -> dict[str, Any]:
     plan, metadata = (decode_plain(tree) for tree in (content.plan, content.metadata))
     return {"plan": plan, "metadata": metadata, "versions": content.versions}
@@ -47,7 +54,7 @@ def _facts(content: Manifest) -> dict[str, Any]:
 
 def show_checkpoint(args: argparse.Namespace) -> int:
     """Print the manifest and an outline of the states. Tensors are not read."""
-    content, states = read_states(resolve_pointer(Path(args.path)), tensors=False)
+    content, states = read_states(_located(args.path), tensors=False)
     facts = _outline_facts(content)
     if args.json:
         print_json({**facts, "states": {name: _as_json(state) for name, state in states.items()}})

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from trainstack._files import is_address, remote_address
 from trainstack.checkpointing.directory import (
     CheckpointInfo,
     is_checkpoint_directory,
@@ -40,7 +44,7 @@ def add(subparsers: Any) -> None:
         title="actions", metavar="ACTION", required=True
     )
     ls = _action(actions, "ls", _ls, "list the checkpoints and exports in a folder, oldest first")
-    ls.add_argument("directory", metavar="DIR", help="of checkpoints, or the output_dir of a run")
+    ls.add_argument("directory", metavar="DIR", help="of checkpoints, or the output_dir of a run, also its address")
     ls.add_argument("--wide", action="store_true", help="print all columns, whatever the width of the terminal")
     ls.add_argument("--verify", action="store_true", help="read all bytes instead of comparing sizes")
     verify = _action(actions, "verify", _verify, "compare every byte with the manifest; exit code 1 if damaged")
@@ -79,9 +83,29 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    root = Path(args.directory)
+    with ExitStack() as stack:
+        return _print_list(args, _outlined(args.directory, args.verify, stack))
+
+
+def _outlined(given: str, verify: bool, stack: ExitStack) -> Path:
+    """The folder `given`; of an address a local folder with what is there, whole or as an outline."""
+    if not is_address(given):
+        return Path(given)
+    from trainstack.checkpointing.remote.fetching import download_all, outline
+
+    address = remote_address("DIR", given)
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="trainstack-"))) / address.rpartition("/")[2]
+    download_all(address, folder) if verify else outline(address, folder)
+    if not folder.is_dir():
+        raise CheckpointNotFoundError(f"there are no checkpoints at {address}. Give the address of a run.")
+    return folder
+
+
+def _print_list(args: argparse.Namespace, root: Path) -> int:
     if is_checkpoint_directory(root):
-        raise CheckpointNotFoundError(f"{root} is one checkpoint. Give the folder it lies in, or write show {root}.")
+        raise CheckpointNotFoundError(
+            f"{args.directory} is one checkpoint. Give the folder it lies in, or write show {args.directory}."
+        )
     within = root / "checkpoints"  # where those of a run's output_dir lie
     entries = _entries(root, args.verify) or (_entries(within, args.verify) if within.is_dir() else [])
     if args.json:
@@ -89,7 +113,7 @@ def _ls(args: argparse.Namespace) -> int:
     elif entries:
         print_table(_COLUMNS, [_row(entry) for entry in entries], spare=() if args.wide else _SPARE)
     else:
-        print_line(f"no checkpoints in {root}")
+        print_line(f"no checkpoints in {args.directory}")
     return 0
 
 
@@ -149,10 +173,10 @@ def _row(entry: dict[str, Any]) -> list[str]:
 
 def _verify(args: argparse.Namespace) -> int:
     code, results = 0, []
-    for path in [inner for given in args.paths for inner in _checkpoints_at(Path(given))]:
+    for path in [inner for given in args.paths for inner in _checkpoints_at(given)]:
         problem = None
         try:
-            verify_checkpoint(path)
+            _verify_one(path)
         except CheckpointError as error:
             problem = str(error)
             if isinstance(error, CheckpointDamagedError):
@@ -169,8 +193,25 @@ def _verify(args: argparse.Namespace) -> int:
     return code
 
 
-def _checkpoints_at(path: Path) -> list[Path]:
-    """`path` itself, or all that lie in it, those included whose manifest cannot be read."""
+def _verify_one(path: Path | str) -> None:
+    """Verify a local checkpoint, or download the one at an address, which verifies it."""
+    if isinstance(path, Path):
+        verify_checkpoint(path)
+        return
+    from trainstack.checkpointing.remote.fetching import fetch
+
+    with TemporaryDirectory(prefix="trainstack-") as folder:
+        fetch(path, Path(folder))
+
+
+def _checkpoints_at(given: str) -> Sequence[Path | str]:
+    """`given` itself, or all that lie in it, those included whose manifest cannot be read."""
+    if is_address(given):
+        from trainstack.checkpointing.remote.fetching import entries_at
+
+        address = remote_address("PATH", given)
+        return entries_at(address) or [address]
+    path = Path(given)
     if not path.is_dir() or is_checkpoint_directory(path):
         return [path]
     found: list[Path] = []

@@ -29,6 +29,8 @@ _EXTRAS = {
     "wandb": "wandb",
     "mlflow": "mlflow-skinny",
     "trackio": "trackio",
+    "remote": "s3fs",
+    "gcs": "gcsfs",
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainstack._files import expand_path
+from trainstack._files import expand_path, is_address, remote_address
 from trainstack.backends import DifferentialPrivacyArguments, DistributedTrainingArguments, parse_spec
 from trainstack.backends.spec import LayerRecord, expand_auto, registered_backend
 from trainstack.checkpointing import DefaultCheckpointerArguments
@@ -83,6 +83,7 @@ def _check_kinds(args: Unchecked) -> None:
     _check_device(args.device)
     _check_writers(args.writers)
     expanded_paths(args)
+    _check_remote(args)
 
 
 _NESTED_OR_NONE: dict[str, type] = {
@@ -102,6 +103,36 @@ def _check_overwrite(args: Unchecked) -> None:
         raise ConfigurationError(
             f"overwrite=True, resume={args.resume!r}: the first deletes the run in output_dir and the second continues "
             "a run. Write one of them; with both, a start after an interruption would delete what was trained."
+        )
+
+
+def _check_remote(args: Unchecked) -> None:
+    """Refuse what does not go together with addresses such as `s3://bucket/run`."""
+    if not is_address(args.output_dir):
+        if args.local_dir is not None:
+            raise ConfigurationError(
+                f"local_dir={args.local_dir!r} is the local copy of a run whose output_dir is an address such as "
+                "'s3://bucket/run'. Write output_dir alone for a local run."
+            )
+        if is_address(args.resume) and args.output_dir is None:
+            raise ConfigurationError(
+                f"resume={args.resume!r} without output_dir: write output_dir='s3://...', resume='auto' to continue "
+                "the run at that address, or the output_dir of a new run that begins from there."
+            )
+        return
+    theirs, writers = args.checkpointer_args, args.writer_args
+    elsewhere = {name: getattr(theirs, name) for name in ("save_dir", "model_state_save_dir")}
+    elsewhere["tb_log_dir"] = writers.tb_log_dir if writers else None
+    for name, value in elsewhere.items():
+        if value:
+            raise ConfigurationError(
+                f"{name}={value!r} with output_dir={args.output_dir!r}: what is written outside of the folder of the "
+                "run is not uploaded. Leave it out."
+            )
+    if theirs.delete_existing_checkpoints:
+        raise ConfigurationError(
+            f"delete_existing_checkpoints=True with output_dir={args.output_dir!r}: write overwrite=True, which "
+            "deletes the whole run there."
         )
 
 
@@ -149,11 +180,11 @@ def expanded_paths(args: Unchecked) -> dict[str, Any]:
     """The arguments that are paths, with the home folder for `~`.
 
     Raises:
-        ConfigurationError: one is an address such as `s3://bucket/run`.
+        ConfigurationError: one is an address of a store that cannot be used.
     """
-    given = {name: getattr(args, name) for name in ("output_dir", "resume", "init_weights_from")}
+    given = {name: getattr(args, name) for name in ("output_dir", "resume", "init_weights_from", "local_dir")}
     return {
-        name: expand_path(name, value)
+        name: remote_address(name, value) if is_address(value) and name != "local_dir" else expand_path(name, value)
         for name, value in given.items()
         if isinstance(value, str | PathLike) and not (name == "resume" and value in RESUME_WORDS)
     }

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from trainstack._files import is_address
 from trainstack._keywords import SuggestsNames, check_known_fields
 from trainstack.backends import Clipping, DifferentialPrivacyArguments, DistributedTrainingArguments, parse_spec
 from trainstack.backends.processes.world import DeviceChoice
@@ -55,7 +56,10 @@ def limit_for_dev_run(args: TrainerArguments) -> TrainerArguments:
         save_on_exception=False,
         checkpointer_args=replace(args.checkpointer_args, checkpoint=False),
         overwrite=False,
-        output_dir=None if args.output_dir is None else Path(args.output_dir) / "fast_dev_run",
+        output_dir=None
+        if args.output_dir is None or is_address(args.output_dir)
+        else Path(args.output_dir) / "fast_dev_run",
+        local_dir=None,
     )
 
 
@@ -127,7 +131,9 @@ class TrainerArguments(metaclass=SuggestsNames):
         reset_optimizers_schedulers: on resume, take the weights but make optimizers and schedulers anew.
         checkpointer_args: of the default checkpointer.
         output_dir: where checkpoints and logs go. None: each run gets a new folder in `runs`, which the plan shows and
-            `trainer.output_dir` names. A folder that holds another run is refused.
+            `trainer.output_dir` names. A folder that holds another run is refused. At an address such as
+            `s3://bucket/run` (extra `remote`, or `gcs`), the run works in a local copy, and a thread uploads it.
+        local_dir: of a run with an address, where its local copy lies; by default in the cache of the user.
         overwrite: delete the run that `output_dir` holds, and begin anew. Other files there stay.
         private_files: create files that only their owner may read (mode 0600, folders 0700): checkpoints, logs,
             exports, ledgers. `"auto"`: for backends with a privacy layer.
@@ -224,6 +230,7 @@ class TrainerArguments(metaclass=SuggestsNames):
     reset_optimizers_schedulers: bool = False
     checkpointer_args: DefaultCheckpointerArguments = field(default_factory=DefaultCheckpointerArguments)
     output_dir: str | PathLike[str] | None = None
+    local_dir: str | PathLike[str] | None = None
     overwrite: bool = False
     private_files: bool | Literal["auto"] = "auto"
     log_every: int | float = 50

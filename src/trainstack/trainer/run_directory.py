@@ -11,15 +11,25 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainstack._files import keep_private, library_error, make_directories
-from trainstack.checkpointing import AbstractCheckpointer, CheckpointInfo, DefaultCheckpointer
+from trainstack._files import is_address, keep_private, library_error, make_directories
+from trainstack.checkpointing import (
+    AbstractCheckpointer,
+    CheckpointInfo,
+    DefaultCheckpointer,
+    DefaultCheckpointerArguments,
+)
 from trainstack.checkpointing.filesystem import make_directory, sync_directory
 from trainstack.checkpointing.lease_file import is_held_here
 from trainstack.errors import CheckpointNotFoundError, ConfigurationError
 from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.run_files import RunFiles
-from trainstack.trainer.run_record import RunRecord, describe_run, read_record
+from trainstack.trainer.run_record import FILE_NAME, RunRecord, describe_run, read_record
+
+if TYPE_CHECKING:
+    from trainstack.checkpointing.remote.mirror import Mirror
 
 DEFAULT_ROOT = "runs"
 """Where runs without `output_dir` get their folders, in the folder that is current when the trainer is made."""
@@ -42,6 +52,7 @@ class RunDirectory:
 
     Attributes:
         resume_from: the earlier run whose weights `choose` has found for a new one; None to go by the arguments.
+        mirror: uploads the folder, where `output_dir` is an address; the main process uses it.
     """
 
     def __init__(
@@ -50,12 +61,16 @@ class RunDirectory:
         self._module, self._checkpointer, self._private = module, checkpointer, private
         self._path: Path | None = None
         self.resume_from: Path | None = None
+        self.mirror: Mirror | None = None
         self._is_claimed = self._is_written = False
         chosen = args.writer_args.log_dir if args.writer_args else None
         try:
             self._base = _base_of(args)
             self._log_dir = Path(chosen).absolute() if chosen else None
-            if args.output_dir is not None:
+            if is_address(args.output_dir):
+                self.mirror = self._make_mirror(args)
+                self.settle(self.mirror.folder)
+            elif args.output_dir is not None:
                 self.settle(Path(args.output_dir).absolute())
         except FileNotFoundError as error:
             raise ConfigurationError(
@@ -64,6 +79,29 @@ class RunDirectory:
                 "model_state_save_dir and tb_log_dir."
             ) from error
         self._record = describe_run(module, self._base, 0)
+
+    def _make_mirror(self, args: TrainerArguments) -> Mirror:
+        from trainstack.checkpointing.remote.fetching import local_copy_of
+        from trainstack.checkpointing.remote.mirror import Mirror
+        from trainstack.checkpointing.remote.store import require_store
+
+        address, log = str(args.output_dir), RunLogger(args.log_level)
+        require_store(address)
+        if self._private and not is_address(getattr(args.differential_privacy_args, "ledger", None)):
+            raise ConfigurationError(
+                f"output_dir={address!r} with a privacy layer: a ledger in the folder of the run would be lost with "
+                "the machine, and with it what has been spent since the last upload. Write a local output_dir, or "
+                "DifferentialPrivacyArguments(ledger='scheme://...') with a store of register_ledger_store."
+            )
+        folder = Path(args.local_dir or local_copy_of(address)).absolute()
+        own = self._checkpointer
+        rules = own.args if isinstance(own, DefaultCheckpointer) else DefaultCheckpointerArguments()
+        return Mirror(address, folder, rules, FILE_NAME, log.log)
+
+    @property
+    def shown(self) -> str:
+        """The folder for people: its address, if it has one."""
+        return shortest(self.path) if self.mirror is None else self.mirror.store.address
 
     @property
     def is_settled(self) -> bool:
@@ -249,6 +287,8 @@ class RunDirectory:
         self._refuse_logs_of_others(run_id)
         if not continues:
             self._make_room(args, record, found)
+            if args.overwrite and self.mirror is not None:
+                self.mirror.clear()
             run_id = self._begin_anew()
         self.protect(args)
         self._make_folders(is_new=args.output_dir is None and known is None and not folder.exists())
@@ -276,6 +316,8 @@ class RunDirectory:
 
     def note_save(self) -> None:
         """A checkpoint is safe: record it, so that the run never begins again where no checkpoint is found."""
+        if self.mirror is not None:
+            self.mirror.start()
         if self._is_claimed and not self._record.saved:
             with suppress(OSError):  # a disk that is full; the next save does it
                 self._set(replace(self._record, saved=True))
@@ -285,6 +327,8 @@ class RunDirectory:
         if self._is_claimed:
             with library_error(self.path):
                 self._set(replace(self._record, finished=False))
+                if self.mirror is not None:
+                    self.mirror.start()
 
     def end(self, *, finished: bool) -> None:
         """The training has ended; `finished` if it came to its end."""
@@ -343,7 +387,7 @@ class RunDirectory:
         if can_continue and args.resume is False:
             ways.insert(0, "resume='auto' to continue that run")
         nothing = "" if can_continue else ", without a checkpoint that could be resumed"
-        name, first = f"output_dir={shortest(self.path)!r}", shortest(traces[0])
+        name, first = f"output_dir={self.shown!r}", shortest(traces[0])
         advice = f"Write one of these in TrainerArguments: {'; '.join(ways)}."
         if not is_run:
             return ConfigurationError(f"{name} holds a file that a run would replace ({first}). {advice}")
@@ -370,7 +414,8 @@ class RunDirectory:
     def _another_folder(self, args: TrainerArguments) -> str:
         if args.output_dir is None:
             return "resume=False for a new folder in 'runs'"
-        return f"output_dir={_beside(self.path)!r} for another folder, or none for a new folder in 'runs'"
+        other = _beside(self.path) if self.mirror is None else f"{self.mirror.store.address}-2"
+        return f"output_dir={other!r} for another folder, or none for a new folder in 'runs'"
 
     def _checkpoint_places(self) -> list[Path]:
         one = self._checkpointer

@@ -353,7 +353,7 @@ class Trainer(AbstractTrainer):
         checkpoint = select_resume_state(self.load_checkpoints(), self._context)
         restore_module(self.module, checkpoint)
         self.warm_start_report = start_from_weights(
-            self._context, self._saver.read_weights, resumed=not checkpoint.is_empty
+            self._context, self._saver.read_weights, self._saver.fetch, resumed=not checkpoint.is_empty
         )
         self.state.update_state(checkpoint.trainer_state or {})
         self._run = Run(self._context, self._stopper, self._saver, self._metrics)
@@ -469,7 +469,7 @@ class Trainer(AbstractTrainer):
         """Write the module's state as the folder `path`, with a README; see `export_model`.
 
         Args:
-            path: of the folder.
+            path: of the folder, or an address such as `s3://bucket/model`, where its manifest is written last.
             check_finite: refuse weights and buffers that became inf or nan.
             overwrite: replace an export of other weights at `path`, with all files in it.
 

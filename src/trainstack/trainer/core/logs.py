@@ -41,13 +41,14 @@ class RunLogger:
 
     def info(self, message: str) -> None:
         """Say something that is good to know."""
-        self._log(logging.INFO, message)
+        self.log(logging.INFO, message)
 
     def warning(self, message: str) -> None:
         """Say something that may be a mistake."""
-        self._log(logging.WARNING, message)
+        self.log(logging.WARNING, message)
 
-    def _log(self, level: int, message: str) -> None:
+    def log(self, level: int, message: str) -> None:
+        """Say it at a level of the logging module."""
         if level >= self._level:
             _logger.log(level, message)
 

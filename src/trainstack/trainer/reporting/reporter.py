@@ -83,6 +83,7 @@ class Reporter:
                 self._log.warning(f"there will be no run report: {type(error).__name__}: {error}")
         layers = "\n".join(f"{layer.name}: {layer.summary}" for layer in stack.layers())
         rows = [("folder", shortest(self._log_dir))] if context.directory.is_claimed else []
+        rows += [] if context.directory.mirror is None else [("uploaded to", context.directory.shown)]
         rows += [("backend", f"{stack.spec} on {context.world.device}"), ("stack", layers)]
         rows += plan.rows()
         rows += setup_rows(context, data, work)
@@ -196,9 +197,10 @@ class Reporter:
         """Hand the writers what is new in the history."""
         self._writers.write(self.history.flush())
 
-    def text(self, line: str) -> None:
-        """Write one line."""
-        self._writers.text(line)
+    def text(self, line: str | None) -> None:
+        """Write one line; nothing for None."""
+        if line is not None:
+            self._writers.text(line)
 
     def end_private_run(self, exhausted_reason: str | None) -> None:
         """Say what a private run guarantees, and keep it beside the logs; nothing for other runs."""

@@ -47,10 +47,15 @@ class DirectoryOwner:
         """Give the directories back; each process by itself."""
         self.held = False
         lease, self._context.lease = self._context.lease, None
+        mirror = self._context.directory.mirror
         if isinstance(self._context.checkpointer, DefaultCheckpointer):
             self._context.checkpointer.lease = None
-        if lease is not None:
-            lease.release()
+        try:
+            if mirror is not None:
+                mirror.close()
+        finally:
+            if lease is not None:
+                lease.release()
 
     def close(self) -> None:
         """`release`, for `contextlib.closing`."""
@@ -70,13 +75,19 @@ class DirectoryOwner:
 
     def watch(self, wake: Callable[[], None]) -> None:
         """Call `wake`, from another thread, when another process has taken the directories over."""
+        mirror = self._context.directory.mirror
         if self._context.lease is not None:
             self._context.lease.watch(wake)
+        if mirror is not None:
+            mirror.watch(wake)
 
     def check(self) -> None:
         """Raise if another process has taken the directories over; on the main process."""
+        mirror = self._context.directory.mirror
         if self._context.lease is not None:
             self._context.lease.check()
+        if mirror is not None:
+            mirror.check()
 
     @property
     def _is_needed(self) -> bool:
@@ -90,10 +101,20 @@ class DirectoryOwner:
         directories = _directories(context)
         if args.output_dir is not None:
             _warn_of_array_task(args.output_dir, os.environ, context.log.warning)
-        context.directory.protect(args)
-        lease = Lease.acquire(
-            directories, timeout_s=args.lease_timeout_s, say=context.log.warning, is_interrupted=self.is_interrupted
-        )
+        mirror = context.directory.mirror
+        if mirror is not None:  # before the local folder, which it may replace
+            mirror.take(args.lease_timeout_s, self.is_interrupted)
+        try:
+            context.directory.protect(args)
+            lease = Lease.acquire(
+                directories, timeout_s=args.lease_timeout_s, say=context.log.warning, is_interrupted=self.is_interrupted
+            )
+        except BaseException:
+            if mirror is not None:
+                mirror.close()
+            raise
+        if mirror is not None and context.directory.is_claimed:
+            mirror.start()
         context.lease = lease
         if isinstance(context.checkpointer, DefaultCheckpointer):
             context.checkpointer.lease = lease

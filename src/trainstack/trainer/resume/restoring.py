@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from trainstack._files import read_small, real_path
+from trainstack._files import is_address, read_small, real_path
 from trainstack.backends import TrainerBackend, World
 from trainstack.backends.spec import known_layers
 from trainstack.checkpointing import Checkpoint, WarmStartReport, warm_start
@@ -94,11 +94,16 @@ def _layers_requiring_state(stack: TrainerBackend) -> set[str]:
 
 
 def start_from_weights(
-    context: RunContext, read_weights: Callable[[Path], dict[str, Tensor]], *, resumed: bool
+    context: RunContext,
+    read_weights: Callable[[Path], dict[str, Tensor]],
+    fetch: Callable[[str], Path],
+    *,
+    resumed: bool,
 ) -> WarmStartReport | None:
     """Load `init_weights_from` into the module, if that is asked for and nothing was resumed.
 
-    `read_weights` gives all processes the tensors of a file or folder. A run that was `resumed` has its weights.
+    `read_weights` gives all processes the tensors of a file or folder, and `fetch` the local copy of what an address
+    names. A run that was `resumed` has its weights.
 
     Raises:
         CheckpointMismatchError: nothing in it fits, or not everything while `init_weights_strict`.
@@ -111,7 +116,7 @@ def start_from_weights(
     if resumed:
         log.info(f"init_weights_from={os.fspath(source)!r} is not used: the run goes on from a checkpoint.")
         return None
-    source = resolve_pointer(Path(source))
+    source = fetch(os.fspath(source)) if is_address(source) else resolve_pointer(Path(source))
     _check_not_private(source, context.stack)
     if context.stack.is_private:
         context.stack.on_initial_weights(origin_of(source))

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from trainstack._files import local_path
+from trainstack._files import is_address, local_path, remote_address
 from trainstack._keywords import keywords_taken
 from trainstack.backends import Communicator, World
 from trainstack.checkpointing import (
@@ -30,6 +30,8 @@ from trainstack.checkpointing import (
 )
 from trainstack.checkpointing.directory import read_entry
 from trainstack.checkpointing.encoding import StateEncoder
+from trainstack.checkpointing.remote.fetching import fetch, upload_export
+from trainstack.checkpointing.remote.mirror import Mirror
 from trainstack.checkpointing.weights import read_weights, require_hub
 from trainstack.errors import CheckpointError, LeaseError, PeerError, annotate
 from trainstack.trainer.context import RunContext
@@ -213,6 +215,13 @@ class Saver:
                 self.owner.check()
                 save = context.checkpointer.save_model
                 save(module_state, state.last_epoch, **keywords_taken(save, about))
+            elif is_address(path):
+                address = remote_address("path", path)
+                with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
+                    made = export_model(
+                        module_state, Path(folder, address.rpartition("/")[2]), run_id=context.directory.run_id, **about
+                    )
+                    upload_export(made, address, overwrite=overwrite)
             else:
                 export_model(module_state, path, run_id=context.directory.run_id, overwrite=overwrite, **about)
 
@@ -279,12 +288,39 @@ class Saver:
         return found if context.world.is_main else Checkpoint(**vars(found))  # fields travel, classes do not
 
     def _load(self, *asked: bool | str | os.PathLike[str]) -> Checkpoint:
+        context, mirror = self._context, self._context.directory.mirror
+        asked = tuple(_located(one, mirror) for one in asked)
+        if mirror is not None and not context.args.overwrite and (asked or context.lease is not None):
+            mirror.pull(asked[0] if asked else False)
         self._context.directory.look_for_recorded_run()
         return self._context.checkpointer.load(*asked)
 
     def read_weights(self, path: str | os.PathLike[str]) -> dict[str, Tensor]:
         """The tensors at `path`, by name."""
         return self.run_on_rank_zero(lambda: read_weights(path), "reading the weights to begin with")
+
+    def fetch(self, address: str) -> Path:
+        """The local copy of what lies at `address`, which the main process downloads."""
+        return Path(self.run_on_rank_zero(lambda: str(fetch(address)), f"downloading {address}"))
+
+    def finish_uploads(self, *, is_signalled: bool = False) -> str | None:
+        """Wait until the run is uploaded, if its folder has an address; returns a sentence about it.
+
+        After a signal it waits no longer than there is time, and a failure is logged only.
+
+        Raises:
+            CheckpointError: not everything could be uploaded; the local copy has it.
+        """
+        mirror = self._context.directory.mirror
+        if mirror is None:
+            return None
+        limit = self.save_time_budget.seconds / 2 if is_signalled else None
+        problem = self.run_on_rank_zero(lambda: mirror.finish(limit), f"uploading to {mirror.store.address}")
+        if problem is None:
+            return f"uploaded: {mirror.store.address}"
+        if is_signalled:
+            return mirror.describe(problem)
+        raise CheckpointError(mirror.describe(problem))
 
     def begin_run(self, wake: Callable[[], None], *, resumed: bool) -> None:
         """Let the checkpointer begin a run; from now on saves may go on in the background.
@@ -366,6 +402,19 @@ class Saver:
         except Exception:
             self.saved_at = None  # the failure may be that of an earlier save in the background
             raise
+
+
+def _located(resume: bool | str | os.PathLike[str], mirror: Mirror | None) -> bool | str | os.PathLike[str]:
+    """`resume` with a local path in place of an address; of the run's own address, what `pull` brings."""
+    if isinstance(resume, bool) or not is_address(resume):
+        return resume
+    address = os.fspath(resume)
+    if mirror is None or not f"{address}/".startswith(f"{mirror.store.address}/"):
+        return fetch(address)
+    place = address[len(mirror.store.address) :].strip("/")
+    if place in ("", "checkpoints", "checkpoints/last", "checkpoints/best"):
+        return "best" if place.endswith("best") else True
+    return fetch(address, mirror.folder / Path(place).parent)
 
 
 _BEAT_S = 1.0

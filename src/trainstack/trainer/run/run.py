@@ -652,6 +652,7 @@ class Run:
             self.events.fire(Event.STOP_TRAINING, agreed.reason)
             if agreed.signal is not None:
                 self.events.end_train("interrupted")
+                reporter.text(self.saver.finish_uploads(is_signalled=True))
                 reporter.end("interrupted", agreed.reason)
                 return
             reporter.text(f"stopped after global step {step}: {agreed.reason}")
@@ -662,6 +663,7 @@ class Run:
         if self.hooks.end_train is not None:
             self.hooks.end_train(step)
         reporter.write()
+        reporter.text(self.saver.finish_uploads())
         reporter.end_private_run(self.exhausted_reason)
         reporter.end("finished" if agreed is None else "stopped", agreed.reason if agreed else self.exhausted_reason)
 
