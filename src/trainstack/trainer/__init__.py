@@ -18,7 +18,9 @@ from trainstack.trainer.events import Callback, Event, Events, Filter, call_filt
 from trainstack.trainer.module_interface import CallbackInterface, MicroBatchInfo, ModuleInterface
 from trainstack.trainer.schedulers import SchedulerConfig, build_scheduler, placeholders
 from trainstack.trainer.tracking.history import Record, RunHistory
+from trainstack.trainer.tracking.media import Table
 from trainstack.trainer.tracking.progress import ProgressDisplay
+from trainstack.trainer.tracking.provenance import Provenance
 from trainstack.trainer.tracking.writers import (
     CsvWriter,
     JsonLinesWriter,
@@ -42,12 +44,22 @@ if TYPE_CHECKING:
     from trainstack.trainer.run.lr_finder import LRFinderResult
     from trainstack.trainer.run.view import RunView
     from trainstack.trainer.supervised import SupervisedModule, build_optimizer
+    from trainstack.trainer.tracking.writers.aim import AimWriter
+    from trainstack.trainer.tracking.writers.clearml import ClearmlWriter
+    from trainstack.trainer.tracking.writers.comet import CometWriter
+    from trainstack.trainer.tracking.writers.dvclive import DvcliveWriter
+    from trainstack.trainer.tracking.writers.prometheus import PrometheusWriter
 
 __getattr__ = lazy_imports(
     __name__,
     {
+        "AimWriter": "trainstack.trainer.tracking.writers.aim",
+        "ClearmlWriter": "trainstack.trainer.tracking.writers.clearml",
+        "CometWriter": "trainstack.trainer.tracking.writers.comet",
+        "DvcliveWriter": "trainstack.trainer.tracking.writers.dvclive",
         "EvaluationOutputs": "trainstack.trainer.evaluation.evaluator",
         "LRFinderResult": "trainstack.trainer.run.lr_finder",
+        "PrometheusWriter": "trainstack.trainer.tracking.writers.prometheus",
         "RunView": "trainstack.trainer.run.view",
         "SupervisedModule": "trainstack.trainer.supervised",
         "apply_mapping": "trainstack.trainer.arg_matching",
@@ -59,9 +71,13 @@ __getattr__ = lazy_imports(
 
 __all__ = [
     "AbstractTrainer",
+    "AimWriter",
     "Callback",
     "CallbackInterface",
+    "ClearmlWriter",
+    "CometWriter",
     "CsvWriter",
+    "DvcliveWriter",
     "EvaluationOutputs",
     "Event",
     "Events",
@@ -75,6 +91,8 @@ __all__ = [
     "ModuleInterface",
     "OutputCollector",
     "ProgressDisplay",
+    "PrometheusWriter",
+    "Provenance",
     "Record",
     "RunHistory",
     "RunInfo",
@@ -84,6 +102,7 @@ __all__ = [
     "StatsArguments",
     "StdoutWriter",
     "SupervisedModule",
+    "Table",
     "TensorBoardWriter",
     "TrackioWriter",
     "Trainer",

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainstack.trainer.tracking.media import MediaLog
+
 if TYPE_CHECKING:
     from trainstack.backends import TrainerBackend, World
     from trainstack.trainer.arguments import TrainerArguments
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from trainstack.trainer.tracking.history import RunHistory
 
 
-class AbstractTrainer(ABC):
+class AbstractTrainer(MediaLog, ABC):
     """Runs a module. Annotate the trainer of a callback with this class; `Trainer` documents errors.
 
     A derived class defines `train` and `validate`. Other methods raise `NotImplementedError` until it defines them.

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,10 +17,14 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.stage import Stage
+from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.module_extras import without_wrappers
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.samples import samples_in
 from trainstack.trainer.core.several_updates import NextPart
+from trainstack.trainer.tracking.history import RunHistory
+from trainstack.trainer.tracking.media import MediaLog
+from trainstack.trainer.tracking.provenance import Provenance
 
 if TYPE_CHECKING:
     from trainstack.trainer.tracking.log_sink import LogSink
@@ -141,7 +146,14 @@ class _MicroBatchUnderWay:
         return MicroBatchInfo() if view is None else view.micro_batch()
 
 
-class ModuleInterface(nn.Module, CallbackInterface, ABC):
+class _LoggedAlone:
+    """The attribute `logged` of a module, unless the module assigns one itself."""
+
+    def __get__(self, module: Any, kind: Any = None) -> dict[str, Any]:
+        return {} if module is None else vars(module).setdefault("_logged_alone", {})
+
+
+class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
     """Model, steps, optimizers and data of one training task.
 
     A trainer sets `plan` and two private attributes: `_log_sink`, to which `log` passes values, and `_step_view`.
@@ -158,6 +170,10 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
             batch. The other ranks wait, and get the same losses, metrics and outputs.
         splits_batches: False refuses a run whose steps have several micro-batches, such as that of a module that
             carries state from batch to batch.
+        hyperparameters: values by name that trackers show beside those of the run, such as the width of the model. Set
+            them in `__init__`.
+        logged: the last value of each name that was logged while no trainer ran the module, such as in a unit test of a
+            step.
         metrics: not defined here. A module may have this attribute or method: metrics by name, anything with `update`,
             `compute` and `reset`; see docs/validation.md.
     """
@@ -168,6 +184,8 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
     micro_batch = _MicroBatchUnderWay()
     loss_reduction: Literal["mean", "sum"] | None = None
     splits_batches: bool = True
+    hyperparameters: Mapping[str, Any] = MappingProxyType({})
+    logged = _LoggedAlone()
     _log_sink: LogSink | None = None
     _step_view: StepView | None = None
     _may_lack_loss: bool = False  # whether `val_step` is known to return no loss sometimes
@@ -337,14 +355,31 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
     def log(self, name: str, value: Any) -> None:
         """Record a number under `name` at the step under way; a tensor is read at the next log point, not now.
 
+        A module that no trainer has run yet keeps the value in `logged`, and says so once.
+
         Raises:
-            ConfigurationError: the module is not being run by a trainer.
+            ConfigurationError: the name or the value cannot be recorded, or the trainer records a metric of that name.
         """
         if self._log_sink is None:
-            raise ConfigurationError(
-                f"log({name!r}, ...): this module is not being run by a Trainer, so there is nowhere to record it."
+            alone = RunHistory()
+            alone.update_metric(name, _plain_value(value))
+            self._keep_alone(name, alone.get_latest_metric(name))
+        else:
+            self._log_sink.record(name, _plain_value(value))
+
+    def _log_media(self, kind: str, name: str, make: Callable[[], Any], provenance: Provenance | None) -> None:
+        if self._log_sink is None:
+            self._keep_alone(name, make())
+        else:
+            self._log_sink.record_media(kind, name, make, provenance)
+
+    def _keep_alone(self, name: str, value: Any) -> None:
+        kept = vars(self).setdefault("_logged_alone", {})
+        if not kept:
+            RunLogger().warning(
+                f"{type(self).__name__} logs {name!r} and no Trainer runs it: what it logs is kept in module.logged."
             )
-        self._log_sink.record(name, _plain_value(value))
+        kept[name] = value
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; refuse a value that would hide a name of the library.
@@ -387,7 +422,7 @@ class ModuleInterface(nn.Module, CallbackInterface, ABC):
 @cache
 def library_names() -> frozenset[str]:
     """The names on a module that the trainer sets or calls: `plan` and the methods."""
-    defined = {**vars(CallbackInterface), **vars(ModuleInterface)}
+    defined = {**vars(CallbackInterface), **vars(MediaLog), **vars(ModuleInterface)}
     return frozenset(name for name, value in defined.items() if name[0] != "_" and (callable(value) or name == "plan"))
 
 

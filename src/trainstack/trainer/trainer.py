@@ -53,6 +53,7 @@ from trainstack.trainer.run.stopping import (
 )
 from trainstack.trainer.run_directory import RunDirectory
 from trainstack.trainer.tracking.history import RunHistory
+from trainstack.trainer.tracking.provenance import Provenance
 
 if TYPE_CHECKING:
     from trainstack.backends.privacy_statement import PrivacyStatement
@@ -92,6 +93,7 @@ class Trainer(AbstractTrainer):
 
     warm_start_report: WarmStartReport | None = None
     _run: Run | None = None
+    _reporter: Reporter | None = None
 
     def __init__(
         self,
@@ -215,7 +217,7 @@ class Trainer(AbstractTrainer):
         from trainstack.trainer.reporting.reporter import Reporter
 
         context, saver, stopper = self._context, self._saver, self._stopper
-        reporter = Reporter(context)
+        reporter = self._reporter = Reporter(context)
         self._training = True
         with stop_after(stopper, self.args):
             try:
@@ -236,6 +238,7 @@ class Trainer(AbstractTrainer):
                 run.leave_training()
                 self._training = context.busy = False
                 saver.pending_save = saver.pending_pin = False  # no step boundary follows; paths wait for the next one
+                self._reporter = None
                 reporter.close()
                 late = stopper.end()
                 if context.world.is_main:
@@ -821,6 +824,37 @@ class Trainer(AbstractTrainer):
         if self.is_main_process if once == "world" else self.world.local_rank == 0:
             sys.stdout.write(" ".join(map(str, values)) + "\n")
             sys.stdout.flush()
+
+    def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
+        """Let the trackers among the writers upload a file or a folder, on the main process.
+
+        A private run uploads what it is given: the caller vouches that the file may be published.
+
+        Args:
+            path: it must stay as it is until the training has ended, since the upload may come later.
+            name: in the tracker; by default that of the file.
+
+        Raises:
+            ConfigurationError: there is no such file, or no training is under way.
+        """
+        path = Path(path).absolute()
+        reporter = self._writing("log_artifact")
+        if self.is_main_process and not path.exists():
+            raise ConfigurationError(f"log_artifact: there is no file or folder {path}. Write it first.")
+        reporter.log_artifact(path, name or path.name)
+
+    def _log_media(self, kind: str, name: str, make: Callable[[], Any], provenance: Provenance | None) -> None:
+        self._writing(kind)
+        self._context.sink.record_media(kind, name, make, provenance)
+
+    def _writing(self, method: str) -> Reporter:
+        """The reporter, whose writers are open, for `method`."""
+        if self._reporter is None:
+            raise ConfigurationError(
+                f"trainer.{method} was called while no training is under way, so no writer is open. Call it in a hook "
+                "or a subscriber of an event, such as on_end_val_epoch or on_train_end."
+            )
+        return self._reporter
 
     def request_stop(self, reason: str) -> None:
         """Ask for the end of the training at the next step boundary; `train()` then returns.

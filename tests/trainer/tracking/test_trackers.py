@@ -49,6 +49,7 @@ class Calls:
     def __init__(self, name: str, /, **options: Any) -> None:
         self.id = self.name = name
         self.options, self.logged, self.metrics, self.finished = options, [], [], 0
+        self.exit_code: int | None = None
 
     def log(self, values: dict[str, float], step: int | None = None) -> None:
         self.logged.append((step, values))
@@ -56,8 +57,9 @@ class Calls:
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         self.metrics.append((name, step_metric))
 
-    def finish(self) -> None:
+    def finish(self, exit_code: int | None = None) -> None:
         self.finished += 1
+        self.exit_code = exit_code
 
 
 @pytest.fixture
@@ -143,14 +145,14 @@ class MlflowServer:
         run["params"].update({param.key: param.value for param in params})
         run["metrics"] += [(metric.key, metric.value, metric.step) for metric in metrics]
 
-    def set_terminated(self, run_id: str) -> None:
-        self.runs[run_id]["status"] = "FINISHED"
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.runs[run_id]["status"] = status
 
 
 @pytest.fixture
 def mlflow_server(monkeypatch: pytest.MonkeyPatch) -> MlflowServer:
     server = MlflowServer()
-    package(monkeypatch, "mlflow", MlflowClient=server.client)
+    package(monkeypatch, "mlflow", MlflowClient=server.client, active_run=lambda: None)
     package(
         monkeypatch,
         "mlflow.entities",

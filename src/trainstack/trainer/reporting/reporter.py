@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
@@ -51,6 +52,7 @@ class Reporter:
         self._last_loss: float | None = None
         self._epoch_began, self._first_step = 0.0, 0
         self._recorder: RunRecorder | None = None
+        self._has_ended = False
         self._clipping: ClippingCheck | None = None
 
     def open(self, data: TrainingData, work: Workload, resume_step: int | None) -> None:
@@ -63,17 +65,17 @@ class Reporter:
         """
         context, stack, plan = self._context, self._context.stack, data.plan
         self._clipping = ClippingCheck(work.clipping) if resume_step is None and self._is_main else None
-        arguments, self._first_step = context.args.to_dict(), resume_step or 0
+        self._first_step = resume_step or 0
         self.progress = build_progress(self._kind)
         self._writers.open(
             RunInfo(
                 resume_step=resume_step,
                 records=tuple if resume_step is None else self._recorded,
                 log_dir=self._log_dir,
-                config=to_jsonable({"backend": stack.spec, "arguments": arguments, "plan": plan.to_dict()}),
+                config=self._config(plan),
             )
         )
-        context.sync_logs = self._writers.sync
+        context.sync_logs, context.sink.write = self._writers.sync, self._write_media
         if self._is_main and context.args.wants_report:
             from trainstack.trainer.reporting.report.recorder import begin_recording  # runs without a report skip it
 
@@ -98,6 +100,22 @@ class Reporter:
         if stack.is_private:  # until the end, the statement on the disk has the epsilon of all planned steps
             left = max(0, (plan.total_steps or 0) - context.state.global_step)
             stack.announce_steps(left, self._write_statement if self._is_main else None)
+
+    def _config(self, plan: TrainingPlan) -> dict[str, Any]:
+        """What trackers show beside the metrics."""
+        context = self._context
+        config = {"backend": context.stack.spec, "arguments": context.args.to_dict(), "plan": plan.to_dict()}
+        own = getattr(context.module, "hyperparameters", None)
+        return to_jsonable(config | ({"module": dict(own)} if isinstance(own, Mapping) and own else {}))
+
+    def _write_media(self, kind: str, name: str, make: Callable[[], Any], step: int) -> None:
+        """Write an image, a text or a table; see `LogSink.write`."""
+        if self._is_main:
+            self._writers.log_media(kind, name, make(), step)
+
+    def log_artifact(self, path: Path, name: str) -> None:
+        """Let the writers upload the file or folder `path`."""
+        self._writers.log_media("log_artifact", name, path, "file")
 
     def _recorded(self) -> Iterable[Record]:
         """What the writers of this run were given before."""
@@ -220,13 +238,15 @@ class Reporter:
         for suffix, text in (("txt", statement.text), ("json", statement.to_json())):
             atomic_write(self._log_dir / f"privacy_statement.{suffix}", f"{text}\n".encode(), durable=True)
 
-    def end(self, status: str, reason: str | None = None) -> None:
-        """Write the report of a run that has ended, and log its path; a report that fails is a warning.
+    def end(self, status: str, reason: str | None = None, export: str | None = None) -> None:
+        """Write the report of a run that has ended, and tell the writers; a report that fails is a warning.
 
         Args:
             status: "finished", "stopped", "interrupted" or "failed".
             reason: why it has not finished.
+            export: the folder of the exported model; None if there is none.
         """
+        self._has_ended = True
         compiled = self._context.compiled
         trained = self._context.state.global_step > self._first_step and status in ("finished", "stopped")
         if compiled is not None and compiled.is_in_vain and trained:
@@ -234,6 +254,19 @@ class Reporter:
                 "compile: no graph was compiled. What is compiled are calls of the module's parts, such as "
                 "self.model(inputs); other methods of a part, and calls of what it is made of, run as they are."
             )
+        self._write_report(status, reason)
+        if self._is_main and status != "interrupted":  # then time is short, and the run is to be resumed
+            self._writers.log_checkpoint(self._find_checkpoint, None if export is None else Path(export))
+        self._writers.end(status, reason)
+
+    def _find_checkpoint(self, wanted: str) -> Path | None:
+        """The last or the best checkpoint of the run, as the checkpointer knows it."""
+        info = getattr(self._context.checkpointer, wanted, lambda: None)()
+        if info is None:
+            self._log.warning(f"artifacts={wanted!r}: there is no such checkpoint, so none is uploaded.")
+        return None if info is None else info.path
+
+    def _write_report(self, status: str, reason: str | None) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return
@@ -253,8 +286,10 @@ class Reporter:
 
     def close(self) -> None:
         """Leave the terminal and the files in order."""
-        self._context.sync_logs = lambda: None
+        self._context.sync_logs, self._context.sink.write = lambda: None, None
         if self._context.stack.is_private:
             self._context.stack.announce_steps(0, None)  # a later step charges more than the file says only by `open`
         self.progress.close()
+        if not self._has_ended:
+            self._writers.end("failed", None)
         self._writers.close()

@@ -93,6 +93,7 @@ class Saver:
         saved_at: global step and epoch of the newest checkpoint, loaded, written or under way; None once one failed.
         save_time_budget: holds the time that saving takes against the time there is.
         saved_as: where the newest that was written lies, if the checkpointer said so.
+        exported_as: where the newest export lies, if the checkpointer said so.
         owner: of the directories that the run writes.
     """
 
@@ -103,6 +104,7 @@ class Saver:
         self.saved_at: tuple[int, int] | None = None
         self._training = self._is_claimed = self._continues = False
         self.saved_as: str | None = None
+        self.exported_as: str | None = None
         self.save_time_budget = SaveTimeBudget(context.args.stop_grace_s)
         self.owner = DirectoryOwner(context, self.run_on_rank_zero)
         if isinstance(context.checkpointer, DefaultCheckpointer):
@@ -210,12 +212,12 @@ class Saver:
         module_state = dict(context.module.get_state())
         context.events.fire(Event.SAVE_MODEL, module_state)
 
-        def write() -> None:
+        def write() -> str | None:
             if path is None:
                 self.owner.check()
                 save = context.checkpointer.save_model
-                save(module_state, state.last_epoch, **keywords_taken(save, about))
-            elif is_address(path):
+                return save(module_state, state.last_epoch, **keywords_taken(save, about))
+            if is_address(path):
                 address = remote_address("path", path)
                 with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
                     made = export_model(
@@ -224,11 +226,12 @@ class Saver:
                     upload_export(made, address, overwrite=overwrite)
             else:
                 export_model(module_state, path, run_id=context.directory.run_id, overwrite=overwrite, **about)
+            return self.exported_as
 
         with self.owner.held_for_writing() if path is None else nullcontext():
             if path is None and getattr(getattr(context.checkpointer, "args", None), "checkpoint", False):
                 self.claim_directory()
-            self.run_on_rank_zero(write, "exporting the model")
+            self.exported_as = self.run_on_rank_zero(write, "exporting the model")
 
     def push_to_hub(self, plan: TrainingPlan, repo_id: str, **options: Any) -> str:
         """Export to a temporary folder and upload that; see the function `push_to_hub`."""

@@ -665,7 +665,8 @@ class Run:
         reporter.write()
         reporter.text(self.saver.finish_uploads())
         reporter.end_private_run(self.exhausted_reason)
-        reporter.end("finished" if agreed is None else "stopped", agreed.reason if agreed else self.exhausted_reason)
+        status, reason = ("finished", self.exhausted_reason) if agreed is None else ("stopped", agreed.reason)
+        reporter.end(status, reason, self.saver.exported_as)
 
     def note_stop(self, is_chosen: bool = False) -> None:
         """The training ends before its planned end, except by the privacy budget.

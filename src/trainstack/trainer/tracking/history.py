@@ -132,7 +132,7 @@ class RunHistory:
             return
         column = self._columns.get(name)
         if column is None:
-            column = self._columns[_checked_name(name)] = MetricColumn(name, len(self._columns))
+            column = self._columns[check_name(name)] = MetricColumn(name, len(self._columns))
         if version < 0 and not self._pending:
             self._append(column, value, step, epoch)  # type: ignore[arg-type]
         else:
@@ -257,7 +257,7 @@ class RunHistory:
         log = RecordLog()
         try:
             step, epoch = int(state["current_step"]), int(state["current_epoch"])
-            columns = {_checked_name(name): MetricColumn(name, place) for place, name in enumerate(state["names"])}
+            columns = {check_name(name): MetricColumn(name, place) for place, name in enumerate(state["names"])}
             if len(columns) != len(state["names"]):
                 raise ValueError("a name is there twice")
             log.update_state(state["records"], len(columns))
@@ -393,6 +393,12 @@ def _number(value: object, name: str) -> float:
     with suppress(OverflowError):
         if isinstance(value, Real):
             return float(value)
+    if hasattr(value, "compute"):
+        raise ConfigurationError(
+            f"metric {name!r} was given a {type(value).__name__}, which is a metric object and not yet a number. Write "
+            f"log({name!r}, metric.compute()) where its value is wanted, and metric.reset() after it. For validation "
+            "write metrics={'name': metric} in the module instead: docs/validation.md."
+        )
     raise ConfigurationError(
         f"metric {name!r} was given {value!r} ({type(value).__name__}); "
         "give a number that a float can hold, or a tensor with one element."
@@ -406,7 +412,12 @@ def _whole(value: int, what: str, name: str) -> int:
     raise ConfigurationError(f"metric {name!r} was given {what}={value!r}; give a whole number of 64 bits.")
 
 
-def _checked_name(name: object) -> str:
+def check_name(name: object) -> str:
+    """`name`, if a metric can have it.
+
+    Raises:
+        ConfigurationError: it is no string, empty, or would break a log.
+    """
     if not isinstance(name, str) or not name:
         raise ConfigurationError(f"a metric was named {name!r}; give a string such as 'train/loss'.")
     if any(unicodedata.category(character) in _FORBIDDEN_IN_NAMES for character in name):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from trainstack.errors import ConfigurationError
+from trainstack.ranks import global_rank
+from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.tracking.history import RunHistory
+from trainstack.trainer.tracking.history import RunHistory, check_name
 from trainstack.trainer.tracking.provenance import Provenance
 
 _TAKEN = "{name!r} is recorded by the trainer. Choose another name."
@@ -26,17 +28,21 @@ class LogSink:
         history: records the values; before `connect`, one that is thrown away.
         state: gives the step and the epoch.
         provenance: of the values that are recorded now.
+        write: what takes images, texts and tables: the kind, the name, a function that makes the content, and the step.
+            None while no writer is open.
     """
 
     def __init__(self) -> None:
         self.history, self.state = RunHistory(), RunState()
         self.provenance = Provenance.PRIVATE
+        self.write: Callable[[str, str, Callable[[], Any], int], None] | None = None
+        self._said = set[str]()
         self._names_of_module, self._names_of_trainer = set[str](), set[str]()
 
     def connect(self, history: RunHistory, state: RunState) -> LogSink:
         """Record in `history` from now on, at the step and epoch of `state`; returns itself."""
-        self.history, self.state = history, state
-        self._names_of_module, self._names_of_trainer = set(), set()
+        self.history, self.state, self.write = history, state, None
+        self._names_of_module, self._names_of_trainer, self._said = set(), set(), set()
         return self
 
     def claim(self, name: str) -> None:
@@ -66,15 +72,48 @@ class LogSink:
         when = {"step": self.state.current_step, "epoch": self.state.epoch}
         self.history.update_metric(name, value, **when, provenance=self.provenance)
 
+    def record_media(self, kind: str, name: str, make: Callable[[], Any], provenance: Provenance | None) -> None:
+        """Write what `make` returns under `name`, if writers are open and the run may show it.
+
+        Args:
+            kind: the method of `Writer`, such as "log_image".
+            name: of the series.
+            make: makes the content; called on the main process, if it is written.
+            provenance: None for that of the values that are recorded now.
+
+        Raises:
+            ConfigurationError: the name cannot be written.
+        """
+        name = self.history.metric_name_prefix + check_name(name)
+        guard = self.history.guard
+        if guard is not None and not guard.shows(self.provenance if provenance is None else provenance):
+            self._say_once(
+                kind,
+                f"{kind}({name!r}, ...): a private run writes nothing that is computed from training data without "
+                "noise, or has an unknown origin. Log it in a validation, or give provenance=Provenance.PUBLIC if it "
+                "holds nothing of the records.",
+            )
+        elif self.write is not None:
+            self.write(kind, name, make, self.state.current_step)
+        else:
+            self._say_once(kind, f"{kind}({name!r}, ...): no training is under way, so no writer is open for it.")
+
+    def _say_once(self, kind: str, message: str) -> None:
+        if kind not in self._said and global_rank() == 0:
+            RunLogger().warning(message)
+        self._said.add(kind)
+
     @contextmanager
     def redirect(self, history: RunHistory, state: RunState) -> Iterator[RunHistory]:
         """A block in which values go to `history`; afterwards they go where they went before."""
-        before = self.history, self.state
+        before = self.history, self.state, self.write
+        if history is not self.history:
+            self.write = _forget
         self.history, self.state = history, state
         try:
             yield history
         finally:
-            self.history, self.state = before
+            self.history, self.state, self.write = before
 
     @contextmanager
     def evaluating(self, provenance: Provenance = Provenance.EVALUATION) -> Iterator[None]:
@@ -90,3 +129,7 @@ class LogSink:
         """A block in which values are checked and forgotten."""
         with self.redirect(RunHistory(), state):
             yield
+
+
+def _forget(kind: str, name: str, make: Callable[[], Any], step: int) -> None:
+    """What is written in a block whose values are not those of the run."""

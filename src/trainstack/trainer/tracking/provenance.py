@@ -61,11 +61,15 @@ class MetricGuard:
         """Whether a value of the metric `name` is to be recorded; notes its provenance if it is."""
         if provenance is Provenance.EVALUATION and self._public_evaluation:
             provenance = Provenance.COVERED
-        if provenance is Provenance.PRIVATE and not self._shows_private:
+        if not self.shows(provenance):
             self.hidden.add(name)
             return False
         self._known[name] = max(self._known.get(name, provenance), provenance)
         return True
+
+    def shows(self, provenance: Provenance) -> bool:
+        """Whether what has this provenance may be written anywhere."""
+        return provenance is not Provenance.PRIVATE or self._shows_private
 
     def provenance_of(self, name: str) -> Provenance:
         """The largest provenance of the values recorded under `name`; private if it is not known."""

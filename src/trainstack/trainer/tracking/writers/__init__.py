@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from trainstack.errors import ConfigurationError
@@ -19,7 +20,8 @@ def build_writers(names_or_writers: Sequence[str | Writer], log_dir: Path) -> li
     """Make the writers that are named, and keep those that are given; none of them is opened.
 
     Names: `"stdout"` (summaries), `"csv"` (`log_dir/metrics.csv`), `"jsonl"` (`log_dir/metrics.jsonl`),
-    `"tensorboard"` (`log_dir/tensorboard`), and `"wandb"`, `"mlflow"` and `"trackio"` with their own defaults.
+    `"tensorboard"` (`log_dir/tensorboard`), and `"wandb"`, `"mlflow"`, `"trackio"`, `"comet"`, `"clearml"`, `"aim"`,
+    `"dvclive"` and `"prometheus"` with their own defaults.
 
     Raises:
         ConfigurationError: a name is unknown or comes twice, or an entry is neither a name nor a writer.
@@ -30,6 +32,11 @@ def build_writers(names_or_writers: Sequence[str | Writer], log_dir: Path) -> li
     return [one if isinstance(one, Writer) else _MAKERS[one](log_dir) for one in names_or_writers]
 
 
+def _make(file: str, name: str) -> Writer:
+    writer: Writer = getattr(import_module(f"{__name__}.{file}"), name)()  # most runs use none of these
+    return writer
+
+
 _MAKERS: dict[str, Callable[[Path], Writer]] = {
     "stdout": lambda _: StdoutWriter(),
     "csv": lambda log_dir: CsvWriter(log_dir / "metrics.csv"),
@@ -38,6 +45,11 @@ _MAKERS: dict[str, Callable[[Path], Writer]] = {
     "wandb": lambda _: WandbWriter(),
     "mlflow": lambda _: MlflowWriter(),
     "trackio": lambda _: TrackioWriter(),
+    "comet": lambda _: _make("comet", "CometWriter"),
+    "clearml": lambda _: _make("clearml", "ClearmlWriter"),
+    "aim": lambda _: _make("aim", "AimWriter"),
+    "dvclive": lambda _: _make("dvclive", "DvcliveWriter"),
+    "prometheus": lambda _: _make("prometheus", "PrometheusWriter"),
 }
 
 

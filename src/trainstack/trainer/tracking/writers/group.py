@@ -7,13 +7,17 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from trainstack.errors import annotate
 from trainstack.trainer.tracking.history import Record
+from trainstack.trainer.tracking.media import Pixels, Table
 from trainstack.trainer.tracking.writers.base import RunInfo, Writer
 
 MOST_WAITING = 1000  # calls that may wait for a slow writer
 PATIENCE_S = 30.0  # seconds without any progress after which a slow writer is given up
+UPLOAD_PATIENCE_S = 3600.0  # the same, once it uploads files, which is one call however large they are
 
 
 class BackgroundWriter(Writer):
@@ -47,6 +51,27 @@ class BackgroundWriter(Writer):
     def text(self, line: str) -> None:
         """Leave `line` to the thread."""
         self._leave(lambda: self.writer.text(line))
+
+    def log_image(self, name: str, image: Pixels, step: int) -> None:
+        """Leave the image to the thread."""
+        self._leave(lambda: self.writer.log_image(name, image, step))
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Leave the text to the thread."""
+        self._leave(lambda: self.writer.log_text(name, text, step))
+
+    def log_table(self, name: str, table: Table, step: int) -> None:
+        """Leave the table to the thread."""
+        self._leave(lambda: self.writer.log_table(name, table, step))
+
+    def log_artifact(self, name: str, path: Path, kind: str) -> None:
+        """Leave the upload to the thread, and be patient with it from now on."""
+        self._patience_s = max(self._patience_s, UPLOAD_PATIENCE_S)
+        self._leave(lambda: self.writer.log_artifact(name, path, kind))
+
+    def end(self, status: str, reason: str | None) -> None:
+        """Leave the status to the thread."""
+        self._leave(lambda: self.writer.end(status, reason))
 
     def close(self) -> None:
         """Wait until everything is written and the writer is closed."""
@@ -113,6 +138,9 @@ class WriterGroup(Writer):
         self.writers = [BackgroundWriter(writer) if writer.slow else writer for writer in writers]
         self._say = say
         self._process = os.getpid()
+        self._without_taker = {
+            kind for kind in _MEDIA if all(getattr(type(writer), kind) is getattr(Writer, kind) for writer in writers)
+        }
 
     def open(self, run: RunInfo) -> None:
         """Open all writers; when one cannot be opened, the others are closed again and its error is raised."""
@@ -141,6 +169,37 @@ class WriterGroup(Writer):
         self._check()
         self._all("text", lambda writer: writer.text(line))
 
+    def log_media(self, kind: str, name: str, *content: Any) -> None:
+        """Call the method `kind` of all writers, such as "log_image"; say once that no writer has it."""
+        self._check()
+        if kind in self._without_taker:
+            self._without_taker.remove(kind)
+            self._say(
+                f"{kind}({name!r}, ...): no writer of this run takes {_MEDIA[kind]}, so it is not written. Add one to "
+                "writers, such as 'tensorboard' or 'mlflow'; docs/writers.md shows who takes what."
+            )
+        self._all(kind, lambda writer: getattr(writer, kind)(name, *content))
+
+    def log_checkpoint(self, find: Callable[[str], Path | None], export: Path | None) -> None:
+        """Give each writer with `artifacts` the checkpoint that it asks for, as `find` returns it, and the export."""
+        self._check()
+
+        def give(writer: Writer) -> None:
+            wanted = _inner(writer).artifacts
+            if wanted == "none":
+                return
+            checkpoint = find(wanted)
+            if checkpoint is not None:
+                writer.log_artifact("checkpoint", checkpoint, "checkpoint")
+            if export is not None:
+                writer.log_artifact("model", export, "model")
+
+        self._all("log_artifact", give)
+
+    def end(self, status: str, reason: str | None) -> None:
+        """Tell all writers how the run has ended."""
+        self._all("end", lambda writer: writer.end(status, reason))
+
     def close(self) -> None:
         """Close all writers, also those behind one that fails."""
         self._all("close", lambda writer: writer.close())
@@ -161,5 +220,12 @@ class WriterGroup(Writer):
                     writer.close()
 
 
+_MEDIA = {"log_image": "images", "log_text": "texts", "log_table": "tables", "log_artifact": "files"}
+
+
+def _inner(writer: Writer) -> Writer:
+    return writer.writer if isinstance(writer, BackgroundWriter) else writer
+
+
 def _name(writer: Writer) -> str:
-    return type(writer.writer if isinstance(writer, BackgroundWriter) else writer).__name__
+    return type(_inner(writer)).__name__

@@ -7,7 +7,7 @@ import os
 import re
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -24,8 +24,9 @@ from trainstack._files import (
 )
 from trainstack.checkpointing.filesystem import remove_file, sync_file
 from trainstack.errors import ConfigurationError, MissingExtraError
-from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.logs import RunLogger, flatten
 from trainstack.trainer.tracking.history import Record
+from trainstack.trainer.tracking.media import Pixels, Table, png
 from trainstack.trainer.tracking.writers.base import RunInfo, Writer
 
 _NAME = re.compile(r"events\.out\.tfevents\.(\d{10,})\.\d{9}\.\d+")
@@ -38,7 +39,10 @@ def event_files(directory: Path) -> list[Path]:
 
 
 class TensorBoardWriter(Writer):
-    """Writes scalars (float32, as TensorBoard keeps them) to event files.
+    """Writes scalars (float32, as TensorBoard keeps them), images, texts and tables to event files.
+
+    Backend, arguments, plan and the module's hyperparameters are shown under HPARAMS beside the last values of the
+    metrics, with the status of the run.
 
     The files are in `directory`. A fresh run into a directory outside its own folder that has event files goes to a new
     folder in there, `run-1`, `run-2` and so on, so that two runs do not become one curve.
@@ -91,6 +95,8 @@ class TensorBoardWriter(Writer):
         self._put(file_version="brain.Event:2", **begin)
         if begin:  # a TensorBoard that has read later steps drops them
             self._put(session_log=self._events.SessionLog(status=self._events.SessionLog.START), **begin)
+        if fresh or anew:
+            self._put(summary=self._session_start(run.config), step=0)
         if anew:
             self._rebuild(run, files)
         self._writer.flush()
@@ -102,6 +108,38 @@ class TensorBoardWriter(Writer):
             raise ConfigurationError(f"the tensorboard writer for {self.directory} is not open; call open().")
         for record in records:
             self._put(summary=self._summary(record), step=record.step)
+        self._writer.flush()
+
+    def log_image(self, name: str, image: Pixels, step: int) -> None:
+        """Add an image."""
+        height, width, _ = image.shape
+        content = self._summaries.Summary.Image(
+            height=height, width=width, colorspace=3, encoded_image_string=png(image)
+        )
+        self._put_value(step, tag=name, image=content)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Add a text, which TensorBoard shows as Markdown."""
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode(errors="replace")])
+        self._put_value(step, tag=name, metadata=self._plugin("text", b""), tensor=tensor)
+
+    def log_table(self, name: str, table: Table, step: int) -> None:
+        """Add a table, among the texts."""
+        self.log_text(name, table.to_markdown(), step)
+
+    def end(self, status: str, reason: str | None) -> None:
+        """Write the status of the session."""
+        from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+        codes = {"finished": api_pb2.STATUS_SUCCESS, "stopped": api_pb2.STATUS_SUCCESS}
+        info = plugin_data_pb2.SessionEndInfo(
+            status=codes.get(status, api_pb2.STATUS_FAILURE), end_time_secs=time.time()
+        )
+        data = plugin_data_pb2.HParamsPluginData(session_end_info=info)
+        self._put(summary=self._hparams_summary(metadata.SESSION_END_INFO_TAG, data), step=0)
         self._writer.flush()
 
     def sync(self) -> None:
@@ -117,6 +155,39 @@ class TensorBoardWriter(Writer):
 
     def _put(self, **event: Any) -> None:
         self._writer.write(self._events.Event(wall_time=time.time(), **event).SerializeToString())
+
+    def _put_value(self, step: int, **content: Any) -> None:
+        if self._writer is None:
+            raise ConfigurationError(f"the tensorboard writer for {self.directory} is not open; call open().")
+        self._put(summary=self._summaries.Summary(value=[self._summaries.Summary.Value(**content)]), step=step)
+        self._writer.flush()
+
+    def _plugin(self, name: str, content: bytes) -> Any:
+        metadata = self._summaries.SummaryMetadata
+        return metadata(plugin_data=metadata.PluginData(plugin_name=name, content=content))
+
+    def _session_start(self, config: Mapping[str, Any]) -> Any:
+        """The hyperparameters of the run, where TensorBoard's tab HPARAMS looks for them."""
+        from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+
+        info = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+        for name, value in flatten(config):
+            if isinstance(value, bool):
+                info.hparams[name].bool_value = value
+            elif isinstance(value, int | float):
+                info.hparams[name].number_value = value
+            elif isinstance(value, str):
+                info.hparams[name].string_value = value
+        data = plugin_data_pb2.HParamsPluginData(session_start_info=info)
+        return self._hparams_summary(metadata.SESSION_START_INFO_TAG, data)
+
+    def _hparams_summary(self, tag: str, data: Any) -> Any:
+        from tensorboard.plugins.hparams import metadata
+
+        data.version = metadata.PLUGIN_DATA_VERSION
+        plugin = self._plugin(metadata.PLUGIN_NAME, data.SerializeToString())
+        value = self._summaries.Summary.Value(tag=tag, metadata=plugin, tensor=metadata.NULL_TENSOR)
+        return self._summaries.Summary(value=[value])
 
     def _summary(self, record: Record) -> Any:
         value = self._summaries.Summary.Value(tag=record.name, simple_value=record.value)
@@ -139,12 +210,16 @@ class TensorBoardWriter(Writer):
     def _cut_off(self, files: Sequence[Path], run: RunInfo) -> bool:
         """Remove what follows the points of the run's records; False if one of these is not there as it was written."""
         expected = chain(run.records(), [None])
-        record = next(expected)
+        record, last = next(expected), -1 if run.resume_step is None else run.resume_step
         later = list(files)
         while later:
             path, end = later.pop(0), 0
             for event, size in self._events_in(path):
-                if event.HasField("summary"):
+                media = _media_of(event)
+                if media is not None:
+                    if media.endswith("session_end_info") or (record is None and event.step > last):
+                        break  # it is written again
+                elif event.HasField("summary"):
                     if record is None:
                         break
                     if event.step != record.step or _bits(event.summary) != _bits(self._summary(record)):
@@ -180,6 +255,12 @@ class TensorBoardWriter(Writer):
                 except self._decode_error:
                     return
                 yield event, 12 + len(body)
+
+
+def _media_of(event: Any) -> str | None:
+    """The tag of an image, a text or hyperparameters; None for a scalar, and for what is no summary."""
+    values = event.summary.value if event.HasField("summary") else ()
+    return values[0].tag if len(values) == 1 and values[0].WhichOneof("value") != "simple_value" else None
 
 
 def _bits(message: Any) -> bytes:

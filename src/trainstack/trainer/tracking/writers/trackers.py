@@ -2,122 +2,80 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
 import re
 import time
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextvars import Context
-from itertools import groupby
+from html import escape
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from trainstack._files import library_error, make_directories, read_small
-from trainstack.checkpointing.filesystem import atomic_write
-from trainstack.errors import MissingExtraError, annotate
-from trainstack.trainer.core.logs import RunLogger, flatten
+from trainstack._files import make_directories
+from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.tracking.history import Record
-from trainstack.trainer.tracking.writers.base import RunInfo, Writer
-
-
-class Tracker(Writer):
-    """Sends records to a run of a tracking service, and continues that run on resume.
-
-    What identifies the run is kept in `log_dir/<extra>-run.json`; without that file, or where it cannot be
-    understood, a resumed training begins a new run. A service cannot take points back: those of steps that a crash has
-    made the training run again come twice.
-    """
-
-    slow = True
-    package: ClassVar[str]
-    extra: ClassVar[str]
-    _run: Any = None
-
-    def __init__(self) -> None:
-        """Raises MissingExtraError without the package; it is imported when the run begins."""
-        spec = importlib.util.find_spec(self.package)
-        if spec is None or spec.origin is None:  # a folder of that name, such as wandb leaves behind, is no package
-            raise MissingExtraError(f"the writer {self.extra!r}", self.package, self.extra)
-
-    def open(self, run: RunInfo) -> None:
-        """Begin a run, or go on with the one that the resumed training belongs to."""
-        file = run.log_dir / f"{self.extra}-run.json"
-        known = _read(file) if run.resume_step is not None else None
-        try:
-            run_name = self.start(run, known)
-        except Exception as error:
-            if known is not None:
-                annotate(error, f"this would have gone on with run {known!r}; delete {file} to begin a new one")
-            raise
-        with library_error(file):
-            make_directories(run.log_dir)
-            atomic_write(file, f"{json.dumps({'run': run_name})}\n".encode())
-
-    @abstractmethod
-    def start(self, run: RunInfo, known: str | None) -> str:
-        """Begin a run, or continue the run `known`; returns by what it will be known."""
-
-    def close(self) -> None:
-        """Finish the run: what is on its way is sent."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.finish()
-
-
-def by_step(records: Sequence[Record]) -> Iterator[tuple[int, int, dict[str, float]]]:
-    """Step, epoch and values by name, in order; a metric recorded twice at a step has its last value there."""
-    for (step, epoch), group in groupby(records, key=lambda record: (record.step, record.epoch)):
-        yield step, epoch, {record.name: record.value for record in group}
-
-
-def _read(file: Path) -> str | None:
-    try:
-        run = json.loads(read_small(file))["run"]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        run = None
-    if not isinstance(run, str):
-        RunLogger().warning(f"{file} does not say which run to go on with: a new run begins there.")
-        return None
-    return run
-
+from trainstack.trainer.tracking.media import Pixels, Table
+from trainstack.trainer.tracking.writers.base import RunInfo
+from trainstack.trainer.tracking.writers.tracker import Artifacts, Tracker, by_step, parameters
 
 # The server refuses more in one request, and longer values.
 _METRICS_A_CALL, _PARAMS_A_CALL, _LONGEST_PARAM = 1000, 100, 6000
 _REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
+_REFUSED_IN_FILES = re.compile(r"[^\w\-./]", re.ASCII)
 
 
 class MlflowWriter(Tracker):
-    """Logs to an MLflow server; arguments and plan are the run's parameters, by dotted names.
+    """Logs to an MLflow server; arguments, plan and hyperparameters are the run's parameters, by dotted names.
 
-    A character that MLflow does not take in a name becomes `_`.
+    Within `with mlflow.start_run():` it logs to that run, unless `tracking_uri`, `experiment` or `run_name` is given. A
+    character that MLflow does not take in a name becomes `_`.
 
     Args:
         tracking_uri: of the server; by default what MLflow's own settings say, such as MLFLOW_TRACKING_URI.
         experiment: its name, made where there is none; by default MLFLOW_EXPERIMENT_NAME, or "Default".
         run_name: of a new run.
+        own_run, artifacts: see `Tracker`.
     """
 
     package = extra = "mlflow"
 
     def __init__(
-        self, tracking_uri: str | None = None, experiment: str | None = None, run_name: str | None = None
+        self,
+        tracking_uri: str | None = None,
+        experiment: str | None = None,
+        run_name: str | None = None,
+        *,
+        own_run: bool = False,
+        artifacts: Artifacts = "none",
     ) -> None:
-        super().__init__()
+        is_own = own_run or any(given is not None for given in (tracking_uri, experiment, run_name))
+        super().__init__(own_run=is_own, artifacts=artifacts)
         self._uri, self._run_name = tracking_uri, run_name
         self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
-        self._client: Any = None
-        self._run_id = ""
+
+    def find_open(self) -> Any:
+        """The id of MLflow's active run."""
+        import mlflow  # type: ignore[import-not-found, unused-ignore]
+
+        active = mlflow.active_run()
+        return None if active is None else active.info.run_id
+
+    def adopt(self, found: Any, run: RunInfo) -> str:
+        """Log to the active run; a parameter that it has already stays."""
+        from mlflow import MlflowClient
+
+        self._run, self._run_id = MlflowClient(), str(found)
+        self._log_params(run, known=self._run.get_run(found).data.params)
+        return self._run_id
 
     def start(self, run: RunInfo, known: str | None) -> str:
         """Make a run, or set the one before to running again; parameters are those it began with."""
-        from mlflow import MlflowClient  # type: ignore[import-not-found, unused-ignore]
-        from mlflow.entities import Param  # type: ignore[import-not-found, unused-ignore]
+        from mlflow import MlflowClient
 
-        client = MlflowClient(self._uri)
+        self._run = client = MlflowClient(self._uri)
         if known is not None:
             client.update_run(known, status="RUNNING")
             self._run_id = known
@@ -125,12 +83,19 @@ class MlflowWriter(Tracker):
             experiment = client.get_experiment_by_name(self._experiment)
             place = client.create_experiment(self._experiment) if experiment is None else experiment.experiment_id
             self._run_id = client.create_run(place, run_name=self._run_name).info.run_id
-            texts = ((k, v if isinstance(v, str) else json.dumps(v)) for k, v in flatten(run.config))
-            params = [Param(_REFUSED.sub("_", name), text[:_LONGEST_PARAM]) for name, text in texts]
-            for first in range(0, len(params), _PARAMS_A_CALL):
-                client.log_batch(self._run_id, params=params[first : first + _PARAMS_A_CALL])
-        self._client = client
+            self._log_params(run)
         return self._run_id
+
+    def _log_params(self, run: RunInfo, known: Any = ()) -> None:
+        from mlflow.entities import Param  # type: ignore[import-not-found, unused-ignore]
+
+        texts = {
+            _REFUSED.sub("_", name): value if isinstance(value, str) else json.dumps(value)
+            for name, value in parameters(run.config).items()
+        }
+        params = [Param(name, text[:_LONGEST_PARAM]) for name, text in texts.items() if name not in known]
+        for first in range(0, len(params), _PARAMS_A_CALL):
+            self._run.log_batch(self._run_id, params=params[first : first + _PARAMS_A_CALL])
 
     def write(self, records: Sequence[Record]) -> None:
         """Log all records, in as few calls as the server allows."""
@@ -139,29 +104,69 @@ class MlflowWriter(Tracker):
         now = int(time.time() * 1000)
         metrics = [Metric(_REFUSED.sub("_", r.name), r.value, now, r.step) for r in records]
         for first in range(0, len(metrics), _METRICS_A_CALL):
-            self._client.log_batch(self._run_id, metrics=metrics[first : first + _METRICS_A_CALL])
+            self._run.log_batch(self._run_id, metrics=metrics[first : first + _METRICS_A_CALL])
 
-    def close(self) -> None:
-        """Set the run to finished."""
-        client, self._client = self._client, None
-        if client is not None:
-            client.set_terminated(self._run_id)
+    def log_image(self, name: str, image: Pixels, step: int) -> None:
+        """Log an image, for MLflow's grid of images by step."""
+        self._run.log_image(self._run_id, image, key=_REFUSED_IN_FILES.sub("_", name), step=step, synchronous=True)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Log a text as the file `texts/NAME/STEP.txt`."""
+        self._run.log_text(self._run_id, text, f"texts/{_REFUSED_IN_FILES.sub('_', name)}/{step}.txt")
+
+    def log_table(self, name: str, table: Table, step: int) -> None:
+        """Log a table as `tables/NAME/STEP.json`; without pandas MLflow shows it as a file only."""
+        file = f"tables/{_REFUSED_IN_FILES.sub('_', name)}/{step}.json"
+        if importlib.util.find_spec("pandas") is None:
+            self._run.log_dict(self._run_id, {"columns": table.columns, "data": table.rows}, file)
+        else:
+            self._run.log_table(self._run_id, table.to_dict(), file)
+
+    def log_artifact(self, name: str, path: Path, kind: str) -> None:
+        """Upload a file, or a folder with its name."""
+        if path.is_dir():
+            self._run.log_artifacts(self._run_id, str(path), _REFUSED_IN_FILES.sub("_", name))
+        else:
+            self._run.log_artifact(self._run_id, str(path))
+
+    def finish(self, run: Any, status: str, reason: str | None) -> None:
+        """Set the run to FINISHED, KILLED (by a signal) or FAILED; a tag has the reason."""
+        if reason is not None:
+            run.set_tag(self._run_id, "trainstack.reason", reason[:_LONGEST_PARAM])
+        run.set_terminated(self._run_id, {"interrupted": "KILLED", "failed": "FAILED"}.get(status, "FINISHED"))
 
 
 class TrackioWriter(Tracker):
     """Logs to trackio, by default in a database on this machine; arguments and plan are the run's config.
 
+    A run that `trackio.init` has opened is used.
+
     Args:
         project: the name of trackio's project.
+        own_run, artifacts: see `Tracker`.
         options: of `trackio.init`, such as `name`, `group`, `space_id`. trackio's environment variables hold, such as
             TRACKIO_DIR and TRACKIO_SPACE_ID.
     """
 
     package = extra = "trackio"
 
-    def __init__(self, project: str = "trainstack", **options: Any) -> None:
-        super().__init__()
+    def __init__(
+        self, project: str = "trainstack", *, own_run: bool = False, artifacts: Artifacts = "none", **options: Any
+    ) -> None:
+        super().__init__(own_run=own_run or "name" in options, artifacts=artifacts)
         self._project, self._options = project, options
+
+    def find_open(self) -> Any:
+        """The current run of `trackio.init`."""
+        # trackio 0.43: a package without a public function for it
+        current = getattr(importlib.import_module("trackio"), "context_vars", None)
+        return None if current is None else current.current_run.get()
+
+    def adopt(self, found: Any, run: RunInfo) -> str:
+        """Log to the open run, and add to its config."""
+        self._run = found
+        found.config.update({name: value for name, value in run.config.items() if name not in found.config})
+        return str(found.name)
 
     def start(self, run: RunInfo, known: str | None) -> str:
         """Call `trackio.init`; trackio knows a run by its name."""
@@ -179,35 +184,128 @@ class TrackioWriter(Tracker):
         for step, epoch, values in by_step(records):
             self._run.log({"epoch": epoch, **values}, step=step)
 
+    def log_image(self, name: str, image: Pixels, step: int) -> None:
+        """Log a `trackio.Image`."""
+        import trackio
+
+        self._run.log({name: trackio.Image(image)}, step=step)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Log a `trackio.Markdown`."""
+        import trackio
+
+        self._run.log({name: trackio.Markdown(text)}, step=step)
+
+    def log_table(self, name: str, table: Table, step: int) -> None:
+        """Log a `trackio.Table`."""
+        import trackio
+
+        rows = [list(row) for row in table.rows]
+        self._run.log({name: trackio.Table(columns=list(table.columns), data=rows)}, step=step)
+
+    def log_artifact(self, name: str, path: Path, kind: str) -> None:
+        """Upload a version of an artifact."""
+        self._run.log_artifact(str(path), name=_REFUSED_IN_FILES.sub("_", f"{self._run.name}-{name}"), type=kind)
+
+    def finish(self, run: Any, status: str, reason: str | None) -> None:
+        """Finish the run; trackio has no status, so one that failed or was interrupted leaves an alert."""
+        if self.has_failed:
+            import trackio
+
+            run.alert(f"run {status}", text=reason or "", level=trackio.AlertLevel.ERROR)
+        run.finish()
+
 
 class WandbWriter(Tracker):
     """Logs to Weights & Biases, over `global_step`; arguments and plan are the run's config.
 
+    A run that `wandb.init` has opened, such as that of a sweep's agent, is used.
+
     Args:
+        own_run, artifacts: see `Tracker`.
         options: of `wandb.init`, such as `project`, `entity`, `name`, `tags`, `mode="offline"`. What is left out
-            comes from wandb's environment variables, such as WANDB_PROJECT and WANDB_MODE.
+            comes from wandb's environment variables, such as WANDB_PROJECT and WANDB_MODE. They do not change a run
+            that is open already.
     """
 
     package = extra = "wandb"
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
+    def __init__(self, *, own_run: bool = False, artifacts: Artifacts = "none", **options: Any) -> None:
+        super().__init__(own_run=own_run or "id" in options, artifacts=artifacts)
         self._options = options
+
+    def find_open(self) -> Any:
+        """The run of the process."""
+        import wandb  # type: ignore[import-not-found, unused-ignore]
+
+        return getattr(wandb, "run", None)
+
+    def adopt(self, found: Any, run: RunInfo) -> str:
+        """Log to the open run, and add to its config."""
+        if self._options:
+            RunLogger().warning(
+                f"wandb: the run {found.id} is open and takes the records, so {', '.join(self._options)} of the writer "
+                "have no effect. Give them to wandb.init, or write own_run=True."
+            )
+        self._run = found
+        found.config.update(dict(run.config), allow_val_change=True)
+        self._define_axis()
+        return str(found.id)
 
     def start(self, run: RunInfo, known: str | None) -> str:
         """Call `wandb.init`."""
-        import wandb  # type: ignore[import-not-found, unused-ignore]
+        import wandb
 
         own: dict[str, Any] = {"config": dict(run.config), "dir": str(run.log_dir), "reinit": "create_new"}
         if known is not None:
             own |= {"id": known, "resume": "allow", "allow_val_change": True}
         make_directories(run.log_dir)
         self._run = wandb.init(**(own | self._options))
+        self._define_axis()
+        return str(self._run.id)
+
+    def _define_axis(self) -> None:
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step")
-        return str(self._run.id)
 
     def write(self, records: Sequence[Record]) -> None:
         """Log one point a step."""
         for step, epoch, values in by_step(records):
             self._run.log({"global_step": step, "epoch": epoch, **values})
+
+    def log_image(self, name: str, image: Pixels, step: int) -> None:
+        """Log a `wandb.Image`."""
+        import wandb
+
+        self._run.log({"global_step": step, name: wandb.Image(image)})
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Log a `wandb.Html` with the text as it is."""
+        import wandb
+
+        self._run.log({"global_step": step, name: wandb.Html(f"<pre>{escape(text)}</pre>")})
+
+    def log_table(self, name: str, table: Table, step: int) -> None:
+        """Log a `wandb.Table`."""
+        import wandb
+
+        rows = [list(row) for row in table.rows]
+        content = wandb.Table(columns=list(table.columns), data=rows, allow_mixed_types=True)
+        self._run.log({"global_step": step, name: content})
+
+    def log_artifact(self, name: str, path: Path, kind: str) -> None:
+        """Log a version of an artifact; checkpoints and models have wandb's type "model"."""
+        import wandb
+
+        label = _REFUSED_IN_FILES.sub("_", f"{name}-{self._run.id}").replace("/", "_")
+        artifact = wandb.Artifact(label, type="file" if kind == "file" else "model", metadata={"kind": kind})
+        (artifact.add_dir if path.is_dir() else artifact.add_file)(str(path))
+        self._run.log_artifact(artifact)
+
+    def finish(self, run: Any, status: str, reason: str | None) -> None:
+        """Finish the run with the exit code 1 if it has failed or was interrupted; then wandb marks it as such."""
+        if reason is not None:
+            run.summary["trainstack_reason"] = reason
+        if status == "interrupted":
+            run.mark_preempting()
+        run.finish(exit_code=int(self.has_failed))
