@@ -1,0 +1,70 @@
+"""Comet offline: an own experiment with media and a model, a crash, a resume, and an experiment that is running."""
+
+import json
+import os
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import comet_ml
+
+from tools.clients.trackers.common import run
+from trainstack import CometWriter
+
+
+def messages(folder: Path) -> list[dict[str, Any]]:
+    """All messages in the archives of the offline experiments in `folder`."""
+    found = []
+    for path in sorted(folder.glob("*.zip")):
+        with zipfile.ZipFile(path) as archive:
+            found += [json.loads(line) for line in archive.read("messages.json").splitlines()]
+    return [message.get("payload", message) for message in found]
+
+
+def texts(folder: Path) -> bytes:
+    """What the archives hold beside the messages."""
+    found = b""
+    for path in sorted(folder.glob("*.zip")):
+        with zipfile.ZipFile(path) as archive:
+            found += b"".join(archive.read(name) for name in archive.namelist())
+    return found
+
+
+def metrics(found: list[dict[str, Any]], name: str) -> list[int]:
+    """The steps of a metric."""
+    return sorted(one["metric"]["step"] for one in found if (one.get("metric") or {}).get("metricName") == name)
+
+
+def main(folder: Path) -> None:
+    """Train, crash, resume, and train in an experiment that is running."""
+    os.environ |= {"COMET_OFFLINE_DIRECTORY": str(folder / "a"), "COMET_LOGGING_CONSOLE": "ERROR"}
+    run(folder / "run-a", CometWriter(online=False, project_name="lines", artifacts="last"))
+    found = messages(folder / "a")
+    assert metrics(found, "train/loss") == list(range(1, 9))
+    text = json.dumps(found)
+    assert "media/ramp" in text and "media/table-8.csv" in text
+    assert b"after step 8" in texts(folder / "a")
+    assert '"arguments.train_batch_size"' in text and '"module.width"' in text
+    assert "MANIFEST.json" in text  # of the checkpoint
+
+    os.environ["COMET_OFFLINE_DIRECTORY"] = str(folder / "b")
+    run(folder / "run-b", CometWriter(online=False), crash=RuntimeError("crash"))
+    assert '"failed"' in json.dumps(messages(folder / "b"))
+    first = json.loads((folder / "run-b" / "comet-run.json").read_text())
+    run(folder / "run-b", CometWriter(online=False), resume="auto")
+    assert json.loads((folder / "run-b" / "comet-run.json").read_text()) == first
+    assert set(metrics(messages(folder / "b"), "train/loss")) == set(range(1, 9))
+
+    os.environ["COMET_OFFLINE_DIRECTORY"] = str(folder / "c")
+    mine = comet_ml.start(online=False, project_name="mine")
+    run(folder / "run-c", "comet")
+    assert comet_ml.get_running_experiment() is mine
+    mine.end()
+    assert len(list((folder / "c").glob("*.zip"))) == 1
+    assert metrics(messages(folder / "c"), "train/loss") == list(range(1, 9))
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as made:
+        main(Path(made))
