@@ -51,7 +51,7 @@ _PLACES = {
     **dict.fromkeys(("main_process_first", "print_once", "rank_zero_only"), "trainstack.ranks"),
     **{
         name: f"trainstack.{name}"
-        for name in (*_PACKAGES, "launching", "verifying", "auditing", "cli", "ranks", "stage")
+        for name in (*_PACKAGES, "launching", "verifying", "auditing", "testing", "cli", "ranks", "stage")
     },
     "PrivacyStatement": "trainstack.backends.privacy_statement",
     "launch": "trainstack.launching.launch",

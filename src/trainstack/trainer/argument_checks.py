@@ -20,7 +20,7 @@ from trainstack.checkpointing.arguments import DEFAULT_MONITOR, Monitor
 from trainstack.checkpointing.lease_file import LONGEST_TIMEOUT_S
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.core.intervals import check_validate_every, is_number_of_steps, seconds_of
-from trainstack.trainer.tracking.progress import ProgressDisplay
+from trainstack.trainer.tracking.progress import DISPLAYS, ProgressDisplay
 from trainstack.trainer.tracking.writers import check_writers
 
 
@@ -249,7 +249,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "collect_train_outputs": ("auto", True, False),
     "amp_level_apex": ("O0", "O1", "O2", "O3"),
 }
-_DISPLAYS = ("auto", "rich", "plain", "none", None)
+_DISPLAYS = (*DISPLAYS, None)
 
 
 def check_arguments(args: Unchecked) -> None:

@@ -142,7 +142,7 @@ class TrainerArguments(metaclass=SuggestsNames):
             objects.
         report: write `report.html` and `run.json` beside the logs: what the run was and did, on one page; `"auto"`
             writes them where any writer but `"stdout"` is given.
-        progress: `"auto"`, `"rich"`, `"plain"`, `"none"` or a `ProgressDisplay` of your own.
+        progress: `"auto"`, `"rich"`, `"plain"`, `"notebook"`, `"none"` or a `ProgressDisplay` of your own.
         default_callbacks: add `callbacks.default_callbacks()` to those that the trainer is given.
         disable_tqdm: True is the same as `progress="none"`.
         collect_train_outputs: keep what `train_step` returns for `on_end_train_epoch`; `"auto"` keeps it if that
@@ -236,7 +236,7 @@ class TrainerArguments(metaclass=SuggestsNames):
     log_every: int | float = 50
     writers: Sequence[Any] = ("stdout", "csv")
     report: bool | Literal["auto"] = "auto"
-    progress: Literal["auto", "rich", "plain", "none"] | ProgressDisplay | None = "auto"
+    progress: Literal["auto", "rich", "plain", "notebook", "none"] | ProgressDisplay | None = "auto"
     default_callbacks: bool = False
     disable_tqdm: bool = False
     collect_train_outputs: bool | Literal["auto"] = "auto"

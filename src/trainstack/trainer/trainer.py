@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -483,6 +484,25 @@ class Trainer(AbstractTrainer):
         if check_finite:
             self._ready().check_finite("No export was written; write check_finite=False to export it as it is.")
         self._saver.save_model(self.plan, path, overwrite=overwrite)
+
+    def __repr__(self) -> str:
+        """Module, backend, how far the run is, and its folder."""
+        context, state = self._context, self.state
+        if self._training:
+            status = "training"
+        elif self._finished:
+            status = "finished"
+        else:
+            status = "not started" if not state.global_step else f"stopped: {self.stop_reason or 'not finished'}"
+        place = str(context.directory.path) if context.directory.is_settled else "no folder yet"
+        return (
+            f"{type(self).__name__}({type(self.module).__name__}, backend={context.stack.spec!r}, {status}, "
+            f"epoch {state.epoch} of {self.args.epochs}, step {state.global_step}, {place})"
+        )
+
+    def _repr_html_(self) -> str:
+        """The repr and the table of epochs, for notebooks."""
+        return f"<p>{escape(repr(self))}</p>{self.history._repr_html_()}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trainer:
         """Refuse a copy, which would share the files, the processes and the counters of the run."""

@@ -1,6 +1,6 @@
 """An Aim repository gets metrics, media, hyperparameters and the status; a resume continues its run."""
 
-import tempfile
+import sys
 from pathlib import Path
 
 import aim
@@ -55,5 +55,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as made:
-        main(Path(made))
+    main(Path(sys.argv[1]))

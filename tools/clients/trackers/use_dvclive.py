@@ -1,7 +1,7 @@
 """DVCLive's folder has metrics, images, parameters and the summary; a resume continues it."""
 
 import json
-import tempfile
+import sys
 from pathlib import Path
 
 from dvclive import Live
@@ -36,5 +36,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as made:
-        main(Path(made))
+    main(Path(sys.argv[1]))

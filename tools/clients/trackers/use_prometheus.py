@@ -1,9 +1,10 @@
 """Prometheus: a textfile, a Pushgateway and a registry get the newest values and the status."""
 
-import tempfile
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -21,7 +22,7 @@ def samples(text: str) -> dict[tuple[str, str], float]:
 class Gateway(BaseHTTPRequestHandler):
     """Keeps what is pushed, as a Pushgateway does."""
 
-    pushed: list[tuple[str, str]] = []
+    pushed: ClassVar[list[tuple[str, str]]] = []
 
     def do_PUT(self) -> None:
         """Take a push."""
@@ -57,5 +58,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as made:
-        main(Path(made))
+    main(Path(sys.argv[1]))

@@ -1,6 +1,6 @@
 """TensorBoard's own readers find scalars, an image, a text, a table, hyperparameters and the status."""
 
-import tempfile
+import sys
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -48,5 +48,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as made:
-        main(Path(made))
+    main(Path(sys.argv[1]))

@@ -1,7 +1,7 @@
 """trackio, on this machine: metrics, media, an artifact, a resume, and a run that is open."""
 
 import os
-import tempfile
+import sys
 from pathlib import Path
 
 from tools.clients.trackers.common import close, losses, run
@@ -42,5 +42,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as made:
-        main(Path(made))
+    main(Path(sys.argv[1]))

@@ -2,7 +2,7 @@
 
 import os
 import struct
-import tempfile
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,5 +79,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as made:
-        main(Path(made))
+    main(Path(sys.argv[1]))

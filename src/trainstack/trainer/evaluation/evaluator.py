@@ -42,6 +42,7 @@ from trainstack.trainer.reporting.reporter import Reporter
 from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.progress import NoProgress
 from trainstack.trainer.tracking.provenance import Provenance
+from trainstack.trainer.tracking.views import table_html
 
 
 class EvaluationOutputs(dict[str, Any]):
@@ -55,6 +56,10 @@ class EvaluationOutputs(dict[str, Any]):
     def __init__(self) -> None:
         super().__init__()
         self.metrics: dict[str, Any] = {}
+
+    def _repr_html_(self) -> str:
+        """A table of the metrics, for notebooks."""
+        return table_html(("metric", "value"), [(name, str(value)) for name, value in self.metrics.items()])
 
 
 class StopRequests(Protocol):

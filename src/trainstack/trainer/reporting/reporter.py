@@ -191,15 +191,15 @@ class Reporter:
     def end_epoch(self, state: RunState, plan: TrainingPlan) -> None:
         """Write what is new, and one line about the epoch that `state` has just finished."""
         epoch = state.last_epoch
-        self.progress.end_epoch()
         self.write()
         names = self.history.get_metric_names()
         left_out = {name.removesuffix("_epoch") for name in names if name.endswith("_epoch")}
         left_out |= {"train/loss", "train/grad_norm", "lr"}
         latest = (self.history.latest_record(name) for name in sorted(names - left_out))
-        shown = [
-            f"{record.name.removesuffix('_epoch')} {record.value:.4g}" for record in latest if record.epoch == epoch
-        ]
+        values = {record.name.removesuffix("_epoch"): record.value for record in latest if record.epoch == epoch}
+        self.progress.show_epoch(epoch, values)
+        self.progress.end_epoch()
+        shown = [f"{name} {value:.4g}" for name, value in values.items()]
         head = f"epoch {epoch + 1}/{plan.epochs}  step {state.global_step}"
         self._writers.text("  ".join([head, *shown, f"{time.perf_counter() - self._epoch_began:.1f} s"]))
 

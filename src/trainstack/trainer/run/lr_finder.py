@@ -30,7 +30,7 @@ SMOOTHING, SETTLED = 0.9, 10
 """The running mean keeps so much of itself at each step, and so tells something after so many steps."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LRFinderResult:
     """What `find_lr` saw.
 
@@ -41,6 +41,11 @@ class LRFinderResult:
 
     rates: tuple[float, ...]
     losses: tuple[float, ...]
+
+    def __repr__(self) -> str:
+        """The suggestion, and what was tried."""
+        tried = f"{self.rates[0]:.3g} to {self.rates[-1]:.3g}" if self.rates else "none"
+        return f"LRFinderResult(suggestion={self.suggestion}, {len(self.rates)} rates: {tried})"
 
     @property
     def suggestion(self) -> float | None:

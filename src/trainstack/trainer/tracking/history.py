@@ -19,6 +19,7 @@ from trainstack.backends.single_process import read_numbers
 from trainstack.errors import CheckpointDamagedError, ConfigurationError, ModuleContractError
 from trainstack.trainer.tracking.provenance import MetricGuard, Provenance
 from trainstack.trainer.tracking.record_log import RecordLog
+from trainstack.trainer.tracking.views import by_epoch, epochs_html, frame_of, plot_series
 
 Array = np.ndarray[Any, Any]
 
@@ -64,6 +65,7 @@ class MetricColumn:
         return Record(self.name, self.values[index], self.steps[index], self.epochs[index])
 
 
+_MOST_SHOWN = 8  # metrics in a repr
 # Controls, surrogates and line separators: what would break a line of a log or cannot be encoded at all.
 _FORBIDDEN_IN_NAMES = frozenset({"Cc", "Cs", "Zl", "Zp"})
 
@@ -232,6 +234,42 @@ class RunHistory:
             name: {"value": c.values.tolist(), "step": c.steps.tolist(), "epoch": c.epochs.tolist()}
             for name, c in self._columns.items()
         }
+
+    def to_frame(self) -> Any:
+        """All records as a `pandas.DataFrame`: a row for each global step, with the epoch and the metrics as columns.
+
+        Of two values of a metric at one step it has the last, and NaN where there is none.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        return frame_of(self.all_records())
+
+    def plot(self, *names: str) -> list[Any]:
+        """Plot metrics over the global step with matplotlib.
+
+        Args:
+            names: of the metrics; all by default. Those that end alike, such as "train/loss" and "val/loss", share
+                axes.
+
+        Returns:
+            The axes, all in one figure.
+
+        Raises:
+            ConfigurationError: nothing was recorded, or nothing under one of the names.
+            MissingExtraError: matplotlib is not installed.
+        """
+        return plot_series({name: self.arrays(name) for name in names} if names else self.all_arrays())
+
+    def __repr__(self) -> str:
+        """Names and newest values; what is still on a device is not read."""
+        shown = [f"{name}={column.values[-1]:.4g}" for name, column in sorted(self._columns.items()) if column.values]
+        more = [f"... {len(shown) - _MOST_SHOWN} more"] if len(shown) > _MOST_SHOWN else []
+        return f"RunHistory({len(self._log)} records: {', '.join(shown[:_MOST_SHOWN] + more) or 'none'})"
+
+    def _repr_html_(self) -> str:
+        """A table of epochs for notebooks: the last value of each metric in each epoch."""
+        return epochs_html(by_epoch(self.all_records()))
 
     @property
     def flushed_count(self) -> int:

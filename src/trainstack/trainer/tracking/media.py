@@ -213,8 +213,9 @@ def _check_table(holds: bool, what: str) -> None:
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, torch.Tensor | np.generic | np.ndarray) and (
-        value.numel() if isinstance(value, torch.Tensor) else value.size
-    ) == 1:
+    if (
+        isinstance(value, torch.Tensor | np.generic | np.ndarray)
+        and (value.numel() if isinstance(value, torch.Tensor) else value.size) == 1
+    ):
         value = value.item()
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

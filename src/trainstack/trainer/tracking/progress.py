@@ -6,11 +6,13 @@ import difflib
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TextIO, cast
+from html import escape
+from typing import IO, Any, TextIO, cast
 
-from trainstack.errors import ConfigurationError
+from trainstack.errors import ConfigurationError, MissingExtraError
+from trainstack.trainer.tracking.views import epochs_html
 from trainstack.trainer.tracking.writers.console import Pace, QuietStream
 
 NEVER = sys.maxsize
@@ -41,6 +43,9 @@ class ProgressDisplay(ABC):
     @abstractmethod
     def end_epoch(self, summary: str = "") -> None:
         """The epoch is over; `summary` is a line that stays on the screen."""
+
+    def show_epoch(self, epoch: int, values: Mapping[str, float]) -> None:  # noqa: B027 - a bar has no table
+        """Keep what epoch `epoch` (from 0) has measured, by name, for a table; called right before `end_epoch`."""
 
     @abstractmethod
     def start_validation(self, key: str, total: int | None) -> None:
@@ -101,6 +106,10 @@ class PacedProgress(ProgressDisplay):
                     self.paint(self.phase, loss())
         self._set_next_poll()
 
+    def end_epoch(self, summary: str = "") -> None:
+        self.phase = None
+        self.next_poll = NEVER
+
     def start_validation(self, key: str, total: int | None) -> None:
         self._training = self.phase
         self._enter(Phase(f"validation {key}", total, 0, 0, self.pace.clock()))
@@ -153,8 +162,7 @@ class PlainProgress(PacedProgress):
         self.stream.line("  ".join(parts))
 
     def end_epoch(self, summary: str = "") -> None:
-        self.phase = None
-        self.next_poll = NEVER
+        super().end_epoch(summary)
         if summary:
             self.stream.line(summary)
 
@@ -211,8 +219,7 @@ class RichProgress(PacedProgress):
         if summary:
             self._lines.append(summary)
         self._paint_if_due()
-        self.phase = None
-        self.next_poll = NEVER
+        super().end_epoch(summary)
 
     def close(self) -> None:
         super().close()
@@ -225,17 +232,75 @@ class RichProgress(PacedProgress):
             self._console.print("\n".join(lines), markup=False, emoji=False, soft_wrap=True)
 
 
-def build_progress(kind: str | ProgressDisplay | None = "auto", stream: TextIO | None = None) -> ProgressDisplay:
-    """A display: `kind` is `"rich"` (a bar), `"plain"` (lines), `"none"` or None, or `"auto"`; a display as it is.
+class NotebookProgress(PacedProgress):
+    """One output of the cell, updated by the training thread at most four times a second.
 
-    `"auto"` is the bar where `stream` (default: `sys.stderr`; borrowed, never closed) is a terminal that can
-    move its cursor, and plain lines otherwise. The bar has no colours where the environment sets NO_COLOR.
+    Raises:
+        MissingExtraError: IPython is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from IPython.display import display
+        except ImportError as error:
+            raise MissingExtraError("progress='notebook'", "ipython", "notebook") from error
+        super().__init__(QuietStream(sys.stdout), Pace(0.25, due_at_once=True))
+        self._display, self._handle = display, None
+        self._epochs: dict[int, Mapping[str, float]] = {}
+
+    def paint(self, phase: Phase, loss: float | None) -> None:
+        total = "" if phase.total is None else f' value="{phase.done}" max="{max(1, phase.total)}"'
+        count = f"{phase.done}" if phase.total is None else f"{phase.done}/{phase.total}"
+        label = "  ".join([phase.label, count, *([] if loss is None else [f"loss {loss:.4g}"])])
+        self._show(f"<progress{total}></progress> {escape(label)}", label)
+
+    def show_epoch(self, epoch: int, values: Mapping[str, float]) -> None:
+        self._epochs[epoch] = values
+
+    def end_epoch(self, summary: str = "") -> None:
+        self._paint_if_due()
+        super().end_epoch(summary)
+
+    def close(self) -> None:
+        if self._epochs or self._handle is not None:
+            self._show("", f"{len(self._epochs)} epochs")
+        super().close()
+        self._epochs, self._handle = {}, None
+
+    def _show(self, bar: str, text: str) -> None:
+        content: dict[str, Any] = {"text/html": bar + (epochs_html(self._epochs) if self._epochs else "")}
+        content["text/plain"] = text
+        if self._handle is None:
+            self._handle = self._display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
+
+
+def is_in_kernel() -> bool:
+    """Whether a kernel of Jupyter runs this process; imports nothing."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
+DISPLAYS = ("auto", "rich", "plain", "notebook", "none")
+"""The names of displays."""
+
+
+def build_progress(kind: str | ProgressDisplay | None = "auto", stream: TextIO | None = None) -> ProgressDisplay:
+    """A display: `kind` is one of `DISPLAYS`, or a display as it is.
+
+    `"auto"` is `"notebook"` in a kernel of Jupyter, unless a `stream` is given. Else it is `"rich"`, a bar, where
+    `stream` (default: `sys.stderr`; borrowed, never closed) is a terminal that can move its cursor, and `"plain"`,
+    lines, otherwise. The bar has no colours where the environment sets NO_COLOR.
 
     Raises:
         ConfigurationError: `kind` is none of these.
+        MissingExtraError: `"notebook"` without IPython.
     """
     if isinstance(kind, ProgressDisplay):
         return kind
+    if kind == "notebook" or (kind == "auto" and stream is None and is_in_kernel()):
+        return NotebookProgress()
     stream = sys.stderr if stream is None else stream
     if kind == "auto":
         dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
@@ -246,9 +311,9 @@ def build_progress(kind: str | ProgressDisplay | None = "auto", stream: TextIO |
         return PlainProgress(stream)
     if kind is None or kind == "none":
         return NoProgress()
-    close = difflib.get_close_matches(str(kind).lower(), ("auto", "rich", "plain", "none"), n=1)
+    close = difflib.get_close_matches(str(kind).lower(), DISPLAYS, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ConfigurationError(f"no progress display is called {kind!r}.{hint} Known: auto, rich, plain, none.")
+    raise ConfigurationError(f"no progress display is called {kind!r}.{hint} Known: {', '.join(DISPLAYS)}.")
 
 
 def format_plan_table(rows: Sequence[tuple[str, str]]) -> str:

@@ -1,0 +1,5 @@
+"""For tests of modules: one step alone, without a trainer."""
+
+from trainstack.trainer.run.single_step import StepResult, run_step
+
+__all__ = ["StepResult", "run_step"]

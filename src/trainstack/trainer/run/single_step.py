@@ -1,0 +1,87 @@
+"""`run_step` runs one step of a module alone, for unit tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainstack.backends import move_to_device
+from trainstack.backends.losses import find_loss
+from trainstack.errors import ConfigurationError
+from trainstack.stage import Stage
+from trainstack.trainer.core.state import RunState
+from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.tracking.history import RunHistory
+from trainstack.trainer.tracking.log_sink import LogSink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step has returned and logged.
+
+    Attributes:
+        loss: of `train_step`, 0-dim and detached; None for other stages.
+        outputs: what the step returned.
+        logged: numbers, images (uint8 arrays), texts and tables by name.
+    """
+
+    loss: Tensor | None
+    outputs: Any
+    logged: dict[str, Any] = field(default_factory=dict)
+
+
+def run_step(
+    module: ModuleInterface,
+    batch: Any,
+    *,
+    stage: Stage = Stage.TRAIN,
+    global_step: int = 1,
+    device: torch.device | str | None = None,
+) -> StepResult:
+    """Run the step of `module` for `stage` on one batch, as a trainer does it.
+
+    A training step runs in training mode and makes gradients, which are added to those that are there; no optimizer
+    steps. The others run in eval mode without gradients. Modes are afterwards what they were before.
+
+    Args:
+        module: the module; it stays where it is.
+        batch: its tensors are moved to `device`.
+        stage: chooses `train_step`, `val_step`, `test_step` or `predict_step`.
+        global_step: given to the step.
+        device: by default that of the first parameter.
+
+    Raises:
+        ConfigurationError: `module` is no ModuleInterface.
+        ModuleContractError: `train_step` returned no loss.
+    """
+    if not isinstance(module, ModuleInterface):
+        raise ConfigurationError(f"run_step was given a {type(module).__name__}. Give an instance of ModuleInterface.")
+    if device is None:
+        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    device, trains = torch.device(device), stage is Stage.TRAIN
+    modes = {part: part.training for part in module.modules()}
+    logged: dict[str, Any] = {}
+
+    def write(kind: str, name: str, make: Callable[[], Any], step: int) -> None:
+        logged[name] = make()
+
+    sink = LogSink().connect(RunHistory(), RunState(current_step=global_step))
+    sink.write = write
+    before, module._log_sink = module._log_sink, sink
+    try:
+        module.train(trains)
+        with torch.set_grad_enabled(trains):
+            outputs = module.forward(stage, global_step, move_to_device(batch, device), device)
+            loss = find_loss(outputs) if trains else None
+            if loss is not None:
+                loss.backward()
+    finally:
+        module._log_sink = before
+        for part, mode in modes.items():
+            part.training = mode
+    logged |= {name: sink.history.get_latest_metric(name) for name in sorted(sink.history.get_metric_names())}
+    return StepResult(loss=None if loss is None else loss.detach(), outputs=outputs, logged=logged)
