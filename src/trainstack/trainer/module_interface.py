@@ -22,7 +22,7 @@ from trainstack.trainer.core.module_extras import without_wrappers
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.samples import samples_in
 from trainstack.trainer.core.several_updates import NextPart
-from trainstack.trainer.tracking.history import RunHistory
+from trainstack.trainer.tracking.history import RunHistory, check_name
 from trainstack.trainer.tracking.media import MediaLog
 from trainstack.trainer.tracking.provenance import Provenance
 
@@ -369,7 +369,7 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
 
     def _log_media(self, kind: str, name: str, make: Callable[[], Any], provenance: Provenance | None) -> None:
         if self._log_sink is None:
-            self._keep_alone(name, make())
+            self._keep_alone(check_name(name), make())
         else:
             self._log_sink.record_media(kind, name, make, provenance)
 

@@ -14,6 +14,7 @@ import pytest
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, train
+from tools.clients.trackers.__main__ import PACKAGES, run_script
 from trainstack.checkpointing import filesystem
 from trainstack.trainer.tracking.history import Record
 from trainstack.trainer.tracking.writers import MlflowWriter, RunInfo, TrackioWriter, WandbWriter, Writer
@@ -50,12 +51,17 @@ class Calls:
         self.id = self.name = name
         self.options, self.logged, self.metrics, self.finished = options, [], [], 0
         self.exit_code: int | None = None
+        self.config: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
 
     def log(self, values: dict[str, float], step: int | None = None) -> None:
         self.logged.append((step, values))
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         self.metrics.append((name, step_metric))
+
+    def mark_preempting(self) -> None:
+        self.summary["preempting"] = True
 
     def finish(self, exit_code: int | None = None) -> None:
         self.finished += 1
@@ -122,7 +128,7 @@ class MlflowServer:
         self.experiments: dict[str, str] = {}
         self.runs: dict[str, dict[str, Any]] = {}
 
-    def client(self, uri: str | None) -> MlflowServer:
+    def client(self, uri: str | None = None) -> MlflowServer:
         return self
 
     def get_experiment_by_name(self, name: str) -> Any:
@@ -133,8 +139,14 @@ class MlflowServer:
 
     def create_run(self, experiment_id: str, run_name: str | None) -> Any:
         run_id = f"run-{len(self.runs)}"
-        self.runs[run_id] = {"params": {}, "metrics": [], "status": "RUNNING", "calls": []}
+        self.runs[run_id] = {"params": {}, "metrics": [], "tags": {}, "status": "RUNNING", "calls": []}
         return SimpleNamespace(info=SimpleNamespace(run_id=run_id))
+
+    def get_run(self, run_id: str) -> Any:
+        return SimpleNamespace(data=SimpleNamespace(params=self.runs[run_id]["params"]))
+
+    def set_tag(self, run_id: str, key: str, value: str) -> None:
+        self.runs[run_id]["tags"][key] = value
 
     def update_run(self, run_id: str, status: str) -> None:
         self.runs[run_id]["status"] = status
@@ -227,12 +239,12 @@ def test_the_note_of_the_run_has_its_old_content_or_its_new_one(
     assert put(WandbWriter(), tmp_path, SECOND, resume_step=20) == "made-0"
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio", "comet", "clearml", "aim", "dvclive", "prometheus"])
 def test_a_package_that_is_missing_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *more: None if n == name else find(n, *more))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *more: None if n.startswith(name) else find(n, *more))
     with pytest.raises(ts.MissingExtraError, match=rf"pip install 'trainstack\[{name}\]"):
         train(Classifier(), tmp_path, writers=[name])
 
@@ -244,3 +256,105 @@ def test_a_training_is_told_to_wandb_with_its_arguments(wandb_runs: list[Calls],
     assert run.options["config"]["plan"]["epochs"] == 1
     assert [values["global_step"] for _, values in run.logged if "train/loss" in values] == [2, 4, 6]
     assert run.finished == 1
+
+
+def end(writer: Writer, directory: Path, status: str, reason: str | None = None) -> None:
+    writer.open(RunInfo(log_dir=directory, config=CONFIG))
+    writer.end(status, reason)
+    writer.close()
+
+
+STATUSES = [
+    ("finished", "FINISHED", 0),
+    ("stopped", "FINISHED", 0),
+    ("interrupted", "KILLED", 1),
+    ("failed", "FAILED", 1),
+]
+
+
+@pytest.mark.parametrize(("status", "state", "code"), STATUSES)
+def test_a_run_ends_with_its_status(
+    wandb_runs: list[Calls], mlflow_server: MlflowServer, tmp_path: Path, status: str, state: str, code: int
+) -> None:
+    reason = "why" if code else None
+    end(WandbWriter(), tmp_path, status, reason)
+    assert wandb_runs[0].exit_code == code
+    assert wandb_runs[0].summary.get("trainstack_reason") == reason
+    assert ("preempting" in wandb_runs[0].summary) is (status == "interrupted")
+    end(MlflowWriter(), tmp_path, status, reason)
+    assert mlflow_server.runs["run-0"]["status"] == state
+    assert mlflow_server.runs["run-0"]["tags"].get("trainstack.reason") == reason
+
+
+def test_a_crashed_training_is_failed_in_mlflow(mlflow_server: MlflowServer, tmp_path: Path) -> None:
+    class Crashes(Classifier):
+        def on_end_train_step(self, global_step: int) -> None:
+            raise RuntimeError("crash")
+
+    with pytest.raises(RuntimeError, match="crash"):
+        train(Crashes(), tmp_path, writers=["mlflow"])
+    assert mlflow_server.runs["run-0"]["status"] == "FAILED"
+
+
+class OpenRun(Calls):
+    """A run that the user has opened, whose config takes updates."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.config = SimpleNamespace(values={}, update=self.update)  # type: ignore[assignment]
+
+    def update(self, values: dict[str, Any], allow_val_change: bool = False) -> None:
+        assert allow_val_change
+        self.config.values.update(values)  # type: ignore[attr-defined]
+
+
+def test_the_open_run_of_wandb_is_used_and_left_open(
+    wandb_runs: list[Calls], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sweep = sys.modules["wandb"].run = OpenRun("sweep")  # type: ignore[attr-defined]
+    assert put(WandbWriter(project="mine"), tmp_path, FIRST) == "sweep"
+    assert (len(sweep.logged), sweep.finished) == (2, 0)
+    assert sweep.config.values["arguments"] == CONFIG["arguments"]  # type: ignore[attr-defined]
+    assert "project of the writer have no effect" in caplog.text
+    assert put(WandbWriter(), tmp_path, SECOND, resume_step=20) == "sweep"
+    assert wandb_runs == []
+    assert put(WandbWriter(own_run=True), tmp_path / "own", FIRST) == "made-0"
+    assert wandb_runs[0].finished == 1
+
+    sys.modules["wandb"].run = OpenRun("another")  # type: ignore[attr-defined]
+    with pytest.raises(ts.ConfigurationError, match="'sweep', and the run 'another' is open"):
+        put(WandbWriter(), tmp_path, SECOND, resume_step=20)
+
+
+def test_the_active_run_of_mlflow_is_used_and_keeps_its_parameters(mlflow_server: MlflowServer, tmp_path: Path) -> None:
+    run_id = mlflow_server.create_run("0", None).info.run_id
+    mlflow_server.runs[run_id]["params"]["backend"] = "mine"
+    active = SimpleNamespace(info=SimpleNamespace(run_id=run_id))
+    sys.modules["mlflow"].active_run = lambda: active  # type: ignore[attr-defined]
+    assert put(MlflowWriter(), tmp_path, FIRST) == run_id
+    run = mlflow_server.runs[run_id]
+    assert (run["status"], len(run["metrics"])) == ("RUNNING", 3)
+    assert (run["params"]["backend"], run["params"]["arguments.epochs"]) == ("mine", "2")
+    assert put(MlflowWriter(own_run=True), tmp_path / "own", FIRST) == "run-1"
+    assert put(MlflowWriter(experiment="mine"), tmp_path / "named", FIRST) == "run-2"
+
+
+def test_wrong_artifacts_are_refused(wandb_runs: list[Calls]) -> None:
+    with pytest.raises(ts.ConfigurationError, match="write 'last', 'best' or 'none'"):
+        WandbWriter(artifacts="all")  # type: ignore[arg-type]
+
+
+def test_tensorboards_own_readers_find_all(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
+    from tools.clients.trackers import use_tensorboard
+
+    use_tensorboard.main(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PACKAGES if name != "tensorboard"])
+def test_users_of_the_real_package(name: str) -> None:
+    if importlib.util.find_spec(PACKAGES[name]) is None:  # the scripts run in a process each
+        pytest.skip(f"needs {PACKAGES[name]}")
+    ended = run_script(name)
+    assert ended.returncode == 0, ended.stderr[-4000:]

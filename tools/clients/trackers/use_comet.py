@@ -1,7 +1,6 @@
 """Comet offline: an own experiment with media and a model, a crash, a resume, and an experiment that is running."""
 
 import json
-import os
 import sys
 import zipfile
 from pathlib import Path
@@ -22,6 +21,11 @@ def messages(folder: Path) -> list[dict[str, Any]]:
     return [message.get("payload", message) for message in found]
 
 
+def offline(folder: Path) -> dict[str, Any]:
+    """Options of `comet_ml.start` for an experiment that is kept in `folder`."""
+    return {"online": False, "experiment_config": comet_ml.ExperimentConfig(offline_directory=str(folder))}
+
+
 def texts(folder: Path) -> bytes:
     """What the archives hold beside the messages."""
     found = b""
@@ -38,8 +42,7 @@ def metrics(found: list[dict[str, Any]], name: str) -> list[int]:
 
 def main(folder: Path) -> None:
     """Train, crash, resume, and train in an experiment that is running."""
-    os.environ |= {"COMET_OFFLINE_DIRECTORY": str(folder / "a"), "COMET_LOGGING_CONSOLE": "ERROR"}
-    run(folder / "run-a", CometWriter(online=False, project_name="lines", artifacts="last"))
+    run(folder / "run-a", CometWriter(project_name="lines", artifacts="last", **offline(folder / "a")))
     found = messages(folder / "a")
     assert metrics(found, "train/loss") == list(range(1, 9))
     text = json.dumps(found)
@@ -50,16 +53,14 @@ def main(folder: Path) -> None:
     assert '"module.width"' in text
     assert "MANIFEST.json" in text  # of the checkpoint
 
-    os.environ["COMET_OFFLINE_DIRECTORY"] = str(folder / "b")
-    run(folder / "run-b", CometWriter(online=False), crash=RuntimeError("crash"))
+    run(folder / "run-b", CometWriter(**offline(folder / "b")), crash=RuntimeError("crash"))
     assert '"failed"' in json.dumps(messages(folder / "b"))
     first = json.loads((folder / "run-b" / "comet-run.json").read_text())
-    run(folder / "run-b", CometWriter(online=False), resume="auto")
+    run(folder / "run-b", CometWriter(**offline(folder / "b")), resume="auto")
     assert json.loads((folder / "run-b" / "comet-run.json").read_text()) == first
     assert set(metrics(messages(folder / "b"), "train/loss")) == set(range(1, 9))
 
-    os.environ["COMET_OFFLINE_DIRECTORY"] = str(folder / "c")
-    mine = comet_ml.start(online=False, project_name="mine")
+    mine = comet_ml.start(project_name="mine", **offline(folder / "c"))
     run(folder / "run-c", "comet")
     assert comet_ml.get_running_experiment() is mine
     mine.end()

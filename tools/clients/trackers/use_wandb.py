@@ -3,6 +3,7 @@
 import os
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +15,13 @@ from trainstack import WandbWriter
 
 
 def records(folder: Path) -> list[wandb_internal_pb2.Record]:
-    """All records in the files of the offline runs below `folder`."""
-    files = sorted(folder.rglob("*.wandb"))
-    return [wandb_internal_pb2.Record.FromString(data) for path in files for data in chunks(path.read_bytes())]
+    """All records in the files of the offline runs below `folder`; wandb's process writes them a little later."""
+    files, patience = sorted(folder.rglob("*.wandb")), time.monotonic() + 60
+    while True:
+        found = [wandb_internal_pb2.Record.FromString(data) for path in files for data in chunks(path.read_bytes())]
+        if len(exit_codes(found)) >= len(files) or time.monotonic() > patience:
+            return found
+        time.sleep(0.2)
 
 
 def chunks(content: bytes) -> Iterator[bytes]:
