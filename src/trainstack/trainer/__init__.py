@@ -44,19 +44,16 @@ if TYPE_CHECKING:
     from trainstack.trainer.run.lr_finder import LRFinderResult
     from trainstack.trainer.run.view import RunView
     from trainstack.trainer.supervised import SupervisedModule, build_optimizer
-    from trainstack.trainer.tracking.writers.aim import AimWriter
-    from trainstack.trainer.tracking.writers.clearml import ClearmlWriter
-    from trainstack.trainer.tracking.writers.comet import CometWriter
-    from trainstack.trainer.tracking.writers.dvclive import DvcliveWriter
+    from trainstack.trainer.tracking.writers.more_trackers import AimWriter, ClearmlWriter, CometWriter, DvcliveWriter
     from trainstack.trainer.tracking.writers.prometheus import PrometheusWriter
 
 __getattr__ = lazy_imports(
     __name__,
     {
-        "AimWriter": "trainstack.trainer.tracking.writers.aim",
-        "ClearmlWriter": "trainstack.trainer.tracking.writers.clearml",
-        "CometWriter": "trainstack.trainer.tracking.writers.comet",
-        "DvcliveWriter": "trainstack.trainer.tracking.writers.dvclive",
+        "AimWriter": "trainstack.trainer.tracking.writers.more_trackers",
+        "ClearmlWriter": "trainstack.trainer.tracking.writers.more_trackers",
+        "CometWriter": "trainstack.trainer.tracking.writers.more_trackers",
+        "DvcliveWriter": "trainstack.trainer.tracking.writers.more_trackers",
         "EvaluationOutputs": "trainstack.trainer.evaluation.evaluator",
         "LRFinderResult": "trainstack.trainer.run.lr_finder",
         "PrometheusWriter": "trainstack.trainer.tracking.writers.prometheus",

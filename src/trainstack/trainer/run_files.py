@@ -20,9 +20,8 @@ LOG_FILES = (
     "report.html",
     "privacy_statement.txt",
     "privacy_statement.json",
-    "mlflow-run.json",
-    "trackio-run.json",
-    "wandb-run.json",
+    "metrics.prom",
+    *(f"{name}-run.json" for name in ("aim", "clearml", "comet", "dvclive", "mlflow", "trackio", "wandb")),
 )
 """Files of writers and the report in the folder of the logs. A privacy ledger is never deleted."""
 

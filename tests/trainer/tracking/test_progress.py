@@ -360,7 +360,9 @@ def test_none_shows_nothing_and_a_wrong_kind_is_answered() -> None:
         display.end_epoch("summary")
         display.close()
     assert stream.getvalue() == ""
-    with pytest.raises(ConfigurationError, match=r"'Ritch'\. Did you mean 'rich'\? Known: auto, rich, plain, none"):
+    with pytest.raises(
+        ConfigurationError, match=r"'Ritch'\. Did you mean 'rich'\? Known: auto, rich, plain, notebook, none"
+    ):
         build_progress("Ritch", stream)
 
 

@@ -106,7 +106,9 @@ class Reporter:
         context = self._context
         config = {"backend": context.stack.spec, "arguments": context.args.to_dict(), "plan": plan.to_dict()}
         own = getattr(context.module, "hyperparameters", None)
-        return to_jsonable(config | ({"module": dict(own)} if isinstance(own, Mapping) and own else {}))
+        config |= {"module": dict(own)} if isinstance(own, Mapping) and own else {}
+        plain: dict[str, Any] = to_jsonable(config)
+        return plain
 
     def _write_media(self, kind: str, name: str, make: Callable[[], Any], step: int) -> None:
         """Write an image, a text or a table; see `LogSink.write`."""

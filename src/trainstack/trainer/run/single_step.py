@@ -78,7 +78,7 @@ def run_step(
             outputs = module.forward(stage, global_step, move_to_device(batch, device), device)
             loss = find_loss(outputs) if trains else None
             if loss is not None:
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
     finally:
         module._log_sink = before
         for part, mode in modes.items():

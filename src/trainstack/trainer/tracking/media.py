@@ -138,7 +138,7 @@ def figure_pixels(figure: Any) -> Pixels:
 
     before = figure.canvas
     try:
-        canvas = FigureCanvasAgg(figure)  # whatever backend shows the figure
+        canvas: Any = FigureCanvasAgg(figure)  # whatever backend shows the figure
         canvas.draw()
         return np.array(canvas.buffer_rgba())[..., :3]
     finally:
@@ -190,12 +190,13 @@ def make_table(table: Any, columns: Sequence[str] | None = None) -> Table:
     data = table.to_dict("list") if hasattr(table, "iloc") else table  # a data frame of pandas
     data = table.to_dict(as_series=False) if hasattr(table, "get_columns") else data  # one of polars
     if isinstance(data, Sequence) and data and all(isinstance(row, Mapping) for row in data):
-        names = dict.fromkeys(name for row in data for name in row)
-        data = {name: [row.get(name) for row in data] for name in names}
+        keys = dict.fromkeys(name for row in data for name in row)
+        data = {name: [row.get(name) for row in data] for name in keys}
     if isinstance(data, Mapping):
         values = [list(column) for column in data.values()]
         _check_table(len({len(column) for column in values}) <= 1, "columns of different lengths")
-        names, rows = tuple(data), list(zip(*values, strict=True))
+        names: tuple[Any, ...] = tuple(data)
+        rows: list[tuple[Any, ...]] = list(zip(*values, strict=True))
     else:
         is_rows = isinstance(data, Sequence | np.ndarray | torch.Tensor) and not isinstance(data, str)
         _check_table(is_rows and columns is not None, f"a {type(table).__name__} without columns=")

@@ -241,7 +241,7 @@ class NotebookProgress(PacedProgress):
 
     def __init__(self) -> None:
         try:
-            from IPython.display import display
+            from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
         except ImportError as error:
             raise MissingExtraError("progress='notebook'", "ipython", "notebook") from error
         super().__init__(QuietStream(sys.stdout), Pace(0.25, due_at_once=True))

@@ -50,7 +50,7 @@ def frame_of(records: Records) -> Any:
         MissingExtraError: pandas is not installed.
     """
     try:
-        from pandas import DataFrame, Index
+        from pandas import DataFrame, Index  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
         raise MissingExtraError("history.to_frame()", "pandas", "plot") from error
     rows: dict[int, dict[str, float]] = {}

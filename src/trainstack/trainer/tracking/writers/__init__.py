@@ -45,10 +45,10 @@ _MAKERS: dict[str, Callable[[Path], Writer]] = {
     "wandb": lambda _: WandbWriter(),
     "mlflow": lambda _: MlflowWriter(),
     "trackio": lambda _: TrackioWriter(),
-    "comet": lambda _: _make("comet", "CometWriter"),
-    "clearml": lambda _: _make("clearml", "ClearmlWriter"),
-    "aim": lambda _: _make("aim", "AimWriter"),
-    "dvclive": lambda _: _make("dvclive", "DvcliveWriter"),
+    "comet": lambda _: _make("more_trackers", "CometWriter"),
+    "clearml": lambda _: _make("more_trackers", "ClearmlWriter"),
+    "aim": lambda _: _make("more_trackers", "AimWriter"),
+    "dvclive": lambda _: _make("more_trackers", "DvcliveWriter"),
     "prometheus": lambda _: _make("prometheus", "PrometheusWriter"),
 }
 

@@ -45,7 +45,7 @@ class PrometheusWriter(Tracker):
         self._gateway, self._job, self._registry = gateway, job, registry
 
     def start(self, run: RunInfo, known: str | None) -> str:
-        """Make the gauges; a resumed run continues them."""
+        """Make the gauges; a resumed run makes the same."""
         from prometheus_client import CollectorRegistry, Gauge  # type: ignore[import-not-found, unused-ignore]
 
         self._run = registry = CollectorRegistry() if self._registry is None else self._registry
@@ -57,7 +57,7 @@ class PrometheusWriter(Tracker):
         info = Gauge("trainstack_run_info", "1, with facts of the run", ["folder", "backend"], registry=registry)
         info.labels(folder=str(run.log_dir), backend=str(run.config.get("backend", ""))).set(1)
         self._gauges = (self._metric, self._step, self._epoch, self._ended, info)
-        return str(run.log_dir)
+        return ""
 
     def write(self, records: Sequence[Record]) -> None:
         """Set the gauges, and write or push them."""

@@ -112,9 +112,8 @@ class TensorBoardWriter(Writer):
 
     def log_image(self, name: str, image: Pixels, step: int) -> None:
         """Add an image."""
-        height, width, _ = image.shape
         content = self._summaries.Summary.Image(
-            height=height, width=width, colorspace=3, encoded_image_string=png(image)
+            height=image.shape[0], width=image.shape[1], colorspace=3, encoded_image_string=png(image)
         )
         self._put_value(step, tag=name, image=content)
 
@@ -259,7 +258,7 @@ class TensorBoardWriter(Writer):
 
 def _media_of(event: Any) -> str | None:
     """The tag of an image, a text or hyperparameters; None for a scalar, and for what is no summary."""
-    values = event.summary.value if event.HasField("summary") else ()
+    values = list(event.summary.value) if event.HasField("summary") else []
     return values[0].tag if len(values) == 1 and values[0].WhichOneof("value") != "simple_value" else None
 
 

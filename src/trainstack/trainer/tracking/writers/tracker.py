@@ -71,9 +71,10 @@ class Tracker(Writer):
                 f"is open. Finish the open run to continue {known!r}, write own_run=True, or delete {file} to use "
                 "the open run."
             )
-        with library_error(file):
-            make_directories(run.log_dir)
-            atomic_write(file, f"{json.dumps({'run': run_name})}\n".encode())
+        if run_name:
+            with library_error(file):
+                make_directories(run.log_dir)
+                atomic_write(file, f"{json.dumps({'run': run_name})}\n".encode())
 
     def find_open(self) -> Any:
         """A run that the user's code has opened in this process; None if there is none."""
@@ -81,7 +82,7 @@ class Tracker(Writer):
 
     @abstractmethod
     def start(self, run: RunInfo, known: str | None) -> str:
-        """Begin a run, or continue the run `known`; returns by what it will be known."""
+        """Begin a run, or continue the run `known`; returns by what it will be known, "" where nothing is continued."""
 
     def adopt(self, found: Any, run: RunInfo) -> str:
         """Use the open run `found`; returns by what it will be known."""
