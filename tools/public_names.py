@@ -21,6 +21,7 @@ PACKAGES = (
     "trainstack.backends",
     "trainstack.checkpointing",
     "trainstack.verifying",
+    "trainstack.testing",
 )
 
 

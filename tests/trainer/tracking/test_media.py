@@ -13,6 +13,8 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, train
+from tests.helpers.processes import run_world
+from tests.helpers.workers.media import logged_over_processes
 from trainstack.testing import run_step
 from trainstack.trainer.tracking.history import Record
 from trainstack.trainer.tracking.media import Table, figure_pixels, image_pixels, make_table
@@ -107,6 +109,14 @@ def test_a_training_gives_writers_what_the_module_logs_then_the_status(tmp_path:
         assert (threading.get_ident() in keeps.threads) is not slow
         assert old.records > 0
         assert old.closed == 1
+
+
+@pytest.mark.distributed
+@pytest.mark.processes
+def test_over_two_processes_the_main_one_writes_and_knows_that_another_has_failed(tmp_path: Path) -> None:
+    main, other = run_world(2, logged_over_processes, directory=str(tmp_path))
+    assert main == [["epoch", "rank 0", 4], ["worker", "file"], ["failed"], ["raised"]]
+    assert other == [["raised"]]
 
 
 def test_the_best_checkpoint_is_uploaded_where_it_is_asked_for(tmp_path: Path) -> None:

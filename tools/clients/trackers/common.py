@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,24 @@ class Line(ts.SupervisedModule):
 
 
 def run(folder: Path, *writers: Any, crash: BaseException | None = None, **changes: Any) -> ts.Trainer:
-    """Train two epochs of four steps; an exception that was asked for ends it and is caught."""
+    """Train two epochs of four steps; an exception that was asked for ends it and is caught.
+
+    Raises:
+        AssertionError: a writer has failed.
+    """
     given = {"epochs": 2, "train_batch_size": 8, "log_every": 1, "progress": "none", "output_dir": folder}
     trainer = ts.Trainer(Line(crash), ts.TrainerArguments(writers=list(writers), **given | changes))
-    with contextlib.suppress(KeyboardInterrupt if isinstance(crash, KeyboardInterrupt) else RuntimeError):
-        trainer.train()
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainstack").addHandler(listener)
+    try:
+        with contextlib.suppress(KeyboardInterrupt if isinstance(crash, KeyboardInterrupt) else RuntimeError):
+            trainer.train()
+    finally:
+        logging.getLogger("trainstack").removeHandler(listener)
+    failures = [message for message in said if "This writer gets nothing more" in message]
+    assert not failures, failures
     return trainer
 
 
