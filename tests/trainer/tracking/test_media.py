@@ -268,6 +268,13 @@ def test_run_step_runs_one_step_and_leaves_the_module_as_it_was() -> None:
     logged = run_step(LogsMore(), (inputs, labels), global_step=7).logged
     assert logged["step"] == 7
     assert (logged["image"] == RED).all()
+
+    class Yields(Logs):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            yield super().train_step(global_step, batch, device), None
+
+    with pytest.raises(ts.ConfigurationError, match="run_step has none"):
+        run_step(Yields(), (inputs, labels))
     with pytest.raises(ts.ConfigurationError, match="Give an instance of ModuleInterface"):
         run_step(torch.nn.Linear(1, 1), None)  # type: ignore[arg-type]
 

@@ -13,6 +13,7 @@ from trainstack.backends import move_to_device
 from trainstack.backends.losses import find_loss
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
+from trainstack.trainer.core.several_updates import yields_updates
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.tracking.history import RunHistory
@@ -55,11 +56,16 @@ def run_step(
         device: by default that of the first parameter.
 
     Raises:
-        ConfigurationError: `module` is no ModuleInterface.
+        ConfigurationError: `module` is no ModuleInterface, or its `train_step` yields.
         ModuleContractError: `train_step` returned no loss.
     """
     if not isinstance(module, ModuleInterface):
         raise ConfigurationError(f"run_step was given a {type(module).__name__}. Give an instance of ModuleInterface.")
+    if stage is Stage.TRAIN and yields_updates(module):
+        raise ConfigurationError(
+            f"train_step of {type(module).__name__} yields, so its updates need optimizers, and run_step has none. Give "
+            "the module to a Trainer with fast_dev_run=True."
+        )
     if device is None:
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     device, trains = torch.device(device), stage is Stage.TRAIN
