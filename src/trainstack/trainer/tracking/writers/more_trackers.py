@@ -125,6 +125,9 @@ class ClearmlWriter(Tracker):
         own: dict[str, Any] = {"auto_connect_frameworks": False, "auto_connect_arg_parser": False}
         own |= {"reuse_last_task_id": False} if known is None else {"continue_last_task": known}
         task = Task.init(**(own | self._options))
+        # clearml 2.1: waits for a thread that looks at the repository by processes it forks. While other threads work,
+        # such a process may wait for ever for a lock, and with it `close`.
+        task.get_requirements()
         if known is not None:
             task.set_initial_iteration(0)  # steps are counted over the whole run
         return self.adopt(task, run)
