@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-os.environ["CLEARML_OFFLINE_MODE"] = "1"
+os.environ |= {"CLEARML_OFFLINE_MODE": "1", "CLEARML_VCS_REPO_URL": "none"}  # no search for a repository
 
 from clearml import Task
 
