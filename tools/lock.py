@@ -19,7 +19,19 @@ import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
-UNPINNED = ("wandb", "mlflow", "trackio", "remote", "gcs", "comet", "clearml", "aim", "dvclive", "prometheus", "notebook")
+UNPINNED = (
+    "wandb",
+    "mlflow",
+    "trackio",
+    "remote",
+    "gcs",
+    "comet",
+    "clearml",
+    "aim",
+    "dvclive",
+    "prometheus",
+    "notebook",
+)
 """Extras that development and CI do not install: tests put stand-ins in the place of these packages."""
 
 PIN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)==(?P<version>[^\s+]+)(\+\S+)?")

@@ -258,7 +258,7 @@ class Reporter:
             )
         self._write_report(status, reason)
         if self._is_main and status != "interrupted":  # then time is short, and the run is to be resumed
-            self._writers.log_checkpoint(self._find_checkpoint, None if export is None else Path(export))
+            self._writers.log_checkpoint(self._find_checkpoint, _local(export))
         self._writers.end(status, reason)
 
     def _find_checkpoint(self, wanted: str) -> Path | None:
@@ -266,7 +266,7 @@ class Reporter:
         info = getattr(self._context.checkpointer, wanted, lambda: None)()
         if info is None:
             self._log.warning(f"artifacts={wanted!r}: there is no such checkpoint, so none is uploaded.")
-        return None if info is None else info.path
+        return None if info is None else _local(info.path)
 
     def _write_report(self, status: str, reason: str | None) -> None:
         recorder, self._recorder = self._recorder, None
@@ -295,3 +295,8 @@ class Reporter:
         if not self._has_ended:
             self._writers.end("failed", None)
         self._writers.close()
+
+
+def _local(path: str | Path | None) -> Path | None:
+    """`path`, if it is a folder of this machine; exports and checkpoints may lie in a remote store."""
+    return Path(path) if path is not None and Path(path).is_dir() else None

@@ -63,7 +63,7 @@ def run_step(
         raise ConfigurationError(f"run_step was given a {type(module).__name__}. Give an instance of ModuleInterface.")
     if stage is Stage.TRAIN and yields_updates(module):
         raise ConfigurationError(
-            f"train_step of {type(module).__name__} yields, so its updates need optimizers, and run_step has none. Give "
+            f"train_step of {type(module).__name__} yields: its updates need optimizers, and run_step has none. Give "
             "the module to a Trainer with fast_dev_run=True."
         )
     if device is None:
