@@ -87,8 +87,10 @@ class SupervisedModule(ModuleInterface):
         loss: a function or module, a mean over samples; None where the model's outputs have an item or field `loss`,
             which they need not have outside training. In private training it is called with `reduction="none"` where
             it has that option, and each record takes the mean over its own elements, so that class weights count.
-        optimizer: a name such as "adamw", a class, a function of the parameters, or an optimizer over `model`'s.
-        train_dataset: an object with `__len__` and `__getitem__`; its `data_collator`, if it has one, collates it.
+        optimizer: a name such as "adamw", a class, a function of the parameters, or an optimizer over `model`'s; None
+            where nothing is to be trained.
+        train_dataset: an object with `__len__` and `__getitem__`; its `data_collator`, if it has one, collates it; None
+            where nothing is to be trained.
         val_dataset: likewise, or a dict of them by name; None for no validation.
         test_dataset: likewise, for `Trainer.test`.
         optimizer_kwargs: for a name, a class or a function; may hold placeholders.
@@ -129,8 +131,8 @@ class SupervisedModule(ModuleInterface):
         self,
         model: nn.Module,
         loss: Callable[..., Any] | None,
-        optimizer: OptimizerSource,
-        train_dataset: Any,
+        optimizer: OptimizerSource | None = None,
+        train_dataset: Any = None,
         val_dataset: Any = None,
         *,
         test_dataset: Any = None,
@@ -170,6 +172,11 @@ class SupervisedModule(ModuleInterface):
         """The optimizer over all parameters, the loss's own included, and the scheduler."""
         options = resolve(self.optimizer_kwargs, self.plan) if self.plan is not None else self.optimizer_kwargs
         made = self.optimizer
+        if made is None:
+            raise ModuleContractError(
+                "SupervisedModule was given no optimizer, so it can evaluate and predict, and not train. Write "
+                "SupervisedModule(model, loss, optimizer='adamw', train_dataset=...)."
+            )
         if isinstance(made, str):
             made = build_optimizer(made, self.parameters(), **options)
         elif not isinstance(made, Optimizer):
@@ -183,6 +190,11 @@ class SupervisedModule(ModuleInterface):
 
     def get_train_dataloader(self, sampler: type, batch_size: int) -> Any:
         """A loader over the training data."""
+        if self.train_dataset is None:
+            raise ModuleContractError(
+                "SupervisedModule was given no train_dataset, so it can evaluate and predict, and not train. Write "
+                "SupervisedModule(model, loss, optimizer, train_dataset=...)."
+            )
         return self.build_dataloader(self.train_dataset, sampler, batch_size, **self.train_dataloader_kwargs)
 
     def get_val_dataloaders(self, sampler: type, batch_size: int) -> Any:
@@ -427,7 +439,7 @@ def _check_optimizer(optimizer: Any, options: Mapping[str, Any], scheduler: Any)
     made = isinstance(optimizer, Optimizer)
     if isinstance(optimizer, str):
         optimizer_class(optimizer)
-    elif not made and not callable(optimizer):
+    elif not made and not callable(optimizer) and optimizer is not None:
         raise ConfigurationError(
             f"optimizer={optimizer!r}: write a name such as 'adamw', a class, a function of the parameters, or an "
             "optimizer."

@@ -92,6 +92,7 @@ class Trainer(AbstractTrainer):
 
     warm_start_report: WarmStartReport | None = None
     _run: Run | None = None
+    _evaluation: Run | None = None  # evaluates as long as nothing is to be trained
 
     def __init__(
         self,
@@ -308,8 +309,9 @@ class Trainer(AbstractTrainer):
 
     def close(self) -> None:
         """Give back what was taken from the outside: the loader's workers, and the backend's process group."""
-        if self._run is not None:
-            self._run.data.close()
+        for run in (self._run, self._evaluation):
+            if run is not None:
+                run.data.close()
         self._saver.owner.release()
         self.trainer_backend.close()
         self._give_signals_back()
@@ -348,14 +350,8 @@ class Trainer(AbstractTrainer):
         if self.world.size > 1:
             import_for_optimizers()
         agree_on_setup(self._context)
-        self._saver.choose_directory(to_train=to_train)
-        self._context.extras = ModuleExtras(self.module)
-        checkpoint = select_resume_state(self.load_checkpoints(), self._context)
-        restore_module(self.module, checkpoint)
-        self.warm_start_report = start_from_weights(
-            self._context, self._saver.read_weights, self._saver.fetch, resumed=not checkpoint.is_empty
-        )
-        self.state.update_state(checkpoint.trainer_state or {})
+        checkpoint = self._restore(to_train)
+        self._evaluation = None
         self._run = Run(self._context, self._stopper, self._saver, self._metrics)
         self._context.extras.begin()
         self.events.fire(Event.READY)
@@ -364,52 +360,156 @@ class Trainer(AbstractTrainer):
         else:
             self._run.resume(checkpoint, self.update_state)
 
+    def _restore(self, to_train: bool) -> Checkpoint:
+        """Give the module the weights that it goes on with; the checkpoint that is continued, empty if none is.
+
+        Weights to start from are taken once, so that an evaluation before training changes nothing.
+        """
+        context = self._context
+        self._saver.choose_directory(to_train=to_train)
+        context.extras = ModuleExtras(self.module)
+        checkpoint = select_resume_state(self.load_checkpoints(), context)
+        restore_module(self.module, checkpoint)
+        if self._evaluation is None or not checkpoint.is_empty:
+            self.warm_start_report = start_from_weights(
+                context, self._saver.read_weights, self._saver.fetch, resumed=not checkpoint.is_empty
+            )
+        self.state.update_state(checkpoint.trainer_state or {})
+        return checkpoint
+
+    def _ready_to_evaluate(self) -> Run:
+        """As `_ready`, without training data and optimizers as long as nothing is to be trained.
+
+        Training prepares the module anew. A stack that cannot do that is prepared for training now.
+        """
+        if self._run is not None or not all(layer.prepares_again for layer in self.trainer_backend.layers()):
+            return self._ready()
+        if self._evaluation is None:
+            if self._making_ready:
+                return self._ready()  # which refuses it
+            self._making_ready = True
+            try:
+                with self._context.fail_together():
+                    self._evaluation = self._make_evaluation()
+            finally:
+                self._making_ready = False
+        return self._evaluation
+
+    def _make_evaluation(self) -> Run:
+        from trainstack.trainer.run.agreement import agree_on_setup
+        from trainstack.trainer.run.run import Run
+
+        agree_on_setup(self._context)
+        checkpoint = self._restore(to_train=False)
+        run = Run(self._context, self._stopper, self._saver, self._metrics, trains=False)
+        run.resume_evaluation(checkpoint)
+        return run
+
     def _take_checkpoint(self, *, pinned: bool = False, after: BaseException | None = None) -> Checkpoint:
         return self._ready().take_checkpoint(self.get_state, pinned=pinned, after=after)
 
     # --- evaluation ----------------------------------------------------------------------------------------
 
     def validate(
-        self, dataloaders: Any = None, *, log: bool | None = None, keep_outputs: bool = True
+        self,
+        dataloaders: Any = None,
+        *,
+        log: bool | None = None,
+        keep_outputs: bool = True,
+        batch_size: int | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pad_value: float | None = None,
     ) -> EvaluationOutputs:
         """Run `val_step` over validation data and call `on_end_val_epoch`. Callbacks may call it in any hook.
 
+        Before training it needs neither training data nor optimizers, except with a layer that prepares both together,
+        such as `dp`. The weights are then those of `resume` or `init_weights_from`, or the module's own.
+
         Args:
-            dataloaders: a loader, or a dict of them by name; the module's by default. The loss of the loader "shifted"
-                is called `val/shifted/loss`, that of a single loader `val/loss`.
+            dataloaders: a loader, a data set with a length, or a dict of them by name; the module's by default. The
+                loss of the loader "shifted" is called `val/shifted/loss`, that of a single loader `val/loss`.
             log: whether metrics go to the history; by default only within training, from a hook.
             keep_outputs: whether outputs are returned; if False they are collected only where `on_end_val_epoch` takes
                 them, which saves memory.
+            batch_size: samples a batch, on each process, of data sets and of the module's loaders; by default
+                `args.val_batch_size`.
+            collate_fn: makes batches of the data sets that are given.
+            pad_value: fills up outputs whose shapes differ in another dimension than the first, at the end of each
+                dimension. Without it such outputs come back as a list with one tensor a batch.
 
         Returns:
             The outputs by loader; their attribute `metrics` has losses and metrics by name.
         """
         with self._context.fail_together():
-            outputs = self._ready().evaluator.run_standalone(Stage.VAL, dataloaders, log, keep_outputs)
+            run = self._ready() if log and self.args.resume is not False else self._ready_to_evaluate()
+            outputs = run.evaluator.run_standalone(
+                Stage.VAL,
+                dataloaders,
+                log,
+                keep_outputs,
+                batch_size=batch_size,
+                collate_fn=collate_fn,
+                pad_value=pad_value,
+            )
             if self._saver.pending_save and not self._context.busy:
                 self._saver.pending_save = False
                 self._saver.save(force=True)
             return outputs
 
-    def test(self, dataloaders: Any = None, *, log: bool | None = None) -> EvaluationOutputs:
+    def test(
+        self,
+        dataloaders: Any = None,
+        *,
+        log: bool | None = None,
+        batch_size: int | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pad_value: float | None = None,
+    ) -> EvaluationOutputs:
         """Run `test_step` over test data, as `validate` does.
 
         Raises:
             ModuleContractError: there is no data.
         """
         with self._context.fail_together():
-            return self._ready().evaluator.run_standalone(Stage.TEST, dataloaders, log)
+            run = self._ready() if log and self.args.resume is not False else self._ready_to_evaluate()
+            return run.evaluator.run_standalone(
+                Stage.TEST, dataloaders, log, batch_size=batch_size, collate_fn=collate_fn, pad_value=pad_value
+            )
 
-    def predict(self, dataloader: Any) -> Any:
+    def predict(
+        self,
+        dataloader: Any,
+        *,
+        stream: bool = False,
+        batch_size: int | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pad_value: float | None = None,
+    ) -> Any:
         """Run `predict_step` over `dataloader`; returns what it returned, joined in data set order.
 
-        A dict of loaders gives a dict of outputs.
-        """
-        from trainstack.trainer.evaluation.loader_pass import named_loaders
+        Args:
+            dataloader: a loader or a data set, or a dict of them by name, which gives a dict of outputs.
+            stream: return an iterator over the outputs of single batches, on the CPU, in data set order. It predicts
+                as it is read, so that nothing is collected. On several processes all of them get all batches, and read
+                to the same place.
+            batch_size: as for `validate`.
+            collate_fn: as for `validate`.
+            pad_value: as for `validate`.
 
+        Raises:
+            ConfigurationError: `stream` with a dict or with `pad_value`.
+        """
+        if stream and (isinstance(dataloader, dict) or pad_value is not None):
+            raise ConfigurationError(
+                "predict(stream=True) gives the outputs of each batch as predict_step returned them: give one loader "
+                "or data set, and no pad_value."
+            )
         with self._context.fail_together():
-            evaluator = self._ready().evaluator
-            outputs = evaluator.evaluate(Stage.PREDICT, named_loaders(dataloader, "the caller of predict"), keep=True)
+            evaluator = self._ready_to_evaluate().evaluator
+            loaders = evaluator.loaders_over(dataloader, batch_size, collate_fn, "the caller of predict")
+            if stream:
+                return evaluator.stream(Stage.PREDICT, loaders["default"])
+            outputs = evaluator.evaluate(Stage.PREDICT, loaders, keep=True, pad_value=pad_value)
             return outputs if isinstance(dataloader, dict) else outputs["default"]
 
     def gather(self, outputs: Any) -> Any:

@@ -107,6 +107,7 @@ class TrainingData:
         log: for warnings about the order of the data.
         public_dataset_size: how long the plan takes a data set to be, where the true length is private.
         streams: of samples and loaders in a private run; None for those of `seed`.
+        asks: False where nothing is to be trained: the module is then asked for no loader.
 
     Attributes:
         plan: the run's step arithmetic.
@@ -132,6 +133,8 @@ class TrainingData:
         log: RunLogger,
         public_dataset_size: int | None = None,
         streams: RandomStreams | None = None,
+        *,
+        asks: bool = True,
     ) -> None:
         self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
         self._public_dataset_size, self._is_sampled = public_dataset_size, streams is not None
@@ -146,8 +149,9 @@ class TrainingData:
         self._sharding = args.data_sharding_of(Stage.TRAIN)
         self.loader_state = LoaderState(log, fast_paths=self._fast_paths, split_by_rank=self._sharding == "loader")
         self._stream_check: StreamCheck | None = None
+        self._asks = asks
         self.plan = self._make_plan(None)
-        loader = self._ask()
+        loader = self._ask() if asks else None
         self.loader_state.attach(loader)
         self.plan = self._make_plan(loader)
         self.training_set = self._training_set(loader)
@@ -476,8 +480,9 @@ class TrainingData:
                 by_rank = self._world.comm.gather(length, "the length of the training loader")
                 length = None if None in by_rank else max(by_rank) * self._world.size
             lengths = {} if length is None else {"loader_length": length}
+        global_batch, size = args.global_batch_size(self._world.size), self._world.size
         return TrainingPlan.make(
-            train_batch_size=args.global_batch_size(self._world.size),
+            train_batch_size=global_batch if self._asks else -(-global_batch // size) * size,
             gpu_batch_size_limit=args.gpu_batch_size_limit,
             world_size=self._world.size,
             epochs=args.epochs,

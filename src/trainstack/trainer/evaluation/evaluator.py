@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import Any, Protocol
 
+import torch
 from torch.utils.data import SequentialSampler
 
 from trainstack.backends import Communicator, Workload, World
@@ -24,12 +26,13 @@ from trainstack.trainer.data.sharding import (
 )
 from trainstack.trainer.data.step_batches import unsupported_order_reason
 from trainstack.trainer.data.training_data import TrainingData
-from trainstack.trainer.evaluation.collector import as_arguments
+from trainstack.trainer.evaluation.collector import as_arguments, copied
 from trainstack.trainer.evaluation.loader_pass import (
     LoaderPass,
     eval_mode,
     evaluation_batches,
     evaluation_pass,
+    loaders_over,
     named_loaders,
     on_main_only,
     sample_count_mismatch,
@@ -125,10 +128,15 @@ class Evaluator:
         self.has_validated = False
         self._under_way = set[Stage]()
 
-    def loaders_of(self, stage: Stage) -> dict[str, Any]:
-        """The module's loaders for `stage` by name; empty if it has none."""
+    @property
+    def _batch_size(self) -> int:
+        return self._context.args.val_batch_size or self._data.plan.micro_batch
+
+    def loaders_of(self, stage: Stage, batch_size: int | None = None) -> dict[str, Any]:
+        """The module's loaders for `stage` by name, with `batch_size` in place of the arguments'; empty if it has
+        none."""
         module, where = self._context.module, "get_val_dataloaders" if stage is Stage.VAL else "get_test_dataloaders"
-        size = self._context.args.val_batch_size or self._data.plan.micro_batch
+        size = batch_size or self._batch_size
         few = self._data.overfit_val_loader(size) if stage is Stage.VAL else None
         validates = self._context.val_step or type(module).val_step is not ModuleInterface.val_step
         if few is not None and validates:
@@ -160,28 +168,47 @@ class Evaluator:
             annotate(error, "while sanity_val_steps tried out the validation before training")
             raise
 
+    def loaders_over(self, given: Any, batch_size: int | None, collate_fn: Any, where: str) -> dict[str, Any]:
+        """Loaders by name for a loader, a data set or a dict of them, that the caller of `where` gave."""
+        made = loaders_over(self._context.module, given, self._batch_size, batch_size, collate_fn)
+        return named_loaders(made, where)
+
     def run_standalone(
-        self, stage: Stage, dataloaders: Any, log: bool | None, keep_outputs: bool = True
+        self,
+        stage: Stage,
+        dataloaders: Any,
+        log: bool | None,
+        keep_outputs: bool = True,
+        *,
+        batch_size: int | None = None,
+        collate_fn: Any = None,
+        pad_value: float | None = None,
     ) -> EvaluationOutputs:
         """Evaluate the module's loaders for `stage`, or others.
 
         Args:
             stage: VAL or TEST.
-            dataloaders: one loader, a dict of them by name, or None for the module's.
+            dataloaders: a loader, a data set, a dict of them by name, or None for the module's.
             log: whether metrics go to the history; None for: only within training.
             keep_outputs: whether to collect outputs where no hook takes them.
+            batch_size: samples a batch on each process, of data sets and of the module's loaders.
+            collate_fn: makes batches of data sets.
+            pad_value: see `OutputCollector.all_outputs_alike`.
         """
         context = self._context
         recorded = context.history if log or (log is None and context.busy) else self._fresh_history()
         with context.sink.redirect(recorded, context.state) as history:
-            given = named_loaders(dataloaders, "the caller") if dataloaders is not None else self.loaders_of(stage)
+            if dataloaders is None:
+                given = self.loaders_of(stage, batch_size)
+            else:
+                given = self.loaders_over(dataloaders, batch_size, collate_fn, "the caller")
             if not given and stage is Stage.TEST:
                 raise ModuleContractError(
                     f"{type(context.module).__name__} has no test data. Define get_test_dataloaders(sampler, "
                     "batch_size)."
                 )
             keep = keep_outputs or self._hooks.val_outputs
-            outputs = self.evaluate(stage, given, keep=keep, history=history)
+            outputs = self.evaluate(stage, given, keep=keep, history=history, pad_value=pad_value)
             if history is not context.history:
                 names = sorted(history.get_metric_names())
                 outputs.metrics = {name: history.get_latest_metric(name) for name in names} | outputs.metrics
@@ -196,6 +223,7 @@ class Evaluator:
         reporter: Reporter | None = None,
         history: RunHistory | None = None,
         only: int | None = None,
+        pad_value: float | None = None,
     ) -> EvaluationOutputs:
         """Run the step of `stage` over each loader; returns metrics, and outputs by loader where `keep` asks for them.
 
@@ -203,7 +231,7 @@ class Evaluator:
         that it is not called twice where it raises and `train()` is called again. With a `reporter` the pass is a
         part of training: it may be broken off, and loaders of an interrupted validation that are done already are left
         out. Metrics are recorded in `history`, the run's if None. With `only` so many batches a process, no hook is
-        called.
+        called. `pad_value` fills up outputs of different shapes.
 
         Raises:
             Stopped: it was broken off.
@@ -228,7 +256,7 @@ class Evaluator:
                         val_step = calls_val_step(context.module, context.val_step)
                         with isolated_rng(seed, world.device), eval_mode(context.module), val_step:
                             with self._validations.whole_or_undone() if in_training else nullcontext():
-                                outputs, values = self._evaluate(stage, key, loader, keep, reporter, only)
+                                outputs, values = self._evaluate(stage, key, loader, keep, reporter, only, pad_value)
                             collected.metrics |= self._record(stage, key, values, history or context.history)
                             if keep:
                                 collected[key] = outputs
@@ -319,7 +347,14 @@ class Evaluator:
         return isolated_rng(mix(self._context.state.seed), self._context.world.device)
 
     def _evaluate(
-        self, stage: Stage, key: str, loader: Any, keep: bool, reporter: Reporter | None, only: int | None
+        self,
+        stage: Stage,
+        key: str,
+        loader: Any,
+        keep: bool,
+        reporter: Reporter | None,
+        only: int | None,
+        pad_value: float | None,
     ) -> tuple[Any, dict[str, Any]]:
         """Evaluate one loader on all processes; what they collected, joined, if it is to be kept, and the metrics."""
         context, stack, state = self._context, self._context.stack, self._context.state
@@ -348,11 +383,52 @@ class Evaluator:
         values = {"loss": evaluation.mean_loss(comm), **({} if measured is None else measured.results(comm))}
         if evaluation.outputs is None:
             return None, values
-        outputs = evaluation.outputs.all_outputs
+        outputs = evaluation.outputs.all_outputs_alike(comm, pad_value)
         return (stack.gather(outputs) if in_parts else outputs), values
 
+    def stream(self, stage: Stage, loader: Any) -> Iterator[Any]:
+        """What the step of `stage` returns for each batch of `loader`, on the CPU, in data set order, on all processes.
+
+        The processes take turns: a round evaluates one batch on each of them. Between two rounds the module is in the
+        modes, and the processes in the random states, that they had before.
+        """
+        context, world = self._context, self._context.world
+        if context.stack.is_private:
+            self._check_public({"default": loader})
+        digest, number = StreamDigest(), 0
+        batches, in_parts = self._batches(stage, loader, None, digest, in_turns=True)
+        while True:
+            seed = mix(self._seed(stage), number)
+            with context.fail_together(), self._evaluating(stage, seed, announced=False, in_training=False):
+                own = self._evaluate_one(stage, batches, number)
+                place = f"round {number} of a {stage.name.lower()} stream"
+                by_rank = world.comm.gather(own, place) if in_parts else [own]
+            if not any(by_rank):
+                break
+            yield from (outputs for part in by_rank for outputs in part)
+            number += 1
+        digests = world.comm.gather((digest.batches, digest.value), f"the end of a {stage.name.lower()} stream")
+        refuse_unlike_streams(stream_name(loader), digests, stage.name.lower())
+
+    def _evaluate_one(self, stage: Stage, batches: Iterator[tuple[Any, int | None]], number: int) -> list[Any]:
+        """The outputs for the next batch; nothing where there is none."""
+        context, work, was_busy = self._context, self._work(), self._context.busy
+        context.busy = True
+        try:
+            with evaluation_pass(context.stack, work), eval_mode(context.module), torch.no_grad():
+                outputs = [
+                    copied(context.stack.forward(work, stage, batch, context.state.global_step), torch.device("cpu"))
+                    for batch, _ in islice(batches, 1)
+                ]
+        except Exception as error:
+            annotate(error, f"in batch {number} of a {stage.name.lower()} stream")
+            raise
+        finally:
+            context.busy = was_busy
+        return outputs
+
     def _batches(
-        self, stage: Stage, loader: Any, limit: int | None, digest: StreamDigest
+        self, stage: Stage, loader: Any, limit: int | None, digest: StreamDigest, in_turns: bool = False
     ) -> tuple[Iterator[tuple[Any, int | None]], bool]:
         """The batches that this rank evaluates, and whether the others evaluate the rest."""
         context, world, name = self._context, self._context.world, stage.name.lower()
@@ -370,6 +446,7 @@ class Evaluator:
             fast_paths=self._work().fast_paths,
             sharding=sharding,
             digest=digest,
+            in_turns=in_turns,
         )
         return batches, in_parts or on_main
 
