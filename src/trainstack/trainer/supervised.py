@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arg_matching import (
     NameMapping,
     apply_mapping,
@@ -110,7 +110,8 @@ class SupervisedModule(ModuleInterface):
             if None.
         collate_fn: for all loaders.
         train_dataloader_kwargs: what else the `DataLoader` of the training data gets, such as `num_workers`.
-            `shuffle=False` keeps the order of the data set.
+            `shuffle=False` keeps the order of the data set; a `sampler`, such as a `WeightedRandomSampler`, gives its
+            own order, the same on all processes.
         val_dataloader_kwargs: the same for validation and test data.
         loss_weight: what the loss of a batch is a mean over, see `batch_weight`: `"samples"`, `"labels"`, which are the
             labels that are not -100, or a function that counts the items of a batch. None: labels where the model
@@ -195,7 +196,8 @@ class SupervisedModule(ModuleInterface):
                 "SupervisedModule was given no train_dataset, so it can evaluate and predict, and not train. Write "
                 "SupervisedModule(model, loss, optimizer, train_dataset=...)."
             )
-        return self.build_dataloader(self.train_dataset, sampler, batch_size, **self.train_dataloader_kwargs)
+        options = {"sampler": sampler, "batch_size": batch_size, **self.train_dataloader_kwargs}
+        return self.build_dataloader(self.train_dataset, **options)
 
     def get_val_dataloaders(self, sampler: type, batch_size: int) -> Any:
         """A loader over the validation data, or a dict of loaders, or None."""
@@ -208,10 +210,10 @@ class SupervisedModule(ModuleInterface):
     def _evaluation_loaders(self, datasets: Any, sampler: type, batch_size: int) -> Any:
         if datasets is None:
             return None
-        options = {"batch_size": batch_size, **self.val_dataloader_kwargs}
+        options = {"sampler": sampler, "batch_size": batch_size, **self.val_dataloader_kwargs}
         if isinstance(datasets, dict):
-            return {key: self.build_dataloader(data, sampler, **options) for key, data in datasets.items()}
-        return self.build_dataloader(datasets, sampler, **options)
+            return {key: self.build_dataloader(data, **options) for key, data in datasets.items()}
+        return self.build_dataloader(datasets, **options)
 
     def batch_weight(self, batch: Any) -> float:
         """How many items the loss of `batch` is a mean over, as `loss_weight` says.
@@ -323,12 +325,22 @@ class SupervisedModule(ModuleInterface):
 
     def _call_model(self, batch: Any, training: bool) -> Any:
         method = self._method(training)
-        if isinstance(batch, dict):
-            outputs = call_with_matching_args(method, batch)
-        elif isinstance(batch, tuple | list):
-            outputs = method(*(batch[:-1] if len(batch) > 1 else batch))
-        else:
-            outputs = method(batch)
+        try:
+            if isinstance(batch, dict):
+                outputs = call_with_matching_args(method, batch)
+            elif isinstance(batch, tuple | list):
+                outputs = method(*(batch[:-1] if len(batch) > 1 else batch))
+            else:
+                outputs = method(batch)
+        except Exception as error:
+            own = [name for name in ("train_step", "evaluate_step") if callable(getattr(self.model, name, None))]
+            if own and self.forward_fns[not training] == "forward":
+                kinds = zip(("forward_fn", "val_forward_fn"), own, strict=False)
+                given = ", ".join(f"{kind}={name!r}" for kind, name in kinds)
+                annotate(
+                    error, f"{type(self.model).__name__}.forward was called; SupervisedModule({given}) calls those"
+                )
+            raise
         return _mapped(self.output_mappings[not training], outputs)
 
     def _method(self, training: bool) -> Callable[..., Any]:

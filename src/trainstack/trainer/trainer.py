@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO, TypeVar, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -34,10 +34,11 @@ from trainstack.trainer.core.intervals import whole_steps
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.module_extras import ModuleExtras
 from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.core.random_state import seed_everything
 from trainstack.trainer.core.state import RunState, UserState
 from trainstack.trainer.events import Callback, Event, Events, Filter
 from trainstack.trainer.events.bus import check_event
-from trainstack.trainer.module_checks import check_parts
+from trainstack.trainer.module_checks import check_parts, complete_monitor, refuse_argument_of_train
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.resume.restoring import origin_of, restore_module, select_resume_state, start_from_weights
 from trainstack.trainer.resume.saving import Saver, check_storable, save_after_exception
@@ -75,7 +76,9 @@ class Trainer(AbstractTrainer):
         checkpointer: keeps and finds checkpoints; by default a `DefaultCheckpointer` that saves under
             `args.output_dir`.
         run_history: where metrics are recorded; a new `RunHistory` by default.
-        callbacks: objects that subscribe to events by their methods, or classes of them.
+        callbacks: objects that subscribe to events by their methods, or classes of them; one of these, or a list.
+        train_step: a function that is called for `train_step` of the module, as if it were that method: it computes the
+            loss. What steps optimizers itself is a layer, see `register_layer`.
         val_step: a function that is called for `val_step` of the module, as if it were that method.
         metrics: by name, anything with `update`, `compute` and `reset`; instead of the module's.
 
@@ -102,12 +105,17 @@ class Trainer(AbstractTrainer):
         checkpointer: AbstractCheckpointer | None = None,
         *,
         run_history: RunHistory | None = None,
-        callbacks: Iterable[Callback | type[Callback]] | None = None,
+        callbacks: Callback | type[Callback] | Iterable[Callback | type[Callback]] | None = None,
+        train_step: Callable[..., Any] | None = None,
         val_step: Callable[..., Any] | None = None,
         metrics: Any = None,
     ) -> None:
-        check_parts(type(self), module, args, trainer_backend, checkpointer, val_step)
-        args = limit_for_dev_run(args)
+        check_parts(
+            type(self), module, args, trainer_backend, checkpointer, train_step=train_step, val_step=val_step
+        )
+        args = complete_monitor(limit_for_dev_run(args), module, metrics)
+        if args.seed_everything:
+            seed_everything(args.seed)
         if not isinstance(trainer_backend, TrainerBackend):
             trainer_backend = build_trainer_backend(trainer_backend or args.resolved_backend, **args.layer_options)
         trainer_backend.bind(self)
@@ -123,6 +131,7 @@ class Trainer(AbstractTrainer):
             state=RunState(seed=args.seed),
             user_state=UserState(),
             directory=RunDirectory(args, module, checkpointer, private=trainer_backend.is_private),
+            train_step=train_step,
             val_step=val_step,
             extras=ModuleExtras(module),
         )
@@ -137,7 +146,7 @@ class Trainer(AbstractTrainer):
 
     # --- running -------------------------------------------------------------------------------------------
 
-    def train(self, *, epochs: int | None = None, max_steps: int | float | None = None) -> None:
+    def train(self, *, epochs: int | None = None, max_steps: int | float | None = None, **unknown: NoReturn) -> None:
         """Train the epochs that are left, validate after each, save, and export the model at the end.
 
         Does nothing once it is through. Call it again after an interruption or an exception to go on from where it
@@ -147,6 +156,7 @@ class Trainer(AbstractTrainer):
         Args:
             epochs: train until so many are trained in all, instead of what the arguments say.
             max_steps: the same, counted in global steps.
+            unknown: is refused, with the place where the trainer takes it.
 
         Raises:
             Preempted: SIGTERM, SIGHUP or SIGUSR1 came; what was trained is saved. Ends the process with exit code 75.
@@ -156,8 +166,10 @@ class Trainer(AbstractTrainer):
             PeerError: another process has failed, or did not come to a collective in time.
             CheckpointError: a checkpoint that was asked for cannot be read, or one cannot be written.
             LeaseError: another process owns the directory of the run, or has taken it over.
-            ConfigurationError: it was called from one of its own hooks or steps.
+            ConfigurationError: it was called from one of its own hooks or steps, or with an unknown argument.
         """
+        if unknown:
+            refuse_argument_of_train(next(iter(unknown)))
         if self._training:
             raise ConfigurationError(
                 f"train() was called while it runs (after global step {self.state.global_step}), from a hook or a "
@@ -179,12 +191,18 @@ class Trainer(AbstractTrainer):
             except BaseException as error:
                 self._heed_early_signal(error)
                 raise
+            if self.args.on_interrupt == "return" and self.world.size > 1:
+                raise ConfigurationError(
+                    "on_interrupt='return' with several processes: a launcher ends the others when Ctrl-C is pressed. "
+                    "Leave it out, and continue in another start with resume='auto'."
+                )
             if not self._finished:
                 late = self._train_until_stopped(run)
                 stopper.leave_together()
         if not self._finished or late is not None:
             log = self._context.log if self.is_main_process else None
-            raise_for_signal(stopper.agreed, late, saver.stop_message(), log)
+            returns = self.args.on_interrupt == "return"
+            raise_for_signal(stopper.agreed, late, saver.stop_message(), log, returns=returns)
 
     def _heed_early_signal(self, error: BaseException) -> None:
         """`error` ended `train()` before training began: record a signal as its cause.
@@ -229,7 +247,8 @@ class Trainer(AbstractTrainer):
                 self.events.fail(error)
                 with suppress(TrainstackError):  # no ledger any more; the statement on the disk has all planned steps
                     run.note_stop()
-                if self.args.save_on_exception:
+                wanted = self.args.save_on_exception
+                if wanted is True or (isinstance(wanted, tuple) and isinstance(error, wanted)):
                     save_after_exception(error, context, self._take_checkpoint, within_s=saver.save_time_budget.seconds)
                 reporter.fail(error)
                 raise
@@ -374,6 +393,8 @@ class Trainer(AbstractTrainer):
             self.warm_start_report = start_from_weights(
                 context, self._saver.read_weights, self._saver.fetch, resumed=not checkpoint.is_empty
             )
+            if self.warm_start_report is not None:
+                self.events.fire(Event.LOAD_MODEL, self.warm_start_report)
         self.state.update_state(checkpoint.trainer_state or {})
         return checkpoint
 
@@ -581,6 +602,20 @@ class Trainer(AbstractTrainer):
             self._ready().check_finite("No export was written; write check_finite=False to export it as it is.")
         self._saver.save_model(self.plan, path, overwrite=overwrite)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; refuse a loop, which nothing would call.
+
+        Raises:
+            ConfigurationError: it is called `train_batch_loop` or `evaluate_batch_loop`.
+        """
+        if name in ("train_batch_loop", "evaluate_batch_loop"):
+            raise ConfigurationError(
+                f"trainer.{name} = ...: a Trainer has one loop, above all backends, so that their results agree. "
+                "Replace a part of a step with a layer (register_layer), or the step with Trainer(train_step=...) or "
+                "val_step=...; to write a loop, drive a stack of build_trainer_backend with train_dl."
+            )
+        super().__setattr__(name, value)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Trainer:
         """Refuse a copy, which would share the files, the processes and the counters of the run."""
         raise ConfigurationError(
@@ -591,6 +626,48 @@ class Trainer(AbstractTrainer):
     def load_checkpoints(self) -> Checkpoint:
         """What the checkpointer finds to continue from, as `args.resume` says; an empty one if nothing."""
         return self._saver.load()
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        mode: Literal["full", "weights_and_optimizer", "weights"] = "full",
+    ) -> None:
+        """Take what `path` holds, as a new trainer with `resume=path` does; `validate()` and `train()` go on from it.
+
+        Args:
+            path: of a checkpoint, or one of the words that `resume` takes: "last", "best".
+            mode: what is taken, see `resume_mode` of `TrainerArguments`.
+
+        Raises:
+            ConfigurationError: a training or an evaluation is under way; or a layer, such as `dp`, has prepared this
+                run and cannot do it again.
+            CheckpointError: the checkpoint cannot be read.
+        """
+        if self._training or self._making_ready or self._context.busy:
+            raise ConfigurationError(
+                f"load_checkpoint({os.fspath(path)!r}) was called in a training or an evaluation, whose state it would "
+                "replace. Call it when train() or validate() has returned."
+            )
+        rigid = [layer.name for layer in self.trainer_backend.layers() if not layer.prepares_again]
+        if self._run is not None and rigid:
+            raise ConfigurationError(
+                f"load_checkpoint({os.fspath(path)!r}): {', '.join(map(repr, rigid))} cannot prepare a module twice. "
+                f"Make a new Trainer with TrainerArguments(resume={os.fspath(path)!r})."
+            )
+        before = self.args, self._run, self._evaluation, self._finished
+        self.args = replace(self.args, resume=path, resume_mode=mode)
+        self._run, self._evaluation, self._finished = None, None, False
+        state = self.state.get_state()
+        self.state.update_state(RunState(seed=self.args.seed).get_state())
+        try:
+            self._ready_to_evaluate()
+        except BaseException:
+            self.args, self._run, self._evaluation, self._finished = before
+            self.state.update_state(state)
+            raise
+        for run in before[1:3]:
+            if run is not None:
+                run.data.close()
 
     def get_state(self) -> dict[str, Any]:
         """Counters, optimizers, schedulers and running means. Override to add to it."""
@@ -916,11 +993,18 @@ class Trainer(AbstractTrainer):
 
     # --- requests and subscriptions -------------------------------------------------------------------------
 
-    def print(self, *values: Any, once: Literal["world", "node"] = "world") -> None:
-        """Print on the main process only, or on the first process of each machine."""
+    def print(
+        self,
+        *values: Any,
+        once: Literal["world", "node"] = "world",
+        sep: str = " ",
+        end: str = "\n",
+        file: TextIO | None = None,
+        flush: bool = True,
+    ) -> None:
+        """`print` on the main process only, or on the first process of each machine."""
         if self.is_main_process if once == "world" else self.world.local_rank == 0:
-            sys.stdout.write(" ".join(map(str, values)) + "\n")
-            sys.stdout.flush()
+            print(*values, sep=sep, end=end, file=sys.stdout if file is None else file, flush=flush)
 
     def request_stop(self, reason: str) -> None:
         """Ask for the end of the training at the next step boundary; `train()` then returns.
@@ -1002,10 +1086,12 @@ def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: 
     return try_rates(run.context, run.data, run.loop.work, run.modes.decide().modes, start, end, steps)
 
 
-def _all_callbacks(args: TrainerArguments, given: Iterable[Any] | None) -> Iterable[Any] | None:
+def _all_callbacks(args: TrainerArguments, given: Any) -> Iterable[Any] | None:
     """The callbacks `given`, with the default ones where the arguments ask for them."""
+    if isinstance(given, Callback) or (isinstance(given, type) and issubclass(given, Callback)):
+        given = [given]
     if not args.default_callbacks:
-        return given
+        return cast("Iterable[Any] | None", given)
     from trainstack.trainer.callbacks import with_defaults  # the ready-made ones are loaded when used
 
     return with_defaults(given)

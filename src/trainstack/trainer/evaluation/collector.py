@@ -310,7 +310,7 @@ class _Objects(_Node):
     def add(self, value: Any, target: _Target) -> None:
         if isinstance(value, Tensor) or _has_items(value):
             raise self._mismatch_error(value, f"a {type(self.kept[0]).__name__}" if self.kept else "a plain object")
-        self.kept.append(copied(value, target.device))
+        self.kept.append(_copied(value, target.device))
 
     def cut(self, count: int) -> None:
         del self.kept[count:]
@@ -368,25 +368,25 @@ def _padded(tensor: Tensor, rows: _Rows, value: float) -> Tensor:
     return padded
 
 
-def copied(value: Any, device: torch.device | None) -> Any:
+def _copied(value: Any, device: torch.device | None) -> Any:
     """`value` with copies of the tensors and arrays in it, without graphs; other objects are the same ones."""
     if isinstance(value, Tensor):
         return value.detach().to(device, copy=True) if device is not None else value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, list | tuple | dict):
-        items = {key: copied(item, device) for key, item in _pairs(value)}
+        items = {key: _copied(item, device) for key, item in _pairs(value)}
         if isinstance(value, tuple):
             return type(value)(*items.values()) if hasattr(value, "_fields") else tuple(items.values())
-        made: Any = copy(value)  # of the same class
+        copied: Any = copy(value)  # of the same class
         for key, item in items.items():
-            made[key] = item
-        return made
+            copied[key] = item
+        return copied
     if is_dataclass(value) and not isinstance(value, type):
-        made = copy(value)
+        copied = copy(value)
         for name in (field.name for field in fields(value) if hasattr(value, field.name)):
-            object.__setattr__(made, name, copied(getattr(value, name), device))  # it may be frozen
-        return made
+            object.__setattr__(copied, name, _copied(getattr(value, name), device))  # it may be frozen
+        return copied
     return value
 
 

@@ -16,6 +16,7 @@ from trainstack.stage import Stage
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import isolated_rng
+from trainstack.trainer.core.state_tree import copied
 from trainstack.trainer.data.epochs import set_epoch
 from trainstack.trainer.data.record_sources import shares_records
 from trainstack.trainer.data.sharding import (
@@ -26,7 +27,7 @@ from trainstack.trainer.data.sharding import (
 )
 from trainstack.trainer.data.step_batches import unsupported_order_reason
 from trainstack.trainer.data.training_data import TrainingData
-from trainstack.trainer.evaluation.collector import as_arguments, copied
+from trainstack.trainer.evaluation.collector import as_arguments
 from trainstack.trainer.evaluation.loader_pass import (
     LoaderPass,
     eval_mode,
@@ -37,10 +38,10 @@ from trainstack.trainer.evaluation.loader_pass import (
     on_main_only,
     sample_count_mismatch,
 )
-from trainstack.trainer.evaluation.metrics import Metrics, numbers_in
+from trainstack.trainer.evaluation.metrics import MetricPass, Metrics, numbers_in
 from trainstack.trainer.events import Event
 from trainstack.trainer.events.hooks import Hooks
-from trainstack.trainer.module_interface import ModuleInterface, calls_val_step
+from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.reporting.reporter import Reporter
 from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.progress import NoProgress
@@ -139,9 +140,10 @@ class Evaluator:
         size = batch_size or self._batch_size
         few = self._data.overfit_val_loader(size) if stage is Stage.VAL else None
         validates = self._context.val_step or type(module).val_step is not ModuleInterface.val_step
+        named = named_loaders(getattr(module, where)(sampler=SequentialSampler, batch_size=size), where)
         if few is not None and validates:
-            return {"default": few}
-        return named_loaders(getattr(module, where)(sampler=SequentialSampler, batch_size=size), where)
+            return dict.fromkeys(named or ["default"], few)  # under the names that a monitor knows
+        return named
 
     def validate(self, reporter: Reporter) -> None:
         """A validation within or after an epoch of training; nothing if the module has no data for it."""
@@ -157,13 +159,21 @@ class Evaluator:
         else:
             self._finish()
 
-    def sanity_check(self, batches: int) -> None:
-        """Run `val_step` and the metrics over the first `batches` of each loader; the caller undoes their changes."""
+    def sanity_check(self, batches: int | None) -> dict[str, Any]:
+        """Run `val_step` and the metrics over the first `batches` of each loader; the caller undoes their changes.
+
+        Args:
+            batches: on each process; None for all.
+
+        Returns:
+            losses and metrics by name.
+        """
         with self._isolated_rng():
             loaders = self.loaders_of(Stage.VAL)
         try:
             with self._context.sink.redirect(self._fresh_history(), self._context.state) as history:
-                self.evaluate(Stage.VAL, loaders, keep=False, history=history, only=batches)
+                most = 1 << 62 if batches is None else batches
+                return self.evaluate(Stage.VAL, loaders, keep=False, history=history, only=most).metrics
         except Exception as error:
             annotate(error, "while sanity_val_steps tried out the validation before training")
             raise
@@ -253,8 +263,7 @@ class Evaluator:
             try:
                 with evaluation_pass(context.stack, self._work()):
                     for key, loader in left.items():
-                        val_step = calls_val_step(context.module, context.val_step)
-                        with isolated_rng(seed, world.device), eval_mode(context.module), val_step:
+                        with isolated_rng(seed, world.device), eval_mode(context.module):
                             with self._validations.whole_or_undone() if in_training else nullcontext():
                                 outputs, values = self._evaluate(stage, key, loader, keep, reporter, only, pad_value)
                             collected.metrics |= self._record(stage, key, values, history or context.history)
@@ -367,11 +376,12 @@ class Evaluator:
         evaluation.is_consumed = measured is not None or not self._expects_loss(stage)
         progress = NoProgress() if reporter is None else reporter.progress
         progress.start_validation(key, None)
+        batches, on_batch = self._with_events(stage, batches, measured) if only is None else (batches, None)
         evaluation.run(
             batches,
             progress,
             should_stop=None if reporter is None else self._stopper.interrupts,
-            on_batch=None if measured is None else measured.add,
+            on_batch=on_batch or (None if measured is None else measured.add),
         )
         progress.end_validation()
         for message in (evaluation.loss_message, evaluation.count_message):
@@ -385,6 +395,25 @@ class Evaluator:
             return None, values
         outputs = evaluation.outputs.all_outputs_alike(comm, pad_value)
         return (stack.gather(outputs) if in_parts else outputs), values
+
+    def _with_events(
+        self, stage: Stage, batches: Iterator[tuple[Any, int | None]], measured: MetricPass | None
+    ) -> tuple[Iterator[tuple[Any, int | None]], Callable[[Any, Any], None] | None]:
+        """`batches` with the events around each of them; None for a function after each that only feeds `measured`."""
+        begin = self._context.events.bound(Event.VALIDATION_BATCH_BEGIN)
+        end = self._context.events.bound(Event.VALIDATION_BATCH_END)
+
+        def announced() -> Iterator[tuple[Any, int | None]]:
+            for pair in batches:
+                begin(pair[0], stage)  # type: ignore[misc]
+                yield pair
+
+        def after(outputs: Any, batch: Any) -> None:
+            if measured is not None:
+                measured.add(outputs, batch)
+            end(batch, outputs, stage)  # type: ignore[misc]
+
+        return announced() if begin is not None else batches, after if end is not None else None
 
     def stream(self, stage: Stage, loader: Any) -> Iterator[Any]:
         """What the step of `stage` returns for each batch of `loader`, on the CPU, in data set order, on all processes.
@@ -417,7 +446,7 @@ class Evaluator:
         try:
             with evaluation_pass(context.stack, work), eval_mode(context.module), torch.no_grad():
                 outputs = [
-                    copied(context.stack.forward(work, stage, batch, context.state.global_step), torch.device("cpu"))
+                    copied(context.stack.forward(work, stage, batch, context.state.global_step), on_host=True)
                     for batch, _ in islice(batches, 1)
                 ]
         except Exception as error:

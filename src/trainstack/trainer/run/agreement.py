@@ -41,6 +41,7 @@ MAY_DIFFER: Mapping[str, str] = {
     "fast_paths": "they give the same bits",
     "stop_grace_s": "it only decides about a warning",
     "save_on_exception": "rank 0 writes, and asks nobody",
+    "seed_everything": "each rank has generators of its own",
     "distributed_training_args.local_rank": "each rank has its own",
     "distributed_training_args.global_rank": "each rank has its own",
     "distributed_training_args.local_world_size": "hosts may have different numbers of processes",
@@ -89,6 +90,7 @@ def agree_on_setup(context: RunContext) -> None:
     if not isinstance(checkpointer, DefaultCheckpointer):
         items["every_n_steps of the checkpointer"] = describe(checkpointer.every_n_steps)
     items |= {"the hooks of the module": ", ".join(_hooks(module)) or "none", "val_step": describe(context.val_step)}
+    items |= {"train_step": describe(context.train_step)}
     items |= _callbacks(context)
     items |= _structure(module)
     refuse_difference(context.world.comm, items)

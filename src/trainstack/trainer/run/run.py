@@ -428,10 +428,13 @@ class Run:
         return steps
 
     def sanity_check(self, batches: int) -> None:
-        """Try out the validation on the first `batches` of each loader, which leaves no trace."""
+        """Try out the validation on the first `batches` of each loader, -1 for all, which leaves no trace."""
         context, seed = self.context, mix(self.state.seed)
-        with restore_after(context, self.loop.work, seed, f"sanity_val_steps={batches}", trains=False):
-            self.evaluator.sanity_check(batches)
+        with isolated_rng(seed, self.world.device):
+            self.events.fire(Event.SANITY_CHECK_BEGIN)
+            with restore_after(context, self.loop.work, seed, f"sanity_val_steps={batches}", trains=False):
+                results = self.evaluator.sanity_check(None if batches < 0 else batches)
+            self.events.fire(Event.SANITY_CHECK_END, results)
 
     def fire_train_begin(self) -> None:
         """Call the subscribers of `TRAIN_BEGIN`."""
