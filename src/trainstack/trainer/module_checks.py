@@ -57,9 +57,8 @@ def check_parts(
     args: Any,
     backend: Any,
     checkpointer: Any,
-    *,
-    train_step: Any = None,
-    val_step: Any = None,
+    train_step: Any,
+    val_step: Any,
 ) -> None:
     """Refuse parts of which a trainer of the class `kind` cannot be made, naming the first."""
     _check_trainer_class(kind)

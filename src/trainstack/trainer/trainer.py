@@ -110,12 +110,8 @@ class Trainer(AbstractTrainer):
         val_step: Callable[..., Any] | None = None,
         metrics: Any = None,
     ) -> None:
-        check_parts(
-            type(self), module, args, trainer_backend, checkpointer, train_step=train_step, val_step=val_step
-        )
-        args = complete_monitor(limit_for_dev_run(args), module, metrics)
-        if args.seed_everything:
-            seed_everything(args.seed)
+        check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step)
+        args = _settled(args, module, metrics)
         if not isinstance(trainer_backend, TrainerBackend):
             trainer_backend = build_trainer_backend(trainer_backend or args.resolved_backend, **args.layer_options)
         trainer_backend.bind(self)
@@ -401,9 +397,11 @@ class Trainer(AbstractTrainer):
     def _ready_to_evaluate(self) -> Run:
         """As `_ready`, without training data and optimizers as long as nothing is to be trained.
 
-        Training prepares the module anew. A stack that cannot do that is prepared for training now.
+        Training prepares the module anew. A stack that cannot do that is prepared for training now, and so it is where
+        a subscriber waits for `READY`.
         """
-        if self._run is not None or not all(layer.prepares_again for layer in self.trainer_backend.layers()):
+        again = all(layer.prepares_again for layer in self.trainer_backend.layers())
+        if self._run is not None or not again or self.events.has_foreign(Event.READY):
             return self._ready()
         if self._evaluation is None:
             if self._making_ready:
@@ -1056,6 +1054,18 @@ class Trainer(AbstractTrainer):
 
         return subscribe
 
+    def off(self, function: Callable[..., Any]) -> None:
+        """Take back all subscriptions of `function`; in the loop it takes effect with the next epoch.
+
+        Raises:
+            ConfigurationError: it has not subscribed to an event of this trainer.
+        """
+        if not self.events.remove(function):
+            raise ConfigurationError(
+                f"off({function!r}): it has not subscribed. Give the function or the bound method that was given to "
+                "trainer.on(event)."
+            )
+
 
 def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: int = 100) -> LRFinderResult:
     """Train for some steps while the learning rate grows from `start` to `end`, and undo all of it.
@@ -1084,6 +1094,13 @@ def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: 
 
     run = trainer._ready()
     return try_rates(run.context, run.data, run.loop.work, run.modes.decide().modes, start, end, steps)
+
+
+def _settled(args: TrainerArguments, module: ModuleInterface, metrics: Any) -> TrainerArguments:
+    """The arguments of a run of `module`; seeds the generators of the process if they ask for that."""
+    if args.seed_everything:
+        seed_everything(args.seed)
+    return complete_monitor(limit_for_dev_run(args), module, metrics)
 
 
 def _all_callbacks(args: TrainerArguments, given: Any) -> Iterable[Any] | None:

@@ -97,13 +97,12 @@ class TestOverfitting:
     def test_more_than_there_are_is_all(self, tmp_path: Path) -> None:
         assert train(Counting(), tmp_path, overfit_batches=9).plan.steps_per_epoch == 6
 
-    def test_a_loader_with_an_order_of_its_own_is_refused(self, tmp_path: Path) -> None:
+    def test_the_first_batches_of_a_loader_with_an_order_of_its_own_are_kept(self, tmp_path: Path) -> None:
         class Lists(Counting):
             def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
                 return [*super().get_train_dataloader(sampler, batch_size)]
 
-        with pytest.raises(ts.ConfigurationError, match=r"overfit_batches=1: which samples.*it is a list"):
-            train(Lists(), tmp_path, overfit_batches=1)
+        assert train(Lists(), tmp_path, overfit_batches=1).plan.steps_per_epoch == 1
 
 
 class TestDevRun:

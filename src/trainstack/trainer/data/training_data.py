@@ -150,17 +150,15 @@ class TrainingData:
         self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
         self._public_dataset_size, self._is_sampled = public_dataset_size, streams is not None
         self._sample_seed: Seed = seed if streams is None else streams
-        self._fast_paths = fast_paths_enabled(args.fast_paths)
-        self._custom_order_logged = self._lengths_differ_logged = self._choice_logged = False
+        self._fast_paths, self._asks = fast_paths_enabled(args.fast_paths), asks
+        self._custom_order_logged = self._lengths_differ_logged = self._choice_logged = self.hashes_epochs = False
         self.loader: Any = None
         self.sample_hashes: Samples = {}
         self.epoch_hashes: Samples = {}
-        self.hashes_epochs = False
         self._overfit = OverfitSubset(args.overfit_batches, args.global_batch_size(world.size), seed)
         self._sharding = args.data_sharding_of(Stage.TRAIN)
         self.loader_state = LoaderState(log, fast_paths=self._fast_paths, split_by_rank=self._sharding == "loader")
         self._stream_check: StreamCheck | None = None
-        self._asks = asks
         self.plan = self._make_plan(None)
         loader = self._ask() if asks else None
         self.loader_state.attach(loader)

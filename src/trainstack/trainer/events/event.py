@@ -20,8 +20,8 @@ class Event(Enum):
     """
 
     INIT = ("init", "", "the trainer is made, nothing else is; its arguments may still be replaced", 1)
-    READY = ("ready", "", "the module, its optimizers and the plan are made; a checkpoint's states are not yet back", 1)
     LOAD_MODEL = ("load_model", "report", "the module has got weights by `init_weights_from`; a `WarmStartReport`", 0)
+    READY = ("ready", "", "the module, its optimizers and the plan are made; a checkpoint's states are not yet back", 1)
     LOAD_CHECKPOINT = ("load_checkpoint", "checkpoint", "the run has taken all it goes on with from a checkpoint", 0)
     SANITY_CHECK_BEGIN = ("sanity_check_begin", "", "before `sanity_val_steps` tries out the validation", 0)
     SANITY_CHECK_END = ("sanity_check_end", "results", "after that: losses and metrics by name; nothing is recorded", 0)
@@ -32,8 +32,13 @@ class Event(Enum):
     FETCH_DATA_END = ("fetch_data_end", "batch", "it is here, on the host as a rule", 1)
     TRAIN_BATCH_BEGIN = ("train_batch_begin", "batch", "before the forward pass of a micro-batch", 1)
     BEFORE_BACKWARD = ("before_backward", "outputs", "`train_step` has returned; not where a batch weighs nothing", 1)
+    TRAIN_BATCH_END = (
+        "train_batch_end",
+        "batch outputs loss",
+        "its backward pass is over; outputs are copies without graphs; not where a batch weighs nothing",
+        1,
+    )
     AFTER_BACKWARD = ("after_backward", "loss", "after the backward pass of a micro-batch; the graph is freed", 1)
-    TRAIN_BATCH_END = ("train_batch_end", "batch outputs loss", "after that, with copies of outputs without graphs", 1)
     BEFORE_OPTIMIZER_STEP = ("before_optimizer_step", "optimizers", "once an update; gradients are clipped", 1)
     AFTER_OPTIMIZER_STEP = (
         "after_optimizer_step",

@@ -134,8 +134,7 @@ class Run:
     def __init__(
         self, context: RunContext, stopper: Stopper, saver: Saver, metrics: Any = None, *, trains: bool = True
     ) -> None:
-        self._trains = trains
-        self.context, self.stopper, self.saver = context, stopper, saver
+        self._trains, self.context, self.stopper, self.saver = trains, context, stopper, saver
         self.module, self.stack, self.world, self.state = context.module, context.stack, context.world, context.state
         self.history, self.events, self.log = context.history, context.events, context.log
         module, args, world, state = self.module, context.args, self.world, self.state
@@ -152,10 +151,7 @@ class Run:
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
         self._connect_module()
         self.hooks = self._make_hooks()
-        compiled = prepare_model(
-            module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private
-        )
-        context.compiled = context.compiled or compiled  # an evaluation before training may have compiled it
+        self._prepare_model()
         with context.sink.mute(state):  # a layer may try the module out
             self.loop = self._make_loop()
         if not self.stack.is_private:
@@ -174,6 +170,13 @@ class Run:
         self.may_be_nonfinite = nonfinite_buffers(self.stack, module)
         if isinstance(context.checkpointer, DefaultCheckpointer) and context.checkpointer.args.checkpoint:
             check_storable_buffers(module)
+
+    def _prepare_model(self) -> None:
+        context, args = self.context, self.context.args
+        compiled = prepare_model(
+            self.module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private
+        )
+        context.compiled = context.compiled or compiled  # an evaluation before training may have compiled it
 
     def _make_hooks(self) -> Hooks:
         """The hooks of the module; those and the subscribers of events get no records where a layer hides them."""
