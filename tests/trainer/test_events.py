@@ -46,7 +46,7 @@ def test_the_events_of_a_run_come_in_the_order_of_the_table(tmp_path: Path) -> N
     trainer.train()
 
     batch = ["train_batch_begin", "before_backward", "train_batch_end", "after_backward"]
-    evaluated = ["validation_batch_begin", "validation_batch_end"] * 4
+    evaluated = ["validation_batch_begin", "validation_batch_end"] * 16
     update = ["before_optimizer_step", "after_optimizer_step", "before_zero_grad", "after_zero_grad"]
     fetched = ["fetch_data_begin", "fetch_data_end", *batch]
     step = [*fetched, *fetched, *update, "train_step_end", "log"]

@@ -112,9 +112,7 @@ class Trainer(AbstractTrainer):
     ) -> None:
         check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step)
         args = _settled(args, module, metrics)
-        if not isinstance(trainer_backend, TrainerBackend):
-            trainer_backend = build_trainer_backend(trainer_backend or args.resolved_backend, **args.layer_options)
-        trainer_backend.bind(self)
+        trainer_backend = _stack_of(trainer_backend, args, self)
         if checkpointer is None or args.fast_dev_run:
             checkpointer = DefaultCheckpointer(args.placed_checkpointer_args)
         self._context = context = RunContext(
@@ -1094,6 +1092,13 @@ def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: 
 
     run = trainer._ready()
     return try_rates(run.context, run.data, run.loop.work, run.modes.decide().modes, start, end, steps)
+
+
+def _stack_of(given: TrainerBackend | str | None, args: TrainerArguments, owner: Trainer) -> TrainerBackend:
+    if not isinstance(given, TrainerBackend):
+        given = build_trainer_backend(given or args.resolved_backend, **args.layer_options)
+    given.bind(owner)
+    return given
 
 
 def _settled(args: TrainerArguments, module: ModuleInterface, metrics: Any) -> TrainerArguments:
