@@ -41,7 +41,6 @@ MAY_DIFFER: Mapping[str, str] = {
     "fast_paths": "they give the same bits",
     "stop_grace_s": "it only decides about a warning",
     "save_on_exception": "rank 0 writes, and asks nobody",
-    "seed_everything": "each rank has generators of its own",
     "distributed_training_args.local_rank": "each rank has its own",
     "distributed_training_args.global_rank": "each rank has its own",
     "distributed_training_args.local_world_size": "hosts may have different numbers of processes",
