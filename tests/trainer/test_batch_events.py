@@ -115,35 +115,42 @@ def test_a_callback_sees_batch_outputs_loss_and_indices_of_one_micro_batch(tmp_p
     assert all(map(torch.equal, plain.state_dict().values(), module.state_dict().values()))
 
 
-def accuracy_in_a_callback(directory: str, backend: str = "ddp") -> list[float]:
-    from torchmetrics.classification import MulticlassAccuracy
+class Accuracy(ts.Callback):
+    """Counts by itself, and feeds a metric if it has one."""
 
-    class Accuracy(ts.Callback):
-        def __init__(self) -> None:
-            self.metric, self.values = MulticlassAccuracy(3, average="micro"), list[float]()
-            self.stages: set[str] = set()
+    def __init__(self, metric: Any = None) -> None:
+        self.metric, self.counts, self.stages = metric, torch.zeros(1, 2), set[str]()
 
-        def on_validation_batch_end(self, trainer: ts.Trainer, batch: Any, outputs: Any, stage: ts.Stage) -> None:
-            self.stages.add(stage.name)
+    def on_validation_batch_end(self, trainer: ts.Trainer, batch: Any, outputs: Any, stage: ts.Stage) -> None:
+        self.stages.add(stage.name)
+        right = int((outputs.argmax(1) == batch[1]).sum())
+        self.counts += torch.tensor([[right, len(batch[1])]])
+        if self.metric is not None:
             self.metric.update(outputs, batch[1])
 
+
+def counted_in_a_callback(directory: str, backend: str = "ddp") -> list[Any]:
     accuracy = Accuracy()
     trainer = ts.Trainer(Tells(validate=True), arguments(directory, backend=backend), callbacks=accuracy)
-    for evaluate in (trainer.validate, lambda: trainer.test(trainer.module.dataset)):  # type: ignore[attr-defined]
-        evaluate()
-        accuracy.values.append(accuracy.metric.compute().item())
-        accuracy.metric.reset()
+    trainer.validate()
+    trainer.test(trainer.module.dataset)  # type: ignore[attr-defined]
     trainer.predict(trainer.module.dataset)  # type: ignore[attr-defined]
-    assert accuracy.stages == {"VAL", "TEST", "PREDICT"}
-    return accuracy.values
+    return [sorted(accuracy.stages), trainer.gather(accuracy.counts).sum(0).tolist()]
 
 
 @pytest.mark.spec("PA-32", "PA-38")
-def test_a_metric_of_torchmetrics_in_a_callback_sees_every_evaluated_batch(tmp_path: Path) -> None:
-    pytest.importorskip("torchmetrics")
-    alone = accuracy_in_a_callback(str(tmp_path), "sp")
-    assert alone[0] == alone[1] > 0
-    assert run_world(2, accuracy_in_a_callback, directory=str(tmp_path)) == [alone, alone]
+def test_a_callback_sees_every_evaluated_batch_over_processes_too(tmp_path: Path) -> None:
+    from torchmetrics.classification import MulticlassAccuracy
+
+    accuracy = Accuracy(MulticlassAccuracy(3, average="micro"))
+    ts.Trainer(Tells(validate=True), arguments(tmp_path), callbacks=accuracy).validate()
+    right, seen = accuracy.counts[0].tolist()
+    assert seen == 41
+    assert accuracy.metric.compute().item() == pytest.approx(right / seen)
+
+    alone = counted_in_a_callback(str(tmp_path), "sp")
+    assert alone == [["PREDICT", "TEST", "VAL"], [3 * right, 3 * seen]]
+    assert run_world(2, counted_in_a_callback, directory=str(tmp_path)) == [alone, alone]
 
 
 @pytest.mark.spec("FN-30")

@@ -518,7 +518,7 @@ def test_with_channels_last_convolutions_compute_so_and_the_run_is_the_same(tmp_
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"sanity_val_steps": -1}, r"sanity_val_steps=-1: write a whole number, 0 or more"),
+        ({"sanity_val_steps": -2}, r"sanity_val_steps=-2: write a whole number, -1 or more"),
         ({"overfit_batches": 1.5}, r"overfit_batches=1.5: write a whole number, -1 or more"),
         ({"fast_dev_run": 0}, r"fast_dev_run=0: write a whole number, 1 or more"),
         ({"deterministic": "yes"}, r"deterministic='yes': write one of True, False, 'warn'"),
