@@ -85,7 +85,11 @@ def check_parts(
         _check_layers(backend)
     if checkpointer is not None:
         _check_checkpointer(checkpointer, args.resume)
-    for name, step in (("train_step", train_step), ("val_step", val_step)):
+    _check_given_steps({"train_step": train_step, "val_step": val_step})
+
+
+def _check_given_steps(steps: Mapping[str, Any]) -> None:
+    for name, step in steps.items():
         try:
             if step is not None:
                 inspect.signature(step).bind(None, **dict.fromkeys(_STEP[1]))
