@@ -1,6 +1,7 @@
 """Hold docs/features.md against the list of ids it must answer and against the markers in the tests.
 
-`python tools/features.py` prints the counts, `--check` fails on what is wrong, `--list` prints rows.
+`python tools/features.py` prints every line with its state and its test, and the counts; `--check` fails on what is
+wrong, `--list` prints places.
 Tests are parsed, not imported and not run.
 """
 
@@ -231,11 +232,10 @@ def _state_problems(rows: Sequence[Row]) -> Iterator[str]:
 
 def _untested_problems(rows: Sequence[Row], markers: Markers) -> Iterator[str]:
     for row in works_untested(rows, markers):
-        if row.starred:
-            yield (
-                f"{PAGE}:{row.line}: {row.id} ★ is said to work and no test carries its id. "
-                f"Mark one with @pytest.mark.spec({row.id!r})."
-            )
+        yield (
+            f"{PAGE}:{row.line}: {row.id} is said to work and no test carries its id. "
+            f"Mark one with @pytest.mark.spec({row.id!r})."
+        )
 
 
 def _unknown_markers(markers: Markers) -> Iterator[str]:
@@ -251,6 +251,19 @@ def _unknown_markers(markers: Markers) -> Iterator[str]:
 def works_untested(rows: Iterable[Row], markers: Markers) -> list[Row]:
     """The rows that are said to work and whose id no test carries."""
     return [row for row in rows if row.state == "works" and row.id not in markers.places]
+
+
+def table(rows: Sequence[Row], markers: Markers, words: Mapping[str, str]) -> str:
+    """One line a row: its id, what becomes of it, what one can do, and the first of its tests."""
+    lines = []
+    for row in rows:
+        state = "declined" if row.state == "no" else row.state or "?"
+        places = markers.places.get(row.id, [])
+        test = f"{places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''}" if places else "no test"
+        lines.append(f"{row.id:<7} {state:<9} {words.get(row.id, '')}; {test}")
+        if state != "works":
+            lines.append(f"{'':<17} {row.written}")
+    return "\n".join(lines)
 
 
 def summary(rows: Sequence[Row], markers: Markers) -> str:
@@ -300,6 +313,8 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     if arguments.list:
         print(listing(arguments.list, rows, markers))
         return 0
+    if not arguments.check:
+        print(table(rows, markers, words_of_rows(page.read_text(encoding="utf-8"))) + "\n")
     print(summary(rows, markers))
     if not arguments.check:
         return 0

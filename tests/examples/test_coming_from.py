@@ -36,7 +36,7 @@ def test_hooks_callbacks_and_members_that_a_page_names_exist(page: Path) -> None
     codes = list(ours(page))
     assert len(codes) > 30
     text = "\n".join(codes)
-    assert set(re.findall(r"\bon_\w+", text)) <= HOOKS
+    assert set(re.findall(r"\bon_\w+", text)) <= HOOKS | ARGUMENTS
     assert all(hasattr(ts.callbacks, name) for name in re.findall(r"\bcallbacks\.([A-Z]\w+)", text))
     assert set(re.findall(r"\btrainer\.([a-z]\w+)", text)) <= TRAINER
     assert all(hasattr(ts.placeholders, name) for name in re.findall(r"\bplaceholders\.(\w+)", text))

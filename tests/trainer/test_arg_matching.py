@@ -110,10 +110,12 @@ def test_what_is_missing_is_named_with_what_is_provided() -> None:
 def test_a_value_that_two_sources_have_is_refused_if_the_function_takes_it() -> None:
     assert call_with_matching_args(area, {"width": 1, "depth": 1}, {"depth": 2}) == 2
     with pytest.raises(ts.ModuleContractError, match=r"area takes 'width', and two sources have it"):
-        call_with_matching_args(area, {"width": 1}, {"width": 1})
+        call_with_matching_args(area, {"width": 1}, {"width": 2})
 
     with pytest.raises(ts.ModuleContractError, match="two sources have it"):
-        call_with_matching_args(lambda **all_of_them: None, {"a": 1}, {"a": 1})
+        call_with_matching_args(lambda **all_of_them: None, {"a": 1}, {"a": 2})
+    same = object()
+    assert call_with_matching_args(lambda a: a, {"a": same}, {"a": same}) is same
 
 
 @pytest.mark.spec("FN-17")

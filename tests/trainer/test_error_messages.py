@@ -184,7 +184,7 @@ ARGUMENT_MISTAKES = {
     "no clipping by zero": ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: .*clip_grads=False for no clipping"),
     "two clippings": ({"clip_grad_value": 1.0, "max_grad_norm": 2.0}, "clipped once, by value or by norm"),
     "an unknown choice": ({"nonfinite": "ignore"}, "nonfinite='ignore': write one of 'raise', 'skip'"),
-    "an unknown device": ({"device": "gpu"}, "device='gpu': torch knows no such device"),
+    "an unknown device": ({"device": "tpux"}, "device='tpux': torch knows no such device"),
     "no writers": ({"writers": None}, r"writers=None: write a list .*or \[\] for none"),
     "a writer by itself": ({"writers": CsvWriter("metrics.csv")}, "write a list of names and Writer objects"),
     "the class of a writer": ({"writers": CsvWriter}, "write a list of names and Writer objects"),

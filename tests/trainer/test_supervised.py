@@ -173,6 +173,7 @@ def test_optimizer_and_scheduler_by_name_with_placeholders(tmp_path: Path) -> No
     assert state["optimizers"][0]["groups"][0]["weight_decay"] == 0.5
     assert state["schedulers"][0]["state"]["lr_lambdas"][0] == {
         "total_steps": 18, "warmup": 3, "decay": 6, "start_ratio": 0.0, "final_ratio": 0.0, "shape": "linear",
+        "k_decay": 1.0,
     }  # fmt: skip
 
 

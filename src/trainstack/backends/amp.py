@@ -57,6 +57,7 @@ class Amp(AbstractTrainerBackendDecorator):
     )
     may_skip_steps: ClassVar[bool] = True
     refuses_closures = "a gradient scaler scales one loss a step. Use bf16 or full precision"
+    prepares_again: ClassVar[bool] = True
 
     def __init__(self, inner: TrainerBackend, **scaler_options: Any) -> None:
         super().__init__(inner)

@@ -92,6 +92,9 @@ class TrainerBackend(ABC):
         rank_zero_state: keys of the layer's state that rank 0 alone has, or has in its own way.
         refuses_updates: why a step cannot make several updates in a stack with this layer; empty where it can.
         refuses_closures: why an optimizer cannot evaluate a closure in a stack with this layer; empty where it can.
+        prepares_again: whether `prepare` may be called a second time, with the optimizers of a training, after an
+            evaluation for which it was called without any. Without it an evaluation before training prepares the
+            training as well, so that it needs training data and optimizers.
         requires_state: refuse to go on from a checkpoint without the state of this layer, such as a privacy
             accountant's.
     """
@@ -122,6 +125,7 @@ class TrainerBackend(ABC):
 
     released_metrics: tuple[str, ...] = ()
     rank_zero_state: ClassVar[frozenset[str]] = frozenset()
+    prepares_again: ClassVar[bool] = False
     requires_state: ClassVar[bool] = False
     _runner: LoopRunner | None = None
     _owner: weakref.ref[Any] | None = None
@@ -138,7 +142,10 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def prepare(self, work: Workload) -> Workload:
-        """Wrap or convert what is trained; called once, after `place` and before optimizer states are restored."""
+        """Wrap or convert what is trained; called once, after `place` and before optimizer states are restored.
+
+        It is called a second time where `prepares_again` allows that and training follows an evaluation.
+        """
 
     @abstractmethod
     def accumulate(self, work: Workload, last: bool) -> AbstractContextManager[Any]:

@@ -17,6 +17,7 @@ class BFloat16(AbstractTrainerBackendDecorator):
     """Autocast to bfloat16, which has float32's range and so needs no loss scaling."""
 
     summary: ClassVar[str] = "autocasts the forward pass of every stage to bfloat16; needs no loss scaling"
+    prepares_again: ClassVar[bool] = True
 
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
         with torch.autocast(work.world.device.type, dtype=torch.bfloat16):

@@ -105,6 +105,7 @@ class DDP(AbstractTrainerBackendDecorator):
         "before an evaluation"
     )
     joins_processes: ClassVar[bool] = True
+    prepares_again: ClassVar[bool] = True
     configured_by: ClassVar[Mapping[type, str]] = {DistributedTrainingArguments: "place"}
 
     def __init__(

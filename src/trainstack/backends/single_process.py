@@ -36,6 +36,7 @@ class SingleProcess(TrainerBackend):
     """
 
     summary: ClassVar[str] = "runs the module in this process, on one device"
+    prepares_again: ClassVar[bool] = True
 
     def __init__(self, *, environ: Mapping[str, str] | None = None, standalone: bool = True) -> None:
         self._environ = os.environ if environ is None else environ

@@ -59,7 +59,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         lease: the right to write into the directories; None where nobody has taken it.
         known_run: the id of the run that `load` is to continue in `save_dir`; None for the run that began or saved
             there last.
-        on_commit: called when a checkpoint is safe; with `async_save` from another thread.
+        on_commit: called with the path of a checkpoint that is safe; with `async_save` from another thread.
     """
 
     def __init__(self, args: DefaultCheckpointerArguments | None = None) -> None:
@@ -70,7 +70,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._background, self._buffers = BackgroundWriter(), HostBuffers()
         self.lease: Lease | None = None
         self.known_run: str | None = None
-        self.on_commit: Callable[[], None] = lambda: None
+        self.on_commit: Callable[[Path], None] = lambda path: None
         self._is_new = False
         self._run_id: str | None = None
         self._loaded_from: Path | None = None
@@ -321,7 +321,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         contents = scan(self.save_dir)  # the one look at all checkpoints: it costs more the more are kept
         path = commit(payload, self.save_dir, name, abandoned, self.lease, contents.highest + 1)
         self._log(logging.INFO, f"saved {path}")
-        self.on_commit()
+        self.on_commit(path)
         return contents.including(path)
 
     def _wait_for_last(self) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, overload
 
 import torch
 from torch import nn
@@ -30,6 +31,11 @@ from trainstack.errors import (
 )
 
 
+@overload
+def export_model(model: nn.Module | Mapping[str, Any], path: BinaryIO) -> None: ...
+
+
+@overload
 def export_model(
     model: nn.Module | Mapping[str, Any],
     path: str | os.PathLike[str],
@@ -39,7 +45,19 @@ def export_model(
     metadata: dict[str, Any] | None = None,
     run_id: str | None = None,
     overwrite: bool = False,
-) -> Path:
+) -> Path: ...
+
+
+def export_model(
+    model: nn.Module | Mapping[str, Any],
+    path: str | os.PathLike[str] | BinaryIO,
+    *,
+    plan: dict[str, Any] | None = None,
+    global_step: int | None = None,
+    metadata: dict[str, Any] | None = None,
+    run_id: str | None = None,
+    overwrite: bool = False,
+) -> Path | None:
     """Write weights as the folder `path`: safetensors, JSON, a manifest with hashes, and a README.
 
     `read_model(path)` returns them; `init_weights_from=path` starts a training from them; any reader of safetensors
@@ -48,7 +66,8 @@ def export_model(
 
     Args:
         model: a module, whose `get_state()` or else `state_dict()` is taken, or a state dict.
-        path: of the folder to make; missing parents are made as well.
+        path: of the folder to make; missing parents are made as well. A binary file, such as an `io.BytesIO`, gets the
+            tensors alone, in the safetensors format.
         plan: of the training, for the manifest and the README.
         global_step: global steps behind these weights, skipped ones included.
         metadata: whatever else is worth knowing. Plain values, one level of dicts.
@@ -56,20 +75,20 @@ def export_model(
         overwrite: replace an export of another state at `path`, whole or not at all, and delete all files in it.
 
     Returns:
-        The absolute path.
+        The absolute path; None for a file.
 
     Raises:
         CheckpointError: an export of another state or something else is there, or the file system refused.
         UnsupportedStateError: a state holds a value that the format does not.
-        ConfigurationError: `model` is neither a module nor a mapping.
+        ConfigurationError: `model` is neither a module nor a mapping, or has values that are no tensors, for a file.
     """
+    if not isinstance(path, str | os.PathLike):
+        _write_tensors(model, path)
+        return None
     target = local_path(path).absolute()
     if is_checkpoint_directory(target) and read_manifest(target).kind == "checkpoint":
         raise CheckpointError(f"{target} is a checkpoint, which an export does not replace. Give another path.")
-    if isinstance(model, nn.Module):
-        model = getattr(model, "get_state", model.state_dict)()
-    if not isinstance(model, Mapping):
-        raise ConfigurationError(f"export_model was given a {type(model).__name__}. Give it a module or a state dict.")
+    model = _state_of(model)
     if not overwrite and is_checkpoint_directory(target):
         if _holds(target, model):
             return target
@@ -78,6 +97,30 @@ def export_model(
             "overwrite=True, which deletes it with all files that were added to it."
         )
     return write_model(model, target.parent, target.name, metadata, plan=plan, global_step=global_step, run_id=run_id)
+
+
+def _state_of(model: Any) -> Mapping[str, Any]:
+    if isinstance(model, nn.Module):
+        model = getattr(model, "get_state", model.state_dict)()
+    if not isinstance(model, Mapping):
+        raise ConfigurationError(f"export_model was given a {type(model).__name__}. Give it a module or a state dict.")
+    return model
+
+
+def _write_tensors(model: Any, file: BinaryIO) -> None:
+    if not hasattr(file, "write"):
+        raise ConfigurationError(f"export_model(path={file!r}): give the path of a folder, or an open binary file.")
+    state = _state_of(model)
+    others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise ConfigurationError(
+            f"export_model to a file: {', '.join(map(repr, others[:3]))} are no tensors, and a safetensors file holds "
+            "nothing else. Give the path of a folder, or a dict of the tensors."
+        )
+    from safetensors.torch import save  # the library writes its own files by itself
+
+    # copies, since the format refuses tensors that share memory, as tied weights do
+    file.write(save({name: value.detach().cpu().contiguous().clone() for name, value in state.items()}))
 
 
 def _holds(export: Path, state: Mapping[str, Any]) -> bool:
@@ -307,6 +350,11 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     if file.is_dir():
         return flat_tensors(read_model(file))
     if not file.exists():
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", os.fspath(path)) and not file.suffix:
+            raise CheckpointNotFoundError(
+                f"{os.fspath(path)} does not exist. If it is the id of a model on the Hub, download it first and give "
+                f"the folder: huggingface_hub.snapshot_download({os.fspath(path)!r})."
+            )
         raise CheckpointNotFoundError(f"{file} does not exist. Give a checkpoint, an export or a .safetensors file.")
     if file.suffix.lower() in PICKLE_SUFFIXES:
         raise CheckpointMismatchError(

@@ -117,7 +117,7 @@ class Parameters:
         picked: dict[str, Any] = {}
         for source in sources:
             for name in source if self.takes_all else [name for name in self.names if name in source]:
-                if name in picked:
+                if name in picked and picked[name] is not source[name]:
                     raise ModuleContractError(
                         f"{self.function} takes {name!r}, and two sources have it: {_provided(sources)}. Rename one "
                         "with a mapping."

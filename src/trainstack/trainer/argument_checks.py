@@ -172,6 +172,8 @@ def _why_no_device(one: Any, least: int) -> str | None:
     try:
         meta = one != "auto" and torch.device(one).type == "meta"
     except RuntimeError:
+        if isinstance(one, str) and (number := one.removeprefix("gpu").removeprefix(":")).isdigit() | (one == "gpu"):
+            return f"torch calls it 'cuda{':' + number if number else ''}'; "
         return "torch knows no such device; "
     return "its tensors have no values; " if meta else None
 
@@ -244,6 +246,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "float32_matmul_precision": ("highest", "high", "medium", None),
     "nonfinite": ("raise", "skip"),
     "monitor_mode": ("auto", "min", "max"),
+    "on_interrupt": ("raise", "return"),
     "resume_mode": ("full", "weights_and_optimizer", "weights"),
     "report": ("auto", True, False),
     "collect_train_outputs": ("auto", True, False),
@@ -276,7 +279,7 @@ _OTHERWISE = {
 def _check_numbers(args: Unchecked) -> None:
     _whole_number("epochs", args.epochs, 0)
     _whole_number("seed", args.seed, 0, most=2**63 - 1)  # what torch.manual_seed takes
-    _whole_number("sanity_val_steps", args.sanity_val_steps, 0)
+    _whole_number("sanity_val_steps", args.sanity_val_steps, -1)
     _whole_number("overfit_batches", args.overfit_batches, -1)
     if not isinstance(args.fast_dev_run, bool):
         _whole_number("fast_dev_run", args.fast_dev_run, 1)
@@ -327,6 +330,26 @@ def _steps(name: str, value: Any) -> None:
         )
 
 
+def _check_saves(saves: Any) -> None:
+    kinds = saves if isinstance(saves, tuple) else (saves,)
+    if not isinstance(saves, bool) and not all(isinstance(k, type) and issubclass(k, BaseException) for k in kinds):
+        raise ConfigurationError(
+            f"save_on_exception={saves!r}: write True, False, or a tuple of exception types, such as (RuntimeError,)."
+        )
+
+
+def _check_progress(progress: Any) -> None:
+    if isinstance(progress, ProgressDisplay) or progress in _DISPLAYS:
+        return
+    if progress in ("raw", "tqdm"):
+        meant = "'plain' for lines of text" if progress == "raw" else "'rich' for a bar"
+        raise ConfigurationError(f"progress={progress!r}: write {meant}.")
+    raise ConfigurationError(
+        f"progress={progress!r}: write one of {', '.join(map(repr, _DISPLAYS))}, or an object of a class derived from "
+        "ProgressDisplay."
+    )
+
+
 def _check_choices(args: Unchecked) -> None:
     if args.fit_micro_batch == "always":
         raise ConfigurationError(
@@ -340,6 +363,7 @@ def _check_choices(args: Unchecked) -> None:
     for name, choices in _CHOICES.items():
         if not any(getattr(args, name) is choice or getattr(args, name) == choice for choice in choices):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write one of {', '.join(map(repr, choices))}.")
+    _check_saves(args.save_on_exception)
     _check_resume(args.resume)
     if args.init_weights_from is not None and not isinstance(args.init_weights_from, str | PathLike):
         raise ConfigurationError(
@@ -351,11 +375,7 @@ def _check_choices(args: Unchecked) -> None:
             "resume_mode='weights_and_optimizer' and reset_optimizers_schedulers=True contradict each other. Write "
             "resume_mode='weights' to take the weights alone."
         )
-    if not isinstance(args.progress, ProgressDisplay) and args.progress not in _DISPLAYS:
-        raise ConfigurationError(
-            f"progress={args.progress!r}: write one of {', '.join(map(repr, _DISPLAYS))}, or an object of a class "
-            "derived from ProgressDisplay."
-        )
+    _check_progress(args.progress)
     options = None if isinstance(args.compile, bool) else set(inspect.signature(torch.compile).parameters) - {"model"}
     if options is not None and not (isinstance(args.compile, Mapping) and options >= set(args.compile)):
         raise ConfigurationError(

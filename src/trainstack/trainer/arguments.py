@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from trainstack.backends import Clipping, DifferentialPrivacyArguments, Distribu
 from trainstack.backends.processes.world import DeviceChoice
 from trainstack.backends.spec import known_layers, registered_backend
 from trainstack.checkpointing import DefaultCheckpointerArguments
+from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 from trainstack.trainer.argument_checks import (
     StatsArguments,
@@ -33,9 +35,17 @@ from trainstack.trainer.tracking.progress import ProgressDisplay
 def limit_for_dev_run(args: TrainerArguments) -> TrainerArguments:
     """`args` for as many steps, and validation batches a loader, as `fast_dev_run` says; unchanged without it.
 
-    They are an epoch, unless the data have fewer: then it takes more than one, and the last may be cut short.
+    `TRAINSTACK_FAST_DEV_RUN` in the environment says it for arguments that do not. They are an epoch, unless the data
+    have fewer: then it takes more than one, and the last may be cut short.
     Nothing is resumed, saved, exported or written, except that a private run keeps its ledger, in a folder of its own.
     """
+    asked = os.environ.get("TRAINSTACK_FAST_DEV_RUN", "")
+    if not args.fast_dev_run and asked not in ("", "0"):
+        if not asked.isdigit():
+            raise ConfigurationError(
+                f"TRAINSTACK_FAST_DEV_RUN={asked!r}: write a number of global steps, or 0 for off."
+            )
+        args = replace(args, fast_dev_run=int(asked))
     if not args.fast_dev_run:
         return args
     steps = int(args.fast_dev_run)
@@ -85,7 +95,7 @@ class TrainerArguments(metaclass=SuggestsNames):
         validate_every: when to validate in training. None: after each epoch. A positive number counts global steps, a
             float in (0, 1] is a fraction of the run's, a negative number counts epochs, 0 is never; or `Every(...)`, or
             a function of the trainer, asked after each step on the main process, that returns True when it is time.
-        sanity_val_steps: batches of each validation loader to try out before training.
+        sanity_val_steps: batches of each validation loader to try out before training; -1 for all.
         overfit_batches: train and validate on the samples of so many global batches alone; -1 for all, 0 for off.
         fast_dev_run: train so many steps (True: one), validate as many batches, and write nothing.
         monitor: the metric that tells how good the weights are; `checkpointer_args.monitor` by default.
@@ -107,7 +117,9 @@ class TrainerArguments(metaclass=SuggestsNames):
             each process of a machine; or -1 for all accelerators, one for each.
         use_gpu: False is the same as `device="cpu"`.
         seed: of the data order and of the samples' own random numbers. The process's global generators are left to
-            you: `seed_everything(seed)` before you build the module.
+            you: `seed_everything(seed)` before you build the module, or the argument `seed_everything`.
+        seed_everything: call `seed_everything(seed)` when the trainer is made, so that a second run in the same process
+            draws the same random numbers. A module that is built before has drawn its initial weights already.
         deterministic: let torch refuse operations that may give other bits each time, or `"warn"` of them, while the
             trainer works.
         float32_matmul_precision: how precisely products of float32 matrices are computed while the trainer works:
@@ -154,7 +166,10 @@ class TrainerArguments(metaclass=SuggestsNames):
             this run; at most 86400, a day. A run that died on the same host is replaced at once.
         rank_zero_timeout_s: seconds that the other ranks wait while rank 0 reads or writes files: a checkpoint, an
             export, an upload. The time limit of collectives (`timeout_s` of `ddp`) does not count this time.
-        save_on_exception: write what there is after an exception, for a look at it; never resumed from by itself.
+        on_interrupt: what `train()` does after Ctrl-C has stopped it and everything is saved: `"raise"` a
+            KeyboardInterrupt, or `"return"`, with one process; `trainer.stop_reason` is then "Ctrl-C".
+        save_on_exception: write what there is after an exception, for a look at it; never resumed from by itself. A
+            tuple of exception types saves after these alone.
         log_level: the least level of what the run logs to the logger "trainstack", the default checkpointer included.
             The plan and the line of each epoch are the writer `"stdout"`'s.
         stats_args: PyMarlin's spelling of `log_every`.
@@ -189,6 +204,7 @@ class TrainerArguments(metaclass=SuggestsNames):
         "precision": 'backend="sp-bf16" or "sp-amp"',
         "resume_from_checkpoint": "resume",
         "strategy": 'backend="ddp"',
+        "task": "the metrics by name, in the module or in Trainer(metrics=...); docs/recipes/ has modules for tasks",
         "val_check_interval": "validate_every, where a float is a fraction of the whole run, not of an epoch",
     }
 
@@ -218,6 +234,7 @@ class TrainerArguments(metaclass=SuggestsNames):
     device: str | torch.device | int | Sequence[str | torch.device | int] = "auto"
     use_gpu: bool = True
     seed: int = 0
+    seed_everything: bool = False
     deterministic: bool | Literal["warn"] = False
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
     compile: bool | Mapping[str, Any] = False
@@ -244,7 +261,8 @@ class TrainerArguments(metaclass=SuggestsNames):
     stop_grace_s: float | None = None
     rank_zero_timeout_s: float = 12 * 3600.0
     lease_timeout_s: float = 60.0
-    save_on_exception: bool = False
+    on_interrupt: Literal["raise", "return"] = "raise"
+    save_on_exception: bool | tuple[type[BaseException], ...] = False
     log_level: str = "INFO"
     stats_args: StatsArguments | None = None
     writer_args: WriterArguments | None = None
@@ -393,4 +411,6 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, type):
+        return value.__name__
     return value

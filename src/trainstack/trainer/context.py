@@ -11,12 +11,13 @@ from typing import Any
 from trainstack.backends import TrainerBackend, World
 from trainstack.backends.processes.world import current_device
 from trainstack.checkpointing import AbstractCheckpointer, Lease
+from trainstack.stage import Stage
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.module_extras import ModuleExtras
 from trainstack.trainer.core.state import RunState, UserState
 from trainstack.trainer.events import Events
-from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.module_interface import ModuleInterface, calls_given_steps
 from trainstack.trainer.run_directory import RunDirectory
 from trainstack.trainer.torch_settings import CompiledModels, deterministic, matmul_precision
 from trainstack.trainer.tracking.history import RunHistory
@@ -46,7 +47,8 @@ class RunContext:
         events: the subscribers.
         state: the counters of the run.
         user_state: the user's own data, saved with checkpoints.
-        val_step: the function that replaces the module's method `val_step`; None for the method.
+        train_step: the function that replaces the module's method `train_step`; None for the method.
+        val_step: likewise for `val_step`.
         sink: records what the module logs.
         busy: whether a step, a hook or an evaluation runs, so that a checkpoint has to wait for its end.
         directory: decides in which folder the run keeps its files.
@@ -68,6 +70,7 @@ class RunContext:
     user_state: UserState
     directory: RunDirectory
     extras: ModuleExtras
+    train_step: Callable[..., Any] | None = None
     val_step: Callable[..., Any] | None = None
     sink: LogSink = field(default_factory=LogSink)
     busy: bool = False
@@ -106,10 +109,12 @@ class RunContext:
     def fail_together(self) -> Iterator[None]:
         """A block that all processes enter together: a failure of one there is a failure of all.
 
-        See `Communicator.fail_together`. Operations inside are as deterministic and as precise as
-        the arguments ask for.
+        See `Communicator.fail_together`. The module's steps are those that the trainer was given. Operations inside
+        are as deterministic and as precise as the arguments ask for.
         """
+        given = {Stage.TRAIN: self.train_step, Stage.VAL: self.val_step}
         with (
+            calls_given_steps(self.module, {stage: step for stage, step in given.items() if step is not None}),
             current_device(self.world.device),  # two trainers may use different ones
             deterministic(self.args.deterministic),
             matmul_precision(self.args.float32_matmul_precision),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -50,7 +51,15 @@ _TYPOS = {"get_val_dataloaders": ("val", "load"), "val_step": ("val", "step")}
 """Methods that may be left out, so that a slip in their name would go unnoticed, and the words it probably has."""
 
 
-def check_parts(kind: type, module: Any, args: Any, backend: Any, checkpointer: Any, val_step: Any) -> None:
+def check_parts(
+    kind: type,
+    module: Any,
+    args: Any,
+    backend: Any,
+    checkpointer: Any,
+    train_step: Any,
+    val_step: Any,
+) -> None:
     """Refuse parts of which a trainer of the class `kind` cannot be made, naming the first."""
     _check_trainer_class(kind)
     if isinstance(module, type) or not isinstance(module, ModuleInterface):
@@ -76,14 +85,19 @@ def check_parts(kind: type, module: Any, args: Any, backend: Any, checkpointer: 
         _check_layers(backend)
     if checkpointer is not None:
         _check_checkpointer(checkpointer, args.resume)
-    try:
-        if val_step is not None:
-            inspect.signature(val_step).bind(None, **dict.fromkeys(_STEP[1]))
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"Trainer(val_step={val_step!r}): it cannot be called as a val_step is ({error}). Write "
-            "def val_step(module, global_step, batch, device)."
-        ) from None
+    _check_given_steps({"train_step": train_step, "val_step": val_step})
+
+
+def _check_given_steps(steps: Mapping[str, Any]) -> None:
+    for name, step in steps.items():
+        try:
+            if step is not None:
+                inspect.signature(step).bind(None, **dict.fromkeys(_STEP[1]))
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"Trainer({name}={step!r}): it cannot be called as a {name} is ({error}). Write "
+                f"def {name}(module, global_step, batch, device)."
+            ) from None
 
 
 _TRAINER_METHODS = {
@@ -376,6 +390,34 @@ def _unregistered_message(where: str, container: Any, found: Sequence[Any]) -> s
         f"{where} is a {kind.__name__} with {what}, which PyTorch does not register: they are not trained, moved or "
         f"saved. Use {_CONTAINERS[kind][not modules]}."
     )
+
+
+def complete_monitor(args: TrainerArguments, module: nn.Module, metrics: Any) -> TrainerArguments:
+    """`args` with "val/accuracy" for a monitor "accuracy" that is a metric by name, given to the trainer or the module.
+
+    "loss" is that of the validation.
+    """
+    if metrics is None:
+        metrics = getattr(module, "metrics", None)
+    known = {"loss", *(metrics if isinstance(metrics, Mapping | nn.ModuleDict) else ())}
+    return replace(args, monitor=f"val/{args.monitor}") if args.monitor in known else args
+
+
+def refuse_argument_of_train(name: str) -> NoReturn:
+    """Refuse the unknown argument `name` of `Trainer.train`.
+
+    Raises:
+        ConfigurationError: with the place where the trainer takes it.
+    """
+    if name in {field.name for field in fields(TrainerArguments)}:
+        how = (
+            f"it holds for the whole run. Write TrainerArguments({name}=...), or make another Trainer with "
+            f"dataclasses.replace(trainer.args, {name}=...)."
+        )
+    else:
+        alias = TrainerArguments.ALIASES.get(name)
+        how = f"write {alias}." if alias else "it takes epochs and max_steps; data belong to the module."
+    raise ConfigurationError(f"train() has no argument {name!r}: {how}")
 
 
 def left_out_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> dict[str, nn.Parameter]:

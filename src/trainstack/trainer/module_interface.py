@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.stage import Stage
@@ -95,20 +95,22 @@ class CallbackInterface:
         """Once, after the last epoch and its checkpoint."""
 
 
-_val_step: ContextVar[tuple[nn.Module | None, Callable[..., Any] | None]] = ContextVar("val_step", default=(None, None))
+_given_steps: ContextVar[tuple[nn.Module | None, Mapping[Stage, Callable[..., Any]]]] = ContextVar(
+    "given_steps", default=(None, {})
+)
 
 
 @contextmanager
-def calls_val_step(module: nn.Module, function: Callable[..., Any] | None) -> Iterator[None]:
-    """A block in which `forward` of `module` calls `function` in the place of `val_step`; the method, if None.
+def calls_given_steps(module: nn.Module, steps: Mapping[Stage, Callable[..., Any]]) -> Iterator[None]:
+    """A block in which `forward` of `module` calls these functions in the place of its methods.
 
     A context variable and no attribute, for the module is the user's, and layers wrap its call: no argument reaches it.
     """
-    before = _val_step.set((module, function))
+    before = _given_steps.set((module, steps))
     try:
         yield
     finally:
-        _val_step.reset(before)
+        _given_steps.reset(before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,14 +293,14 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
 
     def forward(self, stage: Stage, global_step: int, batch: Any, device: torch.device) -> Any:
         """Run the step that belongs to `stage`; what the backend calls."""
+        module, steps = _given_steps.get()
+        if module is self and stage in steps:
+            return steps[stage](self, batch=batch, device=device, global_step=global_step)
         if stage is Stage.TRAIN:
             if isinstance(batch, NextPart):
                 return batch.run()
             return self.train_step(batch=batch, device=device, global_step=global_step)
         if stage is Stage.VAL:
-            module, val_step = _val_step.get()
-            if module is self and val_step is not None:
-                return val_step(self, batch=batch, device=device, global_step=global_step)
             return self.val_step(batch=batch, device=device, global_step=global_step)
         if stage is Stage.TEST:
             return self.test_step(batch=batch, device=device, global_step=global_step)
@@ -322,7 +324,8 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
 
         Args:
             dataset: an object with `__len__` and `__getitem__`, or an `IterableDataset`.
-            sampler: as given; `shuffle=True` or `shuffle=False` among the options chooses another.
+            sampler: as given, or a sampler object with an order of its own; `shuffle=True` or `shuffle=False` among
+                the options chooses another.
             batch_size: as given.
             **options: of `DataLoader`. Without `collate_fn` among them, batches are made by this module's `collate_fn`
                 if it has one, else by the data set's `data_collator`, else as torch does.
@@ -346,7 +349,7 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         elif not isinstance(dataset, IterableDataset) and chosen.get("sampler") is None:
             if shuffle is not None:
                 sampler = RandomSampler if shuffle else SequentialSampler
-            chosen["sampler"] = sampler(dataset)
+            chosen["sampler"] = sampler if isinstance(sampler, Sampler) else sampler(dataset)
         try:
             return DataLoader(dataset, **chosen)
         except (TypeError, ValueError) as error:

@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -51,6 +51,7 @@ class RunDirectory:
         private: whether the run has a privacy layer.
 
     Attributes:
+        saved_paths: of checkpoints that have become safe, for who tells the subscribers of that.
         resume_from: the earlier run whose weights `choose` has found for a new one; None to go by the arguments.
         mirror: uploads the folder, where `output_dir` is an address; the main process uses it.
     """
@@ -60,6 +61,7 @@ class RunDirectory:
     ) -> None:
         self._module, self._checkpointer, self._private = module, checkpointer, private
         self._path: Path | None = None
+        self.saved_paths: deque[Path] = deque()
         self.resume_from: Path | None = None
         self.mirror: Mirror | None = None
         self._is_claimed = self._is_written = False
@@ -314,8 +316,10 @@ class RunDirectory:
                 f"tb_log_dir={_beside(self.log_dir)!r}, or move the logs away."
             )
 
-    def note_save(self) -> None:
-        """A checkpoint is safe: record it, so that the run never begins again where no checkpoint is found."""
+    def note_save(self, path: str | os.PathLike[str] | None) -> None:
+        """The checkpoint `path` is safe: record it, so that the run never begins again where no checkpoint is found."""
+        if path is not None:
+            self.saved_paths.append(Path(path))
         if self.mirror is not None:
             self.mirror.start()
         if self._is_claimed and not self._record.saved:

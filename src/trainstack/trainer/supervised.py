@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arg_matching import (
     NameMapping,
     apply_mapping,
@@ -87,8 +87,10 @@ class SupervisedModule(ModuleInterface):
         loss: a function or module, a mean over samples; None where the model's outputs have an item or field `loss`,
             which they need not have outside training. In private training it is called with `reduction="none"` where
             it has that option, and each record takes the mean over its own elements, so that class weights count.
-        optimizer: a name such as "adamw", a class, a function of the parameters, or an optimizer over `model`'s.
-        train_dataset: an object with `__len__` and `__getitem__`; its `data_collator`, if it has one, collates it.
+        optimizer: a name such as "adamw", a class, a function of the parameters, or an optimizer over `model`'s; None
+            where nothing is to be trained.
+        train_dataset: an object with `__len__` and `__getitem__`; its `data_collator`, if it has one, collates it; None
+            where nothing is to be trained.
         val_dataset: likewise, or a dict of them by name; None for no validation.
         test_dataset: likewise, for `Trainer.test`.
         optimizer_kwargs: for a name, a class or a function; may hold placeholders.
@@ -108,7 +110,8 @@ class SupervisedModule(ModuleInterface):
             if None.
         collate_fn: for all loaders.
         train_dataloader_kwargs: what else the `DataLoader` of the training data gets, such as `num_workers`.
-            `shuffle=False` keeps the order of the data set.
+            `shuffle=False` keeps the order of the data set; a `sampler`, such as a `WeightedRandomSampler`, gives its
+            own order, the same on all processes.
         val_dataloader_kwargs: the same for validation and test data.
         loss_weight: what the loss of a batch is a mean over, see `batch_weight`: `"samples"`, `"labels"`, which are the
             labels that are not -100, or a function that counts the items of a batch. None: labels where the model
@@ -129,8 +132,8 @@ class SupervisedModule(ModuleInterface):
         self,
         model: nn.Module,
         loss: Callable[..., Any] | None,
-        optimizer: OptimizerSource,
-        train_dataset: Any,
+        optimizer: OptimizerSource | None = None,
+        train_dataset: Any = None,
         val_dataset: Any = None,
         *,
         test_dataset: Any = None,
@@ -170,6 +173,11 @@ class SupervisedModule(ModuleInterface):
         """The optimizer over all parameters, the loss's own included, and the scheduler."""
         options = resolve(self.optimizer_kwargs, self.plan) if self.plan is not None else self.optimizer_kwargs
         made = self.optimizer
+        if made is None:
+            raise ModuleContractError(
+                "SupervisedModule was given no optimizer, so it can evaluate and predict, and not train. Write "
+                "SupervisedModule(model, loss, optimizer='adamw', train_dataset=...)."
+            )
         if isinstance(made, str):
             made = build_optimizer(made, self.parameters(), **options)
         elif not isinstance(made, Optimizer):
@@ -183,7 +191,13 @@ class SupervisedModule(ModuleInterface):
 
     def get_train_dataloader(self, sampler: type, batch_size: int) -> Any:
         """A loader over the training data."""
-        return self.build_dataloader(self.train_dataset, sampler, batch_size, **self.train_dataloader_kwargs)
+        if self.train_dataset is None:
+            raise ModuleContractError(
+                "SupervisedModule was given no train_dataset, so it can evaluate and predict, and not train. Write "
+                "SupervisedModule(model, loss, optimizer, train_dataset=...)."
+            )
+        options = {"sampler": sampler, "batch_size": batch_size, **self.train_dataloader_kwargs}
+        return self.build_dataloader(self.train_dataset, **options)
 
     def get_val_dataloaders(self, sampler: type, batch_size: int) -> Any:
         """A loader over the validation data, or a dict of loaders, or None."""
@@ -196,10 +210,10 @@ class SupervisedModule(ModuleInterface):
     def _evaluation_loaders(self, datasets: Any, sampler: type, batch_size: int) -> Any:
         if datasets is None:
             return None
-        options = {"batch_size": batch_size, **self.val_dataloader_kwargs}
+        options = {"sampler": sampler, "batch_size": batch_size, **self.val_dataloader_kwargs}
         if isinstance(datasets, dict):
-            return {key: self.build_dataloader(data, sampler, **options) for key, data in datasets.items()}
-        return self.build_dataloader(datasets, sampler, **options)
+            return {key: self.build_dataloader(data, **options) for key, data in datasets.items()}
+        return self.build_dataloader(datasets, **options)
 
     def batch_weight(self, batch: Any) -> float:
         """How many items the loss of `batch` is a mean over, as `loss_weight` says.
@@ -311,12 +325,22 @@ class SupervisedModule(ModuleInterface):
 
     def _call_model(self, batch: Any, training: bool) -> Any:
         method = self._method(training)
-        if isinstance(batch, dict):
-            outputs = call_with_matching_args(method, batch)
-        elif isinstance(batch, tuple | list):
-            outputs = method(*(batch[:-1] if len(batch) > 1 else batch))
-        else:
-            outputs = method(batch)
+        try:
+            if isinstance(batch, dict):
+                outputs = call_with_matching_args(method, batch)
+            elif isinstance(batch, tuple | list):
+                outputs = method(*(batch[:-1] if len(batch) > 1 else batch))
+            else:
+                outputs = method(batch)
+        except Exception as error:
+            own = [name for name in ("train_step", "evaluate_step") if callable(getattr(self.model, name, None))]
+            if own and self.forward_fns[not training] == "forward":
+                kinds = zip(("forward_fn", "val_forward_fn"), own, strict=False)
+                given = ", ".join(f"{kind}={name!r}" for kind, name in kinds)
+                annotate(
+                    error, f"{type(self.model).__name__}.forward was called; SupervisedModule({given}) calls those"
+                )
+            raise
         return _mapped(self.output_mappings[not training], outputs)
 
     def _method(self, training: bool) -> Callable[..., Any]:
@@ -427,7 +451,7 @@ def _check_optimizer(optimizer: Any, options: Mapping[str, Any], scheduler: Any)
     made = isinstance(optimizer, Optimizer)
     if isinstance(optimizer, str):
         optimizer_class(optimizer)
-    elif not made and not callable(optimizer):
+    elif not made and not callable(optimizer) and optimizer is not None:
         raise ConfigurationError(
             f"optimizer={optimizer!r}: write a name such as 'adamw', a class, a function of the parameters, or an "
             "optimizer."

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO, TypeVar, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -35,10 +35,11 @@ from trainstack.trainer.core.intervals import whole_steps
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.module_extras import ModuleExtras
 from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.core.random_state import seed_everything
 from trainstack.trainer.core.state import RunState, UserState
 from trainstack.trainer.events import Callback, Event, Events, Filter
 from trainstack.trainer.events.bus import check_event
-from trainstack.trainer.module_checks import check_parts
+from trainstack.trainer.module_checks import check_parts, complete_monitor, refuse_argument_of_train
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.resume.restoring import origin_of, restore_module, select_resume_state, start_from_weights
 from trainstack.trainer.resume.saving import Saver, check_storable, save_after_exception
@@ -77,7 +78,9 @@ class Trainer(AbstractTrainer):
         checkpointer: keeps and finds checkpoints; by default a `DefaultCheckpointer` that saves under
             `args.output_dir`.
         run_history: where metrics are recorded; a new `RunHistory` by default.
-        callbacks: objects that subscribe to events by their methods, or classes of them.
+        callbacks: objects that subscribe to events by their methods, or classes of them; one of these, or a list.
+        train_step: a function that is called for `train_step` of the module, as if it were that method: it computes the
+            loss. What steps optimizers itself is a layer, see `register_layer`.
         val_step: a function that is called for `val_step` of the module, as if it were that method.
         metrics: by name, anything with `update`, `compute` and `reset`; instead of the module's.
 
@@ -95,6 +98,7 @@ class Trainer(AbstractTrainer):
     warm_start_report: WarmStartReport | None = None
     _run: Run | None = None
     _reporter: Reporter | None = None
+    _evaluation: Run | None = None  # evaluates as long as nothing is to be trained
 
     def __init__(
         self,
@@ -104,15 +108,14 @@ class Trainer(AbstractTrainer):
         checkpointer: AbstractCheckpointer | None = None,
         *,
         run_history: RunHistory | None = None,
-        callbacks: Iterable[Callback | type[Callback]] | None = None,
+        callbacks: Callback | type[Callback] | Iterable[Callback | type[Callback]] | None = None,
+        train_step: Callable[..., Any] | None = None,
         val_step: Callable[..., Any] | None = None,
         metrics: Any = None,
     ) -> None:
-        check_parts(type(self), module, args, trainer_backend, checkpointer, val_step)
-        args = limit_for_dev_run(args)
-        if not isinstance(trainer_backend, TrainerBackend):
-            trainer_backend = build_trainer_backend(trainer_backend or args.resolved_backend, **args.layer_options)
-        trainer_backend.bind(self)
+        check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step)
+        args = _settled(args, module, metrics)
+        trainer_backend = _stack_of(trainer_backend, args, self)
         if checkpointer is None or args.fast_dev_run:
             checkpointer = DefaultCheckpointer(args.placed_checkpointer_args)
         self._context = context = RunContext(
@@ -125,6 +128,7 @@ class Trainer(AbstractTrainer):
             state=RunState(seed=args.seed),
             user_state=UserState(),
             directory=RunDirectory(args, module, checkpointer, private=trainer_backend.is_private),
+            train_step=train_step,
             val_step=val_step,
             extras=ModuleExtras(module),
         )
@@ -139,7 +143,7 @@ class Trainer(AbstractTrainer):
 
     # --- running -------------------------------------------------------------------------------------------
 
-    def train(self, *, epochs: int | None = None, max_steps: int | float | None = None) -> None:
+    def train(self, *, epochs: int | None = None, max_steps: int | float | None = None, **unknown: NoReturn) -> None:
         """Train the epochs that are left, validate after each, save, and export the model at the end.
 
         Does nothing once it is through. Call it again after an interruption or an exception to go on from where it
@@ -149,6 +153,7 @@ class Trainer(AbstractTrainer):
         Args:
             epochs: train until so many are trained in all, instead of what the arguments say.
             max_steps: the same, counted in global steps.
+            unknown: is refused, with the place where the trainer takes it.
 
         Raises:
             Preempted: SIGTERM, SIGHUP or SIGUSR1 came; what was trained is saved. Ends the process with exit code 75.
@@ -158,8 +163,10 @@ class Trainer(AbstractTrainer):
             PeerError: another process has failed, or did not come to a collective in time.
             CheckpointError: a checkpoint that was asked for cannot be read, or one cannot be written.
             LeaseError: another process owns the directory of the run, or has taken it over.
-            ConfigurationError: it was called from one of its own hooks or steps.
+            ConfigurationError: it was called from one of its own hooks or steps, or with an unknown argument.
         """
+        if unknown:
+            refuse_argument_of_train(next(iter(unknown)))
         if self._training:
             raise ConfigurationError(
                 f"train() was called while it runs (after global step {self.state.global_step}), from a hook or a "
@@ -181,12 +188,18 @@ class Trainer(AbstractTrainer):
             except BaseException as error:
                 self._heed_early_signal(error)
                 raise
+            if self.args.on_interrupt == "return" and self.world.size > 1:
+                raise ConfigurationError(
+                    "on_interrupt='return' with several processes: a launcher ends the others when Ctrl-C is pressed. "
+                    "Leave it out, and continue in another start with resume='auto'."
+                )
             if not self._finished:
                 late = self._train_until_stopped(run)
                 stopper.leave_together()
         if not self._finished or late is not None:
             log = self._context.log if self.is_main_process else None
-            raise_for_signal(stopper.agreed, late, saver.stop_message(), log)
+            returns = self.args.on_interrupt == "return"
+            raise_for_signal(stopper.agreed, late, saver.stop_message(), log, returns=returns)
 
     def _heed_early_signal(self, error: BaseException) -> None:
         """`error` ended `train()` before training began: record a signal as its cause.
@@ -231,7 +244,8 @@ class Trainer(AbstractTrainer):
                 self.events.fail(error)
                 with suppress(TrainstackError):  # no ledger any more; the statement on the disk has all planned steps
                     run.note_stop()
-                if self.args.save_on_exception:
+                wanted = self.args.save_on_exception
+                if wanted is True or (isinstance(wanted, tuple) and isinstance(error, wanted)):
                     save_after_exception(error, context, self._take_checkpoint, within_s=saver.save_time_budget.seconds)
                 reporter.fail(error)
                 raise
@@ -312,8 +326,9 @@ class Trainer(AbstractTrainer):
 
     def close(self) -> None:
         """Give back what was taken from the outside: the loader's workers, and the backend's process group."""
-        if self._run is not None:
-            self._run.data.close()
+        for run in (self._run, self._evaluation):
+            if run is not None:
+                run.data.close()
         self._saver.owner.release()
         self.trainer_backend.close()
         self._give_signals_back()
@@ -352,14 +367,8 @@ class Trainer(AbstractTrainer):
         if self.world.size > 1:
             import_for_optimizers()
         agree_on_setup(self._context)
-        self._saver.choose_directory(to_train=to_train)
-        self._context.extras = ModuleExtras(self.module)
-        checkpoint = select_resume_state(self.load_checkpoints(), self._context)
-        restore_module(self.module, checkpoint)
-        self.warm_start_report = start_from_weights(
-            self._context, self._saver.read_weights, self._saver.fetch, resumed=not checkpoint.is_empty
-        )
-        self.state.update_state(checkpoint.trainer_state or {})
+        checkpoint = self._restore(to_train)
+        self._evaluation = None
         self._run = Run(self._context, self._stopper, self._saver, self._metrics)
         self._context.extras.begin()
         self.events.fire(Event.READY)
@@ -368,52 +377,160 @@ class Trainer(AbstractTrainer):
         else:
             self._run.resume(checkpoint, self.update_state)
 
+    def _restore(self, to_train: bool) -> Checkpoint:
+        """Give the module the weights that it goes on with; the checkpoint that is continued, empty if none is.
+
+        Weights to start from are taken once, so that an evaluation before training changes nothing.
+        """
+        context = self._context
+        self._saver.choose_directory(to_train=to_train)
+        context.extras = ModuleExtras(self.module)
+        checkpoint = select_resume_state(self.load_checkpoints(), context)
+        restore_module(self.module, checkpoint)
+        if self._evaluation is None or not checkpoint.is_empty:
+            self.warm_start_report = start_from_weights(
+                context, self._saver.read_weights, self._saver.fetch, resumed=not checkpoint.is_empty
+            )
+            if self.warm_start_report is not None:
+                self.events.fire(Event.LOAD_MODEL, self.warm_start_report)
+        self.state.update_state(checkpoint.trainer_state or {})
+        return checkpoint
+
+    def _ready_to_evaluate(self) -> Run:
+        """As `_ready`, without training data and optimizers as long as nothing is to be trained.
+
+        Training prepares the module anew. A stack that cannot do that is prepared for training now, and so it is where
+        a subscriber waits for `READY`.
+        """
+        again = all(layer.prepares_again for layer in self.trainer_backend.layers())
+        if self._run is not None or not again or self.events.has_foreign(Event.READY):
+            return self._ready()
+        if self._evaluation is None:
+            if self._making_ready:
+                return self._ready()  # which refuses it
+            self._making_ready = True
+            try:
+                with self._context.fail_together():
+                    self._evaluation = self._make_evaluation()
+            finally:
+                self._making_ready = False
+        return self._evaluation
+
+    def _make_evaluation(self) -> Run:
+        from trainstack.trainer.run.agreement import agree_on_setup
+        from trainstack.trainer.run.run import Run
+
+        agree_on_setup(self._context)
+        checkpoint = self._restore(to_train=False)
+        run = Run(self._context, self._stopper, self._saver, self._metrics, trains=False)
+        run.resume_evaluation(checkpoint)
+        return run
+
     def _take_checkpoint(self, *, pinned: bool = False, after: BaseException | None = None) -> Checkpoint:
         return self._ready().take_checkpoint(self.get_state, pinned=pinned, after=after)
 
     # --- evaluation ----------------------------------------------------------------------------------------
 
     def validate(
-        self, dataloaders: Any = None, *, log: bool | None = None, keep_outputs: bool = True
+        self,
+        dataloaders: Any = None,
+        *,
+        log: bool | None = None,
+        keep_outputs: bool = True,
+        batch_size: int | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pad_value: float | None = None,
     ) -> EvaluationOutputs:
         """Run `val_step` over validation data and call `on_end_val_epoch`. Callbacks may call it in any hook.
 
+        Before training it needs neither training data nor optimizers, except with a layer that prepares both together,
+        such as `dp`. The weights are then those of `resume` or `init_weights_from`, or the module's own.
+
         Args:
-            dataloaders: a loader, or a dict of them by name; the module's by default. The loss of the loader "shifted"
-                is called `val/shifted/loss`, that of a single loader `val/loss`.
+            dataloaders: a loader, a data set with a length, or a dict of them by name; the module's by default. The
+                loss of the loader "shifted" is called `val/shifted/loss`, that of a single loader `val/loss`.
             log: whether metrics go to the history; by default only within training, from a hook.
             keep_outputs: whether outputs are returned; if False they are collected only where `on_end_val_epoch` takes
                 them, which saves memory.
+            batch_size: samples a batch, on each process, of data sets and of the module's loaders; by default
+                `args.val_batch_size`.
+            collate_fn: makes batches of the data sets that are given.
+            pad_value: fills up outputs whose shapes differ in another dimension than the first, at the end of each
+                dimension. Without it such outputs come back as a list with one tensor a batch.
 
         Returns:
             The outputs by loader; their attribute `metrics` has losses and metrics by name.
         """
         with self._context.fail_together():
-            outputs = self._ready().evaluator.run_standalone(Stage.VAL, dataloaders, log, keep_outputs)
+            run = self._ready() if log and self.args.resume is not False else self._ready_to_evaluate()
+            outputs = run.evaluator.run_standalone(
+                Stage.VAL,
+                dataloaders,
+                log,
+                keep_outputs,
+                batch_size=batch_size,
+                collate_fn=collate_fn,
+                pad_value=pad_value,
+            )
             if self._saver.pending_save and not self._context.busy:
                 self._saver.pending_save = False
                 self._saver.save(force=True)
             return outputs
 
-    def test(self, dataloaders: Any = None, *, log: bool | None = None) -> EvaluationOutputs:
+    def test(
+        self,
+        dataloaders: Any = None,
+        *,
+        log: bool | None = None,
+        batch_size: int | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pad_value: float | None = None,
+    ) -> EvaluationOutputs:
         """Run `test_step` over test data, as `validate` does.
 
         Raises:
             ModuleContractError: there is no data.
         """
         with self._context.fail_together():
-            return self._ready().evaluator.run_standalone(Stage.TEST, dataloaders, log)
+            run = self._ready() if log and self.args.resume is not False else self._ready_to_evaluate()
+            return run.evaluator.run_standalone(
+                Stage.TEST, dataloaders, log, batch_size=batch_size, collate_fn=collate_fn, pad_value=pad_value
+            )
 
-    def predict(self, dataloader: Any) -> Any:
+    def predict(
+        self,
+        dataloader: Any,
+        *,
+        stream: bool = False,
+        batch_size: int | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pad_value: float | None = None,
+    ) -> Any:
         """Run `predict_step` over `dataloader`; returns what it returned, joined in data set order.
 
-        A dict of loaders gives a dict of outputs.
-        """
-        from trainstack.trainer.evaluation.loader_pass import named_loaders
+        Args:
+            dataloader: a loader or a data set, or a dict of them by name, which gives a dict of outputs.
+            stream: return an iterator over the outputs of single batches, on the CPU, in data set order. It predicts
+                as it is read, so that nothing is collected. On several processes all of them get all batches, and read
+                to the same place.
+            batch_size: as for `validate`.
+            collate_fn: as for `validate`.
+            pad_value: as for `validate`.
 
+        Raises:
+            ConfigurationError: `stream` with a dict or with `pad_value`.
+        """
+        if stream and (isinstance(dataloader, dict) or pad_value is not None):
+            raise ConfigurationError(
+                "predict(stream=True) gives the outputs of each batch as predict_step returned them: give one loader "
+                "or data set, and no pad_value."
+            )
         with self._context.fail_together():
-            evaluator = self._ready().evaluator
-            outputs = evaluator.evaluate(Stage.PREDICT, named_loaders(dataloader, "the caller of predict"), keep=True)
+            evaluator = self._ready_to_evaluate().evaluator
+            loaders = evaluator.loaders_over(dataloader, batch_size, collate_fn, "the caller of predict")
+            if stream:
+                return evaluator.stream(Stage.PREDICT, loaders["default"])
+            outputs = evaluator.evaluate(Stage.PREDICT, loaders, keep=True, pad_value=pad_value)
             return outputs if isinstance(dataloader, dict) else outputs["default"]
 
     def gather(self, outputs: Any) -> Any:
@@ -504,6 +621,20 @@ class Trainer(AbstractTrainer):
         """The repr and the table of epochs, for notebooks."""
         return f"<p>{escape(repr(self))}</p>{self.history._repr_html_()}"
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; refuse a loop, which nothing would call.
+
+        Raises:
+            ConfigurationError: it is called `train_batch_loop` or `evaluate_batch_loop`.
+        """
+        if name in ("train_batch_loop", "evaluate_batch_loop"):
+            raise ConfigurationError(
+                f"trainer.{name} = ...: a Trainer has one loop, above all backends, so that their results agree. "
+                "Replace a part of a step with a layer (register_layer), or the step with Trainer(train_step=...) or "
+                "val_step=...; to write a loop, drive a stack of build_trainer_backend with train_dl."
+            )
+        super().__setattr__(name, value)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Trainer:
         """Refuse a copy, which would share the files, the processes and the counters of the run."""
         raise ConfigurationError(
@@ -514,6 +645,48 @@ class Trainer(AbstractTrainer):
     def load_checkpoints(self) -> Checkpoint:
         """What the checkpointer finds to continue from, as `args.resume` says; an empty one if nothing."""
         return self._saver.load()
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        mode: Literal["full", "weights_and_optimizer", "weights"] = "full",
+    ) -> None:
+        """Take what `path` holds, as a new trainer with `resume=path` does; `validate()` and `train()` go on from it.
+
+        Args:
+            path: of a checkpoint, or one of the words that `resume` takes: "last", "best".
+            mode: what is taken, see `resume_mode` of `TrainerArguments`.
+
+        Raises:
+            ConfigurationError: a training or an evaluation is under way; or a layer, such as `dp`, has prepared this
+                run and cannot do it again.
+            CheckpointError: the checkpoint cannot be read.
+        """
+        if self._training or self._making_ready or self._context.busy:
+            raise ConfigurationError(
+                f"load_checkpoint({os.fspath(path)!r}) was called in a training or an evaluation, whose state it would "
+                "replace. Call it when train() or validate() has returned."
+            )
+        rigid = [layer.name for layer in self.trainer_backend.layers() if not layer.prepares_again]
+        if self._run is not None and rigid:
+            raise ConfigurationError(
+                f"load_checkpoint({os.fspath(path)!r}): {', '.join(map(repr, rigid))} cannot prepare a module twice. "
+                f"Make a new Trainer with TrainerArguments(resume={os.fspath(path)!r})."
+            )
+        before = self.args, self._run, self._evaluation, self._finished
+        self.args = replace(self.args, resume=path, resume_mode=mode)
+        self._run, self._evaluation, self._finished = None, None, False
+        state = self.state.get_state()
+        self.state.update_state(RunState(seed=self.args.seed).get_state())
+        try:
+            self._ready_to_evaluate()
+        except BaseException:
+            self.args, self._run, self._evaluation, self._finished = before
+            self.state.update_state(state)
+            raise
+        for run in before[1:3]:
+            if run is not None:
+                run.data.close()
 
     def get_state(self) -> dict[str, Any]:
         """Counters, optimizers, schedulers and running means. Override to add to it."""
@@ -839,11 +1012,18 @@ class Trainer(AbstractTrainer):
 
     # --- requests and subscriptions -------------------------------------------------------------------------
 
-    def print(self, *values: Any, once: Literal["world", "node"] = "world") -> None:
-        """Print on the main process only, or on the first process of each machine."""
+    def print(
+        self,
+        *values: Any,
+        once: Literal["world", "node"] = "world",
+        sep: str = " ",
+        end: str = "\n",
+        file: TextIO | None = None,
+        flush: bool = True,
+    ) -> None:
+        """`print` on the main process only, or on the first process of each machine."""
         if self.is_main_process if once == "world" else self.world.local_rank == 0:
-            sys.stdout.write(" ".join(map(str, values)) + "\n")
-            sys.stdout.flush()
+            print(*values, sep=sep, end=end, file=sys.stdout if file is None else file, flush=flush)
 
     def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
         """Let the trackers among the writers upload a file or a folder, on the main process.
@@ -926,6 +1106,18 @@ class Trainer(AbstractTrainer):
 
         return subscribe
 
+    def off(self, function: Callable[..., Any]) -> None:
+        """Take back all subscriptions of `function`; in the loop it takes effect with the next epoch.
+
+        Raises:
+            ConfigurationError: it has not subscribed to an event of this trainer.
+        """
+        if not self.events.remove(function):
+            raise ConfigurationError(
+                f"off({function!r}): it has not subscribed. Give the function or the bound method that was given to "
+                "trainer.on(event)."
+            )
+
 
 def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: int = 100) -> LRFinderResult:
     """Train for some steps while the learning rate grows from `start` to `end`, and undo all of it.
@@ -956,10 +1148,26 @@ def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: 
     return try_rates(run.context, run.data, run.loop.work, run.modes.decide().modes, start, end, steps)
 
 
-def _all_callbacks(args: TrainerArguments, given: Iterable[Any] | None) -> Iterable[Any] | None:
+def _stack_of(given: TrainerBackend | str | None, args: TrainerArguments, owner: Trainer) -> TrainerBackend:
+    if not isinstance(given, TrainerBackend):
+        given = build_trainer_backend(given or args.resolved_backend, **args.layer_options)
+    given.bind(owner)
+    return given
+
+
+def _settled(args: TrainerArguments, module: ModuleInterface, metrics: Any) -> TrainerArguments:
+    """The arguments of a run of `module`; seeds the generators of the process if they ask for that."""
+    if args.seed_everything:
+        seed_everything(args.seed)
+    return complete_monitor(limit_for_dev_run(args), module, metrics)
+
+
+def _all_callbacks(args: TrainerArguments, given: Any) -> Iterable[Any] | None:
     """The callbacks `given`, with the default ones where the arguments ask for them."""
+    if isinstance(given, Callback) or (isinstance(given, type) and issubclass(given, Callback)):
+        given = [given]
     if not args.default_callbacks:
-        return given
+        return cast("Iterable[Any] | None", given)
     from trainstack.trainer.callbacks import with_defaults  # the ready-made ones are loaded when used
 
     return with_defaults(given)

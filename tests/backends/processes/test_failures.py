@@ -115,7 +115,7 @@ def test_a_port_in_use_is_named() -> None:
             rendezvous_store(place, 1.0, {})
 
 
-@pytest.mark.spec("PMB-17")
+@pytest.mark.spec("PMB-17", "FN-01")
 @pytest.mark.parametrize("how", ["train_step", "validate", "get_optimizers"])
 def test_in_an_adopted_group_nobody_waits_for_a_rank_that_fails_and_stays(how: str, tmp_path: Path) -> None:
     """The group itself stays whole: another trainer goes on in it."""

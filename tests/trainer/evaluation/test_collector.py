@@ -89,12 +89,17 @@ def test_nothing_and_reset() -> None:
         (None, "earlier steps returned a list here, this one returned NoneType"),
         ((torch.ones(1),), r"the items \[0, 1\], this one \[0\]"),
         ((torch.ones(1), "x"), r"outputs\[1\]: earlier steps returned a tensor here, this one returned str"),
-        ((torch.ones(1), torch.ones(2, 5)), r"outputs\[1\]: tensors of different shapes"),
     ],
 )
 def test_another_structure_than_before_is_refused(second: Any, message: str) -> None:
     with pytest.raises(ts.ModuleContractError, match=message):
         collected((torch.ones(1), torch.ones(2, 3)), second)
+
+
+def test_tensors_of_different_lengths_become_a_list_with_one_a_step() -> None:
+    first, second = collected((torch.ones(1), torch.ones(2, 3)), (torch.ones(1), torch.ones(2, 5)))
+    assert first.shape == (2,)
+    assert [tuple(one.shape) for one in second] == [(2, 3), (2, 5)]
 
 
 def test_a_tensor_that_is_changed_afterwards_is_refused() -> None:

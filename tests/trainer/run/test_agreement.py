@@ -119,6 +119,7 @@ def test_arguments_that_may_differ_give_the_same_weights(tmp_path: Path, case: s
     assert ranks[0]["weights"] == ranks[1]["weights"]
 
 
+@pytest.mark.spec("PMB-18")
 def test_unlike_initial_values_become_those_of_rank_zero_and_are_logged_once(tmp_path: Path) -> None:
     ranks = run_world(2, agreement.differs, directory=str(tmp_path), case="initial weights")
     alike = run_world(2, agreement.differs, directory=str(tmp_path), case="nothing")

@@ -97,13 +97,12 @@ class TestOverfitting:
     def test_more_than_there_are_is_all(self, tmp_path: Path) -> None:
         assert train(Counting(), tmp_path, overfit_batches=9).plan.steps_per_epoch == 6
 
-    def test_a_loader_with_an_order_of_its_own_is_refused(self, tmp_path: Path) -> None:
+    def test_the_first_batches_of_a_loader_with_an_order_of_its_own_are_kept(self, tmp_path: Path) -> None:
         class Lists(Counting):
             def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
                 return [*super().get_train_dataloader(sampler, batch_size)]
 
-        with pytest.raises(ts.ConfigurationError, match=r"overfit_batches=1: which samples.*it is a list"):
-            train(Lists(), tmp_path, overfit_batches=1)
+        assert train(Lists(), tmp_path, overfit_batches=1).plan.steps_per_epoch == 1
 
 
 class TestDevRun:
@@ -519,7 +518,7 @@ def test_with_channels_last_convolutions_compute_so_and_the_run_is_the_same(tmp_
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"sanity_val_steps": -1}, r"sanity_val_steps=-1: write a whole number, 0 or more"),
+        ({"sanity_val_steps": -2}, r"sanity_val_steps=-2: write a whole number, -1 or more"),
         ({"overfit_batches": 1.5}, r"overfit_batches=1.5: write a whole number, -1 or more"),
         ({"fast_dev_run": 0}, r"fast_dev_run=0: write a whole number, 1 or more"),
         ({"deterministic": "yes"}, r"deterministic='yes': write one of True, False, 'warn'"),

@@ -30,6 +30,8 @@ class EMA(Callback):
         decay: between 0 and 1.
         warmup: begin with a lower decay, `(1 + n) / (10 + n)` at the n-th update, until that exceeds `decay`; otherwise
             the first weights weigh too much in a short run.
+        start_step: averaging begins after so many global steps; until then the averages are the weights.
+        every: update the average at each n-th of the steps that move the weights.
         evaluate: whether evaluations use the averages.
         use_at_end: put them into the module when training ends, so that they are exported. If `train()` goes on later,
             it does so from the weights trained last.
@@ -44,12 +46,23 @@ class EMA(Callback):
     priority = 10  # what it puts into the module at the end, others may replace by something better
 
     def __init__(
-        self, decay: float = 0.999, *, warmup: bool = True, evaluate: bool = True, use_at_end: bool = True
+        self,
+        decay: float = 0.999,
+        *,
+        warmup: bool = True,
+        start_step: int = 0,
+        every: int = 1,
+        evaluate: bool = True,
+        use_at_end: bool = True,
     ) -> None:
+        for name, number, least in (("start_step", start_step, 0), ("every", every, 1)):
+            if type(number) is not int or number < least:
+                raise ConfigurationError(f"EMA({name}={number!r}): write a whole number from {least} on.")
         if not 0 < decay < 1:
             raise ConfigurationError(f"decay={decay!r}: write a number between 0 and 1, such as 0.999.")
         self.decay, self.updates = decay, 0
         self._warmup, self._evaluate, self._use_at_end = warmup, evaluate, use_at_end
+        self._start_step, self._every = start_step, every
         self._names: list[str] = []
         self._parameters: list[Tensor] = []
         self._averages: list[Tensor] = []
@@ -92,8 +105,13 @@ class EMA(Callback):
         if moved == self._moved:
             return
         self._moved = moved
-        self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self._warmup else self.decay
+        if trainer.state.global_step <= self._start_step:
+            decay = 0.0
+        elif moved % self._every:
+            return
+        else:
+            self.updates += 1
+            decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self._warmup else self.decay
         now = [p.detach().to(a.dtype) for p, a in zip(self._parameters, self._averages, strict=True)]
         fast_lerp(self._averages, now, 1 - decay, enabled=self._fast_paths)
 

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trainstack.checkpointing.arguments import Monitor
 from trainstack.errors import ConfigurationError
@@ -27,12 +27,21 @@ class BestValue:
         last: that value; None before the first.
 
     Raises:
-        ConfigurationError: the mode cannot be told, or `min_delta` is negative.
+        ConfigurationError: the mode cannot be told, `min_delta` is negative, or `min_delta_mode` is unknown.
     """
 
-    def __init__(self, monitor: MonitoredValue | None = None, mode: str = "auto", min_delta: float = 0.0) -> None:
+    def __init__(
+        self,
+        monitor: MonitoredValue | None = None,
+        mode: str = "auto",
+        min_delta: float = 0.0,
+        min_delta_mode: str = "abs",
+    ) -> None:
         if not min_delta >= 0:
             raise ConfigurationError(f"min_delta={min_delta!r}: write a number from 0 on.")
+        if min_delta_mode not in ("abs", "rel"):
+            raise ConfigurationError(f"min_delta_mode={min_delta_mode!r}: write 'abs' or 'rel'.")
+        self._is_relative = min_delta_mode == "rel"
         if callable(monitor) and mode not in ("min", "max"):
             raise ConfigurationError("monitor is a function, which does not tell its mode. Write mode='min' or 'max'.")
         self._function = monitor if callable(monitor) else None
@@ -81,7 +90,8 @@ class BestValue:
         self.updated_at, self.last = step, float(value)
         value = self.last
         sign = 1 if monitor.mode == "min" else -1
-        better = self.best is None or sign * value < sign * self.best - self._min_delta
+        delta = self._min_delta * abs(self.best or 0.0) if self._is_relative else self._min_delta
+        better = self.best is None or sign * value < sign * self.best - delta
         if not (better and math.isfinite(value)):
             return False
         self.best, self.best_step = value, step
@@ -227,6 +237,9 @@ class EarlyStopping(MonitorCallback):
         mode: "min", "max", or "auto" for what the metric's name tells.
         patience: validations without a better value; 1 or more. Without validation data epochs are counted.
         min_delta: by how much a value must be better to count.
+        min_delta_mode: `"abs"`, or `"rel"` for a `min_delta` that is a fraction of the best value.
+        stopping_threshold: stop as soon as the value is as good as this.
+        divergence_threshold: stop as soon as the value is worse than this.
         check_finite: stop as soon as the value is inf or nan. With False such a value is one that is not better.
 
     Attributes:
@@ -243,12 +256,16 @@ class EarlyStopping(MonitorCallback):
         mode: str = "auto",
         patience: int = 3,
         min_delta: float = 0.0,
+        min_delta_mode: Literal["abs", "rel"] = "abs",
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
         check_finite: bool = True,
     ) -> None:
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
             raise ConfigurationError(f"patience={patience!r}: write a whole number from 1 on.")
-        super().__init__(BestValue(monitor, mode, min_delta))
+        super().__init__(BestValue(monitor, mode, min_delta, min_delta_mode))
         self.patience, self.waited, self._check_finite = patience, 0, check_finite
+        self._good_enough, self._too_bad = stopping_threshold, divergence_threshold
         self._diverged_to: str | None = None
 
     def on_new_value(self, trainer: AbstractTrainer, improved: bool) -> None:
@@ -257,6 +274,14 @@ class EarlyStopping(MonitorCallback):
         value = self.best_value.last
         if self._check_finite and value is not None and not math.isfinite(value):
             self._diverged_to = f"{value} at step {self.best_value.updated_at}"
+        sign = 1 if self.best_value.of(trainer).mode == "min" else -1
+        for threshold, what, side in ((self._good_enough, "good enough", 1), (self._too_bad, "too bad", -1)):
+            if value is None or threshold is None:
+                continue
+            beyond = side * sign * (threshold - value)
+            if beyond > 0 or (beyond == 0 and side > 0):
+                at = f"{value:.6g} at step {self.best_value.updated_at}"
+                self._diverged_to = f"{at}, which is {what} (threshold {threshold:g})"
         self._stop_if_due(trainer)
 
     def on_train_begin(self, trainer: AbstractTrainer) -> None:

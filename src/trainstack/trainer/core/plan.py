@@ -202,8 +202,8 @@ class TrainingPlan:
         return f"{text}, the last of {self.last_micro_batch}" if short else text
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers as plain values."""
-        return asdict(self)
+        """All numbers as plain values, `total_steps` included."""
+        return asdict(self) | {"total_steps": self.total_steps}
 
 
 def _limited(max_steps: int | float | None, steps: int | None, epochs: int) -> tuple[int | None, int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import deepcopy
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -46,10 +48,17 @@ from trainstack.trainer.data.step_batches import (
 from trainstack.trainer.module_interface import MicroBatchInfo, ModuleInterface
 
 
+class KeptBatches(list[Any]):
+    """Batches that were read once, and how their loader made them."""
+
+    collate_fn: Any = None
+
+
 class OverfitSubset:
     """Cuts loaders down to the samples of the first `number` global batches of the first epoch.
 
     Samples are loaded anew each time, with their augmentation. Every process and every resumed run picks the same ones.
+    Batches of a loader with an order of its own are read once and kept, with the augmentation that they came with.
 
     Args:
         number: of global batches; -1 for all of them.
@@ -60,19 +69,21 @@ class OverfitSubset:
     def __init__(self, number: int, global_batch: int, seed: int) -> None:
         self._number, self._global_batch, self._seed = number, global_batch, seed
         self._subset: PartOfDataset | None = None
+        self._kept: KeptBatches | None = None
 
-    def of(self, loader: Any) -> DataLoader[Any]:
+    def of(self, loader: Any, batches: int) -> Any:
         """A loader like `loader` over those samples.
 
-        Raises:
-            ConfigurationError: the library does not know the samples behind it.
+        The samples behind a loader with an order of its own are not known: as many of its first `batches` are kept as
+        the global batches take.
         """
-        reason = unsupported_order_reason(loader)
-        if reason is not None:
-            raise ConfigurationError(
-                f"overfit_batches={self._number}: which samples the training loader gives is not known, since "
-                f"{reason}. Use a DataLoader over a map-style data set, or overfit_batches=0."
-            )
+        if unsupported_order_reason(loader) is not None:
+            if self._number < 0:
+                return loader
+            if self._kept is None:  # copies, since a loader may reuse the memory of a batch
+                self._kept = KeptBatches(deepcopy(batch) for batch in islice(loader, self._number * batches))
+                self._kept.collate_fn = getattr(loader, "collate_fn", None)
+            return self._kept
         if self._subset is None or self._subset.dataset is not loader.dataset:
             order = DataOrder(
                 length=len(loader.dataset),
@@ -107,6 +118,7 @@ class TrainingData:
         log: for warnings about the order of the data.
         public_dataset_size: how long the plan takes a data set to be, where the true length is private.
         streams: of samples and loaders in a private run; None for those of `seed`.
+        asks: False where nothing is to be trained: the module is then asked for no loader.
 
     Attributes:
         plan: the run's step arithmetic.
@@ -132,22 +144,23 @@ class TrainingData:
         log: RunLogger,
         public_dataset_size: int | None = None,
         streams: RandomStreams | None = None,
+        *,
+        asks: bool = True,
     ) -> None:
         self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
         self._public_dataset_size, self._is_sampled = public_dataset_size, streams is not None
         self._sample_seed: Seed = seed if streams is None else streams
-        self._fast_paths = fast_paths_enabled(args.fast_paths)
-        self._custom_order_logged = self._lengths_differ_logged = self._choice_logged = False
+        self._fast_paths, self._asks = fast_paths_enabled(args.fast_paths), asks
+        self._custom_order_logged = self._lengths_differ_logged = self._choice_logged = self.hashes_epochs = False
         self.loader: Any = None
         self.sample_hashes: Samples = {}
         self.epoch_hashes: Samples = {}
-        self.hashes_epochs = False
         self._overfit = OverfitSubset(args.overfit_batches, args.global_batch_size(world.size), seed)
         self._sharding = args.data_sharding_of(Stage.TRAIN)
         self.loader_state = LoaderState(log, fast_paths=self._fast_paths, split_by_rank=self._sharding == "loader")
         self._stream_check: StreamCheck | None = None
         self.plan = self._make_plan(None)
-        loader = self._ask()
+        loader = self._ask() if asks else None
         self.loader_state.attach(loader)
         self.plan = self._make_plan(loader)
         self.training_set = self._training_set(loader)
@@ -454,12 +467,16 @@ class TrainingData:
                 "gpu_batch_size_limit in TrainerArguments."
             )
         self.loader = loader
-        return self._overfit.of(loader) if loader is not None and self._args.overfit_batches else loader
+        if loader is None or not self._args.overfit_batches:
+            return loader
+        return self._overfit.of(loader, self.plan.accumulation * self._world.size)
 
     def overfit_val_loader(self, batch_size: int) -> Any:
         """With `overfit_batches`, a loader over what is trained on, in fixed order; else None."""
         loader = self._ask() if self._args.overfit_batches else None
-        return None if loader is None else like(loader, loader.dataset, batch_size)
+        if loader is None or unsupported_order_reason(loader) is not None:
+            return loader
+        return like(loader, loader.dataset, batch_size)
 
     def _make_plan(self, loader: Any) -> TrainingPlan:
         args, lengths = self._args, {}
@@ -476,8 +493,9 @@ class TrainingData:
                 by_rank = self._world.comm.gather(length, "the length of the training loader")
                 length = None if None in by_rank else max(by_rank) * self._world.size
             lengths = {} if length is None else {"loader_length": length}
+        global_batch, size = args.global_batch_size(self._world.size), self._world.size
         return TrainingPlan.make(
-            train_batch_size=args.global_batch_size(self._world.size),
+            train_batch_size=global_batch if self._asks else -(-global_batch // size) * size,
             gpu_batch_size_limit=args.gpu_batch_size_limit,
             world_size=self._world.size,
             epochs=args.epochs,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainstack.backends.processes.communicator import Communicator
 from trainstack.backends.processes.gathering import StepList
 from trainstack.backends.processes.packing import pack, unpack
 from trainstack.errors import ModuleContractError
@@ -18,7 +20,8 @@ from trainstack.errors import ModuleContractError
 class OutputCollector:
     """Collects step outputs of the same structure and concatenates them along dimension 0.
 
-    Tensors of shape `(batch, ...)` become one of shape `(total, ...)`; 0-dim tensors become shape `(steps,)`;
+    Tensors of shape `(batch, ...)` become one of shape `(total, ...)`, or, where they differ in another dimension than
+    the first, a list of them; 0-dim tensors become shape `(steps,)`;
     tuples, lists and dicts are collected item by item; anything else becomes a list. Dtypes are kept. Tensors are
     detached and, unless `device` says otherwise, moved to the CPU, a few MiB at once; those in a dataclass, or in a
     list of other things, are copied.
@@ -87,20 +90,59 @@ class OutputCollector:
         """Everything collected, joined: a list for tensor, tuple or list outputs, a dict for dicts.
 
         Raises:
-            ModuleContractError: shapes do not fit together, or a tensor was changed in place after collecting it.
+            ModuleContractError: a tensor was changed in place after collecting it.
         """
+        if self._joined is None:
+            self._joined = self._join()
+        return self._joined
+
+    def _join(self) -> Any:
         if self._root is None:
             return []
-        if self._joined is None:
-            self._target.fetch()
-            joined = self._root.join()
-            self._joined = joined if isinstance(self._root, _Items) else [joined]
-        return self._joined
+        self._target.fetch()
+        joined = self._root.join()
+        return joined if isinstance(self._root, _Items) else [joined]
+
+    def all_outputs_alike(self, comm: Communicator, pad_value: float | None = None) -> Any:
+        """`all_outputs` in the form that the outputs of all processes allow; all processes call it together.
+
+        Args:
+            comm: of the processes whose outputs are joined afterwards.
+            pad_value: fills up tensors that differ in another dimension than the first, at the ends of their
+                dimensions. None makes a list of them.
+
+        Raises:
+            ModuleContractError: as `all_outputs`; or tensors to be padded differ in their number of dimensions.
+        """
+        places = {} if self._root is None else {place.path: place for place in self._root.tensors()}
+        shapes = {path: place.row_shapes() for path, place in places.items()}
+        by_rank = comm.gather(shapes, "the shapes of outputs") if comm.size > 1 else [shapes]
+        for path, place in places.items():
+            place.form = _form_of(path, set().union(*(one.get(path, ()) for one in by_rank)), pad_value)
+        return self._join()
 
     @property
     def as_arguments(self) -> tuple[Any, ...]:
         """`all_outputs` as positional arguments of a hook: one an output, a dict as a single one."""
         return as_arguments(self.all_outputs)
+
+
+_Rows = tuple[int, ...]
+"""The shape of a tensor without its first dimension."""
+
+
+def _form_of(path: str, shapes: set[_Rows], pad_value: float | None) -> _Form:
+    """How tensors with rows of these shapes are joined."""
+    if len(shapes) < 2:
+        return None
+    if pad_value is None:
+        return "list"
+    if len({len(shape) for shape in shapes}) > 1:
+        raise ModuleContractError(
+            f"{path}: tensors with {sorted({len(shape) + 1 for shape in shapes})} dimensions cannot be padded to one "
+            "shape. Return the same number of dimensions from each step, or leave pad_value out for a list."
+        )
+    return tuple(map(max, zip(*shapes, strict=True))), pad_value
 
 
 def as_arguments(outputs: Any) -> tuple[Any, ...]:
@@ -190,6 +232,10 @@ class _Node:
     def join(self) -> Any:
         raise AssertionError("abstract")
 
+    def tensors(self) -> Iterator[_Tensors]:
+        """The places of tensors here and below."""
+        return iter(())
+
     def _mismatch_error(self, value: Any, expected: str) -> ModuleContractError:
         return ModuleContractError(
             f"{self.path}: earlier steps returned {expected} here, this one returned {type(value).__name__}. "
@@ -197,13 +243,18 @@ class _Node:
         )
 
 
+_Form = Literal["list"] | tuple[_Rows, float] | None
+"""How tensors are joined: as a list, padded to rows of a shape, or, for None, as their shapes allow."""
+
+
 class _Tensors(_Node):
-    __slots__ = ("kept", "versions")
+    __slots__ = ("form", "kept", "versions")
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self.kept: list[Tensor] = []
         self.versions: list[int] = []
+        self.form: _Form = None
 
     def add(self, value: Any, target: _Target) -> None:
         if not isinstance(value, Tensor):
@@ -227,7 +278,14 @@ class _Tensors(_Node):
         last = self.kept[-1]
         self.kept[-1], self.versions[-1] = (last if last.dim() else last.reshape(1))[:0].clone(), -1
 
-    def join(self) -> Tensor:
+    def tensors(self) -> Iterator[_Tensors]:
+        yield self
+
+    def row_shapes(self) -> set[_Rows]:
+        """The shapes of what was collected, without the first dimension."""
+        return {tuple(tensor.shape[1:]) for tensor in self.kept}
+
+    def join(self) -> Tensor | StepList:
         for step, (tensor, version) in enumerate(zip(self.kept, self.versions, strict=True)):
             if version != -1 and version != tensor._version:
                 raise ModuleContractError(
@@ -235,14 +293,11 @@ class _Tensors(_Node):
                     "Return a copy: tensor.clone()."
                 )
         parts = [t.reshape(1) if t.dim() == 0 else t for t in self.kept]
-        try:
-            return torch.cat(parts)
-        except RuntimeError as error:
-            shapes = sorted({tuple(part.shape[1:]) for part in parts})
-            raise ModuleContractError(
-                f"{self.path}: tensors of different shapes {shapes[:4]} (first dimension left out) cannot be joined. "
-                "Pad them to one shape."
-            ) from error
+        if self.form == "list" or (self.form is None and len(self.row_shapes()) > 1):
+            return StepList(parts)
+        if self.form is not None:
+            parts = [_padded(part, *self.form) for part in parts]
+        return torch.cat(parts)
 
 
 class _Objects(_Node):
@@ -297,9 +352,20 @@ class _Items(_Node):
         for child in self.children.values():
             child.empty_last()
 
+    def tensors(self) -> Iterator[_Tensors]:
+        for child in self.children.values():
+            yield from child.tensors()
+
     def join(self) -> Any:
         joined = {key: child.join() for key, child in self.children.items()}
         return joined if self.kind is dict else list(joined.values())
+
+
+def _padded(tensor: Tensor, rows: _Rows, value: float) -> Tensor:
+    """`tensor` with rows of the shape `rows`; what is new is `value`."""
+    padded = tensor.new_full((len(tensor), *rows), value)
+    padded[tuple(slice(size) for size in tensor.shape)] = tensor
+    return padded
 
 
 def _copied(value: Any, device: torch.device | None) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import Any, Protocol
 
+import torch
 from torch.utils.data import SequentialSampler
 
 from trainstack.backends import Communicator, Workload, World
@@ -14,6 +16,7 @@ from trainstack.stage import Stage
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import isolated_rng
+from trainstack.trainer.core.state_tree import copied
 from trainstack.trainer.data.epochs import set_epoch
 from trainstack.trainer.data.record_sources import shares_records
 from trainstack.trainer.data.sharding import (
@@ -30,14 +33,15 @@ from trainstack.trainer.evaluation.loader_pass import (
     eval_mode,
     evaluation_batches,
     evaluation_pass,
+    loaders_over,
     named_loaders,
     on_main_only,
     sample_count_mismatch,
 )
-from trainstack.trainer.evaluation.metrics import Metrics, numbers_in
+from trainstack.trainer.evaluation.metrics import MetricPass, Metrics, numbers_in
 from trainstack.trainer.events import Event
 from trainstack.trainer.events.hooks import Hooks
-from trainstack.trainer.module_interface import ModuleInterface, calls_val_step
+from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.reporting.reporter import Reporter
 from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.progress import NoProgress
@@ -130,15 +134,21 @@ class Evaluator:
         self.has_validated = False
         self._under_way = set[Stage]()
 
-    def loaders_of(self, stage: Stage) -> dict[str, Any]:
-        """The module's loaders for `stage` by name; empty if it has none."""
+    @property
+    def _batch_size(self) -> int:
+        return self._context.args.val_batch_size or self._data.plan.micro_batch
+
+    def loaders_of(self, stage: Stage, batch_size: int | None = None) -> dict[str, Any]:
+        """The module's loaders for `stage` by name, with `batch_size` in place of the arguments'; empty if it has
+        none."""
         module, where = self._context.module, "get_val_dataloaders" if stage is Stage.VAL else "get_test_dataloaders"
-        size = self._context.args.val_batch_size or self._data.plan.micro_batch
+        size = batch_size or self._batch_size
         few = self._data.overfit_val_loader(size) if stage is Stage.VAL else None
         validates = self._context.val_step or type(module).val_step is not ModuleInterface.val_step
+        named = named_loaders(getattr(module, where)(sampler=SequentialSampler, batch_size=size), where)
         if few is not None and validates:
-            return {"default": few}
-        return named_loaders(getattr(module, where)(sampler=SequentialSampler, batch_size=size), where)
+            return dict.fromkeys(named or ["default"], few)  # under the names that a monitor knows
+        return named
 
     def validate(self, reporter: Reporter) -> None:
         """A validation within or after an epoch of training; nothing if the module has no data for it."""
@@ -154,39 +164,66 @@ class Evaluator:
         else:
             self._finish()
 
-    def sanity_check(self, batches: int) -> None:
-        """Run `val_step` and the metrics over the first `batches` of each loader; the caller undoes their changes."""
+    def sanity_check(self, batches: int | None) -> dict[str, Any]:
+        """Run `val_step` and the metrics over the first `batches` of each loader; the caller undoes their changes.
+
+        Args:
+            batches: on each process; None for all.
+
+        Returns:
+            losses and metrics by name.
+        """
         with self._isolated_rng():
             loaders = self.loaders_of(Stage.VAL)
         try:
             with self._context.sink.redirect(self._fresh_history(), self._context.state) as history:
-                self.evaluate(Stage.VAL, loaders, keep=False, history=history, only=batches)
+                most = 1 << 62 if batches is None else batches
+                return self.evaluate(Stage.VAL, loaders, keep=False, history=history, only=most).metrics
         except Exception as error:
             annotate(error, "while sanity_val_steps tried out the validation before training")
             raise
 
+    def loaders_over(self, given: Any, batch_size: int | None, collate_fn: Any, where: str) -> dict[str, Any]:
+        """Loaders by name for a loader, a data set or a dict of them, that the caller of `where` gave."""
+        made = loaders_over(self._context.module, given, self._batch_size, batch_size, collate_fn)
+        return named_loaders(made, where)
+
     def run_standalone(
-        self, stage: Stage, dataloaders: Any, log: bool | None, keep_outputs: bool = True
+        self,
+        stage: Stage,
+        dataloaders: Any,
+        log: bool | None,
+        keep_outputs: bool = True,
+        *,
+        batch_size: int | None = None,
+        collate_fn: Any = None,
+        pad_value: float | None = None,
     ) -> EvaluationOutputs:
         """Evaluate the module's loaders for `stage`, or others.
 
         Args:
             stage: VAL or TEST.
-            dataloaders: one loader, a dict of them by name, or None for the module's.
+            dataloaders: a loader, a data set, a dict of them by name, or None for the module's.
             log: whether metrics go to the history; None for: only within training.
             keep_outputs: whether to collect outputs where no hook takes them.
+            batch_size: samples a batch on each process, of data sets and of the module's loaders.
+            collate_fn: makes batches of data sets.
+            pad_value: see `OutputCollector.all_outputs_alike`.
         """
         context = self._context
         recorded = context.history if log or (log is None and context.busy) else self._fresh_history()
         with context.sink.redirect(recorded, context.state) as history:
-            given = named_loaders(dataloaders, "the caller") if dataloaders is not None else self.loaders_of(stage)
+            if dataloaders is None:
+                given = self.loaders_of(stage, batch_size)
+            else:
+                given = self.loaders_over(dataloaders, batch_size, collate_fn, "the caller")
             if not given and stage is Stage.TEST:
                 raise ModuleContractError(
                     f"{type(context.module).__name__} has no test data. Define get_test_dataloaders(sampler, "
                     "batch_size)."
                 )
             keep = keep_outputs or self._hooks.val_outputs
-            outputs = self.evaluate(stage, given, keep=keep, history=history)
+            outputs = self.evaluate(stage, given, keep=keep, history=history, pad_value=pad_value)
             if history is not context.history:
                 names = sorted(history.get_metric_names())
                 outputs.metrics = {name: history.get_latest_metric(name) for name in names} | outputs.metrics
@@ -201,6 +238,7 @@ class Evaluator:
         reporter: Reporter | None = None,
         history: RunHistory | None = None,
         only: int | None = None,
+        pad_value: float | None = None,
     ) -> EvaluationOutputs:
         """Run the step of `stage` over each loader; returns metrics, and outputs by loader where `keep` asks for them.
 
@@ -208,7 +246,7 @@ class Evaluator:
         that it is not called twice where it raises and `train()` is called again. With a `reporter` the pass is a
         part of training: it may be broken off, and loaders of an interrupted validation that are done already are left
         out. Metrics are recorded in `history`, the run's if None. With `only` so many batches a process, no hook is
-        called.
+        called. `pad_value` fills up outputs of different shapes.
 
         Raises:
             Stopped: it was broken off.
@@ -230,10 +268,9 @@ class Evaluator:
             try:
                 with evaluation_pass(context.stack, self._work()):
                     for key, loader in left.items():
-                        val_step = calls_val_step(context.module, context.val_step)
-                        with isolated_rng(seed, world.device), eval_mode(context.module), val_step:
+                        with isolated_rng(seed, world.device), eval_mode(context.module):
                             with self._validations.whole_or_undone() if in_training else nullcontext():
-                                outputs, values = self._evaluate(stage, key, loader, keep, reporter, only)
+                                outputs, values = self._evaluate(stage, key, loader, keep, reporter, only, pad_value)
                             collected.metrics |= self._record(stage, key, values, history or context.history)
                             if keep:
                                 collected[key] = outputs
@@ -324,7 +361,14 @@ class Evaluator:
         return isolated_rng(mix(self._context.state.seed), self._context.world.device)
 
     def _evaluate(
-        self, stage: Stage, key: str, loader: Any, keep: bool, reporter: Reporter | None, only: int | None
+        self,
+        stage: Stage,
+        key: str,
+        loader: Any,
+        keep: bool,
+        reporter: Reporter | None,
+        only: int | None,
+        pad_value: float | None,
     ) -> tuple[Any, dict[str, Any]]:
         """Evaluate one loader on all processes; what they collected, joined, if it is to be kept, and the metrics."""
         context, stack, state = self._context, self._context.stack, self._context.state
@@ -337,11 +381,12 @@ class Evaluator:
         evaluation.is_consumed = measured is not None or not self._expects_loss(stage)
         progress = NoProgress() if reporter is None else reporter.progress
         progress.start_validation(key, None)
+        batches, on_batch = self._with_events(stage, batches, measured) if only is None else (batches, None)
         evaluation.run(
             batches,
             progress,
             should_stop=None if reporter is None else self._stopper.interrupts,
-            on_batch=None if measured is None else measured.add,
+            on_batch=on_batch or (None if measured is None else measured.add),
         )
         progress.end_validation()
         for message in (evaluation.loss_message, evaluation.count_message):
@@ -353,11 +398,71 @@ class Evaluator:
         values = {"loss": evaluation.mean_loss(comm), **({} if measured is None else measured.results(comm))}
         if evaluation.outputs is None:
             return None, values
-        outputs = evaluation.outputs.all_outputs
+        outputs = evaluation.outputs.all_outputs_alike(comm, pad_value)
         return (stack.gather(outputs) if in_parts else outputs), values
 
+    def _with_events(
+        self, stage: Stage, batches: Iterator[tuple[Any, int | None]], measured: MetricPass | None
+    ) -> tuple[Iterator[tuple[Any, int | None]], Callable[[Any, Any], None] | None]:
+        """`batches` with the events around each of them; None for a function after each that only feeds `measured`."""
+        begin = self._context.events.bound(Event.VALIDATION_BATCH_BEGIN)
+        end = self._context.events.bound(Event.VALIDATION_BATCH_END)
+
+        def announced() -> Iterator[tuple[Any, int | None]]:
+            for pair in batches:
+                begin(pair[0], stage)  # type: ignore[misc]
+                yield pair
+
+        def after(outputs: Any, batch: Any) -> None:
+            if measured is not None:
+                measured.add(outputs, batch)
+            end(batch, outputs, stage)  # type: ignore[misc]
+
+        return announced() if begin is not None else batches, after if end is not None else None
+
+    def stream(self, stage: Stage, loader: Any) -> Iterator[Any]:
+        """What the step of `stage` returns for each batch of `loader`, on the CPU, in data set order, on all processes.
+
+        The processes take turns: a round evaluates one batch on each of them. Between two rounds the module is in the
+        modes, and the processes in the random states, that they had before.
+        """
+        context, world = self._context, self._context.world
+        if context.stack.is_private:
+            self._check_public({"default": loader})
+        digest, number = StreamDigest(), 0
+        batches, in_parts = self._batches(stage, loader, None, digest, in_turns=True)
+        while True:
+            seed = mix(self._seed(stage), number)
+            with context.fail_together(), self._evaluating(stage, seed, announced=False, in_training=False):
+                own = self._evaluate_one(stage, batches, number)
+                place = f"round {number} of a {stage.name.lower()} stream"
+                by_rank = world.comm.gather(own, place) if in_parts else [own]
+            if not any(by_rank):
+                break
+            yield from (outputs for part in by_rank for outputs in part)
+            number += 1
+        digests = world.comm.gather((digest.batches, digest.value), f"the end of a {stage.name.lower()} stream")
+        refuse_unlike_streams(stream_name(loader), digests, stage.name.lower())
+
+    def _evaluate_one(self, stage: Stage, batches: Iterator[tuple[Any, int | None]], number: int) -> list[Any]:
+        """The outputs for the next batch; nothing where there is none."""
+        context, work, was_busy = self._context, self._work(), self._context.busy
+        context.busy = True
+        try:
+            with evaluation_pass(context.stack, work), eval_mode(context.module), torch.no_grad():
+                outputs = [
+                    copied(context.stack.forward(work, stage, batch, context.state.global_step), on_host=True)
+                    for batch, _ in islice(batches, 1)
+                ]
+        except Exception as error:
+            annotate(error, f"in batch {number} of a {stage.name.lower()} stream")
+            raise
+        finally:
+            context.busy = was_busy
+        return outputs
+
     def _batches(
-        self, stage: Stage, loader: Any, limit: int | None, digest: StreamDigest
+        self, stage: Stage, loader: Any, limit: int | None, digest: StreamDigest, in_turns: bool = False
     ) -> tuple[Iterator[tuple[Any, int | None]], bool]:
         """The batches that this rank evaluates, and whether the others evaluate the rest."""
         context, world, name = self._context, self._context.world, stage.name.lower()
@@ -375,6 +480,7 @@ class Evaluator:
             fast_paths=self._work().fast_paths,
             sharding=sharding,
             digest=digest,
+            in_turns=in_turns,
         )
         return batches, in_parts or on_main
 

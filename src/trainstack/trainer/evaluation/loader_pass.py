@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from trainstack.backends import Communicator, TrainerBackend, Workload, World
 from trainstack.backends.losses import RETURN_THE_TENSOR, is_number, loss_item
@@ -27,6 +27,7 @@ from trainstack.trainer.data.sharding import StreamDigest
 from trainstack.trainer.data.step_batches import custom_batch_weight, sums_losses, unsupported_order_reason
 from trainstack.trainer.data.torch_classes import draws_first_batch_alone, makes_lists_of_fields
 from trainstack.trainer.evaluation.collector import OutputCollector
+from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.tracking.progress import ProgressDisplay
 
 
@@ -107,6 +108,40 @@ def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
     return named
 
 
+def loaders_over(
+    module: ModuleInterface, given: Any, default_size: int, batch_size: int | None, collate_fn: Any
+) -> Any:
+    """Loaders over data sets, also in a dict by name; loaders as they are.
+
+    What has a length and items is a data set if it is torch's, if it cannot be iterated over, if it fetches several
+    items at once, or if `batch_size` or `collate_fn` is given.
+
+    Args:
+        module: makes the loaders.
+        given: a loader, a data set, or a dict of these by name.
+        default_size: samples a batch, where `batch_size` is None.
+        batch_size: samples a batch.
+        collate_fn: makes batches; as `build_dataloader` of the module chooses it if None.
+
+    Raises:
+        ConfigurationError: `batch_size` or `collate_fn` is given for a loader, which has its own.
+    """
+    if isinstance(given, dict):
+        return {key: loaders_over(module, one, default_size, batch_size, collate_fn) for key, one in given.items()}
+    is_asked = batch_size is not None or collate_fn is not None
+    has_items = hasattr(given, "__len__") and hasattr(given, "__getitem__")
+    known = isinstance(given, Dataset) or not hasattr(given, "__iter__") or hasattr(given, "__getitems__")
+    if isinstance(given, DataLoader | Tensor) or not has_items or not (known or is_asked):
+        if is_asked:
+            raise ConfigurationError(
+                f"batch_size={batch_size!r} and collate_fn={collate_fn!r} with a {type(given).__name__}, whose batches "
+                "are made already. Give the data set, or leave both out."
+            )
+        return given
+    options = {} if collate_fn is None else {"collate_fn": collate_fn}
+    return module.build_dataloader(given, SequentialSampler, batch_size or default_size, **options)
+
+
 def evaluation_batches(
     loader: Any,
     *,
@@ -116,6 +151,7 @@ def evaluation_batches(
     fast_paths: bool = True,
     sharding: str = "trainer",
     digest: StreamDigest | None = None,
+    in_turns: bool = False,
 ) -> tuple[Iterator[tuple[Any, int | None]], bool]:
     """The batches of `loader` that this process evaluates.
 
@@ -132,6 +168,7 @@ def evaluation_batches(
         fast_paths: whether torch's loaders may be read by `fast_batches`, and rows of a `TensorDataset` at once.
         sharding: "loader" if the batches of a loader with a custom order are each process's own.
         digest: takes in the batches that every process is to read alike; None for none.
+        in_turns: give each process every n-th batch in place of a run of neighbours.
 
     Returns:
         each batch with its number of samples, None where that is not known; and whether the other processes evaluate
@@ -157,6 +194,8 @@ def evaluation_batches(
     end = min(len(loader.dataset), (begin + low + (world.rank < extra)) * size)
     mine = torch.arange(min(begin * size, end), end)  # a process may get nothing
     indices = torch.split(mine, size) if len(mine) else ()
+    if in_turns:
+        indices = torch.split(torch.arange(len(loader.dataset)), size)[:number][world.rank :: world.size]
     batches = Fetcher(loader, seed, fast_paths=fast_paths).batches(EVALUATION_EPOCH, indices)
     return zip(batches, map(len, indices), strict=True), True
 

@@ -56,7 +56,7 @@ class Metrics:
         self._for_one: dict[str, dict[str, Metric]] = {}
         for name, item in _items(given):
             if _is_metric(item):
-                self._for_all[_checked(name)] = item
+                self._for_all[_checked(name)] = _as_metric(item)
             else:
                 metrics = _items(item, name)
                 self._for_one[name] = {_checked(inner): _of_protocol(inner, metric) for inner, metric in metrics}
@@ -180,10 +180,35 @@ def _items(given: Any, where: str = "") -> list[tuple[str, Any]]:
     )
 
 
+class _GetMetric:
+    """A metric with `get_metric` in place of `compute`; one without `update` is called.
+
+    `get_metric` may reset, and then has a parameter that says so. One that does not is reset by `reset`.
+    """
+
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+        self.update: Callable[..., Any] = getattr(metric, "update", metric)
+        self._resets = "reset" in inspect.signature(metric.get_metric).parameters
+
+    def compute(self) -> Any:
+        return self._metric.get_metric(reset=False) if self._resets else self._metric.get_metric()
+
+    def reset(self) -> None:
+        reset = getattr(self._metric, "reset", None)
+        self._metric.get_metric(reset=True) if reset is None else reset()
+
+
 def _is_metric(value: Any) -> bool:
-    return not isinstance(value, type) and all(
-        callable(getattr(value, method, None)) for method in ("update", "compute", "reset")
-    )
+    if isinstance(value, type):
+        return False
+    if callable(getattr(value, "get_metric", None)):
+        return callable(getattr(value, "update", value))
+    return all(callable(getattr(value, method, None)) for method in ("update", "compute", "reset"))
+
+
+def _as_metric(value: Any) -> Metric:
+    return cast(Metric, value if callable(getattr(value, "compute", None)) else _GetMetric(value))
 
 
 def _of_protocol(name: str, metric: Any) -> Metric:
@@ -192,7 +217,7 @@ def _of_protocol(name: str, metric: Any) -> Metric:
         raise ConfigurationError(
             f"metrics[{name!r}] is {what}. Give an object with the methods update, compute and reset."
         )
-    return cast(Metric, metric)
+    return _as_metric(metric)
 
 
 def _checked(name: Any) -> str:

@@ -123,6 +123,10 @@ class Subscription:
         function = self._given
         self._function = lambda trainer, *given: function(trainer)
 
+    def is_of(self, function: Callable[..., Any]) -> bool:
+        """Whether `function` is what subscribed."""
+        return self._given == function
+
     def call(self, trainer: AbstractTrainer, *given: Any) -> None:
         """The event has come."""
         self.came = True
@@ -203,6 +207,15 @@ class Events:
         taken = {s.key for others in self._subscriptions.values() for s in others}
         key = next(iter(unique_keys([(f"{name}@{event.value}", None)], taken=taken)))
         self._add(Subscription(event, function, name, counts, priority, key))
+
+    def remove(self, function: Callable[..., Any]) -> bool:
+        """Call `function` no more; in the loop it takes effect with the next epoch. Whether it had subscribed."""
+        found = False
+        for others in self._subscriptions.values():
+            kept = [subscription for subscription in others if not subscription.is_of(function)]
+            found |= len(kept) < len(others)
+            others[:] = kept
+        return found
 
     def hide_records(self) -> None:
         """Give no batch, output or loss of training to a subscriber, those that are still to come included.
@@ -298,7 +311,10 @@ class Events:
     def begin_train(self) -> None:
         """`train()` begins; `TRAIN_BEGIN` is about to be fired."""
         for key in self._unclaimed or ():
-            self._say(f"the checkpoint has a state of {key!r}, which this trainer does not have; it is left out.")
+            if self.trainer.is_main_process:
+                self._log.warning(
+                    f"the checkpoint has a state of {key!r}, which this trainer does not have; it is left out."
+                )
         self._unclaimed, self.is_training = None, True
         self._began_at = self.trainer.state.global_step
         self.weight_swap.swap_out()

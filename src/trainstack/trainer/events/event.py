@@ -20,8 +20,11 @@ class Event(Enum):
     """
 
     INIT = ("init", "", "the trainer is made, nothing else is; its arguments may still be replaced", 1)
+    LOAD_MODEL = ("load_model", "report", "the module has got weights by `init_weights_from`; a `WarmStartReport`", 0)
     READY = ("ready", "", "the module, its optimizers and the plan are made; a checkpoint's states are not yet back", 1)
     LOAD_CHECKPOINT = ("load_checkpoint", "checkpoint", "the run has taken all it goes on with from a checkpoint", 0)
+    SANITY_CHECK_BEGIN = ("sanity_check_begin", "", "before `sanity_val_steps` tries out the validation", 0)
+    SANITY_CHECK_END = ("sanity_check_end", "results", "after that: losses and metrics by name; nothing is recorded", 0)
     TRAIN_BEGIN = ("train_begin", "", "`train()` begins, also where it goes on after an interruption", 1)
     EPOCH_BEGIN = ("epoch_begin", "epoch", "an epoch begins or resumes; epochs are counted from 0", 1)
     TRAIN_EPOCH_BEGIN = ("train_epoch_begin", "epoch", "right after that, before data is asked for", 1)
@@ -29,6 +32,12 @@ class Event(Enum):
     FETCH_DATA_END = ("fetch_data_end", "batch", "it is here, on the host as a rule", 1)
     TRAIN_BATCH_BEGIN = ("train_batch_begin", "batch", "before the forward pass of a micro-batch", 1)
     BEFORE_BACKWARD = ("before_backward", "outputs", "`train_step` has returned; not where a batch weighs nothing", 1)
+    TRAIN_BATCH_END = (
+        "train_batch_end",
+        "batch outputs loss",
+        "its backward pass is over; outputs are copies without graphs; not where a batch weighs nothing",
+        1,
+    )
     AFTER_BACKWARD = ("after_backward", "loss", "after the backward pass of a micro-batch; the graph is freed", 1)
     BEFORE_OPTIMIZER_STEP = ("before_optimizer_step", "optimizers", "once an update; gradients are clipped", 1)
     AFTER_OPTIMIZER_STEP = (
@@ -43,9 +52,22 @@ class Event(Enum):
     LOG = ("log", "step", "at each log point, when the loss is recorded and nothing is written yet", 0)
     TRAIN_EPOCH_END = ("train_epoch_end", "epoch", "after the last step of an epoch, before its validation", 1)
     VALIDATION_BEGIN = ("validation_begin", "", "before the first validation loader", 1)
+    VALIDATION_BATCH_BEGIN = (
+        "validation_batch_begin",
+        "batch stage",
+        "before a step of validation, test, prediction",
+        1,
+    )
+    VALIDATION_BATCH_END = (
+        "validation_batch_end",
+        "batch outputs stage",
+        "after it, on each process for its own batches, before anything is gathered",
+        1,
+    )
     VALIDATION_END = ("validation_end", "results", "after the last one: what was measured at this step, by name", 1)
     EPOCH_END = ("epoch_end", "epoch", "after training and validation, before the epoch's checkpoint", 1)
     SAVE_CHECKPOINT = ("save_checkpoint", "checkpoint", "a checkpoint is put together and about to be written", 0)
+    CHECKPOINT_SAVED = ("checkpoint_saved", "path", "it is safe; on the main process, at the next step boundary", 0)
     STOP_TRAINING = ("stop_training", "reason", "the training was asked to stop, and has", 0)
     EXCEPTION = ("exception", "error", "an exception ends the training; the other processes may be gone", 0)
     TRAIN_END = ("train_end", "status", "always, once for each `train()`; before the model is exported", 1)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from trainstack.backends import Borrowed
 from trainstack.trainer.core.several_updates import NextPart
+from trainstack.trainer.core.state_tree import copied
 from trainstack.trainer.data.step_batches import MicroBatch, StepBatches
 from trainstack.trainer.events.bus import Fire
 from trainstack.trainer.events.calling import call_all
@@ -51,17 +52,21 @@ def _announced(micro_batches: Iterator[MicroBatch], begin: Fire | None, end: Fir
 
 
 def with_batch_events(forward: Verb, backward: Verb, bind: Bind) -> tuple[Any, Any]:
-    """`forward` and `backward` with the events before each."""
+    """`forward` and `backward` with the events before each, and after both."""
     begin, before_backward = bind(Event.TRAIN_BATCH_BEGIN), bind(Event.BEFORE_BACKWARD)
-    if begin is None and before_backward is None:
+    end = bind(Event.TRAIN_BATCH_END)
+    if begin is None and before_backward is None and end is None:
         return forward, backward
     returned: Any = None
+    given: Any = None
 
     def announced_forward(work: Any, stage: Any, batch: Any, step: int) -> Any:
-        nonlocal returned
+        nonlocal returned, given
         plain = batch.batch if type(batch) is Borrowed else batch
-        if begin is not None and type(plain) is not NextPart:
-            begin(plain)
+        if type(plain) is not NextPart:  # a part of the micro-batch that has begun
+            if begin is not None:
+                begin(plain)
+            given = None if end is None else plain
         returned = forward(work, stage, batch, step)
         return returned
 
@@ -69,8 +74,10 @@ def with_batch_events(forward: Verb, backward: Verb, bind: Bind) -> tuple[Any, A
         nonlocal returned
         if before_backward is not None:
             before_backward(returned)
-        returned = None
+        outputs, returned = None if end is None else copied(returned), None
         backward(work, loss, weight)
+        if end is not None:
+            end(given, outputs, loss.detach())
 
     return announced_forward, announced_backward
 

@@ -130,13 +130,20 @@ class Saver:
             if not self._training:
                 self.finish()
         self._record_save_time(time.monotonic() - began)
+        self._announce_saved()
+
+    def _announce_saved(self) -> None:
+        """Tell the subscribers of the main process which checkpoints have become safe."""
+        saved = self._context.directory.saved_paths
+        while saved and self._context.world.is_main:
+            self._context.events.fire(Event.CHECKPOINT_SAVED, saved.popleft())
 
     def _hand_over(self, checkpoint: Checkpoint, force: bool) -> str | None:
         self.owner.check()
         self._context.sync_logs()  # a checkpoint is not more durable than the logs that belong to it
         path = self._context.checkpointer.save(checkpoint, self._context.state.last_epoch, force)
         if not isinstance(self._context.checkpointer, DefaultCheckpointer):  # which tells by itself when one is safe
-            self._context.directory.note_save()
+            self._context.directory.note_save(path)
         return path
 
     def _capture(self) -> Checkpoint:
@@ -348,6 +355,7 @@ class Saver:
         self.run_on_rank_zero(self._context.checkpointer.finish, "finishing the checkpoints")
         self._training = False
         self._record_save_time()
+        self._announce_saved()
 
     def finish_after(self, error: BaseException) -> None:
         """Wait for what the main process still writes when training ends by `error`; each process by itself.
@@ -377,6 +385,7 @@ class Saver:
             self.saved_at = None
             raise
         self._record_save_time()
+        self._announce_saved()
 
     def _record_save_time(self, seconds: float = 0.0) -> None:
         """Warn if saving takes too long: `seconds` in the loop, or what the last save took until it was safe."""

@@ -89,6 +89,7 @@ def agree_on_setup(context: RunContext) -> None:
     if not isinstance(checkpointer, DefaultCheckpointer):
         items["every_n_steps of the checkpointer"] = describe(checkpointer.every_n_steps)
     items |= {"the hooks of the module": ", ".join(_hooks(module)) or "none", "val_step": describe(context.val_step)}
+    items |= {"train_step": describe(context.train_step)}
     items |= _callbacks(context)
     items |= _structure(module)
     refuse_difference(context.world.comm, items)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
@@ -108,6 +108,7 @@ class Run:
         stopper: asked when the run is to stop, also by whoever supplies its data.
         saver: writes the run's checkpoints.
         metrics: given to the trainer; None for the module's.
+        trains: False for a run that only evaluates: the module is asked for no training data and no optimizers.
 
     Attributes:
         data: the training data and the plan.
@@ -130,8 +131,10 @@ class Run:
     _epoch_unsaved = _ranks_are_separate = False
     _attended = -1  # the last global step at which all was done that was due
 
-    def __init__(self, context: RunContext, stopper: Stopper, saver: Saver, metrics: Any = None) -> None:
-        self.context, self.stopper, self.saver = context, stopper, saver
+    def __init__(
+        self, context: RunContext, stopper: Stopper, saver: Saver, metrics: Any = None, *, trains: bool = True
+    ) -> None:
+        self._trains, self.context, self.stopper, self.saver = trains, context, stopper, saver
         self.module, self.stack, self.world, self.state = context.module, context.stack, context.world, context.state
         self.history, self.events, self.log = context.history, context.events, context.log
         module, args, world, state = self.module, context.args, self.world, self.state
@@ -141,16 +144,14 @@ class Run:
         self._streams = streams = self.stack.random_streams(world)
         with isolated_rng(streams or mix(state.seed), world.device):
             records = self.stack.public_dataset_size
-            self.data = TrainingData(module, args, world, state.seed, self.log, records, streams)
+            self.data = TrainingData(module, args, world, state.seed, self.log, records, streams, asks=trains)
         self._saves = context.checkpointer.is_due(0, force=True)
         self._hash_samples()
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
         self._connect_module()
         self.hooks = self._make_hooks()
-        context.compiled = prepare_model(
-            module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private
-        )
+        self._prepare_model()
         with context.sink.mute(state):  # a layer may try the module out
             self.loop = self._make_loop()
         if not self.stack.is_private:
@@ -169,6 +170,13 @@ class Run:
         self.may_be_nonfinite = nonfinite_buffers(self.stack, module)
         if isinstance(context.checkpointer, DefaultCheckpointer) and context.checkpointer.args.checkpoint:
             check_storable_buffers(module)
+
+    def _prepare_model(self) -> None:
+        context, args = self.context, self.context.args
+        compiled = prepare_model(
+            self.module, compiled=args.compile, channels_last=args.channels_last, private=self.stack.is_private
+        )
+        context.compiled = context.compiled or compiled  # an evaluation before training may have compiled it
 
     def _make_hooks(self) -> Hooks:
         """The hooks of the module; those and the subscribers of events get no records where a layer hides them."""
@@ -205,8 +213,7 @@ class Run:
         epochs = max(1, ahead.epochs)
         self.stack.place(self.module, self.world)
         share_initial_values(self.context)
-        made = self.module.get_optimizers_schedulers(ahead.estimated_global_steps_per_epoch, epochs)
-        optimizers, schedulers = check_optimizers_schedulers(made, self.module, self.log, self.world.size)
+        optimizers, schedulers = self._make_optimizers(ahead.estimated_global_steps_per_epoch, epochs)
         parts = (self.module, optimizers, self.world, args.clipping, self.data.training_set, context.output_dir)
         work = Workload.from_module(*parts, fast_paths=args.fast_paths)
         agree_on_workload(self.context, self.data, work)
@@ -227,6 +234,12 @@ class Run:
             inspect_loss=self._inspect_loss if self._may_misjudge_sums else None,
             reused_memory=reuses_memory(self.module, args.compile),
         )
+
+    def _make_optimizers(self, steps_per_epoch: int, epochs: int) -> tuple[Sequence[Any], Sequence[Any]]:
+        if not self._trains:
+            return (), ()
+        made = self.module.get_optimizers_schedulers(steps_per_epoch, epochs)
+        return check_optimizers_schedulers(made, self.module, self.log, self.world.size)
 
     @property
     def _may_misjudge_sums(self) -> bool:
@@ -418,10 +431,13 @@ class Run:
         return steps
 
     def sanity_check(self, batches: int) -> None:
-        """Try out the validation on the first `batches` of each loader, which leaves no trace."""
+        """Try out the validation on the first `batches` of each loader, -1 for all, which leaves no trace."""
         context, seed = self.context, mix(self.state.seed)
-        with restore_after(context, self.loop.work, seed, f"sanity_val_steps={batches}", trains=False):
-            self.evaluator.sanity_check(batches)
+        with isolated_rng(seed, self.world.device):
+            self.events.fire(Event.SANITY_CHECK_BEGIN)
+            with restore_after(context, self.loop.work, seed, f"sanity_val_steps={batches}", trains=False):
+                results = self.evaluator.sanity_check(None if batches < 0 else batches)
+            self.events.fire(Event.SANITY_CHECK_END, results)
 
     def fire_train_begin(self) -> None:
         """Call the subscribers of `TRAIN_BEGIN`."""
@@ -465,7 +481,7 @@ class Run:
         if hook is not None and collector is not None and self.hooks.epoch_outputs and collector.is_empty:
             self.log.warning("on_end_train_epoch is left out: the outputs it takes were lost in the interruption.")
         elif hook is not None:
-            outputs = self.stack.gather(collector.all_outputs) if collector is not None else []
+            outputs = [] if collector is None else self.stack.gather(collector.all_outputs_alike(self.world.comm))
             given = as_arguments(outputs) if self.hooks.epoch_outputs else ()
             calls.insert(0, lambda: hook(self.state.global_step, *given))
         if collector is not None:
@@ -725,6 +741,12 @@ class Run:
         """
         with self.context.fail_together():
             check_finite_weights(self.stack, self.loop.work, self.may_be_nonfinite, (), self.state.global_step, advice)
+
+    def resume_evaluation(self, checkpoint: Checkpoint) -> None:
+        """Take what an evaluation uses of `checkpoint`, whose module state and counters are restored already."""
+        if self.context.args.resume_mode == "full":
+            restore_own_buffers(checkpoint, self.context)
+            self.events.update_state(checkpoint.callback_states)
 
     def resume(self, checkpoint: Checkpoint, update_state: Callable[[Mapping[str, Any] | None], None]) -> None:
         """Take the states of `checkpoint`, as far as `resume_mode` asks for them; the module has its state already.

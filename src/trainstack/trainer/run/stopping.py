@@ -311,12 +311,12 @@ def raise_early(request: Request, *, shown: bool) -> NoReturn:
 
 
 def raise_for_signal(
-    honoured: Request | None, after_end: Request | None, stop_message: str, log: RunLogger | None
+    honoured: Request | None, after_end: Request | None, stop_message: str, log: RunLogger | None, *, returns: bool
 ) -> None:
     """End `train()` if a signal has stopped it; a signal that came too late goes to whoever handles it now.
 
     `honoured` has stopped the run; `after_end` came when there was nothing left to stop. `log` is None on processes
-    that must not say anything.
+    that must not say anything. Ctrl-C `returns` to the caller where the arguments ask for that.
 
     Raises:
         KeyboardInterrupt: for Ctrl-C.
@@ -324,6 +324,10 @@ def raise_for_signal(
     """
     if honoured is not None and honoured.signal is not None:
         text = f"stopped by {honoured.reason} {stop_message}."
+        if honoured.signal == signal.SIGINT and returns:
+            if log is not None:
+                log.warning(text)
+            return
         if honoured.signal == signal.SIGINT:
             raise quiet_interrupt(text, shown=log is not None)
         if log is not None:

@@ -71,6 +71,12 @@ class RunView:
         return self._run.data.plan.accumulation
 
     @property
+    def indices(self) -> tuple[int, ...] | None:
+        """The samples of the micro-batch under way by their indices in the data set, from `TRAIN_BATCH_BEGIN` to
+        `TRAIN_BATCH_END`; None where they are not known."""
+        return self._run.data.micro_batch(self._run.state).samples
+
+    @property
     def samples_in_epoch(self) -> int:
         """Samples trained on in the epoch under way, over all processes."""
         return self._run.state.samples_in_epoch

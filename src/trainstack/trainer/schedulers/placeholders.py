@@ -117,6 +117,15 @@ WORLD_SIZE = Placeholder("WORLD_SIZE", "world_size")
 """Processes."""
 
 
+def __getattr__(name: str) -> NoReturn:
+    if name in ("TRAIN_DATALOADER_LEN", "EVAL_DATALOADER_LEN"):
+        raise AttributeError(
+            f"placeholders.{name}: a schedule steps once an update, and an update may take several batches of a "
+            "loader. Write placeholders.STEPS_PER_EPOCH."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def resolve(value: Any, plan: TrainingPlan) -> Any:
     """`value` with the numbers of `plan` in place of all placeholders.
 

@@ -28,7 +28,8 @@ _DESCENTS: dict[str, Callable[[float], float]] = {
 class _WarmupThenDescent:
     """Up from `start_ratio` over `warmup` steps, level, and down to `final_ratio` over the last `decay` steps.
 
-    A callable object, so that `LambdaLR` keeps its numbers in the state dict.
+    `k_decay` is the power of the progress of the descent. A callable object, so that `LambdaLR` keeps its numbers in
+    the state dict.
     """
 
     total_steps: int
@@ -37,6 +38,7 @@ class _WarmupThenDescent:
     start_ratio: float
     final_ratio: float
     shape: str
+    k_decay: float = 1.0
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:
@@ -46,7 +48,7 @@ class _WarmupThenDescent:
             return 1.0
         if done >= self.decay:
             return self.final_ratio
-        return self.final_ratio + (1.0 - self.final_ratio) * _DESCENTS[self.shape](done / self.decay)
+        return self.final_ratio + (1.0 - self.final_ratio) * _DESCENTS[self.shape]((done / self.decay) ** self.k_decay)
 
 
 @dataclass
@@ -61,28 +63,51 @@ class _WarmupThenInverseRoot:
 
 
 def warmup_cosine(
-    optimizer: Optimizer, total_steps: int, *, warmup: float = 0, start_ratio: float = 0.0, final_ratio: float = 0.0
+    optimizer: Optimizer,
+    total_steps: int,
+    *,
+    warmup: float = 0,
+    cooldown: float = 0,
+    start_ratio: float = 0.0,
+    final_ratio: float = 0.0,
+    start_lr: float | None = None,
+    final_lr: float | None = None,
+    k_decay: float = 1.0,
 ) -> LambdaLR:
-    """Linear warm-up, then half a cosine (SGDR without restarts, Loshchilov and Hutter 2017).
+    """Linear warm-up, then half a cosine (SGDR without restarts, Loshchilov and Hutter 2017), then a level end.
 
     Args:
         optimizer: its learning rates are the peaks.
-        total_steps: after which `final_ratio` is reached and kept.
+        total_steps: after which `final_ratio` is kept.
         warmup: steps, or a fraction of `total_steps`.
+        cooldown: steps at the end with `final_ratio`; likewise.
         start_ratio: of the peak, in the first update.
         final_ratio: of the peak, at the end.
+        start_lr: a learning rate for all parameter groups, in place of `start_ratio`.
+        final_lr: likewise, in place of `final_ratio`.
+        k_decay: the power of the descent's progress (k-decay, Zhang and Li 2020); above 1 the rate stays high longer.
 
     Raises:
-        ConfigurationError: a number is out of range.
+        ConfigurationError: a number is out of range, warm-up and cool-down leave no step, or a rate is given twice.
     """
-    return _descending(optimizer, total_steps, warmup, None, start_ratio, final_ratio, "cosine")
+    descent = _Descent("cosine", k_decay=k_decay, cooldown=cooldown, start_lr=start_lr, final_lr=final_lr)
+    return _descending(optimizer, total_steps, warmup, None, start_ratio, final_ratio, descent)
 
 
 def warmup_linear(
-    optimizer: Optimizer, total_steps: int, *, warmup: float = 0, start_ratio: float = 0.0, final_ratio: float = 0.0
+    optimizer: Optimizer,
+    total_steps: int,
+    *,
+    warmup: float = 0,
+    cooldown: float = 0,
+    start_ratio: float = 0.0,
+    final_ratio: float = 0.0,
+    start_lr: float | None = None,
+    final_lr: float | None = None,
 ) -> LambdaLR:
-    """Linear warm-up, then a straight line down; arguments as in `warmup_cosine`."""
-    return _descending(optimizer, total_steps, warmup, None, start_ratio, final_ratio, "linear")
+    """Linear warm-up, then a straight line down, then a level end; arguments as in `warmup_cosine`."""
+    descent = _Descent("linear", cooldown=cooldown, start_lr=start_lr, final_lr=final_lr)
+    return _descending(optimizer, total_steps, warmup, None, start_ratio, final_ratio, descent)
 
 
 def warmup_stable_decay(
@@ -111,7 +136,7 @@ def warmup_stable_decay(
     """
     if shape not in _DESCENTS:
         raise ConfigurationError(f"shape={shape!r}: write one of {', '.join(map(repr, _DESCENTS))}.")
-    return _descending(optimizer, total_steps, warmup, decay, start_ratio, final_ratio, shape)
+    return _descending(optimizer, total_steps, warmup, decay, start_ratio, final_ratio, _Descent(shape))
 
 
 def inverse_sqrt(optimizer: Optimizer, *, warmup: int, start_ratio: float = 0.0) -> LambdaLR:
@@ -124,18 +149,56 @@ def inverse_sqrt(optimizer: Optimizer, *, warmup: int, start_ratio: float = 0.0)
     return LambdaLR(optimizer, _WarmupThenInverseRoot(steps, _ratio("start_ratio", start_ratio)))
 
 
+@dataclass(frozen=True)
+class _Descent:
+    """How a schedule comes down, as its function was given it."""
+
+    shape: str
+    k_decay: Any = 1.0
+    cooldown: Any = 0
+    start_lr: Any = None
+    final_lr: Any = None
+
+
 def _descending(
-    optimizer: Optimizer, total_steps: Any, warmup: Any, decay: Any, start_ratio: Any, final_ratio: Any, shape: str
+    optimizer: Optimizer, total_steps: Any, warmup: Any, decay: Any, start_ratio: Any, final_ratio: Any, how: _Descent
 ) -> LambdaLR:
-    total = _whole("total_steps", total_steps)
-    up = _part("warmup", warmup, total)
+    whole = _whole("total_steps", total_steps)
+    up, level = _part("warmup", warmup, whole), _part("cooldown", how.cooldown, whole)
+    total = whole - level
+    if level and up >= total:
+        raise ConfigurationError(
+            f"warmup={warmup!r} ({up} steps) and cooldown={how.cooldown!r} ({level} steps) leave no step of "
+            f"total_steps={whole} for the descent."
+        )
     down = total - up if decay is None else _part("decay", decay, total)
     if up + down > total:
         raise ConfigurationError(
             f"warmup={warmup!r} ({up} steps) and decay={decay!r} ({down} steps) do not fit into total_steps={total}."
         )
-    ratios = _ratio("start_ratio", start_ratio), _ratio("final_ratio", final_ratio)
-    return LambdaLR(optimizer, _WarmupThenDescent(total, up, down, *ratios, shape))
+    if isinstance(how.k_decay, bool) or not isinstance(how.k_decay, int | float) or not how.k_decay > 0:
+        raise ConfigurationError(f"k_decay={how.k_decay!r}: write a number above 0.")
+    peaks = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+    starts = _ratios("start", start_ratio, how.start_lr, peaks)
+    finals = _ratios("final", final_ratio, how.final_lr, peaks)
+    shapes = [
+        _WarmupThenDescent(total, up, down, start, final, how.shape, float(how.k_decay))
+        for start, final in zip(starts, finals, strict=True)
+    ]
+    return LambdaLR(optimizer, shapes)  # type: ignore[arg-type]  # torch 2.13.0 asks for a list of functions
+
+
+def _ratios(name: str, ratio: Any, rate: Any, peaks: list[Any]) -> list[float]:
+    """The multiple of the peak for each parameter group, from one for all or from a learning rate."""
+    if rate is None:
+        return [_ratio(f"{name}_ratio", ratio)] * len(peaks)
+    if ratio != 0.0:
+        raise ConfigurationError(f"{name}_ratio={ratio!r} and {name}_lr={rate!r} contradict each other. Write one.")
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0.0 <= rate <= min(map(float, peaks)):
+        raise ConfigurationError(
+            f"{name}_lr={rate!r}: write a learning rate from 0.0 to that of the optimizer, {min(map(float, peaks))}."
+        )
+    return [rate / float(peak) if peak else 0.0 for peak in peaks]
 
 
 def _whole(name: str, value: Any) -> int:

@@ -138,9 +138,11 @@ class Trainer(ts.Trainer):
         """`global_stats`."""
         return global_stats
 
-    def validate(self, dataloaders: Any = None, *, log: bool | None = None, keep_outputs: bool = True) -> Any:
+    def validate(
+        self, dataloaders: Any = None, *, log: bool | None = None, keep_outputs: bool = True, **options: Any
+    ) -> Any:
         """Validate and record the metrics; returns the outputs of the last loader, as PyMarlin does."""
-        outputs = super().validate(dataloaders, log=True if log is None else log, keep_outputs=keep_outputs)
+        outputs = super().validate(dataloaders, log=True if log is None else log, keep_outputs=keep_outputs, **options)
         return next(reversed(outputs.values()), None)
 
     def _make_ready(self, to_train: bool) -> None:
