@@ -39,7 +39,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.yaml").write_text("epochs: 3\nwriters: [csv\n")
     (tmp_path / "many.yaml").write_text("epochs: many\ncheckpointer_args: {keep_last: few}\n")
     (tmp_path / "nested.yaml").write_text("checkpointer_args: {keep_lst: 3}\n")
-    (tmp_path / "rank.yaml").write_text("backend: ddp\ndistributed_training_args: {world_size: 2}\n")
+    (tmp_path / "delta.yaml").write_text("backend: sp-dp\ndifferential_privacy_args: {noise_multiplier: 1.0}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my", raising=False)
@@ -60,7 +60,7 @@ ROWS = [
     # W-11
     ([*TRAIN, "--epochs", "many"], "--epochs many: write a whole number, 0 or more."),
     ([*TRAIN, "--epochs", "1.5"], "--epochs 1.5: write a whole number"),
-    ([*TRAIN, "--progress", "bar"], "--progress bar: write auto, rich, plain, none or null."),
+    ([*TRAIN, "--progress", "bar"], "--progress bar: write auto, rich, plain, notebook, none or null."),
     ([*TRAIN, "--compile", "maybe"], "--compile maybe: write true, false or a mapping."),
     ([*TRAIN, "--max_grad_norm", "nan"], "write a number above 0"),
     ([*TRAIN, "--clip_grads", "2"], "--clip_grads 2: write true or false."),
@@ -79,7 +79,7 @@ ROWS = [
     ),
     ([*TRAIN, "--config", "broken.yaml"], "broken.yaml, line 3, column 1: this is not valid YAML"),
     ([*TRAIN, "--config", "many.yaml"], "many.yaml: epochs: many: write a whole number, 0 or more."),
-    ([*TRAIN, "--config", "rank.yaml"], "distributed_training_args lacks local_rank, global_rank."),
+    ([*TRAIN, "--config", "delta.yaml"], "differential_privacy_args lacks delta."),
     ([*TRAIN, "--config", "."], "'.' cannot be read: it is a directory, not a regular file."),
     ([*TRAIN, "--config", "/dev/null"], "'/dev/null' cannot be read: it is a device, not a regular file."),
     ([*TRAIN, "--module.size", "x"], "--module.size x: write a whole number."),

@@ -130,6 +130,23 @@ def test_what_a_hook_sets_between_two_parts_of_a_step_stays(tmp_path: Any, monke
     assert [part for part in found if part > 0] == list(range(1, numbers.parts + 1))
 
 
+def test_what_a_hook_collects_in_containers_stays(tmp_path: Any) -> None:
+    class Collects(Net):
+        def __init__(self) -> None:
+            super().__init__(0.5)
+            self.steps: list[int] = []
+            self.by_name = {"inner": {"count": 0}}
+
+        def on_end_train_step(self, global_step: int) -> None:
+            self.steps.append(global_step)
+            self.by_name["inner"]["count"] += 1
+
+    module = Collects()
+    number = len(sums_of(tmp_path, module))
+    assert module.steps == list(range(1, number + 1))
+    assert module.by_name == {"inner": {"count": number}}
+
+
 def test_a_buffer_that_one_record_writes_and_the_next_puts_back_is_refused(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

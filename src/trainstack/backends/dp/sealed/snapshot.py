@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -80,16 +80,16 @@ class Snapshot:
         """The values of now, of those of `places` that still exist."""
         return {(path, key): self._owners[path][key] for path, key in places if key in self._owners[path]}
 
-    def restore(self) -> None:
-        """Give attributes their values back, and these their content."""
-        for path, key in self.changed():
+    def restore(self, kept: Collection[Place] = ()) -> None:
+        """Give attributes their values back, and these their content, but for those of `kept`."""
+        for path, key in self.changed().difference(kept):
             held, values = self._owners[path], next(values for at, _, _, values in self._held if at == path)
             if key not in values:
                 held.pop(key, None)
             elif key not in held or held[key] is not values[key]:
                 held[key] = values[key]
-        for _, value, copy in self._contents:
-            if not _has_content(value, copy):
+        for place, value, copy in self._contents:
+            if place not in kept and not _has_content(value, copy):
                 _set_content(value, copy)
 
     @contextmanager

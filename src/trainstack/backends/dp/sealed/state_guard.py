@@ -137,7 +137,7 @@ class StateGuard:
             return set()
         values, written = self._snapshot.values(changed), self._written
         by_hooks = {at: value for at, value in values.items() if value is not written.get(at, self)}
-        self._snapshot.restore()
+        self._snapshot.restore(by_hooks)
         self._written = {}
         if by_hooks:
             self._snapshot = self._snapshot.with_values(by_hooks)
