@@ -79,7 +79,7 @@ ROWS = [
     ),
     ([*TRAIN, "--config", "broken.yaml"], "broken.yaml, line 3, column 1: this is not valid YAML"),
     ([*TRAIN, "--config", "many.yaml"], "many.yaml: epochs: many: write a whole number, 0 or more."),
-    ([*TRAIN, "--config", "delta.yaml"], "differential_privacy_args lacks delta."),
+    ([*TRAIN, "--config", "delta.yaml"], "delta is missing"),
     ([*TRAIN, "--config", "."], "'.' cannot be read: it is a directory, not a regular file."),
     ([*TRAIN, "--config", "/dev/null"], "'/dev/null' cannot be read: it is a device, not a regular file."),
     ([*TRAIN, "--module.size", "x"], "--module.size x: write a whole number."),
