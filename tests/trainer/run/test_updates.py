@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,22 @@ def in_turns_by_hand(rounds: int = 1, limit: float | None = None) -> Tensor:
     return torch.cat([weights(generator), weights(judge)])
 
 
+def closure_of(generator: nn.Module, optimizer: torch.optim.Optimizer, points: Tensor) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = ((generator(points) - points.sin()) ** 2).mean()
+        loss.backward()
+        return loss
+
+    return closure
+
+
 def lbfgs_by_hand() -> Tensor:
     generator, _ = networks()
     optimizer = lbfgs(generator.parameters())
     for _ in range(2):
         for points in POINTS.split(8):
-
-            def closure(points: Tensor = points) -> Tensor:
-                optimizer.zero_grad()
-                loss = ((generator(points) - points.sin()) ** 2).mean()
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
+            optimizer.step(closure_of(generator, optimizer, points))
     return weights(generator)
 
 
@@ -133,13 +137,7 @@ def test_an_optimizer_takes_two_passes_of_one_batch(tmp_path: Path) -> None:
     optimizer, losses = Sam(generator.parameters(), lr=0.1), []
     for _ in range(2):
         for points in POINTS.split(8):
-
-            def closure(points: Tensor = points) -> Tensor:
-                optimizer.zero_grad()
-                loss = ((generator(points) - points.sin()) ** 2).mean()
-                loss.backward()
-                return loss
-
+            closure = closure_of(generator, optimizer, points)
             losses.append(closure().item())
             optimizer.step(closure)
     assert torch.equal(weights(module.generator), weights(generator))
