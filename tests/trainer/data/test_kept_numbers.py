@@ -37,7 +37,7 @@ class Attribute:
 
     def __call__(self, value: float) -> float:
         self.kept = max(self.kept, value)
-        return self.kept
+        return float(self.kept)
 
 
 class Slots:
@@ -52,7 +52,7 @@ class Slots:
 class Buffer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("kept", torch.zeros(()))
+        self.kept = nn.Buffer(torch.zeros(()))
 
     def forward(self, value: float) -> float:
         self.kept.clamp_(min=value)
@@ -162,7 +162,8 @@ class Opens:
 
     def __init__(self) -> None:
         self.file: Any = None
-        self.is_open, self.table, self.cache = False, None, dict[int, Any]()
+        self.table: Any = None
+        self.is_open, self.cache = False, dict[int, float]()
 
     def read(self) -> None:
         self.file, self.is_open, self.table = iter(()), True, np.zeros(1000)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping
 from copy import deepcopy
 from functools import partial
+from itertools import chain
 from operator import is_
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -50,6 +51,10 @@ class KeptNumbers:
             if not isinstance(value, _SCALARS) and id(value) not in seen:
                 seen.add(id(value))
                 ahead += self._look(value)
+        # views of dicts are live, so that one pass shows whether anything has changed
+        self._live = [*(live.values() for live, *_ in self._mappings), *(value for value, _ in self._lists)]
+        self._items = [item for part in self._live for item in part]
+        self._lengths = [len(part) for part in self._live]
 
     def _look(self, value: Any) -> Iterator[Any]:
         """Note what `value` holds; returns the values to look at next."""
@@ -105,12 +110,8 @@ class KeptNumbers:
         Returns:
             `made`, or a copy with other memory.
         """
-        for live, held, before, is_object in self._mappings:
-            if not _is_same(live, held, before):
-                _restore_items(held, before, is_object)
-        for value, items in self._lists:
-            if len(value) != len(items) or not all(map(is_, value, items)):
-                _restore_list(value, items)
+        if [*map(len, self._live)] != self._lengths or not all(map(is_, chain.from_iterable(self._live), self._items)):
+            self._restore_containers()
         for cell, number in self._cells:
             now = _content(cell)
             if now is not number and _is_kept(number, now):
@@ -127,6 +128,13 @@ class KeptNumbers:
             array[...] = np.frombuffer(content, array.dtype).reshape(array.shape)
         return made
 
+    def _restore_containers(self) -> None:
+        for _, held, before, is_object in self._mappings:
+            _restore_items(held, before, is_object)
+        for value, items in self._lists:
+            if len(value) != len(items) or not all(map(is_, value, items)):
+                _restore_list(value, items)
+
 
 def _content(cell: CellType) -> Any:
     try:
@@ -135,14 +143,8 @@ def _content(cell: CellType) -> Any:
         return _ABSENT
 
 
-def _is_same(live: Any, held: Any, before: Mapping[str, Any]) -> bool:
-    if live is held:
-        return len(live) == len(before) and all(map(is_, live.values(), before.values()))
-    return all(live.get(key) is value for key, value in before.items())  # of a class, which gets no new attributes
-
-
 def _restore_items(held: MutableMapping[str, Any], before: Mapping[str, Any], is_object: bool) -> None:
-    """Put back numbers of an object's attributes or of a dict, to which a cache may add items by other keys than text."""
+    """Put back numbers of an object or a dict. A cache adds items by other keys than text to a dict, which stay."""
     changed = {key for key in {**before, **held} if held.get(key, _ABSENT) is not before.get(key, _ABSENT)}
     opened = any(before.get(key) is None and not _is_number(held.get(key, _ABSENT)) for key in changed)
     for key in changed:
