@@ -155,21 +155,20 @@ def test_a_number_that_a_data_set_keeps_of_a_sample_is_put_back(kind: type[Linea
     assert (one - other).norm() <= 1.001
 
 
-class KeepsInList(ScaledTogether):
+_LAST, _IN_ORDER = [0], [0]
+
+
+class KeepsInGlobals(ScaledTogether):
     """Turns all samples round once it was read in order, as a step over all records does."""
 
-    def __init__(self, inner: TensorDataset) -> None:
-        super().__init__(inner)
-        self.last, self.in_order = [0], [0]
-
     def __getitem__(self, index: int) -> Any:
-        self.in_order[0] += index == self.last[0] + 1
-        self.last[0] = index
-        return (self.inner[index][0] * (1 if self.in_order[0] < RECORDS // 2 else -1),)
+        _IN_ORDER[0] += index == _LAST[0] + 1
+        _LAST[0] = index
+        return (self.inner[index][0] * (1 if _IN_ORDER[0] < RECORDS // 2 else -1),)
 
 
 def test_a_data_set_that_learns_within_a_step_is_refused_before_the_release(tmp_path: Path) -> None:
-    module = Linear(KeepsInList(vectors(RECORDS)))
+    module = Linear(KeepsInGlobals(vectors(RECORDS)))
     before = module.net.weight.detach().clone()
     with pytest.raises(ts.PrivacyError, match="it keeps something of the records between"):
         train(module, tmp_path, gpu_batch_size_limit=10)

@@ -157,8 +157,9 @@ def test_a_write_in_the_forward_pass_from_step_3_on_is_refused(write: Callable[.
         sums_of(tmp_path, Writing(0.5))
     name = "bias" if write in (of_parameter, of_parameter_by_swap) else "buffer"
     seen_at_once = write in (in_place, by_assignment, of_parameter_by_swap)
-    what = "changes in a forward pass" if seen_at_once else "has changed, but not by an optimizer step"
-    assert f"{name} {what}" in str(raised.value)
+    what = ["changes in a forward pass"] if seen_at_once else []
+    what.append("has changed, but not by an optimizer step")  # by one of the comparisons between forward passes
+    assert any(f"{name} {words}" in str(raised.value) for words in what)
     assert "global step 3" in " ".join(raised.value.__notes__)
 
 

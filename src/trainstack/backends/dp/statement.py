@@ -27,7 +27,7 @@ NOT_COVERED = (
     "validation and tests on private data",
     "choices between runs that private data guided, such as hyper-parameters",
     "statistics of the data that prepare it",
-    "values that train_step, hooks, callbacks and functions write, set or decide by records or without noise",
+    "values that train_step, hooks, callbacks, functions write, save, set or decide by records or without noise",
     "the gradient mode, errors, warnings and times, which depend on private records",
     "records kept in global variables, closures, files, attributes of more than 1 MiB or the workers of a loader",
 )

@@ -1,36 +1,179 @@
-"""`KeptNumbers` puts numbers back that a dataset keeps of a sample."""
+"""`KeptNumbers` puts numbers back that a dataset or `collate_fn` keeps of a sample."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator, Mapping, MutableMapping
+from copy import deepcopy
+from functools import partial
+from itertools import chain
+from operator import is_
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
+from trainstack.backends.dp.sealed.object_attributes import ClassAttributes, attributes_of
 from trainstack.backends.generator_search import is_of_user
-from trainstack.trainer.data.record_sources import datasets_held
 
-_NUMBERS = (bool, int, float, complex, np.generic, np.ndarray, Tensor)
+_ITEMS, _OBJECTS = 100, 200
+"""Items of a container, and objects and containers, that are looked at: more of them are data."""
+_TENSOR, _ARRAY, _BUDGET = 2**16, 2**12, 2**20
+"""Bytes of a tensor and of an array that are copied, and of all of them together."""
+
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_LISTS, _CONTAINERS = (list, deque, set), (list, deque, set, dict, tuple)
+_ABSENT = object()
 
 
 class KeptNumbers:
-    """The attributes of a dataset and of the datasets in it, at one moment.
+    """The numbers in attributes of objects, in containers and in closures, at one moment.
 
-    A running maximum that a dataset updates in `__getitem__` would make a sample depend on those before it. A file that
-    is opened late, an array that is loaded late, and caches in lists and dicts are left alone.
+    A running maximum that a dataset updates in `__getitem__` would make a sample depend on those before it. The objects
+    that user's objects hold are followed, such as transforms. A file that is opened late, an array that is loaded late,
+    and caches in dicts are left alone. Global variables and attributes of library objects are not seen.
 
     Args:
-        dataset: of the user.
+        roots: such as a dataset.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        found = [vars(one) for one in datasets_held(dataset) if is_of_user(type(one)) and hasattr(one, "__dict__")]
-        self._held = [(attributes, dict(attributes)) for attributes in found]
+    def __init__(self, *roots: Any) -> None:
+        self._mappings: list[tuple[Any, MutableMapping[str, Any], dict[str, Any], bool]] = []
+        self._lists: list[tuple[Any, tuple[Any, ...]]] = []
+        self._cells: list[tuple[CellType, Any]] = []
+        self._tensors: list[tuple[Tensor, int, Tensor]] = []
+        self._arrays: list[tuple[Any, bytes]] = []
+        self._left, seen, ahead = _BUDGET, set[int](), [*roots]
+        while ahead and len(seen) < _OBJECTS:
+            value = ahead.pop()
+            if not isinstance(value, _SCALARS) and id(value) not in seen:
+                seen.add(id(value))
+                ahead += self._look(value)
+        # views of dicts are live, so that one pass shows whether anything has changed
+        self._live = [*(live.values() for live, *_ in self._mappings), *(value for value, _ in self._lists)]
+        self._items = [item for part in self._live for item in part]
+        self._lengths = [len(part) for part in self._live]
 
-    def restore(self) -> None:
-        """Give numbers, tensors and arrays back to attributes that hold others by now."""
-        for attributes, before in self._held:
-            for key, value in before.items():
-                now = attributes.get(key)
-                if now is not value and isinstance(value, _NUMBERS) and isinstance(now, _NUMBERS):
-                    attributes[key] = value
+    def _look(self, value: Any) -> Iterator[Any]:
+        """Note what `value` holds; returns the values to look at next."""
+        if isinstance(value, Tensor | np.ndarray):
+            self._add_numbers(value)
+        elif isinstance(value, _CONTAINERS):
+            if len(value) <= _ITEMS:
+                yield from self._look_into(value)
+        elif isinstance(value, FunctionType):
+            for cell in value.__closure__ or ():
+                if (held := _content(cell)) is not _ABSENT:
+                    self._cells.append((cell, held))
+                    yield held
+            yield from value.__defaults__ or ()
+        elif isinstance(value, MethodType):
+            yield from (value.__self__, value.__func__)
+        elif isinstance(value, partial):
+            yield from (value.func, value.args, value.keywords)
+        elif is_of_user(type(value)) or isinstance(value, nn.Module):
+            for _, owner, held in attributes_of("", value):
+                live = vars(owner) if isinstance(held, ClassAttributes) else held
+                self._mappings.append((live, held, dict(held), True))
+                yield from held.values()
+        else:  # of a library, which may hold objects of the user
+            found = [*getattr(value, "__dict__", {}).values()]
+            yield from (one for one in found if isinstance(one, (*_CONTAINERS, Dataset)) or is_of_user(type(one)))
+
+    def _look_into(self, value: Any) -> Iterator[Any]:
+        if isinstance(value, dict):
+            self._mappings.append((value, value, dict(value), False))
+            yield from value.values()
+            return
+        if isinstance(value, _LISTS):
+            self._lists.append((value, tuple(value)))
+        yield from value
+
+    def _add_numbers(self, value: Any) -> None:
+        if value.nbytes > min(self._left, _TENSOR if isinstance(value, Tensor) else _ARRAY):
+            return
+        if isinstance(value, np.ndarray):
+            if not value.dtype.hasobject and value.flags.writeable:
+                self._arrays.append((value, value.tobytes()))
+        elif not value.is_inference() and type(value) is Tensor:
+            self._tensors.append((value, value._version, value.detach().clone()))  # torch 2.13.0
+        self._left -= value.nbytes
+
+    def restore(self, made: Any) -> Any:
+        """Give numbers, tensors and arrays back to what holds others by now.
+
+        Args:
+            made: a sample or a batch, which may have the memory of a tensor or array.
+
+        Returns:
+            `made`, or a copy with other memory.
+        """
+        if [*map(len, self._live)] != self._lengths or not all(map(is_, chain.from_iterable(self._live), self._items)):
+            self._restore_containers()
+        for cell, number in self._cells:
+            now = _content(cell)
+            if now is not number and _is_kept(number, now):
+                cell.cell_contents = number
+        tensors = [place for place, (tensor, version, _) in enumerate(self._tensors) if tensor._version != version]
+        arrays = [(array, content) for array, content in self._arrays if array.tobytes() != content]
+        if tensors or arrays:
+            made = deepcopy(made)
+        for place in tensors:
+            tensor, _, copy = self._tensors[place]
+            tensor.detach().copy_(copy)
+            self._tensors[place] = (tensor, tensor._version, copy)
+        for array, content in arrays:
+            array[...] = np.frombuffer(content, array.dtype).reshape(array.shape)
+        return made
+
+    def _restore_containers(self) -> None:
+        for _, held, before, is_object in self._mappings:
+            _restore_items(held, before, is_object)
+        for value, items in self._lists:
+            if len(value) != len(items) or not all(map(is_, value, items)):
+                _restore_list(value, items)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return _ABSENT
+
+
+def _restore_items(held: MutableMapping[str, Any], before: Mapping[str, Any], is_object: bool) -> None:
+    """Put back numbers of an object or a dict. A cache adds items by other keys than text to a dict, which stay."""
+    changed = {key for key in {**before, **held} if held.get(key, _ABSENT) is not before.get(key, _ABSENT)}
+    opened = any(before.get(key) is None and not _is_number(held.get(key, _ABSENT)) for key in changed)
+    for key in changed:
+        now, value = held.get(key, _ABSENT), before.get(key, _ABSENT)
+        is_flag = opened and isinstance(now, bool)  # such as that of a file that is open now
+        if is_flag or not _is_kept(value, now) or not (is_object or value is not _ABSENT or isinstance(key, str)):
+            continue
+        if value is _ABSENT:
+            del held[key]
+        else:
+            held[key] = value
+
+
+def _restore_list(value: Any, items: tuple[Any, ...]) -> None:
+    if all(map(_is_number, value)):
+        value.clear()
+        (value.update if isinstance(value, set) else value.extend)(items)
+
+
+def _is_kept(before: Any, now: Any) -> bool:
+    """Whether `now` may hold something of a sample, and `before` is to be put back."""
+    if isinstance(before, _CONTAINERS) and isinstance(now, type(before)):
+        return len(before) <= _ITEMS
+    if before is None or before is _ABSENT:
+        return _is_number(now) and getattr(now, "nbytes", 0) <= _ARRAY  # a larger one is loaded late
+    return _is_number(before) and (now is _ABSENT or _is_number(now))
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return len(value) <= _ITEMS and all(map(_is_number, value))
+    return isinstance(value, (*_SCALARS, np.ndarray, Tensor))

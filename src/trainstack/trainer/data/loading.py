@@ -188,12 +188,11 @@ class SeededDataset(Dataset[Any]):
             self._seed_sample(epoch, index)
             try:
                 with self._salted(self.seed, index):
-                    samples.append(self.dataset[index])
+                    sample = self.dataset[index]
             except Exception as error:
                 annotate(error, f"raised by the data set for sample {index}")
                 raise
-            if kept is not None:
-                kept.restore()
+            samples.append(sample if kept is None else kept.restore(sample))
         if isinstance(self.seed, RandomStreams):  # else `collate_fn` continues with the numbers of the last sample
             self._seed_batch(*keys[0])
         return samples
@@ -209,6 +208,17 @@ def loading_options(loader: DataLoader[Any]) -> dict[str, Any]:
     if loader.num_workers > 0:  # DataLoader refuses the argument without workers
         names.append("prefetch_factor")
     return {name: getattr(loader, name) for name in names}
+
+
+class _ForgetfulCollate:
+    """The `collate_fn` of a private run: numbers that it keeps of a batch are put back."""
+
+    def __init__(self, collate_fn: Any) -> None:
+        self._collate_fn = collate_fn
+
+    def __call__(self, samples: Any) -> Any:
+        kept = KeptNumbers(self._collate_fn)
+        return kept.restore(self._collate_fn(samples))
 
 
 class Fetcher:
@@ -229,6 +239,8 @@ class Fetcher:
         self.seed = seed
         self._fast_paths = fast_paths
         self._seeded = SeededDataset(loader.dataset, seed, loader.collate_fn, one_by_one=one_by_one)
+        keeps_nothing = not self._seeded.one_by_one or not self.may_mix_records()
+        self._collate = loader.collate_fn if keeps_nothing else _ForgetfulCollate(loader.collate_fn)
         self._keys = _KeyBatches()
         self._workers: DataLoader[Any] | None = None
 
@@ -266,7 +278,7 @@ class Fetcher:
         """One collated batch, loaded in this process."""
         with preserve_host_rng(), self._seeded.generators.preserved():
             samples = self._seeded.__getitems__([(epoch, i) for i in index.tolist()])
-            return self.loader.collate_fn(samples)
+            return self._collate(samples)
 
     def _from_workers(self, epoch: int, indices: Iterable[Tensor]) -> Iterator[Any]:
         self._keys.now = ([(epoch, i) for i in index.tolist()] for index in indices)
@@ -277,7 +289,7 @@ class Fetcher:
                 worker_init_fn=WorkerStart(self.loader.worker_init_fn),
                 generator=_workers_generator(self.seed),
                 persistent_workers=self.loader.persistent_workers,
-                **loading_options(self.loader),
+                **{**loading_options(self.loader), "collate_fn": self._collate},
             )
         with signals_wait(self.loader.multiprocessing_context):
             iterator = iter(self._workers)
