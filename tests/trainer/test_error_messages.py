@@ -320,8 +320,3 @@ def test_a_hook_may_leave_outputs_out(tmp_path: Path) -> None:
     train(module, tmp_path)
 
     assert seen == [(2, "default")]
-
-
-def test_logging_without_a_trainer_is_refused() -> None:
-    with pytest.raises(ts.ConfigurationError, match=r"log\('loss', \.\.\.\): this module is not being run"):
-        Classifier().log("loss", 1.0)

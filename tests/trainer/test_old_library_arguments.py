@@ -329,6 +329,7 @@ def test_the_first_batches_of_a_batch_sampler_are_overfitted_under_the_loader_s_
 
 @pytest.mark.spec("FN-33")
 def test_ctrl_c_returns_where_that_is_asked_for(tmp_path: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
     saves = {"checkpointer_args": ts.DefaultCheckpointerArguments()}
     for on_interrupt in ("raise", "return"):
         args = arguments(tmp_path / on_interrupt, epochs=3, on_interrupt=on_interrupt, **saves)

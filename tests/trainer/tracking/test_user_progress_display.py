@@ -46,5 +46,5 @@ def test_a_progress_display_of_ones_own(tmp_path: Path) -> None:
     bells = Bells()
     train(Classifier(validate=True), tmp_path, progress=bells, max_train_steps_per_epoch=2)
     assert bells.rung == ["epoch 1 of 1", 1, 2, "default", "closed"]
-    with pytest.raises(ts.ConfigurationError, match=r"progress='tqdm': write one of 'auto'.*ProgressDisplay"):
-        ts.TrainerArguments(progress="tqdm")  # type: ignore[arg-type]
+    with pytest.raises(ts.ConfigurationError, match=r"progress='bar': write one of 'auto'.*ProgressDisplay"):
+        ts.TrainerArguments(progress="bar")  # type: ignore[arg-type]
