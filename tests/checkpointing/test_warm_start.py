@@ -64,13 +64,16 @@ class TestWarmStart:
         assert torch.equal(model.body.weight, before)
 
     def test_nothing_fits_is_an_error_that_says_what_would(self) -> None:
-        class Task(nn.Module):
+        class Pair(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.model = Net()
+                self.student, self.teacher = Net(), Net()
 
-        with pytest.raises(CheckpointMismatchError, match=r"it holds body.weight.*has model\.body.*module\.model, "):
-            ts.warm_start(Task(), Net().state_dict())
+        with pytest.raises(
+            CheckpointMismatchError,
+            match=r"it holds body.weight.*has student\.body.*'student', 'teacher' alike.*module\.student, ",
+        ):
+            ts.warm_start(Pair(), Net().state_dict())
         with pytest.raises(CheckpointMismatchError, match=r"it holds a; the model has .*rename"):
             ts.warm_start(Net(), {"a": torch.ones(1)})
         with pytest.raises(CheckpointMismatchError, match="it holds no tensors"):
@@ -138,8 +141,9 @@ class TestWarmStart:
         (tmp_path / "text.safetensors").write_text("no tensors at all, only words")
         with pytest.raises(CheckpointDamagedError, match=r"text.safetensors cannot be read as safetensors"):
             ts.warm_start(Net(), tmp_path / "text.safetensors")
-        with pytest.raises(CheckpointNotFoundError, match=r"does not exist\. Give a checkpoint, an export or"):
+        with pytest.raises(CheckpointNotFoundError, match=r"does not exist\. Give a checkpoint, an export, a folder"):
             ts.warm_start(Net(), tmp_path / "nowhere")
+        (tmp_path / "text.safetensors").unlink()
         with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint"):
             ts.warm_start(Net(), tmp_path)
 

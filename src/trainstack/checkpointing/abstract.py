@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+LEFT_OUT = "left_out"
+"""The key in the metadata of checkpoints and exports: names of tensors that they leave out, each with its digest."""
+
 
 @dataclass
 class Checkpoint:
@@ -153,6 +156,14 @@ class AbstractCheckpointer(ABC):
     def every_n_steps(self) -> int | float | None:
         """Global steps between saves inside an epoch: a number, a float for a fraction of the run's, None for none."""
         return None
+
+    @property
+    def keeps_frozen(self) -> bool:
+        """Whether checkpoints have the frozen parameters that still have the values that the run began with.
+
+        Where they have not, `Checkpoint.metadata` has their names and digests. The trainer compares them on resume.
+        """
+        return True
 
     @property
     def keeps_best_by(self) -> tuple[str, str] | None:

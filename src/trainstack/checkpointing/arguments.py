@@ -110,6 +110,9 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
             in a process, and compare the hashes (`"read_back"`); or compare sizes only (`"none"`).
         monitor: the metric that says which is the best.
         mode: `"min"` if low values of it are good, `"max"` if high ones are; `"auto"` reads that off its name.
+        keep_frozen: False leaves out parameters that are frozen and have the values that the run began with, such as
+            the base of LoRA adapters, from checkpoints and from exports at the end of training. The manifest has their
+            names and digests. To resume, build the module with the same weights, or name them in `init_weights_from`.
 
     Raises:
         ConfigurationError: a value is wrong, or two contradict each other.
@@ -133,9 +136,10 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
     verify: Literal["read_back", "none"] = "read_back"
     monitor: str = DEFAULT_MONITOR
     mode: Literal["auto", "min", "max"] = "auto"
+    keep_frozen: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint", "delete_existing_checkpoints", "async_save"):
+        for name in ("checkpoint", "delete_existing_checkpoints", "async_save", "keep_frozen"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "it is not a bool", "True or False")
         self._check_schedule()

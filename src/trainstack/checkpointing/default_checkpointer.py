@@ -115,6 +115,11 @@ class DefaultCheckpointer(AbstractCheckpointer):
         return (monitor.name, monitor.mode) if keeps else None
 
     @property
+    def keeps_frozen(self) -> bool:
+        """`args.keep_frozen`."""
+        return self.args.keep_frozen
+
+    @property
     def asks_for_best(self) -> bool:
         """Whether the arguments ask for the best checkpoints; one is kept by "val/loss" unless told otherwise."""
         return self.args.keep_best > 1 or self.args.monitor != DEFAULT_MONITOR

@@ -80,7 +80,7 @@ def explain_refusal(where: str, value: Any) -> str:
     elif isinstance(value, torch.Tensor):
         advice = (
             "Convert it in get_state() to a plain torch.Tensor of a standard dtype, or register a buffer with "
-            "persistent=False."
+            "persistent=False. A frozen parameter is left out by DefaultCheckpointerArguments(keep_frozen=False)."
         )
     elif type(value) is defaultdict:
         known = ", ".join(name for name in format.FACTORIES if name is not None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +15,13 @@ from torch import nn
 from trainstack._files import local_path
 from trainstack.checkpointing.difference import describe, differences
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
+from trainstack.checkpointing.encoding import tensor_identity
 from trainstack.checkpointing.lookup import resolve_pointer
+from trainstack.checkpointing.pretrained.companions import exported_state
+from trainstack.checkpointing.pretrained.reading import folder_of_hub_id, read_file, read_folder
 from trainstack.checkpointing.reading import read_model
-from trainstack.checkpointing.tensorfile import read_unverified_tensors
-from trainstack.checkpointing.verification import PICKLE_SUFFIXES
 from trainstack.checkpointing.writing import write_model
 from trainstack.errors import (
-    CheckpointDamagedError,
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -45,6 +44,8 @@ def export_model(
     metadata: dict[str, Any] | None = None,
     run_id: str | None = None,
     overwrite: bool = False,
+    part: str = ...,
+    card: Mapping[str, Any] | None = ...,
 ) -> Path: ...
 
 
@@ -57,6 +58,8 @@ def export_model(
     metadata: dict[str, Any] | None = None,
     run_id: str | None = None,
     overwrite: bool = False,
+    part: str = "",
+    card: Mapping[str, Any] | None = None,
 ) -> Path | None:
     """Write weights as the folder `path`: safetensors, JSON, a manifest with hashes, and a README.
 
@@ -73,6 +76,11 @@ def export_model(
         metadata: whatever else is worth knowing. Plain values, one level of dicts.
         run_id: of the run that trained the weights, for the manifest.
         overwrite: replace an export of another state at `path`, whole or not at all, and delete all files in it.
+        part: of the module, such as `"model"`, whose weights are written under their own names; by default all of it.
+            Where a module that is not a `ModuleInterface`, or a part, has a configuration with `save_pretrained`, that
+            is written as well, so that its `from_pretrained` reads the folder. Of a `PeftModel` the adapters alone are
+            written, as its `save_pretrained` does.
+        card: fields for the README's front matter, the metadata of a model card, such as `{"license": "mit"}`.
 
     Returns:
         The absolute path; None for a file.
@@ -80,15 +88,51 @@ def export_model(
     Raises:
         CheckpointError: an export of another state or something else is there, or the file system refused.
         UnsupportedStateError: a state holds a value that the format does not.
-        ConfigurationError: `model` is neither a module nor a mapping, or has values that are no tensors, for a file.
+        ConfigurationError: `model` is neither a module nor a mapping, or has no such part, or has values that are no
+            tensors, for a file.
     """
+    owner, state = None, _state_of(model)
+    if isinstance(model, nn.Module) and (part or not hasattr(model, "get_state")):
+        owner = find_part(model, part)
     if not isinstance(path, str | os.PathLike):
-        _write_tensors(model, path)
+        _write_tensors(_state_of_part(state, owner, part), path)
         return None
+    about: dict[str, Any] = {"plan": plan, "global_step": global_step, "metadata": metadata, "run_id": run_id}
+    return write_export(state, path, owner=owner, part=part, card=card, overwrite=overwrite, **about)
+
+
+def find_part(module: nn.Module, part: str) -> nn.Module:
+    """The submodule `part` of `module`, inside what `torch.compile` may have wrapped it in; "" for `module` itself.
+
+    Raises:
+        ConfigurationError: there is none; the message has the names that there are.
+    """
+    try:
+        found = module.get_submodule(part)
+    except AttributeError as error:
+        names = ", ".join(repr(name) for name, _ in module.named_children()) or "none"
+        raise ConfigurationError(
+            f"part={part!r}: {type(module).__name__} has no such part. Its parts are {names}."
+        ) from error
+    inner = getattr(found, "_orig_mod", found)
+    return inner if isinstance(inner, nn.Module) else found
+
+
+def write_export(
+    model: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    owner: nn.Module | None = None,
+    part: str = "",
+    card: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    **about: Any,
+) -> Path:
+    """Write the state dict `model`, or its `part`, which is the module `owner`; otherwise as `export_model`."""
     target = local_path(path).absolute()
     if is_checkpoint_directory(target) and read_manifest(target).kind == "checkpoint":
         raise CheckpointError(f"{target} is a checkpoint, which an export does not replace. Give another path.")
-    model = _state_of(model)
+    model = _state_of_part(model, owner, part)
     if not overwrite and is_checkpoint_directory(target):
         if _holds(target, model):
             return target
@@ -96,7 +140,7 @@ def export_model(
             f"{target} is an export of another state, which is not replaced. Give another path, or write "
             "overwrite=True, which deletes it with all files that were added to it."
         )
-    return write_model(model, target.parent, target.name, metadata, plan=plan, global_step=global_step, run_id=run_id)
+    return write_model(model, target.parent, target.name, owner=owner, card=card, **about)
 
 
 def _state_of(model: Any) -> Mapping[str, Any]:
@@ -107,10 +151,17 @@ def _state_of(model: Any) -> Mapping[str, Any]:
     return model
 
 
-def _write_tensors(model: Any, file: BinaryIO) -> None:
+def _state_of_part(state: Mapping[str, Any], owner: nn.Module | None, part: str) -> Mapping[str, Any]:
+    if part:
+        state = {name[len(part) + 1 :]: value for name, value in state.items() if name.startswith(f"{part}.")}
+        if not state:
+            raise ConfigurationError(f"part={part!r}: no name in the state begins with {part + '.'!r}.")
+    return exported_state(owner, state)
+
+
+def _write_tensors(state: Mapping[str, Any], file: BinaryIO) -> None:
     if not hasattr(file, "write"):
         raise ConfigurationError(f"export_model(path={file!r}): give the path of a folder, or an open binary file.")
-    state = _state_of(model)
     others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if others:
         raise ConfigurationError(
@@ -262,11 +313,13 @@ class WarmStartReport:
 
     Attributes:
         source: where the weights came from.
-        loaded: names that the model took.
+        loaded: names that the model took, those of tied tensors included.
         missing: names of the model that the source lacks; they are as the model was built.
         unexpected: names of the source that the model lacks.
         mismatched: names of both with another shape or kind of dtype, each with what the source and the model have;
             they are as the model was built.
+        part: the child of the model that took the weights, such as "model"; "" for the model itself. Names but those in
+            `unexpected` are the model's, with this prefix.
     """
 
     source: str
@@ -274,6 +327,7 @@ class WarmStartReport:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: Mapping[str, str]
+    part: str = ""
 
     @property
     def is_complete(self) -> bool:
@@ -282,7 +336,8 @@ class WarmStartReport:
 
     def __str__(self) -> str:
         count = len(self.loaded)
-        parts = [f"loaded {count} tensor{'s' if count != 1 else ''} from {self.source}"]
+        into = f" into {self.part!r}" if self.part else ""
+        parts = [f"loaded {count} tensor{'s' if count != 1 else ''} from {self.source}{into}"]
         if self.missing:
             parts.append(f"{len(self.missing)} missing there stay as they were built: {_format_names(self.missing)}")
         if self.unexpected:
@@ -302,9 +357,14 @@ def warm_start(
 ) -> WarmStartReport:
     """Load into `model` what fits by name and shape, and report the rest.
 
+    Where nothing fits `model` itself, and exactly one of its children, or else of their children, takes tensors of
+    these names, the weights go there. So the weights of a network fit the `SupervisedModule` around it.
+
     Args:
         model: any module; its other tensors stay as they are.
-        source: a checkpoint, a file `last` or `best` beside it, an export, a `.safetensors` file, or tensors by name.
+        source: a checkpoint, a file `last` or `best` beside it, an export, a folder of `save_pretrained`, a
+            `.safetensors` file, a `.safetensors.index.json`, the id of a model that is in the cache of
+            `huggingface_hub`, or tensors by name.
         strict: refuse what does not fit in every name and shape.
         name: of the source, for the report; by default its path.
 
@@ -315,59 +375,65 @@ def warm_start(
     if not isinstance(source, Mapping):
         source = resolve_pointer(local_path(source, "source"))
     said = name or ("the given tensors" if isinstance(source, Mapping) else os.fspath(source))
-    weights = flat_tensors(source) if isinstance(source, Mapping) else read_weights(source)
+    given = flat_tensors(source) if isinstance(source, Mapping) else read_weights(source)
     own = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    part = _part_that_fits(model, given, own)
+    if part is None:
+        raise CheckpointMismatchError(_nothing_fits(model, given, own, said))
+    prefix = f"{part}." if part else ""
+    weights = {f"{prefix}{key}": value for key, value in given.items()}
     mismatched = {
         key: f"{describe(weights[key])} there, {describe(own[key])} in the model"
         for key in own
         if key in weights and not _fits(weights[key], own[key])
     }
     fitting = {key: weights[key] for key in own if key in weights and key not in mismatched}
+    taken = {tensor_identity(own[key]) for key in fitting}  # a tied tensor has other names, which files leave out
+    loaded = [key for key in own if key not in mismatched and (key in fitting or tensor_identity(own[key]) in taken)]
     report = WarmStartReport(
         source=said,
-        loaded=tuple(fitting),
-        missing=tuple(key for key in own if key not in weights),
-        unexpected=tuple(key for key in weights if key not in own),
+        part=part,
+        loaded=tuple(loaded),
+        missing=tuple(key for key in own if key not in weights and key not in loaded),
+        unexpected=tuple(key for key in given if f"{prefix}{key}" not in own),
         mismatched=mismatched,
     )
-    if not fitting:
-        raise CheckpointMismatchError(_nothing_fits(model, weights, own, said))
     if strict and not report.is_complete:
         raise CheckpointMismatchError(f"{said} does not fit {type(model).__name__} in everything. Not {report}.")
     model.load_state_dict(fitting, strict=False)
     return report
 
 
+def _part_that_fits(model: nn.Module, weights: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+    """The path of the part that takes `weights`: "" for the model; None where there is none, or more than one."""
+    children = [name for name, _ in model.named_children()]
+    inner = [f"{name}.{key}" for name in children for key, _ in model.get_submodule(name).named_children()]
+    for level in ([""], children, inner):
+        fits = [part for part in level if _count_fitting(weights, own, f"{part}." if part else "")]
+        if fits:
+            return fits[0] if len(fits) == 1 else None
+    return None
+
+
+def _count_fitting(weights: Mapping[str, Any], own: Mapping[str, Any], prefix: str) -> int:
+    return sum(f"{prefix}{key}" in own and _fits(weights[key], own[f"{prefix}{key}"]) for key in weights)
+
+
 def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint's model, an export, or a `.safetensors` file, by name. No pickle is read.
+    """Return the tensors of what `warm_start` takes as a path, by name. No pickle is read, and nothing is downloaded.
 
     Raises:
-        CheckpointNotFoundError: there is nothing at `path`.
+        CheckpointNotFoundError: there is nothing at `path`, and it is not an id in the cache of `huggingface_hub`.
         CheckpointDamagedError: it is not as it was written, or no safetensors file.
         CheckpointMismatchError: it is a pickle, or of a newer trainstack.
     """
-    file = local_path(path)
-    if file.is_dir():
-        return flat_tensors(read_model(file))
-    if not file.exists():
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", os.fspath(path)) and not file.suffix:
-            raise CheckpointNotFoundError(
-                f"{os.fspath(path)} does not exist. If it is the id of a model on the Hub, download it first and give "
-                f"the folder: huggingface_hub.snapshot_download({os.fspath(path)!r})."
-            )
-        raise CheckpointNotFoundError(f"{file} does not exist. Give a checkpoint, an export or a .safetensors file.")
-    if file.suffix.lower() in PICKLE_SUFFIXES:
-        raise CheckpointMismatchError(
-            f"{file} is a pickle by its name, and pickles are never read unasked. Read it explicitly and keep what is "
-            f"in it: export_model(load_torch_weights({str(file)!r}), 'weights'), and name that folder instead."
-        )
-    try:
-        return read_unverified_tensors(file)
-    except CheckpointDamagedError as error:
-        raise CheckpointDamagedError(
-            f"{file} cannot be read as safetensors: {error} A file that torch.save wrote is read by "
-            "load_torch_weights(path)."
-        ) from error
+    place = local_path(path)
+    if not os.path.lexists(place):
+        place = folder_of_hub_id(os.fspath(path))
+    if not place.is_dir():
+        return read_file(place)
+    weights = None if is_checkpoint_directory(place) else read_folder(place)
+    return flat_tensors(read_model(place)) if weights is None else weights
 
 
 def flat_tensors(state: Mapping[Any, Any], prefix: str = "") -> dict[str, torch.Tensor]:
@@ -392,14 +458,13 @@ def _format_names(names: Sequence[str]) -> str:
 
 
 def _nothing_fits(model: nn.Module, weights: Mapping[str, Any], own: Mapping[str, Any], said: str) -> str:
-    fits = {
-        child: sum(f"{child}.{key}" in own and _fits(weights[key], own[f"{child}.{key}"]) for key in weights)
-        for child, _ in model.named_children()
-    }
-    best = max(fits, key=lambda child: fits[child], default=None)
+    fits = [child for child, _ in model.named_children() if _count_fitting(weights, own, f"{child}.")]
     hint = "Compare the names, and rename: warm_start(model, {new_name: tensor, ...})."
-    if best is not None and fits[best]:
-        hint = f"They fit its {best!r}: call warm_start(module.{best}, ...) before you make the Trainer."
+    if fits:
+        hint = (
+            f"They fit its {_format_names(list(map(repr, fits)))} alike: call warm_start(module.{fits[0]}, ...) for "
+            "the one that you mean, before you make the Trainer."
+        )
     return (
         f"nothing in {said} fits {type(model).__name__}: it holds {_format_names(list(weights)) or 'no tensors'}; the "
         f"model has {_format_names(list(own)) or 'none'}. {hint}"

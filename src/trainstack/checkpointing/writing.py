@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 
 from trainstack._files import local_path
 from trainstack.checkpointing import directory as listing
@@ -23,11 +24,13 @@ from trainstack.checkpointing import filesystem, index, manifest, temp_dirs
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.async_writer import HostBuffers
 from trainstack.checkpointing.checksums import FileRecord, FileWriter, digest
-from trainstack.checkpointing.encoding import NATIVE, StateEncoder, tensor_identity
+from trainstack.checkpointing.encoding import StateEncoder
 from trainstack.checkpointing.format import MODEL_STATE, RANK_STATES, STATES, Json
 from trainstack.checkpointing.index import FileIndex
 from trainstack.checkpointing.lease import Lease
 from trainstack.checkpointing.manifest import Kind, Manifest
+from trainstack.checkpointing.pretrained.companions import companions_of
+from trainstack.checkpointing.pretrained.readme import render_readme
 from trainstack.checkpointing.tensorfile import TensorPart, write_tensors
 from trainstack.errors import CheckpointError, LeaseError, UnsupportedStateError
 
@@ -49,74 +52,6 @@ def library_versions() -> dict[str, str]:
     }
 
 
-def render_readme(
-    model_state: Mapping[str, Any],
-    name: str,
-    *,
-    versions: Mapping[str, str],
-    plan: Mapping[str, Any] | None,
-    global_step: int | None,
-    metadata: Mapping[str, Any] | None,
-) -> bytes:
-    """Return the text of README.md for an export of `model_state`."""
-    facts = {"global steps": global_step, **(metadata or {})}
-    texts = {k: facts.pop(k) for k, value in list(facts.items()) if isinstance(value, str) and "\n" in value}
-    if texts:
-        facts.pop("privacy", None)  # as JSON it is in the manifest
-    tables = {
-        "Training": {k: value for k, value in facts.items() if not isinstance(value, Mapping) and value is not None},
-        **{key.capitalize(): value for key, value in facts.items() if isinstance(value, Mapping)},
-        "Plan": {key: value for key, value in (plan or {}).items() if value is not None},
-        "Versions": versions,
-    }
-    parts = [f"# {name}", "Weights of a PyTorch model, exported by trainstack.", *_how_to_load(model_state)]
-    for title, table in tables.items():
-        if table:
-            rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in table.items()]
-            parts += [f"## {title}", "\n".join(["| | |", "| --- | --- |", *rows])]
-    parts += [f"## {title.capitalize()}\n\n```text\n{text}\n```" for title, text in texts.items()]
-    parts.append(
-        "`MANIFEST.json` holds the size and hash of each file but this one, which is yours to edit; "
-        "`trainstack checkpoints verify` compares them. No file here is a pickle."
-    )
-    return ("\n\n".join(parts) + "\n").encode("utf-8", "replace")
-
-
-def _how_to_load(model_state: Mapping[str, Any]) -> Iterable[str]:
-    yield "## Loading"
-    dense = (isinstance(value, torch.Tensor) and value.layout is torch.strided for value in model_state.values())
-    if all(dense) and all(value.dtype in NATIVE for value in model_state.values()):
-        lines = ["from safetensors.torch import load_file", "", 'weights = load_file("model.safetensors")']
-        lines += [f"weights[{tied!r}] = weights[{first!r}]  # one tensor" for tied, first in _tied(model_state)]
-        yield "In plain PyTorch (`pip install safetensors`); names are those of the module that was trained:"
-        yield _code([*lines, "model.load_state_dict(weights)"])
-    else:
-        yield (
-            "The tensors lie in `model.safetensors`. The state also holds what is no tensor of a safetensors file, so "
-            "it is read with trainstack:"
-        )
-    yield "With trainstack, which compares the hashes:"
-    yield _code(["from trainstack import read_model", "", 'state = read_model(".")  # the folder of this file'])
-
-
-def _tied(model_state: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Names of tensors that are stored once, under the name that came first."""
-    first: dict[Any, str] = {}
-    for name, tensor in model_state.items():
-        before = first.setdefault(tensor_identity(tensor), name)
-        if before != name:
-            yield name, before
-
-
-def _code(lines: Iterable[str]) -> str:
-    return "\n".join(["```python", *lines, "```"])
-
-
-def _cell(value: Any) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return " ".join(text.split()).replace("|", "\\|")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
     """What a directory will hold.
@@ -127,6 +62,8 @@ class Payload:
         texts: the content of each JSON file.
         global_step, plan, metadata, run_id: fields of the manifest.
         readme: of an export; the manifest does not speak of it.
+        companions: writes further files of an export into the folder that it is given, before the others. The manifest
+            does not speak of these either.
     """
 
     kind: Kind
@@ -137,6 +74,7 @@ class Payload:
     metadata: Json
     run_id: str | None = None
     readme: bytes | None = None
+    companions: Callable[[Path], None] | None = None
 
     @property
     def size(self) -> int:
@@ -246,6 +184,8 @@ def _fill(
 ) -> None:
     """Write the files of the checkpoint in `temporary`."""
     filesystem.make_directory(temporary)
+    if payload.companions is not None:
+        payload.companions(temporary)
     put = functools.partial(_put, temporary, abandoned=abandoned)
     files: dict[str, FileRecord] = {}
     indices: dict[str, FileIndex] = {}
@@ -396,16 +336,26 @@ def write_model(
     global_step: int | None = None,
     run_id: str | None = None,
     lease: Lease | None = None,
+    owner: nn.Module | None = None,
+    card: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write an export of `model_state`, which is never taken for a point to resume from.
 
     Its `model.safetensors` can be read by any reader of that format, its README.md says how. Otherwise as
-    `write_checkpoint`.
+    `write_checkpoint`. Of the module `owner`, the files are added that its `from_pretrained` reads. `card` has fields
+    for the README's front matter.
     """
     encoder = StateEncoder()
     tree = _dump({MODEL_STATE: encoder.encode(model_state, MODEL_STATE)})
     readme = render_readme(
-        model_state, name, versions=library_versions(), plan=plan, global_step=global_step, metadata=metadata
+        model_state,
+        name,
+        versions=library_versions(),
+        plan=plan,
+        global_step=global_step,
+        metadata=metadata,
+        owner=owner,
+        card=card,
     )
     tensors = encoder.pop_tensors()
     payload = Payload(
@@ -416,6 +366,7 @@ def write_model(
         plan=_plain(plan, "plan"),
         metadata=_plain(metadata, "metadata"),
         readme=readme,
+        companions=companions_of(owner),
         run_id=run_id,
     )
     return commit(payload, Path(directory).absolute(), name, lease=lease)

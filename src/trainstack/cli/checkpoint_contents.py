@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trainstack._files import is_address, remote_address
+from trainstack.checkpointing.abstract import LEFT_OUT
 from trainstack.checkpointing.difference import children, describe, differences
 from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.manifest import Manifest, decode_plain
@@ -24,7 +25,7 @@ def diff_checkpoints(args: argparse.Namespace) -> int:
     (one, states), (other, other_states) = read_states(_located(args.one)), read_states(_located(args.other))
     model_only = args.model or one.kind == "model" or other.kind == "model"
     if model_only:  # the module's state comes first in both kinds
-        found = list(differences(next(iter(states.values())), next(iter(other_states.values())), "model"))
+        found = list(differences(_model(one, states), _model(other, other_states), "model"))
     else:
         found = list(differences({**states, **_facts(one)}, {**other_states, **_facts(other)}))
     if args.json:
@@ -45,6 +46,12 @@ def _located(given: str) -> Path:
     from trainstack.checkpointing.remote.fetching import fetch
 
     return fetch(remote_address("PATH", given))
+
+
+def _model(content: Manifest, states: Mapping[str, Any]) -> dict[str, Any]:
+    """The module's state, with the digests of the frozen weights that it leaves out."""
+    left_out = (decode_plain(content.metadata) or {}).get(LEFT_OUT)
+    return {**next(iter(states.values())), **({LEFT_OUT: left_out} if left_out else {})}
 
 
 def _facts(content: Manifest) -> dict[str, Any]:

@@ -40,7 +40,9 @@ from trainstack.trainer.trainer import Trainer, find_lr
 if TYPE_CHECKING:
     from trainstack.trainer import callbacks
     from trainstack.trainer.arg_matching import apply_mapping, call_with_matching_args
+    from trainstack.trainer.data.as_is import as_is
     from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
+    from trainstack.trainer.evaluation.metric_of import metric_of
     from trainstack.trainer.run.lr_finder import LRFinderResult
     from trainstack.trainer.run.view import RunView
     from trainstack.trainer.supervised import SupervisedModule, build_optimizer
@@ -60,9 +62,11 @@ __getattr__ = lazy_imports(
         "RunView": "trainstack.trainer.run.view",
         "SupervisedModule": "trainstack.trainer.supervised",
         "apply_mapping": "trainstack.trainer.arg_matching",
+        "as_is": "trainstack.trainer.data.as_is",
         "build_optimizer": "trainstack.trainer.supervised",
         "call_with_matching_args": "trainstack.trainer.arg_matching",
         "callbacks": "trainstack.trainer.callbacks",
+        "metric_of": "trainstack.trainer.evaluation.metric_of",
     },
 )
 
@@ -110,12 +114,14 @@ __all__ = [
     "Writer",
     "WriterArguments",
     "apply_mapping",
+    "as_is",
     "build_optimizer",
     "build_scheduler",
     "find_lr",
     "call_with_matching_args",
     "callbacks",
     "call_filter",
+    "metric_of",
     "placeholders",
     "read_history",
     "register_writer",

@@ -139,7 +139,10 @@ def parameters_of(function: Callable[..., Any]) -> Parameters:
         ModuleContractError: it has no signature, or one that cannot be matched by name.
     """
     if isinstance(function, nn.Module):
-        function = getattr(function, "_orig_mod", function).forward
+        module = getattr(function, "_orig_mod", function)
+        if callable(getattr(module, "get_base_model", None)):
+            return _of_adapted(module)
+        function = module.forward
     bound, plain = hasattr(function, "__self__"), getattr(function, "__func__", function)
     try:
         known = _KNOWN.setdefault(plain, {})
@@ -150,6 +153,17 @@ def parameters_of(function: Callable[..., Any]) -> Parameters:
     return known[bound]
 
 
+def _of_adapted(module: nn.Module) -> Parameters:
+    """The parameters of a `PeftModel`, which hands on to its base model what it has no parameter for itself."""
+    own, base = _read(module.forward), parameters_of(module.get_base_model())  # type: ignore[operator]
+    return Parameters(
+        function=own.function,
+        names=tuple(dict.fromkeys((*base.names, *own.names))) if own.takes_all else own.names,
+        required=tuple(dict.fromkeys((*own.required, *(base.required if own.takes_all else ())))),
+        takes_all=own.takes_all and base.takes_all,
+    )
+
+
 _KNOWN: WeakKeyDictionary[Any, dict[bool, Parameters]] = WeakKeyDictionary()
 """By function, apart from the object it is bound to, so that every model of a class shares one entry."""
 
@@ -157,9 +171,12 @@ _KNOWN: WeakKeyDictionary[Any, dict[bool, Parameters]] = WeakKeyDictionary()
 def _read(function: Callable[..., Any]) -> Parameters:
     name = getattr(function, "__qualname__", None) or type(function).__name__
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
         raise ModuleContractError(f"{name} has no signature to match names with. Wrap it in a function.") from error
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    if takes_all:  # by which names reach a function that hands on all of its arguments
+        parameters = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
             star = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
@@ -172,7 +189,7 @@ def _read(function: Callable[..., Any]) -> Parameters:
         function=name,
         names=tuple(p.name for p in named),
         required=tuple(p.name for p in named if p.default is p.empty),
-        takes_all=len(named) < len(parameters),
+        takes_all=takes_all,
     )
 
 
@@ -189,7 +206,8 @@ def default_metric_inputs(outputs: Any, batch: Any) -> tuple[Any, ...] | dict[st
 
     Args:
         outputs: what a step returned. Its loss, the first item of a tuple or the item `loss`, is left out.
-        batch: what the loader gave. Its target is the last item of a tuple or list, or an item named as in `TARGETS`.
+        batch: what the loader gave. Its target is the last item of a tuple or list, or an item named as in `TARGETS`,
+            or such an attribute, also `y`, of another object, such as a batch of graphs.
 
     Returns:
         For outputs with names, these and those of the batch, to be matched by name. For others `(prediction, target)`
@@ -201,6 +219,9 @@ def default_metric_inputs(outputs: Any, batch: Any) -> tuple[Any, ...] | dict[st
     names, target = as_named(batch), {}
     if names is None and isinstance(batch, tuple | list) and len(batch) > 1:
         target = {"target": batch[-1]}
+    elif names is None and not isinstance(batch, tuple | list):
+        held = (getattr(batch, name, None) for name in (*TARGETS, "y"))
+        target = dict([("target", value) for value in held if isinstance(value, Tensor)][:1])
     named = as_named(outputs)
     if named is not None:
         rest = {**target, **(names or {})}

@@ -367,8 +367,8 @@ def _check_choices(args: Unchecked) -> None:
     _check_resume(args.resume)
     if args.init_weights_from is not None and not isinstance(args.init_weights_from, str | PathLike):
         raise ConfigurationError(
-            f"init_weights_from={args.init_weights_from!r}: write the path of a checkpoint, an export or a "
-            ".safetensors file, or None."
+            f"init_weights_from={args.init_weights_from!r}: write the path of a checkpoint, an export, a "
+            "folder of save_pretrained or a .safetensors file, the id of a model in huggingface_hub's cache, or None."
         )
     if args.resume_mode == "weights_and_optimizer" and args.reset_optimizers_schedulers:
         raise ConfigurationError(

@@ -136,9 +136,10 @@ class TrainerArguments(metaclass=SuggestsNames):
         resume_mode: what is taken from the checkpoint. `"full"`: everything, the run goes on exactly.
             `"weights_and_optimizer"`: module, optimizers, schedulers and layers; counters, order, random numbers and
             history start anew. `"weights"`: the module alone.
-        init_weights_from: a checkpoint (or a file `last` or `best`), an export or a `.safetensors` file whose weights
-            the module starts from, as far as they fit; `trainer.warm_start_report` says how far. Not used when a
-            checkpoint is resumed.
+        init_weights_from: a checkpoint (or a file `last` or `best`), an export, a folder of `save_pretrained`, a
+            `.safetensors` file or its index, or the id of a model in the cache of `huggingface_hub`. The module starts
+            from these weights as far as they fit; `trainer.warm_start_report` says how far. Not used when a checkpoint
+            is resumed, unless that was written with `keep_frozen=False`.
         init_weights_strict: refuse `init_weights_from` unless everything fits.
         reset_optimizers_schedulers: on resume, take the weights but make optimizers and schedulers anew.
         checkpointer_args: of the default checkpointer.

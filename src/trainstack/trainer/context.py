@@ -13,6 +13,7 @@ from trainstack.backends.processes.world import current_device
 from trainstack.checkpointing import AbstractCheckpointer, Lease
 from trainstack.stage import Stage
 from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.core.frozen_weights import FrozenWeights
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.module_extras import ModuleExtras
 from trainstack.trainer.core.state import RunState, UserState
@@ -57,6 +58,7 @@ class RunContext:
         lease: the right to write into the directories of the run; on the main process, while it is held. What writes
             there calls its `check` first.
         extras: values that an exact resume of the module needs beside its state.
+        frozen: tells which frozen weights a checkpoint can leave out.
         said_of_buffers: whether the warning about buffers that differ between ranks was given.
     """
 
@@ -70,6 +72,7 @@ class RunContext:
     user_state: UserState
     directory: RunDirectory
     extras: ModuleExtras
+    frozen: FrozenWeights
     train_step: Callable[..., Any] | None = None
     val_step: Callable[..., Any] | None = None
     sink: LogSink = field(default_factory=LogSink)

@@ -13,16 +13,20 @@ from torch.optim import Optimizer
 
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arg_matching import (
+    TARGETS,
     NameMapping,
     apply_mapping,
     as_named,
     call_with_matching_args,
+    default_metric_inputs,
     parameters_of,
     select_mappings,
     unused_items_message,
 )
 from trainstack.trainer.core.record_losses import own_means, without_reduction
 from trainstack.trainer.core.samples import IGNORED_LABEL, checked_weight, labels_in
+from trainstack.trainer.data.columns import column_names, select_columns
+from trainstack.trainer.evaluation.metric_of import with_computed
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.schedulers.building import build_scheduler, is_scheduler
 from trainstack.trainer.schedulers.placeholders import resolve
@@ -85,8 +89,9 @@ class SupervisedModule(ModuleInterface):
     Args:
         model: the network. Its weights are in this module's state dict under "model.".
         loss: a function or module, a mean over samples; None where the model's outputs have an item or field `loss`,
-            which they need not have outside training. In private training it is called with `reduction="none"` where
-            it has that option, and each record takes the mean over its own elements, so that class weights count.
+            which they need not have outside training, or are a dict of 0-dim losses in training, which are added up. In
+            private training it is called with `reduction="none"` where it has that option, and each record takes the
+            mean over its own elements, so that class weights count.
         optimizer: a name such as "adamw", a class, a function of the parameters, or an optimizer over `model`'s; None
             where nothing is to be trained.
         train_dataset: an object with `__len__` and `__getitem__`; its `data_collator`, if it has one, collates it; None
@@ -109,6 +114,11 @@ class SupervisedModule(ModuleInterface):
         target_keys: of batches with names, which items are handed on as targets; those that the model does not take
             if None.
         collate_fn: for all loaders.
+        train_collate_fn: instead of `collate_fn`, for the training data, such as one that mixes samples.
+        remove_unused_columns: drop the columns of a data set of `datasets` that neither the model nor the loss names,
+            before batches are made. They are logged. Targets, `target_keys` and names in `input_mapping` stay.
+        compute_metrics: a function of all predictions and labels of an evaluation, as `transformers.Trainer` takes it:
+            it gets an object with `predictions` and `label_ids`, arrays of numpy, and returns numbers by name.
         train_dataloader_kwargs: what else the `DataLoader` of the training data gets, such as `num_workers`.
             `shuffle=False` keeps the order of the data set; a `sampler`, such as a `WeightedRandomSampler`, gives its
             own order, the same on all processes.
@@ -151,6 +161,9 @@ class SupervisedModule(ModuleInterface):
         val_output_mapping: NameMapping | None = None,
         target_keys: Sequence[str] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
+        train_collate_fn: Callable[[Any], Any] | None = None,
+        remove_unused_columns: bool = False,
+        compute_metrics: Callable[[Any], Mapping[str, Any]] | None = None,
         train_dataloader_kwargs: Mapping[str, Any] | None = None,
         val_dataloader_kwargs: Mapping[str, Any] | None = None,
         loss_weight: Literal["samples", "labels"] | Callable[[Any], float] | None = None,
@@ -161,13 +174,27 @@ class SupervisedModule(ModuleInterface):
         self.optimizer, self.optimizer_kwargs = optimizer, dict(optimizer_kwargs or {})
         self.scheduler = _named_scheduler(scheduler, scheduler_kwargs)
         _check_optimizer(optimizer, self.optimizer_kwargs, self.scheduler)
-        self.train_dataset, self.val_dataset, self.test_dataset = train_dataset, val_dataset, test_dataset
         self.forward_fns = _check_methods(model, forward_fn, val_forward_fn)
         self.input_mappings = select_mappings("input", input_mapping, train_input_mapping, val_input_mapping)
         self.output_mappings = select_mappings("output", output_mapping, train_output_mapping, val_output_mapping)
         self.target_keys, self.collate_fn, self.loss_weight = target_keys, collate_fn, _check_loss_weight(loss_weight)
         self.train_dataloader_kwargs = _without_batch_size(train_dataloader_kwargs)
         self.val_dataloader_kwargs = dict(val_dataloader_kwargs or {})
+        self.train_collate_fn, self.remove_unused_columns = train_collate_fn, remove_unused_columns
+        self.train_dataset, self.val_dataset, self.test_dataset = map(
+            self._with_used_columns, (train_dataset, val_dataset, test_dataset)
+        )
+        if compute_metrics is not None:
+            self.metrics = with_computed(metrics, compute_metrics)
+
+    def _with_used_columns(self, dataset: Any) -> Any:
+        """`dataset`, or each of a dict of them, without the columns that nothing takes, if they are to be removed."""
+        if isinstance(dataset, dict):
+            return {key: self._with_used_columns(one) for key, one in dataset.items()}
+        takers = [parameters_of(self._method(training)) for training in (True, False)] if column_names(dataset) else []
+        takers += [parameters_of(self.loss)] if takers and self.loss is not None else []
+        taken = {name for one in takers for name in one.names} | set(self.target_keys or ())
+        return select_columns(dataset, taken, self.input_mappings, remove=self.remove_unused_columns)
 
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
         """The optimizer over all parameters, the loss's own included, and the scheduler."""
@@ -196,7 +223,8 @@ class SupervisedModule(ModuleInterface):
                 "SupervisedModule was given no train_dataset, so it can evaluate and predict, and not train. Write "
                 "SupervisedModule(model, loss, optimizer, train_dataset=...)."
             )
-        options = {"sampler": sampler, "batch_size": batch_size, **self.train_dataloader_kwargs}
+        own = {} if self.train_collate_fn is None else {"collate_fn": self.train_collate_fn}
+        options = {"sampler": sampler, "batch_size": batch_size, **own, **self.train_dataloader_kwargs}
         return self.build_dataloader(self.train_dataset, **options)
 
     def get_val_dataloaders(self, sampler: type, batch_size: int) -> Any:
@@ -287,18 +315,22 @@ class SupervisedModule(ModuleInterface):
                 f"a batch is a {what}, in which there is no target. Have the data set give (inputs, target) or a dict, "
                 "or write an input_mapping."
             )
-        outputs = self._call_model(batch, training)
+        outputs = self._call_model(batch, training, whole=self._takes_targets(batch, training))
         targets = self._targets(batch, training) if isinstance(batch, dict) else batch[-1]
         found = {"outputs": outputs, "targets": targets}
         if self.loss is None and not training and not _has_loss(outputs):
             return found
         return {"loss": self._training_loss(outputs, batch) if training else self._loss(outputs, batch), **found}
 
-    def metric_inputs(self, outputs: Any, batch: Any) -> dict[str, Any]:
-        """`outputs` and `targets` of a step; the items of those that have names, by their names as well."""
+    def metric_inputs(self, outputs: Any, batch: Any) -> tuple[Any, ...] | dict[str, Any]:
+        """`outputs` and `targets` of a step; the items of those that have names, by their names as well.
+
+        What a `val_step` of a derived class returns without these two is taken as from any module.
+        """
+        if not isinstance(outputs, dict) or not {"outputs", "targets"} <= outputs.keys():
+            return default_metric_inputs(outputs, batch)
         inputs: dict[str, Any] = {}
-        for role in ("outputs", "targets"):
-            items = outputs[role]
+        for role, items in (("outputs", outputs["outputs"]), ("targets", self._metric_targets(outputs, batch))):
             if isinstance(items, dict):
                 items = {name: item for name, item in items.items() if name != "loss"}
                 inputs |= {name: item for name, item in items.items() if name not in inputs}
@@ -306,6 +338,17 @@ class SupervisedModule(ModuleInterface):
             if items is not None:
                 inputs = {role: items} | inputs
         return inputs
+
+    def _metric_targets(self, outputs: dict[str, Any], batch: Any) -> Any:
+        """The targets of a step; where there are none, items that are named as such and that the model takes itself."""
+        targets, mapping = outputs["targets"], self.input_mappings[True]
+        named = as_named(batch)
+        if self.target_keys is not None or not isinstance(targets, dict) or named is None:
+            return targets
+        if targets and (self.loss is not None or any(key in TARGETS for key in targets)):
+            return targets
+        named = _mapped(mapping, named) if isinstance(mapping, Mapping) else named
+        return {**targets, **{key: named[key] for key in TARGETS if key in named}}
 
     def _unused_items(self, batch: Any, takers: Sequence[Callable[..., Any]]) -> str | None:
         """The warning for tensors that neither the model nor the loss nor `takers` have a parameter for.
@@ -323,13 +366,20 @@ class SupervisedModule(ModuleInterface):
         }
         return unused_items_message(items, [self._method(True), *([self.loss] if self.loss else [])], takers)
 
-    def _call_model(self, batch: Any, training: bool) -> Any:
+    def _takes_targets(self, batch: Any, training: bool) -> bool:
+        """Whether the model computes its loss from the target of a tuple, as the detectors of torchvision do."""
+        if self.loss is not None or not isinstance(batch, tuple | list):
+            return False
+        names = parameters_of(self._method(training)).names
+        return len(names) >= len(batch) and names[len(batch) - 1] in TARGETS
+
+    def _call_model(self, batch: Any, training: bool, *, whole: bool = False) -> Any:
         method = self._method(training)
         try:
             if isinstance(batch, dict):
                 outputs = call_with_matching_args(method, batch)
             elif isinstance(batch, tuple | list):
-                outputs = method(*(batch[:-1] if len(batch) > 1 else batch))
+                outputs = method(*(batch if whole or len(batch) == 1 else batch[:-1]))
             else:
                 outputs = method(batch)
         except Exception as error:
@@ -370,6 +420,8 @@ class SupervisedModule(ModuleInterface):
         if self.loss is None:
             if _has_loss(outputs):
                 return outputs["loss"]
+            if isinstance(outputs, dict) and outputs and all(map(_is_loss, outputs.values())):
+                return sum(outputs.values())
             has = f"the items {sorted(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
             raise ModuleContractError(
                 f"SupervisedModule was given no loss, and {type(self.model).__name__} returned {has}, in which there "
@@ -404,6 +456,10 @@ def _mapped(mapping: NameMapping | None, value: Any) -> Any:
 
 def _has_loss(outputs: Any) -> bool:
     return isinstance(outputs, dict) and outputs.get("loss") is not None
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 def _check_loss(loss: Any) -> None:

@@ -31,6 +31,7 @@ from trainstack.stage import Stage
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.arguments import TrainerArguments, limit_for_dev_run
 from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.frozen_weights import FrozenWeights
 from trainstack.trainer.core.intervals import whole_steps
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.module_extras import ModuleExtras
@@ -41,6 +42,7 @@ from trainstack.trainer.events import Callback, Event, Events, Filter
 from trainstack.trainer.events.bus import check_event
 from trainstack.trainer.module_checks import check_parts, complete_monitor, refuse_argument_of_train
 from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.resume.left_out_weights import note_initial_weights, with_left_out_weights
 from trainstack.trainer.resume.restoring import origin_of, restore_module, select_resume_state, start_from_weights
 from trainstack.trainer.resume.saving import Saver, check_storable, save_after_exception
 from trainstack.trainer.run.stopping import (
@@ -131,6 +133,7 @@ class Trainer(AbstractTrainer):
             train_step=train_step,
             val_step=val_step,
             extras=ModuleExtras(module),
+            frozen=FrozenWeights(module),
         )
         self.module, self.trainer_backend, self.checkpointer = module, trainer_backend, checkpointer
         self.history, self.events = context.history, context.events
@@ -385,7 +388,8 @@ class Trainer(AbstractTrainer):
         context = self._context
         self._saver.choose_directory(to_train=to_train)
         context.extras = ModuleExtras(self.module)
-        checkpoint = select_resume_state(self.load_checkpoints(), context)
+        checkpoint = with_left_out_weights(context, self.load_checkpoints(), self._saver)
+        checkpoint = select_resume_state(checkpoint, context)
         restore_module(self.module, checkpoint)
         if self._evaluation is None or not checkpoint.is_empty:
             self.warm_start_report = start_from_weights(
@@ -393,6 +397,8 @@ class Trainer(AbstractTrainer):
             )
             if self.warm_start_report is not None:
                 self.events.fire(Event.LOAD_MODEL, self.warm_start_report)
+        if checkpoint.is_empty and not self.checkpointer.keeps_frozen:
+            note_initial_weights(context, self._saver)
         self.state.update_state(checkpoint.trainer_state or {})
         return checkpoint
 
@@ -586,21 +592,33 @@ class Trainer(AbstractTrainer):
         with self._context.fail_together():
             self._saver.save_model(self.plan)
 
-    def export(self, path: str | os.PathLike[str], *, check_finite: bool = True, overwrite: bool = False) -> None:
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        part: str = "",
+        card: Mapping[str, Any] | None = None,
+        check_finite: bool = True,
+        overwrite: bool = False,
+    ) -> None:
         """Write the module's state as the folder `path`, with a README; see `export_model`.
 
         Args:
             path: of the folder, or an address such as `s3://bucket/model`, where its manifest is written last.
+            part: of the module, such as `"model"`: its weights alone, under its own names, with the configuration that
+                its `from_pretrained` reads. Of a `PeftModel` the adapters alone.
+            card: fields for the README's front matter, the metadata of a model card, such as `{"license": "mit"}`.
             check_finite: refuse weights and buffers that became inf or nan.
             overwrite: replace an export of other weights at `path`, with all files in it.
 
         Raises:
             NonFiniteError: the weights are inf or nan, and `check_finite` is True; nothing was written.
             CheckpointError: an export of other weights is there; nothing was written.
+            ConfigurationError: the module has no such part.
         """
         if check_finite:
             self._ready().check_finite("No export was written; write check_finite=False to export it as it is.")
-        self._saver.save_model(self.plan, path, overwrite=overwrite)
+        self._saver.save_model(self.plan, path, part=part, card=card, overwrite=overwrite)
 
     def __repr__(self) -> str:
         """Module, backend, how far the run is, and its folder."""
@@ -706,13 +724,17 @@ class Trainer(AbstractTrainer):
         self,
         repo_id: str,
         *,
+        part: str = "",
+        card: Mapping[str, Any] | None = None,
         commit_message: str = "Upload a model trained with trainstack",
         private: bool | None = None,
         revision: str | None = None,
         token: str | None = None,
         endpoint: str | None = None,
     ) -> str:
-        """Export the module's state and upload that; arguments and errors are those of the function `push_to_hub`.
+        """Export the module's state and upload that.
+
+        `part` and `card` are those of `export`. Other arguments and errors are those of the function `push_to_hub`.
 
         Returns:
             The URL of the commit.
@@ -721,7 +743,7 @@ class Trainer(AbstractTrainer):
         options |= {"token": token, "endpoint": endpoint}
         with self._context.fail_together():
             self._ready().check_finite("Nothing was uploaded.")
-            return self._saver.push_to_hub(self.plan, repo_id, **options)
+            return self._saver.push_to_hub(self.plan, repo_id, part=part, card=card, **options)
 
     # --- read-only -----------------------------------------------------------------------------------------
 

@@ -12,10 +12,15 @@ from torch import Tensor
 from trainstack.backends.fast_paths import fast_lerp, fast_paths_enabled
 from trainstack.errors import CheckpointMismatchError, ConfigurationError
 from trainstack.trainer.abstract_trainer import AbstractTrainer
+from trainstack.trainer.core.fingerprints import is_quantized_wrapper
 from trainstack.trainer.events import Callback
 from trainstack.trainer.module_checks import check_initialized
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def _has_average(parameter: Tensor) -> bool:
+    return (parameter.is_floating_point() or parameter.is_complex()) and not is_quantized_wrapper(parameter)
 
 
 class EMA(Callback):
@@ -78,7 +83,7 @@ class EMA(Callback):
 
     def _refresh(self, trainer: AbstractTrainer) -> None:
         """Take in parameters that came since, with the value that they have now, and forget those that are gone."""
-        named = {n: p for n, p in trainer.module.named_parameters() if p.is_floating_point() or p.is_complex()}
+        named = {n: p for n, p in trainer.module.named_parameters() if _has_average(p)}
         known = dict(zip(self._names, zip(self._parameters, self._averages, strict=True), strict=True))
         averages = []
         for name, parameter in named.items():
@@ -143,8 +148,14 @@ class EMA(Callback):
                 parameter.data.copy_(average)
 
     def get_state(self) -> dict[str, Any]:
-        """The averages by name, and how many updates are in them."""
-        return {"updates": self.updates, "averages": dict(zip(self._names, self._averages, strict=True))}
+        """The averages by name, without those that are the values of frozen parameters, and the number of updates."""
+        averages, frozen = {}, []
+        for name, p, average in zip(self._names, self._parameters, self._averages, strict=True):
+            if not p.requires_grad and torch.equal(p.detach().to(average.dtype), average):
+                frozen.append(name)
+            else:
+                averages[name] = average
+        return {"updates": self.updates, "averages": averages} | ({"frozen": frozen} if frozen else {})
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `get_state` returned.
@@ -152,7 +163,8 @@ class EMA(Callback):
         Raises:
             CheckpointMismatchError: the module has other parameters.
         """
-        saved = dict(state["averages"])
+        values = dict(zip(self._names, self._parameters, strict=True))
+        saved = dict(state["averages"]) | {n: values[n].detach() for n in state.get("frozen", ()) if n in values}
         own = dict(zip(self._names, self._averages, strict=True))
         if any(name not in saved or saved[name].shape != average.shape for name, average in own.items()):
             raise CheckpointMismatchError(

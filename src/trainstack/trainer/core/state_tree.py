@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
 from trainstack.checkpointing.difference import differences
+from trainstack.trainer.core.fingerprints import inner_tensors, is_quantized_wrapper
 
 Path = tuple[Any, ...]
 """The keys that lead to a leaf through nested dicts."""
@@ -146,6 +147,9 @@ def same(one: Any, other: Any) -> bool:
         return one is other
     if isinstance(one, Tensor) and is_lazy(one):
         return False
+    if isinstance(one, Tensor) and is_quantized_wrapper(one):
+        parts = [inner_tensors(side) for side in (one, other)]
+        return len(parts[0]) == len(parts[1]) and all(map(same, *parts))
     if isinstance(one, Tensor) and one.layout is torch.strided and not one.is_quantized:
         if one.dtype is not other.dtype or one.shape != other.shape or other.layout is not torch.strided:
             return False
@@ -166,13 +170,16 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def memory_of(tensors: Iterable[Tensor]) -> set[int]:
     """The addresses of the storages of `tensors`, as far as they have memory."""
-    return {t.untyped_storage().data_ptr() for t in tensors if _is_plain(t) or _has_memory(t)} - {0}
+    parts = (part for tensor in tensors for part in inner_tensors(tensor))
+    return {part.untyped_storage().data_ptr() for part in parts if _is_plain(part) or _has_memory(part)} - {0}
 
 
 def lies_in(value: Any, memory: set[int]) -> bool:
     """Whether `value` is a tensor in one of the storages of `memory_of`."""
-    has_memory = _is_plain(value) or (isinstance(value, Tensor) and _has_memory(value))
-    return has_memory and value.untyped_storage().data_ptr() in memory
+    if not isinstance(value, Tensor):
+        return False
+    parts = inner_tensors(value)
+    return all((_is_plain(p) or _has_memory(p)) and p.untyped_storage().data_ptr() in memory for p in parts)
 
 
 class _Packed:

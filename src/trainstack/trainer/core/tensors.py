@@ -14,7 +14,7 @@ from trainstack.backends.fast_paths import fast_largest
 from trainstack.checkpointing.encoding import SPARSE_LAYOUTS, is_storable
 from trainstack.errors import ConfigurationError, NonFiniteError, PeerError
 from trainstack.trainer.core.agreement import Difference, find_difference, format_ranks
-from trainstack.trainer.core.fingerprints import checksums
+from trainstack.trainer.core.fingerprints import checksums, inner_tensors, is_quantized_wrapper
 
 _MOST_AT_ONCE = 1 << 20
 """Elements of a dtype without a norm that are converted at once: 4 MiB of float32."""
@@ -43,7 +43,10 @@ def are_finite(stack: TrainerBackend, tensors: Sequence[Tensor], *, fast_paths: 
 
 def _float_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Dense tensors of real floats that hold what `tensor` stores; nothing for integers, which are always finite."""
-    if tensor.layout is torch.sparse_coo:
+    if is_quantized_wrapper(tensor):
+        for part in inner_tensors(tensor):
+            yield from _float_parts(part)
+    elif tensor.layout is torch.sparse_coo:
         yield from _float_parts(tensor.coalesce().values())  # values at one place add up
     elif tensor.layout in SPARSE_LAYOUTS:
         yield from _float_parts(tensor.values())

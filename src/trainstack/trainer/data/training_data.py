@@ -464,7 +464,8 @@ class TrainingData:
             raise ModuleContractError(
                 f"get_train_dataloader was called with batch_size={asked} and returned a loader with "
                 f"batch_size={has}. Pass batch_size on to the DataLoader, and set train_batch_size and "
-                "gpu_batch_size_limit in TrainerArguments."
+                "gpu_batch_size_limit in TrainerArguments. If batch_size means something else there, return "
+                "trainstack.as_is(loader), whose batches are used as they come."
             )
         self.loader = loader
         if loader is None or not self._args.overfit_batches:

@@ -99,11 +99,12 @@ def start_from_weights(
     fetch: Callable[[str], Path],
     *,
     resumed: bool,
+    left_out: bool = False,
 ) -> WarmStartReport | None:
     """Load `init_weights_from` into the module, if that is asked for and nothing was resumed.
 
     `read_weights` gives all processes the tensors of a file or folder, and `fetch` the local copy of what an address
-    names. A run that was `resumed` has its weights.
+    names. A run that is `resumed` has its weights, unless some are `left_out` of its checkpoint.
 
     Raises:
         CheckpointMismatchError: nothing in it fits, or not everything while `init_weights_strict`.
@@ -113,12 +114,13 @@ def start_from_weights(
     source = args.init_weights_from
     if source is None:
         return None
-    if resumed:
-        log.info(f"init_weights_from={os.fspath(source)!r} is not used: the run goes on from a checkpoint.")
+    if resumed and not left_out:
+        if not context.frozen.has_completed:  # with weights from there
+            log.info(f"init_weights_from={os.fspath(source)!r} is not used: the run goes on from a checkpoint.")
         return None
     source = fetch(os.fspath(source)) if is_address(source) else resolve_pointer(Path(source))
     _check_not_private(source, context.stack)
-    if context.stack.is_private:
+    if context.stack.is_private and not resumed:  # the ledger has them
         context.stack.on_initial_weights(origin_of(source))
     weights = read_weights(source)
     report = warm_start(context.module, weights, strict=args.init_weights_strict, name=os.fspath(source))
@@ -148,8 +150,8 @@ def origin_of(source: Path) -> WeightsOrigin:
     from trainstack.backends.privacy_statement import PrivacyStatement, WeightsOrigin  # for private runs alone
 
     folder = _checkpoint_of(source)
-    if folder is None:
-        return WeightsOrigin(path=os.path.abspath(source))
+    if folder is None:  # a path that is not there is the id of a model on the Hub
+        return WeightsOrigin(path=os.path.abspath(source) if source.exists() else os.fspath(source))
     facts = read_manifest(folder).metadata or {}
     told = facts.get("privacy")
     return WeightsOrigin(

@@ -23,16 +23,16 @@ from trainstack.checkpointing import (
     Checkpoint,
     CheckpointInfo,
     DefaultCheckpointer,
-    export_model,
     lease_file,
     push_to_hub,
     write_checkpoint,
 )
+from trainstack.checkpointing.abstract import LEFT_OUT
 from trainstack.checkpointing.directory import read_entry
 from trainstack.checkpointing.encoding import StateEncoder
 from trainstack.checkpointing.remote.fetching import fetch, upload_export
 from trainstack.checkpointing.remote.mirror import Mirror
-from trainstack.checkpointing.weights import read_weights, require_hub
+from trainstack.checkpointing.weights import find_part, read_weights, require_hub, write_export
 from trainstack.errors import CheckpointError, LeaseError, PeerError, annotate
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import RunLogger
@@ -205,10 +205,17 @@ class Saver:
         return f"{stood}. {where}; to go on, {again}"
 
     def save_model(
-        self, plan: TrainingPlan, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False
+        self,
+        plan: TrainingPlan,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        overwrite: bool = False,
+        part: str = "",
+        card: Mapping[str, Any] | None = None,
     ) -> None:
-        """Export the module's state and `plan`, to `path` or where the checkpointer puts exports."""
+        """Export the module's state and `plan` where the checkpointer puts exports, or to `path`, as `write_export`."""
         context, state = self._context, self._context.state
+        owner = find_part(context.module, part) if part else None
         about: dict[str, Any] = {
             "plan": plan.to_dict(),
             "global_step": state.global_step,
@@ -218,6 +225,11 @@ class Saver:
             about["metadata"]["privacy statement"] = context.stack.privacy_statement().text  # for the README
         module_state = dict(context.module.get_state())
         context.events.fire(Event.SAVE_MODEL, module_state)
+        if path is None:
+            module_state, left_out = context.frozen.split(module_state)
+            about["metadata"] |= {LEFT_OUT: left_out} if left_out else {}
+
+        options: dict[str, Any] = {"part": part, "card": card, "owner": owner, "run_id": context.directory.run_id}
 
         def write() -> str | None:
             if path is None:
@@ -227,12 +239,10 @@ class Saver:
             if is_address(path):
                 address = remote_address("path", path)
                 with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
-                    made = export_model(
-                        module_state, Path(folder, address.rpartition("/")[2]), run_id=context.directory.run_id, **about
-                    )
+                    made = write_export(module_state, Path(folder, address.rpartition("/")[2]), **about, **options)
                     upload_export(made, address, overwrite=overwrite)
             else:
-                export_model(module_state, path, run_id=context.directory.run_id, overwrite=overwrite, **about)
+                write_export(module_state, path, overwrite=overwrite, **about, **options)
             return self.exported_as
 
         with self.owner.held_for_writing() if path is None else nullcontext():
@@ -240,12 +250,14 @@ class Saver:
                 self.claim_directory()
             self.exported_as = self.run_on_rank_zero(write, "exporting the model")
 
-    def push_to_hub(self, plan: TrainingPlan, repo_id: str, **options: Any) -> str:
+    def push_to_hub(
+        self, plan: TrainingPlan, repo_id: str, *, part: str, card: Mapping[str, Any] | None, **options: Any
+    ) -> str:
         """Export to a temporary folder and upload that; see the function `push_to_hub`."""
         require_hub()
         with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
             path = Path(folder) / repo_id.rpartition("/")[2]
-            self.save_model(plan, path)
+            self.save_model(plan, path, part=part, card=card)
             return self.run_on_rank_zero(lambda: push_to_hub(path, repo_id, **options), f"pushing to {repo_id}")
 
     def choose_directory(self, *, to_train: bool) -> None:
@@ -569,10 +581,12 @@ def make_checkpoint(
         # The message of an exception may hold values of records.
         aside[EXCEPTION] = type(after).__name__ + ("" if context.stack.is_private else f": {after}")
     states, rank_states, differing = _states_of(context, by_rank=after is None)
+    module_state, left_out = context.frozen.split(states[MODULE])
+    aside |= {LEFT_OUT: left_out} if left_out else {}
     own = {"user": states[USER], EXTRAS: states[EXTRAS]} | ({"loaders": loaders} if any(loaders) else {})
     own |= {DIFFERING: differing} if differing else {}
     return Checkpoint(
-        module_interface_state=states[MODULE],
+        module_interface_state=module_state,
         trainer_state={**get_state(), **own},
         trainer_backend_state=states[LAYERS],
         rng_state={"ranks": [rng for rng, *_ in ranks]} if after is None else None,
@@ -624,6 +638,7 @@ def check_storable(context: RunContext, get_state: Callable[[], Mapping[str, Any
         return  # others may hold other values
     try:
         states = {**_states_of(context, by_rank=False)[0], "trainer_state": get_state()}
+        states[MODULE], _ = context.frozen.split(states[MODULE])
     except Exception:  # a state may need what the first hook makes; then the first save tells
         return
     encoder = StateEncoder()

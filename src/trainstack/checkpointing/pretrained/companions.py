@@ -1,0 +1,62 @@
+"""The files beside the weights that `from_pretrained` of another library reads."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from trainstack.checkpointing import filesystem
+from trainstack.checkpointing.verification import PICKLE_SUFFIXES
+
+
+def is_adapted(model: nn.Module | None) -> bool:
+    """Whether `model` is a `PeftModel`: a model with adapters, which its `from_pretrained` reads without the base."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model") and hasattr(model, "save_pretrained")
+
+
+def exported_state(model: nn.Module | None, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What an export of `model` holds of its `state`: all of it; of a `PeftModel` what its adapters are."""
+    if not is_adapted(model):
+        return state
+    from peft import get_peft_model_state_dict  # the model is one of its classes
+
+    return cast("Mapping[str, Any]", get_peft_model_state_dict(model, state_dict=dict(state)))
+
+
+def companions_of(model: nn.Module | None) -> Callable[[Path], None] | None:
+    """A function that writes configuration files of `model` into a folder; None for a model that has none.
+
+    These are what `config.save_pretrained` and `generation_config.save_pretrained` write; else what the model's own
+    `save_pretrained` writes. `model.safetensors`, READMEs and pickles are left out.
+    """
+    configs = [getattr(model, name, None) for name in ("config", "generation_config")]
+    savers = [one for one in configs if callable(getattr(one, "save_pretrained", None))]
+    if is_adapted(model) or not savers:
+        savers = [model] if callable(getattr(model, "save_pretrained", None)) else []
+    return functools.partial(_write, savers, model) if savers else None
+
+
+def _write(savers: list[Any], model: nn.Module | None, folder: Path) -> None:
+    scratch = folder / "save_pretrained"
+    filesystem.make_directory(scratch)
+    for one in savers:
+        if hasattr(one, "architectures"):  # which `save_pretrained` of the model would say
+            one = copy.deepcopy(one)
+            one.architectures = [type(model).__name__]
+        one.save_pretrained(os.fspath(scratch))
+    for file in sorted(scratch.rglob("*")):
+        place = file.relative_to(scratch)
+        weights = file.name.startswith("model") and ".safetensors" in file.name
+        if file.is_file() and not (weights or file.name == "README.md" or file.suffix in PICKLE_SUFFIXES):
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(file, folder / place)
+            with open(folder / place, "rb") as handle:
+                filesystem.sync_file(handle)
+    shutil.rmtree(scratch)

@@ -1,0 +1,147 @@
+"""Weights in folders of `save_pretrained`, in sharded files, and in the cache of `huggingface_hub`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainstack._files import read_small
+from trainstack.checkpointing.field_types import short
+from trainstack.checkpointing.manifest import is_plain_name
+from trainstack.checkpointing.tensorfile import read_unverified_tensors
+from trainstack.checkpointing.verification import PICKLE_SUFFIXES
+from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
+
+INDEX_SUFFIX = ".safetensors.index.json"
+"""What the name of a file ends with that says in which file of several each tensor is."""
+
+_HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*(?:@[\w./-]+)?")
+
+
+def folder_of_hub_id(source: str) -> Path:
+    """The folder in the cache of `huggingface_hub` with the model of the id `source`. Nothing is downloaded.
+
+    Args:
+        source: such as `"org/name"`, or `"org/name@revision"` for another revision than `main`.
+
+    Raises:
+        CheckpointNotFoundError: `source` is not an id, or the cache does not have the model.
+    """
+    given = f"{source} does not exist. Give a checkpoint, an export, a folder of save_pretrained or a .safetensors file"
+    if not _HUB_ID.fullmatch(source):
+        raise CheckpointNotFoundError(f"{given}.")
+    name, _, revision = source.partition("@")
+    options = f", revision={revision!r}" if revision else ""
+    given += (
+        f". If it is the id of a model on the Hub, download it first: huggingface_hub.snapshot_download({name!r}"
+        f"{options})."
+    )
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise CheckpointNotFoundError(f"{given} Install it by pip install 'trainstack[hub]'.")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, revision=revision or None, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise CheckpointNotFoundError(f"{given} It is not in the local cache.") from error
+    if not find_weights(folder):
+        raise CheckpointNotFoundError(f"{given} The local cache has it without its weights.")
+    return folder
+
+
+def find_weights(folder: Path) -> list[Path]:
+    """The one file of weights in a folder without a manifest: `model.safetensors`, its index, or the only one there.
+
+    Several if there are several of other names; none if there is none. A folder that has only pickles gives these.
+    """
+    names = sorted(os.listdir(folder))
+    preferred = [name for name in ("model.safetensors", f"model{INDEX_SUFFIX}") if name in names]
+    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    files = [name for name in names if name.endswith(".safetensors")]
+    pickles = [name for name in names if Path(name).suffix.lower() in PICKLE_SUFFIXES]
+    pickles.sort(key=lambda name: not name.startswith("pytorch_model"))
+    return [folder / name for name in preferred[:1] or indices or files or pickles[:1]]
+
+
+def read_folder(folder: Path) -> dict[str, torch.Tensor] | None:
+    """The tensors of a folder without a manifest, by name; None if it has no file of weights.
+
+    Raises:
+        CheckpointNotFoundError: it has several.
+        CheckpointMismatchError: it has pickles alone.
+        CheckpointDamagedError: a file is not a safetensors file, or is missing.
+    """
+    found = find_weights(folder)
+    if len(found) > 1:
+        raise CheckpointNotFoundError(
+            f"{folder} has several files of weights: {', '.join(file.name for file in found)}. Name one of them."
+        )
+    return read_file(found[0]) if found else None
+
+
+def read_file(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a `.safetensors` file, or of the files that an index names.
+
+    Raises:
+        CheckpointMismatchError: it is a pickle by its name.
+        CheckpointDamagedError: it cannot be read.
+    """
+    if file.suffix.lower() in PICKLE_SUFFIXES:
+        raise CheckpointMismatchError(_refuse_pickle(file))
+    if file.name.endswith(INDEX_SUFFIX):
+        return _read_shards(file)
+    try:
+        return read_unverified_tensors(file)
+    except CheckpointDamagedError as error:
+        raise CheckpointDamagedError(
+            f"{file} cannot be read as safetensors: {error} A file that torch.save wrote is read by "
+            "load_torch_weights(path)."
+        ) from error
+
+
+def _read_shards(index: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    places = _weight_map(index)
+    for name in dict.fromkeys(places.values()):
+        if not (index.parent / name).exists():
+            raise CheckpointDamagedError(
+                f"{index} names {name}, which is not beside it. Copy or download the whole folder."
+            )
+        found |= {key: tensor for key, tensor in read_file(index.parent / name).items() if places.get(key) == name}
+    missing = [key for key in places if key not in found]
+    if missing:
+        raise CheckpointDamagedError(
+            f"{index} says that {places[missing[0]]} has {missing[0]!r}, and it does not; {len(missing)} tensors are "
+            "missing so. The files are not of one model: copy or download the whole folder."
+        )
+    return found
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    """The name of the file of each tensor."""
+    try:
+        content: Any = json.loads(read_small(index))
+        places: Any = content["weight_map"]
+        for name in set(places.values()):
+            if not (isinstance(name, str) and is_plain_name(name) and name.endswith(".safetensors")):
+                raise ValueError(f"{short(name)} is not the name of a .safetensors file beside it")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointDamagedError(
+            f"{index} is not an index of safetensors files: {type(error).__name__}: {error}."
+        ) from error
+    return {str(key): name for key, name in places.items()}
+
+
+def _refuse_pickle(file: Path) -> str:
+    return (
+        f"{file} is a pickle by its name, and pickles are never read unasked. Read it explicitly and keep what is in "
+        f"it: export_model(load_torch_weights({str(file)!r}), 'weights'), and name that folder instead."
+    )

@@ -1,0 +1,144 @@
+"""README.md of an export, which is a model card of the Hub as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from trainstack.checkpointing.abstract import LEFT_OUT
+from trainstack.checkpointing.encoding import NATIVE, tensor_identity
+from trainstack.checkpointing.pretrained.companions import is_adapted
+
+
+def render_readme(
+    model_state: Mapping[str, Any],
+    name: str,
+    *,
+    versions: Mapping[str, str],
+    plan: Mapping[str, Any] | None,
+    global_step: int | None,
+    metadata: Mapping[str, Any] | None,
+    owner: nn.Module | None = None,
+    card: Mapping[str, Any] | None = None,
+) -> bytes:
+    """Return the text of README.md for an export of `model_state`, which is that of the module `owner`.
+
+    Its front matter is the metadata of a model card, with the fields `card` above those that are known here.
+    """
+    facts = {"global steps": global_step, **(metadata or {})}
+    left_out = facts.pop(LEFT_OUT, None) or {}
+    texts = {k: facts.pop(k) for k, value in list(facts.items()) if isinstance(value, str) and "\n" in value}
+    if texts:
+        facts.pop("privacy", None)  # as JSON it is in the manifest
+    tables = {
+        "Training": {k: value for k, value in facts.items() if not isinstance(value, Mapping) and value is not None},
+        **{key.capitalize(): value for key, value in facts.items() if isinstance(value, Mapping)},
+        "Plan": {key: value for key, value in (plan or {}).items() if value is not None},
+        "Versions": versions,
+    }
+    front = yaml.safe_dump({**_card_of(owner, metadata or {}), **(card or {})}, sort_keys=False, allow_unicode=True)
+    parts = [f"---\n{front}---", f"# {name}", "Weights of a PyTorch model, exported by trainstack."]
+    parts += _how_to_load(model_state, owner, strict=not left_out)
+    if left_out:
+        parts.append(
+            f"{len(left_out)} frozen tensors are left out, such as `{next(iter(left_out))}`; `MANIFEST.json` has all "
+            "names. Load them first, from where the run had them."
+        )
+    for title, table in tables.items():
+        if table:
+            rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in table.items()]
+            parts += [f"## {title}", "\n".join(["| | |", "| --- | --- |", *rows])]
+    parts += [f"## {title.capitalize()}\n\n```text\n{text}\n```" for title, text in texts.items()]
+    parts.append(
+        "`MANIFEST.json` holds the size and hash of each file but this one, which is yours to edit; "
+        "`trainstack checkpoints verify` compares them. No file here is a pickle."
+    )
+    return ("\n\n".join(parts) + "\n").encode("utf-8", "replace")
+
+
+_LIBRARIES = {
+    "diffusers": "diffusers",
+    "peft": "peft",
+    "sentence_transformers": "sentence-transformers",
+    "timm": "timm",
+    "transformers": "transformers",
+}
+"""The names by which the Hub knows the libraries that models come from, by their packages."""
+
+
+def _card_of(owner: nn.Module | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a model card that follow from the model and its run."""
+    package = type(owner).__module__.partition(".")[0]
+    card: dict[str, Any] = {"library_name": _LIBRARIES.get(package, "pytorch"), "tags": ["trainstack"]}
+    config = getattr(owner, "config", None)
+    if getattr(config, "_commit_hash", None):  # of a model that was downloaded, and not read from a folder
+        card["base_model"] = config._name_or_path  # type: ignore[union-attr]
+    metrics = metadata.get("metrics")
+    names = map(str, metrics) if isinstance(metrics, Mapping) else ()
+    measured = sorted({name.rpartition("/")[2] for name in names if name.startswith(("val/", "test/"))} - {"loss"})
+    return card | ({"metrics": measured} if measured else {})
+
+
+def _from_pretrained(owner: nn.Module | None) -> list[str]:
+    """The lines that load an export of `owner` by its own library; none if they are not known."""
+    kind = type(owner)
+    package = kind.__module__.partition(".")[0]
+    if package not in _LIBRARIES or not hasattr(kind, "from_pretrained"):
+        return []
+    if is_adapted(owner):
+        call = "PeftModel.from_pretrained(base, folder)  # base: the model that the adapter was added to"
+        return ["from peft import PeftModel", "", 'folder = "."  # of this file', f"model = {call}"]
+    name = kind.__name__
+    return [f"from {package} import {name}", "", f'model = {name}.from_pretrained(".")  # the folder of this file']
+
+
+def _common_prefix(names: Iterable[str]) -> str:
+    """The part of a module that all names begin with, and a dot; "" if there is no such part."""
+    first = {name.partition(".")[0] for name in names if "." in name} | {"" for name in names if "." not in name}
+    return f"{first.pop()}." if len(first) == 1 and "" not in first else ""
+
+
+def _how_to_load(model_state: Mapping[str, Any], owner: nn.Module | None, *, strict: bool) -> Iterable[str]:
+    yield "## Loading"
+    if lines := _from_pretrained(owner):
+        yield _code(lines)
+    dense = (isinstance(value, torch.Tensor) and value.layout is torch.strided for value in model_state.values())
+    if all(dense) and all(value.dtype in NATIVE for value in model_state.values()):
+        lines = ["from safetensors.torch import load_file", "", 'weights = load_file("model.safetensors")']
+        lines += [f"weights[{tied!r}] = weights[{first!r}]  # one tensor" for tied, first in _tied(model_state)]
+        yield "In plain PyTorch (`pip install safetensors`); names are those of the module that was trained:"
+        option = "" if strict else ", strict=False"
+        yield _code([*lines, f"model.load_state_dict(weights{option})"])
+        if prefix := _common_prefix(model_state):
+            yield f"All names begin with `{prefix}`. The part of the module alone takes them without that:"
+            taken = f"{{name.removeprefix({prefix!r}): tensor for name, tensor in weights.items()}}"
+            yield _code([f"weights = {taken}", f"network.load_state_dict(weights{option})"])
+    else:
+        yield (
+            "The tensors lie in `model.safetensors`. The state also holds what is no tensor of a safetensors file, so "
+            "it is read with trainstack:"
+        )
+    yield "With trainstack, which compares the hashes:"
+    yield _code(["from trainstack import read_model", "", 'state = read_model(".")  # the folder of this file'])
+
+
+def _tied(model_state: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """Names of tensors that are stored once, under the name that came first."""
+    first: dict[Any, str] = {}
+    for name, tensor in model_state.items():
+        before = first.setdefault(tensor_identity(tensor), name)
+        if before != name:
+            yield name, before
+
+
+def _code(lines: Iterable[str]) -> str:
+    return "\n".join(["```python", *lines, "```"])
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return " ".join(text.split()).replace("|", "\\|")

@@ -1,0 +1,67 @@
+"""Columns of data sets of the library `datasets` that a model takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trainstack.errors import ConfigurationError
+from trainstack.trainer.arg_matching import TARGETS, NameMapping
+
+_logger = logging.getLogger("trainstack")
+
+
+def column_names(dataset: Any) -> list[str]:
+    """The columns of a data set that can drop some; none for one of another library, or whose columns are unknown."""
+    names = getattr(dataset, "column_names", None)
+    return list(names) if isinstance(names, list) and callable(getattr(dataset, "remove_columns", None)) else []
+
+
+def select_columns(dataset: Any, taken: Iterable[str], mappings: Iterable[NameMapping | None], *, remove: bool) -> Any:
+    """`dataset` without the columns that nothing takes; as it is without `remove`. The log names them in both cases.
+
+    Args:
+        dataset: of any library.
+        taken: names that the model, the loss or the user asks for. Those of `TARGETS` are kept as well.
+        mappings: old and new names, by which columns reach the model.
+        remove: drop the columns.
+
+    Raises:
+        ConfigurationError: the columns are to be dropped, and they are unknown, or a function maps them, or none is
+            taken.
+    """
+    if dataset is None:
+        return None
+    columns = column_names(dataset)
+    if remove and not columns:
+        raise ConfigurationError(
+            f"remove_unused_columns=True with a {type(dataset).__name__}, whose columns are not known. Give a data set "
+            "of the library `datasets` that has column_names (a stream after resolve_features()), or leave it out."
+        )
+    functions = any(mapping is not None and not isinstance(mapping, Mapping) for mapping in mappings)
+    if not columns or (functions and not remove):
+        return dataset
+    if functions:
+        raise ConfigurationError(
+            "remove_unused_columns=True with a function as input_mapping, which may take any column. Write a dict of "
+            "old and new names, or remove the columns yourself: dataset.remove_columns([...])."
+        )
+    used = {*taken, *TARGETS, "label_ids"}
+    used |= {old for mapping in mappings if isinstance(mapping, Mapping) for old in mapping}
+    unused = [name for name in columns if name not in used]
+    if not unused:
+        return dataset
+    if not remove:
+        _logger.info(
+            f"the data set has the columns {', '.join(unused)}, which neither the model nor the loss names. "
+            "SupervisedModule(remove_unused_columns=True) drops them before batches are made."
+        )
+        return dataset
+    if len(unused) == len(columns):
+        raise ConfigurationError(
+            f"remove_unused_columns=True would drop all columns: {', '.join(unused)}. The model and the loss name "
+            f"{', '.join(sorted(set(taken))) or 'none'}. Rename columns with input_mapping={{'old': 'new'}}."
+        )
+    _logger.info(f"the columns {', '.join(unused)} are dropped, since neither the model nor the loss names them.")
+    return dataset.remove_columns(unused)
