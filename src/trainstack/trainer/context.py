@@ -72,7 +72,6 @@ class RunContext:
     user_state: UserState
     directory: RunDirectory
     extras: ModuleExtras
-    frozen: FrozenWeights
     train_step: Callable[..., Any] | None = None
     val_step: Callable[..., Any] | None = None
     sink: LogSink = field(default_factory=LogSink)
@@ -81,9 +80,11 @@ class RunContext:
     sync_logs: Callable[[], None] = _nothing
     lease: Lease | None = None
     said_of_buffers: bool = False
+    frozen: FrozenWeights = field(init=False)
     _world: World | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self.frozen = FrozenWeights(self.module)
         self.history.guard = guard_of(self.stack)
 
     @property

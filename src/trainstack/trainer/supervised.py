@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -169,32 +170,38 @@ class SupervisedModule(ModuleInterface):
         loss_weight: Literal["samples", "labels"] | Callable[[Any], float] | None = None,
     ) -> None:
         super().__init__()
-        _check_loss(loss)
-        self.model, self.loss, self.metrics, self._may_lack_loss = model, loss, metrics, loss is None
-        self.optimizer, self.optimizer_kwargs = optimizer, dict(optimizer_kwargs or {})
-        self.scheduler = _named_scheduler(scheduler, scheduler_kwargs)
-        _check_optimizer(optimizer, self.optimizer_kwargs, self.scheduler)
+        self.model, self.loss, self._may_lack_loss = model, _check_loss(loss), loss is None
+        self.metrics = with_computed(metrics, compute_metrics)
+        self._set_optimizer(optimizer, dict(optimizer_kwargs or {}), _named_scheduler(scheduler, scheduler_kwargs))
         self.forward_fns = _check_methods(model, forward_fn, val_forward_fn)
         self.input_mappings = select_mappings("input", input_mapping, train_input_mapping, val_input_mapping)
         self.output_mappings = select_mappings("output", output_mapping, train_output_mapping, val_output_mapping)
         self.target_keys, self.collate_fn, self.loss_weight = target_keys, collate_fn, _check_loss_weight(loss_weight)
-        self.train_dataloader_kwargs = _without_batch_size(train_dataloader_kwargs)
-        self.val_dataloader_kwargs = dict(val_dataloader_kwargs or {})
-        self.train_collate_fn, self.remove_unused_columns = train_collate_fn, remove_unused_columns
-        self.train_dataset, self.val_dataset, self.test_dataset = map(
-            self._with_used_columns, (train_dataset, val_dataset, test_dataset)
-        )
-        if compute_metrics is not None:
-            self.metrics = with_computed(metrics, compute_metrics)
+        self._set_loader_options(train_collate_fn, train_dataloader_kwargs, val_dataloader_kwargs)
+        self._set_datasets(train_dataset, val_dataset, test_dataset, remove_unused_columns)
 
-    def _with_used_columns(self, dataset: Any) -> Any:
+    def _set_optimizer(self, optimizer: OptimizerSource | None, options: dict[str, Any], scheduler: Any) -> None:
+        _check_optimizer(optimizer, options, scheduler)
+        self.optimizer, self.optimizer_kwargs, self.scheduler = optimizer, options, scheduler
+
+    def _set_loader_options(
+        self, train_collate_fn: Any, train: Mapping[str, Any] | None, val: Mapping[str, Any] | None
+    ) -> None:
+        own = {} if train_collate_fn is None else {"collate_fn": train_collate_fn}
+        self.train_dataloader_kwargs, self.val_dataloader_kwargs = own | _without_batch_size(train), dict(val or {})
+
+    def _set_datasets(self, train: Any, val: Any, test: Any, remove: bool) -> None:
+        select = partial(self._with_used_columns, remove=remove)
+        self.train_dataset, self.val_dataset, self.test_dataset = select(train), select(val), select(test)
+
+    def _with_used_columns(self, dataset: Any, *, remove: bool) -> Any:
         """`dataset`, or each of a dict of them, without the columns that nothing takes, if they are to be removed."""
         if isinstance(dataset, dict):
-            return {key: self._with_used_columns(one) for key, one in dataset.items()}
+            return {key: self._with_used_columns(one, remove=remove) for key, one in dataset.items()}
         takers = [parameters_of(self._method(training)) for training in (True, False)] if column_names(dataset) else []
         takers += [parameters_of(self.loss)] if takers and self.loss is not None else []
         taken = {name for one in takers for name in one.names} | set(self.target_keys or ())
-        return select_columns(dataset, taken, self.input_mappings, remove=self.remove_unused_columns)
+        return select_columns(dataset, taken, self.input_mappings, remove=remove)
 
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
         """The optimizer over all parameters, the loss's own included, and the scheduler."""
@@ -223,8 +230,7 @@ class SupervisedModule(ModuleInterface):
                 "SupervisedModule was given no train_dataset, so it can evaluate and predict, and not train. Write "
                 "SupervisedModule(model, loss, optimizer, train_dataset=...)."
             )
-        own = {} if self.train_collate_fn is None else {"collate_fn": self.train_collate_fn}
-        options = {"sampler": sampler, "batch_size": batch_size, **own, **self.train_dataloader_kwargs}
+        options = {"sampler": sampler, "batch_size": batch_size, **self.train_dataloader_kwargs}
         return self.build_dataloader(self.train_dataset, **options)
 
     def get_val_dataloaders(self, sampler: type, batch_size: int) -> Any:
@@ -409,10 +415,10 @@ class SupervisedModule(ModuleInterface):
         each = without_reduction(self.loss) if self.loss_per_record and self.loss is not None else None
         if each is None:
             return self._loss(outputs, batch)
-        names = parameters_of(self.loss).names  # type: ignore[arg-type]
+        names = parameters_of(self.loss).names
         target = batch.get(names[1]) if isinstance(batch, dict) and len(names) > 1 else batch
         target = target[-1] if isinstance(target, tuple | list) else target
-        means = own_means(self._loss(outputs, batch, each), target, self.loss)  # type: ignore[arg-type]
+        means = own_means(self._loss(outputs, batch, each), target, self.loss)
         return self._loss(outputs, batch) if means is None else means
 
     def _loss(self, outputs: Any, batch: Any, loss: Any = None) -> Any:
@@ -462,7 +468,7 @@ def _is_loss(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
-def _check_loss(loss: Any) -> None:
+def _check_loss(loss: Any) -> Any:
     if isinstance(loss, type):
         raise ConfigurationError(f"loss is the class {loss.__name__}. Give an object of it: loss={loss.__name__}().")
     if loss is not None and not callable(loss):
@@ -470,6 +476,7 @@ def _check_loss(loss: Any) -> None:
             f"loss={loss!r}: write a function such as torch.nn.functional.cross_entropy, a module such as "
             "torch.nn.CrossEntropyLoss(), or None where the model's outputs have an item 'loss'."
         )
+    return loss
 
 
 def _check_loss_weight(loss_weight: Any) -> Any:

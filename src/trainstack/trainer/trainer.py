@@ -31,7 +31,6 @@ from trainstack.stage import Stage
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.arguments import TrainerArguments, limit_for_dev_run
 from trainstack.trainer.context import RunContext
-from trainstack.trainer.core.frozen_weights import FrozenWeights
 from trainstack.trainer.core.intervals import whole_steps
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.module_extras import ModuleExtras
@@ -133,7 +132,6 @@ class Trainer(AbstractTrainer):
             train_step=train_step,
             val_step=val_step,
             extras=ModuleExtras(module),
-            frozen=FrozenWeights(module),
         )
         self.module, self.trainer_backend, self.checkpointer = module, trainer_backend, checkpointer
         self.history, self.events = context.history, context.events

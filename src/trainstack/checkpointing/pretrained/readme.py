@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 
 from trainstack.checkpointing.abstract import LEFT_OUT
@@ -40,8 +39,8 @@ def render_readme(
         "Plan": {key: value for key, value in (plan or {}).items() if value is not None},
         "Versions": versions,
     }
-    front = yaml.safe_dump({**_card_of(owner, metadata or {}), **(card or {})}, sort_keys=False, allow_unicode=True)
-    parts = [f"---\n{front}---", f"# {name}", "Weights of a PyTorch model, exported by trainstack."]
+    front = _front_matter({**_card_of(owner, metadata or {}), **(card or {})})
+    parts = [front, f"# {name}", "Weights of a PyTorch model, exported by trainstack."]
     parts += _how_to_load(model_state, owner, strict=not left_out)
     if left_out:
         parts.append(
@@ -58,6 +57,12 @@ def render_readme(
         "`trainstack checkpoints verify` compares them. No file here is a pickle."
     )
     return ("\n\n".join(parts) + "\n").encode("utf-8", "replace")
+
+
+def _front_matter(card: Mapping[str, Any]) -> str:
+    import yaml  # not at each start of a program
+
+    return f"---\n{yaml.safe_dump(dict(card), sort_keys=False, allow_unicode=True)}---"
 
 
 _LIBRARIES = {

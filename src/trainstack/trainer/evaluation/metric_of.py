@@ -45,12 +45,14 @@ def metric_of(
     return FunctionMetric(compute, _classes if predictions is None else partial(_apply, predictions))
 
 
-def with_computed(metrics: Any, compute_metrics: Callable[[Any], Mapping[str, Any]]) -> dict[str, Any]:
-    """`metrics`, and those that `compute_metrics` returns by name.
+def with_computed(metrics: Any, compute_metrics: Callable[[Any], Mapping[str, Any]] | None) -> Any:
+    """`metrics`, and those that `compute_metrics` returns by name, if it is given.
 
     Raises:
         ConfigurationError: it is not a function, or `metrics` is not a dict.
     """
+    if compute_metrics is None:
+        return metrics
     if not callable(compute_metrics):
         raise ConfigurationError(
             f"compute_metrics={compute_metrics!r}: write a function of an object with predictions and label_ids, which "

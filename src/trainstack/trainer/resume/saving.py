@@ -215,12 +215,8 @@ class Saver:
     ) -> None:
         """Export the module's state and `plan` where the checkpointer puts exports, or to `path`, as `write_export`."""
         context, state = self._context, self._context.state
-        owner = find_part(context.module, part) if part else None
-        about: dict[str, Any] = {
-            "plan": plan.to_dict(),
-            "global_step": state.global_step,
-            "metadata": {**metadata_of(context), "module": type(context.module).__name__},
-        }
+        about: dict[str, Any] = {"plan": plan.to_dict(), "global_step": state.global_step}
+        about["metadata"] = {**metadata_of(context), "module": type(context.module).__name__}
         if context.stack.is_private:
             about["metadata"]["privacy statement"] = context.stack.privacy_statement().text  # for the README
         module_state = dict(context.module.get_state())
@@ -228,8 +224,8 @@ class Saver:
         if path is None:
             module_state, left_out = context.frozen.split(module_state)
             about["metadata"] |= {LEFT_OUT: left_out} if left_out else {}
-
-        options: dict[str, Any] = {"part": part, "card": card, "owner": owner, "run_id": context.directory.run_id}
+        options: dict[str, Any] = {"part": part, "card": card, "run_id": context.directory.run_id}
+        options["owner"] = find_part(context.module, part) if part else None
 
         def write() -> str | None:
             if path is None:
