@@ -70,6 +70,37 @@ def test_only_exports_are_pushed(tmp_path: Path) -> None:
             ts.push_to_hub(path, "me/line")
 
 
+@pytest.mark.spec("HZ-34", "F-19")
+def test_a_checkpoint_is_pushed_where_that_is_asked_for(hub: Hub, tmp_path: Path) -> None:
+    saved = train(Classifier(), tmp_path, checkpointer_args=ts.DefaultCheckpointerArguments())
+    path = saved.checkpointer.save_dir / "checkpoint-000000006"  # type: ignore[attr-defined]
+    with pytest.raises(ts.ConfigurationError, match="write allow_checkpoint=True"):
+        ts.push_to_hub(path, "me/line", endpoint=hub.url, token="hf_secret")
+    ts.push_to_hub(path, "me/line", endpoint=hub.url, token="hf_secret", allow_checkpoint=True)
+    assert set(hub.files) == {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.mark.spec("HZ-34", "F-19")
+def test_checkpoint_and_logs_go_into_the_same_commit(hub: Hub, tmp_path: Path) -> None:
+    saves = ts.DefaultCheckpointerArguments()
+    trainer = train(Classifier(), tmp_path / "run", checkpointer_args=saves, writers=["csv"])
+    trainer.push_to_hub("me/line", include=("checkpoint", "logs"), endpoint=hub.url, token="hf_secret")
+    assert len(hub.commits) == 1
+    assert {"README.md", "checkpoint/MANIFEST.json", "logs/metrics.csv"} <= set(hub.files)
+    for name, content in hub.files.items():
+        file = tmp_path / "back" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    resume = arguments(tmp_path / "new", resume=str(tmp_path / "back" / "checkpoint"))
+    back = ts.Trainer(Classifier(), resume)
+    assert back.plan.total_steps == back.state.global_step == 6
+    assert ts.read_model(tmp_path / "back").keys() == trainer.module.get_state().keys()
+    with pytest.raises(ts.ConfigurationError, match="write 'checkpoint', 'logs' or both"):
+        trainer.push_to_hub("me/line", include=("code",))  # type: ignore[arg-type]
+    with pytest.raises(ts.ConfigurationError, match="has saved no checkpoint"):
+        train(Classifier(), tmp_path / "unsaved").push_to_hub("me/line", include=("checkpoint",), endpoint=hub.url)
+
+
 def test_without_the_package_the_extra_is_named_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,6 +166,11 @@ class AbstractCheckpointer(ABC):
         return True
 
     @property
+    def every_n_seconds(self) -> float | None:
+        """Seconds between saves inside an epoch, by the clock of rank 0; None for none."""
+        return None
+
+    @property
     def keeps_best_by(self) -> tuple[str, str] | None:
         """The metric by which the best checkpoints are kept, and "min" or "max"; None where none is kept for its value.
 

@@ -102,6 +102,7 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
             which takes once more the size of a checkpoint.
         every_n_steps: also save inside an epoch, whenever the global step is a multiple of this; a float in (0, 1] is
             a fraction of all global steps of the run, rounded up.
+        every_n_seconds: also save inside an epoch, at the first step so many seconds after the last of these saves.
         every_n_epochs: save at the end of an epoch whose index, counted from 0, is a multiple of this; None is 1. The
             end of the run is saved in any case.
         keep_last: delete older checkpoints of this run after a save, but for so many of the newest; None keeps all.
@@ -130,6 +131,7 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
     log_level: str | None = None
     async_save: bool = False
     every_n_steps: int | float | None = None
+    every_n_seconds: float | None = None
     every_n_epochs: int | None = None
     keep_last: int | None = 2
     keep_best: int = 1
@@ -176,6 +178,10 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
             raise _wrong("every_n_steps", steps, "a fraction of the run lies between 0 and 1", "1, 2, ... or 0.25")
         if steps is not None and not isinstance(steps, float):
             _check_count("every_n_steps", steps)
+        seconds = self.every_n_seconds
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and 0 < seconds < math.inf):
+            raise _wrong("every_n_seconds", seconds, "it is no number of seconds above 0", "a number such as 1800")
 
     def _check_retention(self) -> None:
         if self.keep_last is not None:

@@ -108,6 +108,11 @@ class DefaultCheckpointer(AbstractCheckpointer):
         return self.args.every_n_steps if self.args.checkpoint else None
 
     @property
+    def every_n_seconds(self) -> float | None:
+        """`args.every_n_seconds`, or None when nothing is to be saved at all."""
+        return self.args.every_n_seconds if self.args.checkpoint else None
+
+    @property
     def keeps_best_by(self) -> tuple[str, str] | None:
         """`args.monitor` and its direction, if `args.keep_best` asks for the best."""
         monitor = self.args.monitored

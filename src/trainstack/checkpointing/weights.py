@@ -197,6 +197,7 @@ def push_to_hub(
     revision: str | None = None,
     token: str | None = None,
     endpoint: str | None = None,
+    allow_checkpoint: bool = False,
 ) -> str:
     """Upload the export at `path` to the model repository `repo_id`, in one commit.
 
@@ -211,6 +212,7 @@ def push_to_hub(
         revision: the branch; the main one if None.
         token: of the account; by default that of `hf auth login` or of HF_TOKEN.
         endpoint: the server's URL; by default HF_ENDPOINT or the public Hub.
+        allow_checkpoint: upload a checkpoint too, which holds optimizers, counters and history besides the weights.
 
     Returns:
         The URL of the commit.
@@ -222,10 +224,12 @@ def push_to_hub(
     """
     require_hub()
     folder = local_path(path)
-    if not is_checkpoint_directory(folder) or read_manifest(folder).kind != "model":
+    kind = read_manifest(folder).kind if is_checkpoint_directory(folder) else None
+    if kind is None or (kind != "model" and not allow_checkpoint):
+        advice = "" if kind is None else " To upload the checkpoint itself, write allow_checkpoint=True."
         raise ConfigurationError(
             f"push_to_hub({str(path)!r}): that is no export. Write one by trainer.export(path) or export_model(model, "
-            "path)."
+            f"path).{advice}"
         )
     from huggingface_hub import HfApi
 

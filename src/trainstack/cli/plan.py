@@ -107,6 +107,8 @@ def _plan(arguments: TrainerArguments, samples: int, processes: int, drop_last: 
 
 def _validations(arguments: TrainerArguments, plan: TrainingPlan) -> str:
     every = arguments.validate_every
+    if isinstance(every, Every) and every.time is not None:
+        return f"after each {every.time:g} seconds"
     if isinstance(every, Every):
         every = -every.epochs if every.epochs else every.steps
     if every is None or (isinstance(every, int) and every < 0):
@@ -123,6 +125,8 @@ def _saves(arguments: TrainerArguments, plan: TrainingPlan) -> str:
     text = _epochs(saving.epochs_between, "at the end of")
     if saving.every_n_steps is not None:
         text += f", and after each {_steps(whole_steps('checkpointer_args.every_n_steps', saving.every_n_steps, plan))}"
+    if saving.every_n_seconds is not None:
+        text += f", and after each {saving.every_n_seconds:g} seconds"
     total = plan.total_steps
     return text if not total or not plan.epochs else f"{text}; the last after step {math.ceil(total)}"
 

@@ -238,9 +238,11 @@ _AT_LEAST_ONE_OR_NONE = (
     "per_device_train_batch_size",
     "gpu_batch_size_limit",
     "val_batch_size",
-    "max_train_steps_per_epoch",
-    "max_val_steps_per_epoch",
 )
+_INSTEAD_OF_NOTHING = {
+    "max_train_steps_per_epoch": "To validate and train nothing, call trainer.validate().",
+    "max_val_steps_per_epoch": "For no validation, write validate_every=0.",
+}
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "deterministic": (True, False, "warn"),
     "float32_matmul_precision": ("highest", "high", "medium", None),
@@ -287,6 +289,13 @@ def _check_numbers(args: Unchecked) -> None:
     for name in _AT_LEAST_ONE_OR_NONE:
         if getattr(args, name) is not None:
             _whole_number(name, getattr(args, name), 1)
+    for name, instead in _INSTEAD_OF_NOTHING.items():
+        value = getattr(args, name)
+        if value is not None and not is_number_of_steps(value):
+            raise ConfigurationError(
+                f"{name}={value!r}: write a whole number, 1 or more, a float above 0 and up to 1.0 for a fraction of "
+                f"an epoch, or None for all. {instead}"
+            )
     if args.per_device_train_batch_size is not None and args.train_batch_size != 1:
         raise ConfigurationError(
             f"train_batch_size={args.train_batch_size} and "

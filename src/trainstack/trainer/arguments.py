@@ -90,11 +90,14 @@ class TrainerArguments(metaclass=SuggestsNames):
             gradients of as few micro-batches as fit. None: one forward pass a step.
         fit_micro_batch: try out a step before training, and halve the micro-batch until it fits into memory.
         val_batch_size: samples a validation batch, on each process; None for as many as a micro-batch.
-        max_train_steps_per_epoch: cap on global steps an epoch.
-        max_val_steps_per_epoch: cap on batches a validation loader, on each process; tests and predictions take all.
+        max_train_steps_per_epoch: cap on global steps an epoch; a float in (0, 1] is a fraction of its steps, rounded
+            up.
+        max_val_steps_per_epoch: cap on batches a validation loader, on each process; a float in (0, 1] is a fraction of
+            the batches of each loader, over all processes, rounded up. Tests and predictions take all.
         validate_every: when to validate in training. None: after each epoch. A positive number counts global steps, a
-            float in (0, 1] is a fraction of the run's, a negative number counts epochs, 0 is never; or `Every(...)`, or
-            a function of the trainer, asked after each step on the main process, that returns True when it is time.
+            float in (0, 1] is a fraction of the run's, a negative number counts epochs, 0 is never; or `Every(...)`,
+            also of a time, or a function of the trainer, asked after each step on the main process, that returns True
+            when it is time.
         sanity_val_steps: batches of each validation loader to try out before training; -1 for all.
         overfit_batches: train and validate on the samples of so many global batches alone; -1 for all, 0 for off.
         fast_dev_run: train so many steps (True: one), validate as many batches, and write nothing.
@@ -217,8 +220,8 @@ class TrainerArguments(metaclass=SuggestsNames):
     gpu_batch_size_limit: int | None = None
     fit_micro_batch: bool = False
     val_batch_size: int | None = 1
-    max_train_steps_per_epoch: int | None = None
-    max_val_steps_per_epoch: int | None = None
+    max_train_steps_per_epoch: int | float | None = None
+    max_val_steps_per_epoch: int | float | None = None
     validate_every: ValidateEvery | None = None
     sanity_val_steps: int = 0
     overfit_batches: int = 0

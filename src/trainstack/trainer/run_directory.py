@@ -144,6 +144,10 @@ class RunDirectory:
         """Of the run that has claimed the folder; None before."""
         return self._record.run_id or None
 
+    def copy_logs(self, target: Path) -> None:
+        """Copy the files of writers and the report into the folder `target`."""
+        self._files.copy_logs(target)
+
     @property
     def _files(self) -> RunFiles:
         return RunFiles(self.path, self.log_dir, self._checkpointer)

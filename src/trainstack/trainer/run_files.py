@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copyfile
 
 from trainstack._files import is_inside
 from trainstack.checkpointing import AbstractCheckpointer, CheckpointInfo, DefaultCheckpointer
@@ -84,6 +85,14 @@ class RunFiles:
         for folder in dict.fromkeys((self._log_dir, self._folder)):
             if (folder / FILE_NAME).is_file():
                 remove_file(folder / FILE_NAME)
+
+    def copy_logs(self, target: Path) -> None:
+        """Copy the files of writers and the report into the folder `target`."""
+        for path in [*self._find_logs(), self._log_dir / RUN_JSON]:
+            if path.is_file():
+                copy = target / path.relative_to(self._log_dir)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copyfile(path, copy)
 
     def _find_logs(self) -> list[Path]:
         names = [name for name in LOG_FILES if name != RUN_JSON]  # a start that ended early may have written it

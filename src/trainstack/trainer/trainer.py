@@ -724,6 +724,7 @@ class Trainer(AbstractTrainer):
         *,
         part: str = "",
         card: Mapping[str, Any] | None = None,
+        include: Iterable[Literal["checkpoint", "logs"]] = (),
         commit_message: str = "Upload a model trained with trainstack",
         private: bool | None = None,
         revision: str | None = None,
@@ -734,14 +735,31 @@ class Trainer(AbstractTrainer):
 
         `part` and `card` are those of `export`. Other arguments and errors are those of the function `push_to_hub`.
 
+        Args:
+            include: what else goes into the commit: `"checkpoint"`, the newest of this run, as the folder `checkpoint`;
+                `"logs"`, the files of writers and the report, as the folder `logs`.
+
         Returns:
             The URL of the commit.
+
+        Raises:
+            ConfigurationError: `include` names something else, or there is no checkpoint, or the run is private.
         """
+        include = tuple(include)
+        if set(include) - {"checkpoint", "logs"}:
+            raise ConfigurationError(
+                f"push_to_hub(include={include!r}): write 'checkpoint', 'logs' or both, in a tuple."
+            )
+        if include and self.trainer_backend.is_private:
+            raise ConfigurationError(
+                f"push_to_hub(include={include!r}): the run is private. Its guarantee covers the export alone, not all "
+                "that checkpoints and logs hold. Leave include out."
+            )
         options: dict[str, Any] = {"commit_message": commit_message, "private": private, "revision": revision}
         options |= {"token": token, "endpoint": endpoint}
         with self._context.fail_together():
             self._ready().check_finite("Nothing was uploaded.")
-            return self._saver.push_to_hub(self.plan, repo_id, part=part, card=card, **options)
+            return self._saver.push_to_hub(self.plan, repo_id, part=part, card=card, include=include, **options)
 
     # --- read-only -----------------------------------------------------------------------------------------
 
@@ -922,7 +940,8 @@ class Trainer(AbstractTrainer):
             val: validation batches of each loader; None for no further limit.
 
         Raises:
-            ConfigurationError: the plan exists already, or a limit is no whole number from 1 on.
+            ConfigurationError: the plan exists already, a limit is no whole number from 1 on, or that of the arguments
+                is a fraction.
         """
         if self._run is not None or self._making_ready:
             raise ConfigurationError(
@@ -931,6 +950,12 @@ class Trainer(AbstractTrainer):
             )
         asked = {"max_train_steps_per_epoch": train, "max_val_steps_per_epoch": val}
         limits = {name: limit for name, limit in asked.items() if limit is not None}
+        fractions = [name for name in limits if isinstance(getattr(self.args, name), float)]
+        if fractions:
+            raise ConfigurationError(
+                f"limit_steps_per_epoch: {fractions[0]}={getattr(self.args, fractions[0])} is a fraction, and which of "
+                "the two limits is lower is not known before the plan. Leave one of them out."
+            )
         replace(self.args, **limits)  # type: ignore[arg-type]  # refuses what is no limit
         lower = {name: min(limit, getattr(self.args, name) or limit) for name, limit in limits.items()}
         self.args = replace(self.args, **lower)  # type: ignore[arg-type]
@@ -951,6 +976,17 @@ class Trainer(AbstractTrainer):
                 trainer, or the run does not exist yet (in `on_init`).
         """
         self._prepared("call_at_step").call_at_step(step, function)
+
+    def end_epoch(self) -> None:
+        """Leave out the rest of the epoch: its end follows after the step under way, or after its first step.
+
+        Hooks, validation, schedulers and checkpoints of the epoch's end come as usual, then the next epoch begins. On
+        several processes each one calls it in the same step. Checkpoints keep the request.
+
+        Raises:
+            ConfigurationError: no epoch is trained, the run is private, or it does not exist yet (in `on_init`).
+        """
+        self._prepared("end_epoch").end_epoch()
 
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """Stop training `parameters` from the next step on: no gradient, no weight decay, no momentum.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from fractions import Fraction
 from typing import Any
 
@@ -19,22 +21,27 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Every:
-    """Every so many global steps, or every so many epochs; one of the two.
+    """Every so many global steps, every so many epochs, or whenever a time has passed; one of the three.
 
     Args:
         steps: global steps; a float in (0, 1] is a fraction of all global steps of the run.
         epochs: epochs.
+        time: seconds, "HH:MM:SS", "D:HH:MM:SS" or a `timedelta`; becomes seconds. Counts from the beginning of
+            `train()`, and from the end of what was due before.
 
     Raises:
-        ConfigurationError: both or neither are given, or one is no such number.
+        ConfigurationError: none or several are given, or one is no such number.
     """
 
     steps: int | float | None = None
     epochs: int | None = None
+    time: float | str | timedelta | None = None
 
     def __post_init__(self) -> None:
-        if (self.steps is None) == (self.epochs is None):
-            raise ConfigurationError(f"{self}: write one of the two, Every(steps=...) or Every(epochs=...).")
+        if sum(value is not None for value in (self.steps, self.epochs, self.time)) != 1:
+            raise ConfigurationError(f"{self}: write one of Every(steps=...), Every(epochs=...) and Every(time=...).")
+        if self.time is not None:
+            object.__setattr__(self, "time", seconds_of("Every.time", self.time))
         if self.steps is not None and not is_number_of_steps(self.steps):
             raise ConfigurationError(
                 f"Every(steps={self.steps!r}): write a whole number, 1 or more, or a float above 0 and up to 1.0 for a "
@@ -53,7 +60,7 @@ def is_number_of_steps(value: Any) -> bool:
 
 
 def seconds_of(name: str, value: Any) -> float:
-    """A duration in seconds: a number of them, or "HH:MM:SS", or "D:HH:MM:SS" with days.
+    """A duration in seconds: a number of them, a `timedelta`, "HH:MM:SS", or "D:HH:MM:SS" with days.
 
     Raises:
         ConfigurationError: it is neither; `name` is what the user set.
@@ -61,6 +68,8 @@ def seconds_of(name: str, value: Any) -> float:
     seconds = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(value)
+    elif isinstance(value, timedelta):
+        seconds = value.total_seconds()
     elif isinstance(value, str) and re.fullmatch(r"(\d+:)?\d+:[0-5]?\d:[0-5]?\d", value):
         days, hours, minutes, rest = (int(part) for part in f"0:{value}".split(":")[-4:])
         seconds = float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
@@ -82,8 +91,8 @@ def check_validate_every(value: Any) -> None:
     if not good and not (callable(value) and not isinstance(value, type)):
         raise ConfigurationError(
             f"validate_every={value!r}: write a number of global steps (500), a fraction of the run (0.25), a negative "
-            "number of epochs (-2), Every(steps=...), Every(epochs=...), a function of the trainer that returns True "
-            "or False, 0 for no validation, or None for one after each epoch."
+            "number of epochs (-2), Every(steps=...), Every(epochs=...), Every(time=...), a function of the trainer that "
+            "returns True or False, 0 for no validation, or None for one after each epoch."
         )
 
 
@@ -106,6 +115,47 @@ def is_log_point(step: int, interval: int, last: int | None) -> bool:
     return step % interval == 0 or step == last
 
 
+class Timer:
+    """Says at which step a time has passed, the same on all ranks.
+
+    The clock of rank 0 decides. The ranks meet at few steps: each time after half of the steps that are left at the
+    pace so far.
+
+    Args:
+        seconds: the time; None for never.
+    """
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self._clock, self.next_step = seconds, clock, NEVER
+
+    def begin(self, step: int) -> None:
+        """Training begins after global step `step`; all ranks call it together."""
+        if self.seconds is not None:
+            self._seen, self._stride, self._due = (self._clock(), step), 1, self._clock() + self.seconds
+            self.next_step = step + 1
+
+    def is_due(self, step: int, comm: Communicator) -> bool:
+        """Whether the time has passed at global step `step`. All ranks ask at `next_step`, or later."""
+        if step < self.next_step:
+            return False
+        self._stride, due = comm.broadcast_object(self._look(step), "looking at the clock")
+        self.next_step = step + self._stride
+        return bool(due)
+
+    def _look(self, step: int) -> tuple[int, bool]:
+        """How many steps later to look again, and whether the time has passed."""
+        now, (before, last) = self._clock(), self._seen
+        self._seen = now, step
+        if self._due is None:  # what was due has been done since
+            assert self.seconds is not None
+            self._due = now + self.seconds
+        if now >= self._due:
+            self._due = None
+            return 1, True
+        steps_left = (self._due - now) * (step - last) / max(now - before, 1e-9)
+        return max(1, min(int(steps_left / 2), 2 * self._stride)), False
+
+
 class ValidationSchedule:
     """When to validate in training.
 
@@ -118,12 +168,14 @@ class ValidationSchedule:
 
     Attributes:
         trainer: what a function is asked with.
+        timer: of a schedule by time.
     """
 
     def __init__(self, every: ValidateEvery | None, plan: TrainingPlan) -> None:
         self.trainer: Any = None
         self._ask = every if callable(every) else None
         self._epochs, self._steps = 0, Fraction(0)
+        self.timer = Timer(every.time if isinstance(every, Every) else None)  # type: ignore[arg-type]  # seconds
         if every is None:
             self._epochs = 1
         elif isinstance(every, Every):
@@ -138,7 +190,7 @@ class ValidationSchedule:
     @property
     def is_sparse(self) -> bool:
         """Whether an epoch may end before the first validation."""
-        return self._epochs > 1 or self._steps > 0 or self._ask is not None
+        return self._epochs > 1 or self._steps > 0 or self._ask is not None or self.timer.seconds is not None
 
     def after_epoch(self, epoch: int) -> bool:
         """Whether to validate after `epoch`, counted from 0."""
@@ -149,6 +201,7 @@ class ValidationSchedule:
         if self._ask is not None:
             return step + 1
         due = math.ceil((step // self._steps + 1) * self._steps) if self._steps else NEVER
+        due = min(due, max(self.timer.next_step, step + 1))
         return min(due, self._cut) if self._cut > step else due
 
     def is_due(self, step: int, steps_in_epoch: int, comm: Communicator) -> bool:
@@ -158,7 +211,8 @@ class ValidationSchedule:
         """
         if self._ask is None:
             cut = step == self._cut and self._plan.ends_within_epoch(step, steps_in_epoch)
-            return cut or (self._steps > 0 and step // self._steps * self._steps > step - 1)
+            reached = self._steps > 0 and step // self._steps * self._steps > step - 1
+            return self.timer.is_due(step, comm) or cut or reached
         answer, failure = False, None
         if comm.rank == 0:
             try:

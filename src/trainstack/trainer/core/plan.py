@@ -19,15 +19,15 @@ def split_evenly(number: int, limit: int | None) -> tuple[int, int]:
     return parts, -(-number // parts)
 
 
-def fraction_of_steps(name: str, fraction: float, steps: int | None) -> Fraction:
-    """`fraction` of all global `steps` of a run, taken as written: 0.07 of 100 is 7.
+def fraction_of_steps(name: str, fraction: float, steps: int | None, whole: str = "the run") -> Fraction:
+    """`fraction` of all global `steps` of `whole`, taken as written: 0.07 of 100 is 7.
 
     Raises:
         ConfigurationError: their number is not known; `name` is the argument that the user set.
     """
     if steps is None:
         raise ConfigurationError(
-            f"{name}={fraction} is a fraction of all global steps of the run, and how many those are is unknown: "
+            f"{name}={fraction} is a fraction of all global steps of {whole}, and how many those are is unknown: "
             "the training loader has no length. Write a whole number of steps, or give the loader a length."
         )
     return Fraction(str(fraction)) * steps
@@ -81,7 +81,7 @@ class TrainingPlan:
         dataset_length: int | None = None,
         loader_length: int | None = None,
         drop_last: bool = False,
-        max_steps_per_epoch: int | None = None,
+        max_steps_per_epoch: int | float | None = None,
         max_steps: int | float | None = None,
         is_sampled: bool = False,
     ) -> TrainingPlan:
@@ -95,12 +95,12 @@ class TrainingPlan:
             dataset_length: samples in the data set, where the library orders them.
             loader_length: otherwise, batches of a loader with a custom order, which the processes take in turn.
             drop_last: leave out a last global batch that is not full.
-            max_steps_per_epoch: cap on global steps an epoch.
+            max_steps_per_epoch: cap on global steps an epoch; a float is a fraction of them.
             max_steps: global steps of the whole run, whatever `epochs` says; a float is a fraction of theirs.
             is_sampled: each step draws a sample of random size, which any number of processes can share.
 
         Raises:
-            ConfigurationError: the global batch cannot be divided evenly among the processes, or `max_steps` is a
+            ConfigurationError: the global batch cannot be divided evenly among the processes, or a limit is a
                 fraction of an unknown number.
         """
         if train_batch_size % world_size and not is_sampled:
@@ -113,6 +113,9 @@ class TrainingPlan:
         process_batch = -(-train_batch_size // world_size)
         accumulation, micro = split_evenly(process_batch, gpu_batch_size_limit)
         lengths = _lengths(dataset_length, loader_length, train_batch_size, micro, accumulation * world_size, drop_last)
+        if isinstance(max_steps_per_epoch, float):
+            known = "max_train_steps_per_epoch", max_steps_per_epoch, lengths["steps_per_epoch"], "an epoch"
+            max_steps_per_epoch = max(1, math.ceil(fraction_of_steps(*known)))
         if (steps := lengths["steps_per_epoch"]) is not None and max_steps_per_epoch is not None:
             steps = lengths["steps_per_epoch"] = min(steps, max_steps_per_epoch)
         max_steps, epochs = _limited(max_steps, steps, epochs)

@@ -52,6 +52,7 @@ class RunState:
         micro_batch: the micro-batch under way in its step, counted from 0; 0 between steps.
         borrowed: whether that micro-batch is borrowed, see `Borrowed`.
         order: how the samples of `epoch` come, in words; empty before its first, or where that is not known.
+        ends_epoch: whether the rest of `epoch` is left out, see `Trainer.end_epoch`.
     """
 
     seed: int = 0
@@ -73,13 +74,14 @@ class RunState:
     micro_batch: int = 0
     borrowed: bool = False
     order: str = ""
+    ends_epoch: bool = False
 
     def finish_epoch(self) -> None:
         """The epoch under way is over; the next begins at its first sample."""
         self.last_epoch = self.epoch
         self.epoch += 1
         self.steps_in_epoch = self.samples_in_epoch = self.batches_in_epoch = 0
-        self.epoch_end, self.order = 0, ""
+        self.epoch_end, self.order, self.ends_epoch = 0, "", False
 
     def begin_epoch_end(self, part: EpochEnd) -> bool:
         """Whether `part` of the end of the epoch is still to come. From now on it counts as done.

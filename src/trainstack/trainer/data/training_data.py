@@ -500,8 +500,8 @@ class TrainingData:
             gpu_batch_size_limit=args.gpu_batch_size_limit,
             world_size=self._world.size,
             epochs=args.epochs,
-            max_steps_per_epoch=args.max_train_steps_per_epoch,
-            max_steps=None if loader is None and isinstance(args.max_steps, float) else args.max_steps,
+            max_steps_per_epoch=_unless_unknown(args.max_train_steps_per_epoch, loader),
+            max_steps=_unless_unknown(args.max_steps, loader),
             is_sampled=self._is_sampled,
             **lengths,
         )
@@ -562,6 +562,11 @@ class TrainingData:
             f"Each process reads all batches and trains on every {size}th: {taken} of {taken * size} in a step. If "
             "the batches of each process are its own, write data_sharding='loader'. "
         )
+
+
+def _unless_unknown(limit: int | float | None, loader: Any) -> int | float | None:
+    """`limit`; None for a fraction as long as there is no loader, whose length it is a fraction of."""
+    return None if loader is None and isinstance(limit, float) else limit
 
 
 def _keep_order(state: RunState, order: str) -> None:

@@ -462,7 +462,7 @@ class Evaluator:
         return outputs
 
     def _batches(
-        self, stage: Stage, loader: Any, limit: int | None, digest: StreamDigest, in_turns: bool = False
+        self, stage: Stage, loader: Any, limit: int | float | None, digest: StreamDigest, in_turns: bool = False
     ) -> tuple[Iterator[tuple[Any, int | None]], bool]:
         """The batches that this rank evaluates, and whether the others evaluate the rest."""
         context, world, name = self._context, self._context.world, stage.name.lower()

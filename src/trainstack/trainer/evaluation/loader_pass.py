@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from itertools import islice
 from typing import Any
 
@@ -147,7 +148,7 @@ def evaluation_batches(
     *,
     seed: int,
     world: World,
-    limit: int | None = None,
+    limit: int | float | None = None,
     fast_paths: bool = True,
     sharding: str = "trainer",
     digest: StreamDigest | None = None,
@@ -164,7 +165,7 @@ def evaluation_batches(
         loader: what the module returned.
         seed: of the samples' own random numbers.
         world: this process's place.
-        limit: batches on each process, at most.
+        limit: batches on each process, at most; a float is a fraction of the loader's, over all processes.
         fast_paths: whether torch's loaders may be read by `fast_batches`, and rows of a `TensorDataset` at once.
         sharding: "loader" if the batches of a loader with a custom order are each process's own.
         digest: takes in the batches that every process is to read alike; None for none.
@@ -173,6 +174,9 @@ def evaluation_batches(
     Returns:
         each batch with its number of samples, None where that is not known; and whether the other processes evaluate
         the rest, else each evaluates everything.
+
+    Raises:
+        ConfigurationError: `limit` is a fraction, and the loader has no length.
     """
     if unsupported_order_reason(loader) is not None:
         generators = LoaderGenerators(seed, EVALUATION_EPOCH)
@@ -184,10 +188,12 @@ def evaluation_batches(
         presharded = sharding == "loader" and world.size > 1
         if digest is not None and not presharded and world.size > 1:
             pairs = digest.read(pairs)
-        return islice(pairs, limit), presharded
+        return islice(pairs, _part(limit, loader) if isinstance(limit, float) else limit), presharded
     size = loader.batch_size
     number = -(-len(loader.dataset) // size)
-    if limit is not None:
+    if isinstance(limit, float):
+        number = math.ceil(Fraction(str(limit)) * number)
+    elif limit is not None:
         number = min(number, limit * world.size)
     low, extra = divmod(number, world.size)
     begin = world.rank * low + min(world.rank, extra)
@@ -241,6 +247,17 @@ def on_main_only(module: nn.Module, world: World, stage: Stage, sharding: str) -
             f"data_sharding={{{stage.name.lower()!r}: 'trainer'}}, or evaluate_on_main = False."
         )
     return wanted and world.size > 1
+
+
+def _part(fraction: float, loader: Any) -> int:
+    """So many batches of `loader`, rounded up."""
+    try:
+        return math.ceil(Fraction(str(fraction)) * len(loader))
+    except TypeError:
+        raise ConfigurationError(
+            f"max_val_steps_per_epoch={fraction} is a fraction, and a validation loader has no length. Write a whole "
+            "number of batches."
+        ) from None
 
 
 @contextmanager

@@ -7,10 +7,11 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from shutil import copytree
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ from trainstack.checkpointing import (
     CheckpointInfo,
     DefaultCheckpointer,
     lease_file,
+    list_checkpoints,
     push_to_hub,
     write_checkpoint,
 )
@@ -33,7 +35,7 @@ from trainstack.checkpointing.encoding import StateEncoder
 from trainstack.checkpointing.remote.fetching import fetch, upload_export
 from trainstack.checkpointing.remote.mirror import Mirror
 from trainstack.checkpointing.weights import find_part, read_weights, require_hub, write_export
-from trainstack.errors import CheckpointError, LeaseError, PeerError, annotate
+from trainstack.errors import CheckpointError, ConfigurationError, LeaseError, PeerError, annotate
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.module_extras import EXTRAS
@@ -247,14 +249,44 @@ class Saver:
             self.exported_as = self.run_on_rank_zero(write, "exporting the model")
 
     def push_to_hub(
-        self, plan: TrainingPlan, repo_id: str, *, part: str, card: Mapping[str, Any] | None, **options: Any
+        self,
+        plan: TrainingPlan,
+        repo_id: str,
+        *,
+        part: str,
+        card: Mapping[str, Any] | None,
+        include: Sequence[str],
+        **options: Any,
     ) -> str:
-        """Export to a temporary folder and upload that; see the function `push_to_hub`."""
+        """Export to a temporary folder and upload that, with what to `include`; see `Trainer.push_to_hub`."""
         require_hub()
+        self.finish()
         with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
             path = Path(folder) / repo_id.rpartition("/")[2]
             self.save_model(plan, path, part=part, card=card)
-            return self.run_on_rank_zero(lambda: push_to_hub(path, repo_id, **options), f"pushing to {repo_id}")
+
+            def push() -> str:
+                if "checkpoint" in include:
+                    copytree(self._newest_own(), path / "checkpoint")
+                if "logs" in include:
+                    self._context.directory.copy_logs(path / "logs")
+                return push_to_hub(path, repo_id, **options)
+
+            return self.run_on_rank_zero(push, f"pushing to {repo_id}")
+
+    def _newest_own(self) -> Path:
+        """The newest checkpoint that this run has written."""
+        checkpointer, run_id = self._context.checkpointer, self._context.directory.run_id
+        found: list[CheckpointInfo] = []
+        if isinstance(checkpointer, DefaultCheckpointer) and checkpointer.save_dir.is_dir():
+            found = [one for one in list_checkpoints(checkpointer.save_dir) if one.kind == "checkpoint"]
+        own = [one for one in found if one.run_id == run_id]
+        if not own:
+            raise ConfigurationError(
+                "push_to_hub(include=('checkpoint',)): this run has saved no checkpoint. Call trainer.save_checkpoint("
+                "force=True) before, with DefaultCheckpointerArguments(checkpoint=True)."
+            )
+        return own[-1].path
 
     def choose_directory(self, *, to_train: bool) -> None:
         """Let the main process choose the folder of the run, and tell all; own the directories to train in them."""

@@ -88,6 +88,7 @@ def agree_on_setup(context: RunContext) -> None:
     items |= {"the class of the checkpointer": type(checkpointer).__qualname__}
     if not isinstance(checkpointer, DefaultCheckpointer):
         items["every_n_steps of the checkpointer"] = describe(checkpointer.every_n_steps)
+        items["every_n_seconds of the checkpointer"] = describe(checkpointer.every_n_seconds)
     items |= {"the hooks of the module": ", ".join(_hooks(module)) or "none", "val_step": describe(context.val_step)}
     items |= {"train_step": describe(context.train_step)}
     items |= _callbacks(context)

@@ -20,7 +20,7 @@ from trainstack.checkpointing import Checkpoint, DefaultCheckpointer
 from trainstack.errors import ConfigurationError, ModuleContractError, PeerError, annotate
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.context import RunContext
-from trainstack.trainer.core.intervals import ValidationSchedule, is_log_point, whole_steps
+from trainstack.trainer.core.intervals import Timer, ValidationSchedule, is_log_point, whole_steps
 from trainstack.trainer.core.module_extras import EXTRAS
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import capture_rng, isolated_rng, restore_rng, separate_ranks
@@ -146,6 +146,7 @@ class Run:
             records = self.stack.public_dataset_size
             self.data = TrainingData(module, args, world, state.seed, self.log, records, streams, asks=trains)
         self._saves = context.checkpointer.is_due(0, force=True)
+        self._save_timer = Timer(context.checkpointer.every_n_seconds)
         self._hash_samples()
         self.validation = ValidationSchedule(args.validate_every, self.data.plan)
         self.log_interval = whole_steps("log_every", args.log_interval, self.data.plan)
@@ -349,6 +350,7 @@ class Run:
         cap, most = self.data.plan.max_steps_per_epoch, self.data.plan.max_steps
         left = [] if cap is None else [cap - self.state.steps_in_epoch]
         left += [] if most is None else [most - self.state.global_step]
+        left += [0 if self.state.steps_in_epoch else 1] if self.state.ends_epoch else []
         return max(0, min(left)) if left else None
 
     def _begin_epoch(self) -> Iterator[StepBatches]:
@@ -431,13 +433,21 @@ class Run:
         return steps
 
     def sanity_check(self, batches: int) -> None:
-        """Try out the validation on the first `batches` of each loader, -1 for all, which leaves no trace."""
+        """Try out the validation on the first `batches` of each loader, -1 for all, which leaves no trace.
+
+        Raises:
+            ConfigurationError: the monitored metric lacks the prefix of a metric of the validation.
+        """
         context, seed = self.context, mix(self.state.seed)
         with isolated_rng(seed, self.world.device):
             self.events.fire(Event.SANITY_CHECK_BEGIN)
             with restore_after(context, self.loop.work, seed, f"sanity_val_steps={batches}", trains=False):
                 results = self.evaluator.sanity_check(None if batches < 0 else batches)
             self.events.fire(Event.SANITY_CHECK_END, results)
+        monitor = context.args.monitor
+        meant = next((name for name in results if name.endswith(f"/{monitor}")), None)
+        if monitor not in results and meant is not None:
+            raise ConfigurationError(f"monitor={monitor!r}: the validation gives {meant!r}. Write monitor={meant!r}.")
 
     def fire_train_begin(self) -> None:
         """Call the subscribers of `TRAIN_BEGIN`."""
@@ -464,6 +474,8 @@ class Run:
             separate_ranks(self.world)
         self._ranks_are_separate = True
         self.modes.begin(self.log)
+        for timer in (self.validation.timer, self._save_timer):
+            timer.begin(self.state.global_step)
 
     def leave_training(self) -> None:
         """`train()` ends."""
@@ -513,14 +525,15 @@ class Run:
         state.due_part, state.interrupted, self._attended = 0, False, step
         if state.steps_in_epoch >= reporter.progress.next_poll:
             reporter.poll(state)
-        if self.stopper.is_due(step):
+        if self.stopper.is_due(step) or state.ends_epoch:
             raise Stopped
         self._set_next_due_step(reporter, save_every)
         self.saver.poll()  # after that: what fails later moves `next_due_step` again
 
     def _save_if_due(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
         state = self.state
-        periodic = save_every is not None and state.global_step % save_every == 0
+        periodic = self._save_timer.is_due(state.global_step, self.world.comm)
+        periodic |= save_every is not None and state.global_step % save_every == 0
         if not (state.begin_due(DuePart.SAVE) and (periodic or self._is_best())) and not self.saver.pending_save:
             return
         reporter.write()  # a history counts as written once it is saved
@@ -560,7 +573,7 @@ class Run:
         look = reporter.progress.next_poll - self.state.steps_in_epoch
         due = [self.next_log_step - step, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
         due.append(max(1, self.stopper.next_poll - step))
-        due.append(self.validation.next_step(step) - step)
+        due += [self.validation.next_step(step) - step, max(1, self._save_timer.next_step - step)]
         due += [call_step - step for call_step in self.events.call_steps]
         if save_every is not None:
             due.append(save_every - step % save_every)
@@ -608,6 +621,21 @@ class Run:
             )
         self.events.call_at(step, function)
         self.loop.wake()  # at the next boundary the loop computes anew which step is next
+
+    def end_epoch(self) -> None:
+        """See `Trainer.end_epoch`."""
+        if self.stack.is_private:
+            raise ConfigurationError(
+                "trainer.end_epoch() cannot shorten an epoch of a private run, whose steps are accounted for before it "
+                "begins. Write max_train_steps_per_epoch in TrainerArguments."
+            )
+        if not self.events.is_training or self.state.epoch_end:
+            raise ConfigurationError(
+                "trainer.end_epoch() was called where no epoch is trained. Call it from on_train_epoch_begin until the "
+                "last step of the epoch, such as in on_train_step_end."
+            )
+        self.state.ends_epoch = True
+        self.loop.wake()
 
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Trainer.freeze`."""

@@ -63,7 +63,7 @@ def make_schedules(
         _check_interval(made[-1])
         if saves:
             _check_state(scheduler)
-        problem = epochs_for_updates_reason(made[-1], plan)
+        problem = epochs_for_updates_reason(made[-1], plan) or _one_cycle_reason(made[-1], plan)
         if problem is not None and log is not None:
             log.warning(problem)
     return Schedules(made)
@@ -147,6 +147,23 @@ def epochs_for_updates_reason(config: SchedulerConfig, plan: TrainingPlan) -> st
     return (
         f"{type(config.scheduler).__name__} was made for {steps} step{'s' if steps != 1 else ''}; it steps once after "
         f"{every} of {total} updates. Use self.plan.total_steps, or SchedulerConfig(scheduler, interval='epoch')."
+    )
+
+
+def _one_cycle_reason(config: SchedulerConfig, plan: TrainingPlan) -> str | None:
+    """The warning for a `OneCycleLR` that the run leaves early in its cycle, or steps past its end; None if neither."""
+    scheduler, planned = config.scheduler, plan.epochs if config.per_epoch else plan.total_steps
+    if not isinstance(scheduler, lr_scheduler.OneCycleLR) or not planned:
+        return None
+    steps, length = planned // config.frequency, scheduler.total_steps
+    if 2 * steps > length >= steps:
+        return None
+    what = "epoch" if config.per_epoch else "update"
+    end = "torch refuses to step past its end" if length < steps else "the run ends early in its cycle"
+    return (
+        f"OneCycleLR was made for {length} steps, and makes {steps}, for {planned} {what}s: {end}. Write "
+        "OneCycleLR(..., total_steps=self.plan.total_steps) without interval and frequency, so that it steps after "
+        "each update."
     )
 
 
