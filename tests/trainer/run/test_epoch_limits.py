@@ -231,3 +231,15 @@ def test_a_callback_whose_state_is_in_the_checkpoint_and_that_is_not_given_is_na
         args = arguments(tmp_path, resume=True, epochs=2, checkpointer_args=ts.DefaultCheckpointerArguments())
         ts.Trainer(Classifier(), args, callbacks=given).train(max_steps=7)
         assert ["'Counts'" in text for text in caplog.messages if "this trainer does not have" in text] == says
+
+
+@pytest.mark.distributed
+@pytest.mark.spec("F-P5", "F-P7")
+def test_all_ranks_end_an_epoch_and_validate_by_time_at_the_same_steps(tmp_path: Path) -> None:
+    from tests.helpers.processes import run_world
+    from tests.helpers.workers.epoch_limits import shortened
+
+    ranks = run_world(2, shortened, directory=str(tmp_path))
+    assert [rank["steps"] for rank in ranks] == [8, 8]
+    assert ranks[0]["validated"] == ranks[1]["validated"] != []
+    assert ranks[0]["weights"] == ranks[1]["weights"]

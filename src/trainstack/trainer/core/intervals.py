@@ -91,8 +91,8 @@ def check_validate_every(value: Any) -> None:
     if not good and not (callable(value) and not isinstance(value, type)):
         raise ConfigurationError(
             f"validate_every={value!r}: write a number of global steps (500), a fraction of the run (0.25), a negative "
-            "number of epochs (-2), Every(steps=...), Every(epochs=...), Every(time=...), a function of the trainer that "
-            "returns True or False, 0 for no validation, or None for one after each epoch."
+            "number of epochs (-2), Every(steps=...), Every(epochs=...), Every(time=...), a function of the trainer "
+            "that returns True or False, 0 for no validation, or None for one after each epoch."
         )
 
 
@@ -131,7 +131,8 @@ class Timer:
     def begin(self, step: int) -> None:
         """Training begins after global step `step`; all ranks call it together."""
         if self.seconds is not None:
-            self._seen, self._stride, self._due = (self._clock(), step), 1, self._clock() + self.seconds
+            self._seen, self._stride = (self._clock(), step), 1
+            self._due: float | None = self._seen[0] + self.seconds
             self.next_step = step + 1
 
     def is_due(self, step: int, comm: Communicator) -> bool:
