@@ -289,13 +289,7 @@ def _check_numbers(args: Unchecked) -> None:
     for name in _AT_LEAST_ONE_OR_NONE:
         if getattr(args, name) is not None:
             _whole_number(name, getattr(args, name), 1)
-    for name, instead in _INSTEAD_OF_NOTHING.items():
-        value = getattr(args, name)
-        if value is not None and not is_number_of_steps(value):
-            raise ConfigurationError(
-                f"{name}={value!r}: write a whole number, 1 or more, a float above 0 and up to 1.0 for a fraction of "
-                f"an epoch, or None for all. {instead}"
-            )
+    _check_limits(args)
     if args.per_device_train_batch_size is not None and args.train_batch_size != 1:
         raise ConfigurationError(
             f"train_batch_size={args.train_batch_size} and "
@@ -323,6 +317,16 @@ def _check_numbers(args: Unchecked) -> None:
             f"clip_grad_value={args.clip_grad_value} and max_grad_norm={args.max_grad_norm}: gradients are clipped "
             "once, by value or by norm. Leave one of them out."
         )
+
+
+def _check_limits(args: Unchecked) -> None:
+    for name, instead in _INSTEAD_OF_NOTHING.items():
+        value = getattr(args, name)
+        if value is not None and not is_number_of_steps(value):
+            raise ConfigurationError(
+                f"{name}={value!r}: write a whole number, 1 or more, a float above 0 and up to 1.0 for a fraction of "
+                f"an epoch, or None for all. {instead}"
+            )
 
 
 def _whole_number(name: str, value: Any, least: int, most: float = math.inf) -> None:

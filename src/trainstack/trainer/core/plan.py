@@ -19,15 +19,15 @@ def split_evenly(number: int, limit: int | None) -> tuple[int, int]:
     return parts, -(-number // parts)
 
 
-def fraction_of_steps(name: str, fraction: float, steps: int | None, whole: str = "the run") -> Fraction:
-    """`fraction` of all global `steps` of `whole`, taken as written: 0.07 of 100 is 7.
+def fraction_of_steps(name: str, fraction: float, steps: int | None) -> Fraction:
+    """`fraction` of all global `steps` of a run, taken as written: 0.07 of 100 is 7.
 
     Raises:
         ConfigurationError: their number is not known; `name` is the argument that the user set.
     """
     if steps is None:
         raise ConfigurationError(
-            f"{name}={fraction} is a fraction of all global steps of {whole}, and how many those are is unknown: "
+            f"{name}={fraction} is a fraction of all global steps of the run, and how many those are is unknown: "
             "the training loader has no length. Write a whole number of steps, or give the loader a length."
         )
     return Fraction(str(fraction)) * steps
@@ -113,9 +113,7 @@ class TrainingPlan:
         process_batch = -(-train_batch_size // world_size)
         accumulation, micro = split_evenly(process_batch, gpu_batch_size_limit)
         lengths = _lengths(dataset_length, loader_length, train_batch_size, micro, accumulation * world_size, drop_last)
-        if isinstance(max_steps_per_epoch, float):
-            known = "max_train_steps_per_epoch", max_steps_per_epoch, lengths["steps_per_epoch"], "an epoch"
-            max_steps_per_epoch = max(1, math.ceil(fraction_of_steps(*known)))
+        max_steps_per_epoch = _whole_cap(max_steps_per_epoch, lengths["steps_per_epoch"])
         if (steps := lengths["steps_per_epoch"]) is not None and max_steps_per_epoch is not None:
             steps = lengths["steps_per_epoch"] = min(steps, max_steps_per_epoch)
         max_steps, epochs = _limited(max_steps, steps, epochs)
@@ -207,6 +205,18 @@ class TrainingPlan:
     def to_dict(self) -> dict[str, Any]:
         """All numbers as plain values, `total_steps` included."""
         return asdict(self) | {"total_steps": self.total_steps}
+
+
+def _whole_cap(cap: int | float | None, steps: int | None) -> int | None:
+    """`cap` as a number of global steps; a fraction of the `steps` of an epoch is rounded up."""
+    if not isinstance(cap, float):
+        return cap
+    if steps is None:
+        raise ConfigurationError(
+            f"max_train_steps_per_epoch={cap} is a fraction of the global steps of an epoch, and how many those are is "
+            "unknown: the training loader has no length. Write a whole number of steps."
+        )
+    return math.ceil(Fraction(str(cap)) * steps)
 
 
 def _limited(max_steps: int | float | None, steps: int | None, epochs: int) -> tuple[int | None, int]:
