@@ -12,6 +12,8 @@ from trainstack.trainer.core.intervals import Every
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.random_state import seed_everything
 from trainstack.trainer.core.state import UserState
+from trainstack.trainer.data.library_orders import LengthGroupedSampler
+from trainstack.trainer.data.packing import PackedDataset, document_mask
 from trainstack.trainer.evaluation.collector import OutputCollector
 from trainstack.trainer.evaluation.metrics import Metric
 from trainstack.trainer.events import Callback, Event, Events, Filter, call_filter
@@ -85,12 +87,14 @@ __all__ = [
     "Every",
     "Filter",
     "LRFinderResult",
+    "LengthGroupedSampler",
     "JsonLinesWriter",
     "Metric",
     "MicroBatchInfo",
     "MlflowWriter",
     "ModuleInterface",
     "OutputCollector",
+    "PackedDataset",
     "ProgressDisplay",
     "PrometheusWriter",
     "Provenance",
@@ -122,6 +126,7 @@ __all__ = [
     "callbacks",
     "call_filter",
     "metric_of",
+    "document_mask",
     "placeholders",
     "read_history",
     "register_writer",

@@ -80,6 +80,8 @@ def _check_kinds(args: Unchecked) -> None:
         if getattr(args, name) is not None and not isinstance(getattr(args, name), nested):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}: write {nested.__name__}(...) or None.")
     _check_data_sharding(args.data_sharding)
+    if args.combine_loaders not in ("min", "max", "cycle", None):
+        raise ConfigurationError(f"combine_loaders={args.combine_loaders!r}: write 'min', 'max', 'cycle' or None.")
     _check_device(args.device)
     _check_writers(args.writers)
     expanded_paths(args)

@@ -107,6 +107,9 @@ class TrainerArguments(metaclass=SuggestsNames):
         clip_grads: limit the joint L2 norm of the gradients to `max_grad_norm`, once a global step.
         max_grad_norm: see `clip_grads`.
         clip_grad_value: clamp each element of the gradients to this magnitude instead.
+        combine_loaders: what ends an epoch where `get_train_dataloader` returns a dict of loaders: `"min"`, the
+            shortest; `"max"`, the longest, and the others give None once they have ended; `"cycle"`, the longest, and
+            the others begin anew. None where all are equally long.
         data_sharding: who splits the batches of a loader with an order of its own among the processes. `"trainer"`:
             each process reads the same batches, and the library gives it every n-th. `"loader"`: the batches of each
             process are its own. `"auto"`: as `"trainer"`, but data that is known to be split is refused. A dict gives a
@@ -231,6 +234,7 @@ class TrainerArguments(metaclass=SuggestsNames):
     clip_grads: bool = True
     max_grad_norm: float = 1.0
     clip_grad_value: float | None = None
+    combine_loaders: Literal["min", "max", "cycle"] | None = None
     data_sharding: str | Mapping[str, str] = "auto"
     nonfinite: Literal["raise", "skip"] = "raise"
     backend: str = "auto"

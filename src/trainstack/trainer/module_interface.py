@@ -219,7 +219,9 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         Returns:
             A `DataLoader`. Data set, `collate_fn`, workers and `drop_last` are taken from it; the order is the
             library's own (a permutation of seed and epoch), unless the loader has a custom sampler, an iterable
-            data set or is no `DataLoader`: then its batches are used as they come.
+            data set or is no `DataLoader`: then its batches are used as they come. With a `LengthGroupedSampler` the
+            batches hold samples of like lengths. A dict of loaders gives each step a dict with a batch of each, as
+            `TrainerArguments.combine_loaders` says.
         """
 
     def get_val_dataloaders(self, sampler: type, batch_size: int) -> Any:

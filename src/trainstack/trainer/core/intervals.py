@@ -168,6 +168,7 @@ class ValidationSchedule:
         plan: of the run.
 
     Attributes:
+        plan: of the run, with the length of the epoch under way.
         trainer: what a function is asked with.
         timer: of a schedule by time.
     """
@@ -185,7 +186,7 @@ class ValidationSchedule:
         elif isinstance(every, int | float):
             self._epochs = max(0, -int(every))
             self._steps = steps_of("validate_every", max(0, every), plan)
-        self._plan = plan
+        self.plan = plan
         self._cut = plan.max_steps or 0 if self._epochs else 0
 
     @property
@@ -211,7 +212,7 @@ class ValidationSchedule:
         A function is asked on the main process; its failure is every process's.
         """
         if self._ask is None:
-            cut = step == self._cut and self._plan.ends_within_epoch(step, steps_in_epoch)
+            cut = step == self._cut and self.plan.ends_within_epoch(step, steps_in_epoch)
             reached = self._steps > 0 and step // self._steps * self._steps > step - 1
             return self.timer.is_due(step, comm) or cut or reached
         answer, failure = False, None

@@ -65,6 +65,8 @@ class DataOrder:
         seed: of the permutations; ignored without `shuffle`.
         shuffle: a new permutation each epoch; otherwise data set order.
         drop_last: leave out a last global batch that is not full.
+        lengths: of the samples, int64 of shape `(length,)`: batches then hold samples of like lengths.
+        window: samples that are sorted by length together; None for those of 50 global batches.
     """
 
     length: int
@@ -75,6 +77,8 @@ class DataOrder:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
+    lengths: Tensor | None = None
+    window: int | None = None
 
     def permutation(self, epoch: int) -> Tensor:
         """The order of the whole epoch: an int64 tensor of shape `(length,)`."""
@@ -82,7 +86,27 @@ class DataOrder:
             return torch.arange(self.length)
         # Shifted by one: a seed of 63 bits is the same number whether it is read with a sign or without.
         generator = torch.Generator().manual_seed(mix(self.seed, epoch) >> 1)
-        return torch.randperm(self.length, generator=generator)
+        order = torch.randperm(self.length, generator=generator)
+        return order if self.lengths is None else self._grouped(order, self.lengths, generator)
+
+    def _grouped(self, order: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
+        """`order` sorted by length within windows, whose global batches come in random order.
+
+        The batch with the longest sample comes first, so that a lack of memory shows at once. A last batch that is not
+        full stays the last; its samples are drawn from all.
+        """
+        full = self.length - self.length % self.global_batch
+        window = max(1, (self.window or 50 * self.global_batch) // self.global_batch) * self.global_batch
+        parts = [
+            part[torch.argsort(lengths[part], descending=True, stable=True)]
+            for part in (*torch.split(order[:full], window), order[full:])
+        ]
+        batches = torch.cat(parts)[:full].view(-1, self.global_batch)
+        if len(batches):
+            batches = batches[torch.randperm(len(batches), generator=generator)]
+            longest = int(lengths[batches[:, 0]].argmax())
+            batches[[0, longest]] = batches[[longest, 0]]
+        return torch.cat([batches.flatten(), parts[-1]])
 
     @property
     def samples_per_epoch(self) -> int:
@@ -95,8 +119,11 @@ class DataOrder:
         for begin in range(start, self.samples_per_epoch, self.global_batch):
             end = min(begin + self.global_batch, self.samples_per_epoch)
             low, extra = divmod(end - begin, self.world_size)
-            first = begin + self.rank * low + min(self.rank, extra)
-            mine = order[first : first + low + (self.rank < extra)]
+            if self.lengths is None:
+                first = begin + self.rank * low + min(self.rank, extra)
+                mine = order[first : first + low + (self.rank < extra)]
+            else:  # in turn, so that the ranks get like lengths and take as long as each other
+                mine = order[begin + self.rank : end : self.world_size]
             own = torch.split(mine, self.micro_batch) if len(mine) else ()
             # Rank 0 has the most samples. Its first micro-batch is lent: it is as large as a real one, on which layers
             # such as batch norm depend.

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import ChainDataset, ConcatDataset, Subset
+from torch.utils.data import ChainDataset, ConcatDataset, Dataset, Subset
 
 from trainstack.errors import annotate
 
 
+class WrapsDatasets(Dataset[Any]):
+    """A dataset of the library's over others.
+
+    Attributes:
+        parts: the others.
+    """
+
+    parts: Sequence[Any] = ()
+
+
 def datasets_in(dataset: Any) -> Iterator[Any]:
-    """`dataset`, and the datasets inside torch's wrappers."""
+    """`dataset`, and the datasets inside torch's wrappers and the library's."""
     yield dataset
     if isinstance(dataset, Subset):
         yield from datasets_in(dataset.dataset)
     elif isinstance(dataset, ConcatDataset | ChainDataset):
         for part in dataset.datasets:
+            yield from datasets_in(part)
+    elif isinstance(dataset, WrapsDatasets):
+        for part in dataset.parts:
             yield from datasets_in(part)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from trainstack.backends import Borrowed, Communicator
 from trainstack.backends.single_process import after_copies
@@ -19,8 +19,9 @@ from trainstack.backends.workload import Draw, Sampling, TrainingSet
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.core.order import DataOrder
 from trainstack.trainer.core.samples import checked_weight
+from trainstack.trainer.data.library_orders import CombinedOrder, LengthGroupedSampler
 from trainstack.trainer.data.loading import Fetcher
-from trainstack.trainer.data.torch_classes import is_usual, replaced_method
+from trainstack.trainer.data.torch_classes import ORDERS, is_usual, replaced_method
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ def unsupported_order_reason(loader: Any) -> str | None:
     if loader.batch_size is None or not is_usual(loader.batch_sampler, BatchSampler):
         return "it has its own batch sampler, or no automatic batching"
     sampler: Any = loader.sampler
-    if not is_usual(sampler, RandomSampler) and not is_usual(sampler, SequentialSampler):
+    if not any(is_usual(sampler, kind) for kind in ORDERS):
         return f"its sampler is a {type(sampler).__name__} with an order of its own"
     dataset: Any = loader.dataset
     if len(sampler) != len(dataset) or getattr(sampler, "replacement", False):
@@ -91,7 +92,23 @@ def describe_order(loader: Any) -> str:
     """How the samples behind `loader` come in training."""
     if unsupported_order_reason(loader) is not None:
         return "in the loader's own order"
+    if isinstance(loader.sampler, LengthGroupedSampler | CombinedOrder):
+        return loader.sampler.describe()
     return "in data set order" if isinstance(loader.sampler, SequentialSampler) else "shuffled"
+
+
+def order_of(loader: Any, *, global_batch: int, **options: Any) -> DataOrder:
+    """The order of the samples behind `loader`, which the library makes; `options` are of `DataOrder`."""
+    sampler = loader.sampler
+    grouped = isinstance(sampler, LengthGroupedSampler)
+    return DataOrder(
+        length=len(loader.dataset),
+        global_batch=global_batch,
+        shuffle=not isinstance(sampler, SequentialSampler | CombinedOrder),
+        lengths=sampler.lengths if grouped else None,
+        window=sampler.window if grouped else None,
+        **options,
+    )
 
 
 @dataclass(slots=True)

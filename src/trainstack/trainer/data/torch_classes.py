@@ -1,4 +1,4 @@
-"""Whether loaders, samplers and datasets have torch's own methods, so that what they do is known.
+"""Whether loaders, samplers and datasets have torch's or the library's own methods, so that what they do is known.
 
 The methods are noted when this module is imported. A method that is overridden in a subclass, or replaced later on the
 class or on the object, makes the object one that is used as it comes.
@@ -24,6 +24,8 @@ from torch.utils.data import (
 from torch.utils.data import default_collate as _default_collate
 from torch.utils.data import default_convert as _default_convert
 
+from trainstack.trainer.data.library_orders import CombinedOrder, LengthGroupedSampler
+
 
 def _methods(kind: type) -> dict[str, Any]:
     """The methods and properties that `kind` itself defines, except for its constructor."""
@@ -31,7 +33,9 @@ def _methods(kind: type) -> dict[str, Any]:
     return {name: item for name, item in vars(kind).items() if isinstance(item, kinds) and name != "__init__"}
 
 
-_KINDS: tuple[type, ...] = (DataLoader, BatchSampler, RandomSampler, SequentialSampler, Subset, TensorDataset)
+ORDERS: tuple[type, ...] = (RandomSampler, SequentialSampler, LengthGroupedSampler, CombinedOrder)
+"""Samplers whose order the library makes itself."""
+_KINDS: tuple[type, ...] = (DataLoader, BatchSampler, *ORDERS, Subset, TensorDataset)
 _METHODS = {kind: _methods(kind) for kind in _KINDS}
 # torch 2.13.0: the registry behind `default_collate`, documented as its extension point, and its entry for tensors.
 _collate = getattr(getattr(data, "_utils", None), "collate", None)

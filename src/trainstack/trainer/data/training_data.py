@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from itertools import islice
@@ -20,15 +20,19 @@ from trainstack.errors import CheckpointMismatchError, ConfigurationError, Modul
 from trainstack.stage import Stage
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
-from trainstack.trainer.core.order import DataOrder, OrderCursor, RankSlice
+from trainstack.trainer.core.order import OrderCursor, RankSlice
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.random_state import LoaderGenerators, Seed
 from trainstack.trainer.core.state import RunState, is_stateful
-from trainstack.trainer.data.epochs import set_epoch
+from trainstack.trainer.data.combined_loaders import CombinedLoader, Combiner
+from trainstack.trainer.data.epoch_lengths import EpochLengths
+from trainstack.trainer.data.epochs import datasets_in, set_epoch
 from trainstack.trainer.data.fixed_samples import Samples, sample_hashes
+from trainstack.trainer.data.library_orders import LengthGroupedSampler
 from trainstack.trainer.data.loader_state import LoaderState, missing_state_description
 from trainstack.trainer.data.loading import Fetcher, PartOfDataset, loading_options
 from trainstack.trainer.data.own_generators import WHOLE_EPOCH, can_be_seeded, own_generators
+from trainstack.trainer.data.packing import PackedDataset
 from trainstack.trainer.data.presharded import PreshardedSource
 from trainstack.trainer.data.record_sources import most_repeats
 from trainstack.trainer.data.sample_counts import SampleCounter
@@ -41,6 +45,7 @@ from trainstack.trainer.data.step_batches import (
     WeightFn,
     custom_batch_weight,
     describe_order,
+    order_of,
     sum_steps,
     sums_losses,
     unsupported_order_reason,
@@ -85,13 +90,7 @@ class OverfitSubset:
                 self._kept.collate_fn = getattr(loader, "collate_fn", None)
             return self._kept
         if self._subset is None or self._subset.dataset is not loader.dataset:
-            order = DataOrder(
-                length=len(loader.dataset),
-                global_batch=self._global_batch,
-                micro_batch=1,
-                seed=self._seed,
-                shuffle=not isinstance(loader.sampler, SequentialSampler),
-            )
+            order = order_of(loader, global_batch=self._global_batch, micro_batch=1, seed=self._seed)
             wanted = None if self._number < 0 else self._number * self._global_batch
             self._subset = PartOfDataset(loader.dataset, order.permutation(0)[:wanted].tolist())
         return like(loader, self._subset, loader.batch_size)
@@ -99,8 +98,12 @@ class OverfitSubset:
 
 def like(loader: DataLoader[Any], dataset: Any, batch_size: int | None) -> DataLoader[Any]:
     """A loader over `dataset` that loads and collates as `loader` does."""
-    sampler = SequentialSampler if isinstance(loader.sampler, SequentialSampler) else RandomSampler
-    options = {"sampler": sampler(dataset), "worker_init_fn": loader.worker_init_fn, **loading_options(loader)}
+    mine = loader.sampler
+    sampler: Any = (SequentialSampler if isinstance(mine, SequentialSampler) else RandomSampler)(dataset)
+    if isinstance(mine, LengthGroupedSampler):
+        lengths = mine.lengths if dataset is loader.dataset else mine.lengths[dataset.indices]
+        sampler = LengthGroupedSampler(lengths, window=mine.window)
+    options = {"sampler": sampler, "worker_init_fn": loader.worker_init_fn, **loading_options(loader)}
     return DataLoader(dataset, batch_size=batch_size, **options)
 
 
@@ -126,6 +129,7 @@ class TrainingData:
         sample_hashes: of three fixed samples by index, of the loader for the plan, if somebody has set them.
         epoch_hashes: the same of the loader for the epoch under way, if `hashes_epochs`.
         hashes_epochs: whether somebody compares them.
+        lengths: keeps the plan to the length of each epoch.
         loader_state: the state of a loader that keeps one.
         dataset: of the loader that was made for the plan; None if it has none.
         training_set: what the layers of the stack may know of the data.
@@ -155,6 +159,8 @@ class TrainingData:
         self.loader: Any = None
         self.sample_hashes: Samples = {}
         self.epoch_hashes: Samples = {}
+        self.lengths = EpochLengths(log)
+        self._combiner = Combiner(args, seed, private=self._is_sampled)
         self._overfit = OverfitSubset(args.overfit_batches, args.global_batch_size(world.size), seed)
         self._sharding = args.data_sharding_of(Stage.TRAIN)
         self.loader_state = LoaderState(log, fast_paths=self._fast_paths, split_by_rank=self._sharding == "loader")
@@ -169,11 +175,15 @@ class TrainingData:
         if loader is not None:
             self._warn_of_sharding(loader)
             self._warn_of_unseedable(loader)
-        if loader is not None and self.plan.steps_per_epoch is None:
-            log.warning(
+            self._warn_of_no_length()
+
+    def _warn_of_no_length(self) -> None:
+        plan = self.plan
+        if plan.steps_per_epoch is None and plan.max_steps is None and plan.max_steps_per_epoch is None:
+            self._log.warning(
                 "the training loader has no length, so the steps of an epoch are unknown: get_optimizers_schedulers "
-                f"gets {self.plan.estimated_global_steps_per_epoch}. Set max_steps or max_train_steps_per_epoch to "
-                "plan with a number."
+                f"gets {plan.estimated_global_steps_per_epoch}. Set max_steps or max_train_steps_per_epoch to plan "
+                "with a number."
             )
 
     def _warn_of_unseedable(self, loader: Any) -> None:
@@ -232,13 +242,20 @@ class TrainingData:
         set_epoch(loader, state.epoch, in_own_order=reason is not None)
         if sampling is not None:
             return self._sampled(loader, sampling, state)
-        _keep_order(state, describe_order(loader))
+        self.plan = self._module.plan = self.lengths.follow(self.plan, self._make_plan(loader), state)
+        _keep_order(state, self._describe_order(loader))
         if reason is None:
             steps = self._ordered(loader).iter_steps(state.epoch, state.samples_in_epoch, state.batches_in_epoch)
         else:
             self._log_custom_order(reason, loader, state)
             steps = self._unordered(loader, generators, state)
         return sum_steps(steps) if sums_losses(self._module) else steps
+
+    def _describe_order(self, loader: Any) -> str:
+        """As `describe_order`, with all that an order depends on."""
+        order = describe_order(loader)
+        grouped = isinstance(getattr(loader, "sampler", None), LengthGroupedSampler)
+        return f"{order} in batches of {self.plan.global_batch}" if grouped else order
 
     def close(self) -> None:
         """End the loader's workers; another pass starts new ones."""
@@ -270,7 +287,7 @@ class TrainingData:
         return share.micro_batches[position].tolist()
 
     def _share(self, epoch: int, first: int) -> RankSlice | None:
-        if self._cursor is None or self._args.overfit_batches:
+        if self._cursor is None or self._args.overfit_batches or isinstance(self.loader, CombinedLoader):
             return None
         return self._cursor.share(epoch, first)
 
@@ -398,6 +415,13 @@ class TrainingData:
                 fetcher[:] = [Fetcher(newest, self._seed, fast_paths=self._fast_paths, one_by_one=alone)]
             return fetcher[0].load(0, index)
 
+        packed = next((one for one in datasets_in(self.dataset) if isinstance(one, PackedDataset)), None)
+        if packed is not None and self._is_sampled:
+            raise PrivacyError(
+                "a row of a PackedDataset holds several documents, and a private run bounds what each record adds to "
+                "the gradient: with rows as records, several people may share a bound. Train on the data set itself, "
+                "padded."
+            )
         return TrainingSet(
             length=length,
             fetch=fetch,
@@ -448,17 +472,14 @@ class TrainingData:
                 raise ModuleContractError(_EMPTY) from error
             annotate(error, f"raised in {type(self._module).__name__}.get_train_dataloader")
             raise
-        if isinstance(getattr(loader, "sampler", None), type):
-            raise ModuleContractError(
-                "get_train_dataloader gave the DataLoader the sampler class itself. Call it with the data set: "
-                "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))."
-            )
+        for one in loader.values() if isinstance(loader, Mapping) else [loader]:
+            self._check_sampler(one)
+        loader = self._combiner.combine(loader, self.plan)
         if loader is not None and not hasattr(loader, "__iter__"):
             raise ModuleContractError(
                 f"get_train_dataloader returned a {type(loader).__name__}, which cannot be iterated over. "
                 "Return a DataLoader."
             )
-        check_not_presharded(loader, self._world.size, self._sharding)
         asked, has = self.plan.micro_batch, getattr(loader, "batch_size", None)
         if loader is not None and unsupported_order_reason(loader) is None and has != asked:
             raise ModuleContractError(
@@ -471,6 +492,28 @@ class TrainingData:
         if loader is None or not self._args.overfit_batches:
             return loader
         return self._overfit.of(loader, self.plan.accumulation * self._world.size)
+
+    def _check_sampler(self, loader: Any) -> None:
+        """Refuse a loader whose order cannot be made, and one that splits the data itself."""
+        check_not_presharded(loader, self._world.size, self._sharding)
+        sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, type):
+            raise ModuleContractError(
+                "get_train_dataloader gave the DataLoader the sampler class itself. Call it with the data set: "
+                "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))."
+            )
+        if not isinstance(sampler, LengthGroupedSampler):
+            return
+        if self._is_sampled:
+            raise PrivacyError(
+                "a private run draws each record at random, independently of the others, so its batches cannot be "
+                "grouped by length. Write sampler=sampler(dataset) with the sampler that the method is handed."
+            )
+        if len(sampler) != len(loader.dataset):
+            raise ModuleContractError(
+                f"LengthGroupedSampler was given {len(sampler)} lengths for a data set of {len(loader.dataset)} "
+                "samples. Give one for each sample, in the order of the data set."
+            )
 
     def overfit_val_loader(self, batch_size: int) -> Any:
         """With `overfit_batches`, a loader over what is trained on, in fixed order; else None."""
@@ -507,26 +550,19 @@ class TrainingData:
         )
 
     def _ordered(self, loader: Any) -> OrderedSource:
-        plan, world = self.plan, self._world
-        length = len(loader.dataset)
-        if plan.samples_per_epoch != (length - length % plan.global_batch if loader.drop_last else length):
-            raise ModuleContractError(
-                f"get_train_dataloader returned a data set of {length} samples; the run was planned for "
-                f"{plan.samples_per_epoch}. Return data of the same length in every epoch."
-            )
+        plan, world, length = self.plan, self._world, len(loader.dataset)
         if plan.global_batch > length and loader.drop_last:
             raise ConfigurationError(
                 f"train_batch_size={plan.global_batch} with drop_last=True and {length} samples leaves no global step "
                 "at all. Lower train_batch_size or write drop_last=False."
             )
-        order = DataOrder(
-            length=length,
+        order = order_of(
+            loader,
             global_batch=plan.global_batch,
             micro_batch=plan.micro_batch,
             world_size=world.size,
             rank=world.rank,
             seed=self._seed,
-            shuffle=not isinstance(loader.sampler, SequentialSampler),
             drop_last=loader.drop_last,
         )
         self._cursor = OrderCursor(order)

@@ -171,8 +171,12 @@ def _checkpoint_of(source: Path) -> Path | None:
     return next(own, None)
 
 
-def check_resumable(checkpoint: Checkpoint, context: RunContext, plan: TrainingPlan) -> None:
+def check_resumable(
+    checkpoint: Checkpoint, context: RunContext, plan: TrainingPlan, *, length_may_change: bool = False
+) -> None:
     """Refuse a checkpoint of other data, and warn of other differences.
+
+    Where an epoch may have another length than the one before, its own length is compared when it begins.
 
     Raises:
         CheckpointMismatchError: it is of another data set, of a loader that has to be split as it was, or of a run with
@@ -185,7 +189,7 @@ def check_resumable(checkpoint: Checkpoint, context: RunContext, plan: TrainingP
             f"the checkpoint was written after an exception ({error}), perhaps in the middle of a step: what goes "
             "on from it is not what an unbroken run would be. For that, resume from the newest checkpoint before it."
         )
-    check_plan(checkpoint, plan, state, log)
+    check_plan(checkpoint, plan, state, log, length_may_change=length_may_change)
     if state.seed != context.args.seed and must_have_settings(checkpoint, context):
         raise CheckpointMismatchError(
             f"the run in this folder began with seed={state.seed}, and seed={context.args.seed} was given. {OTHER_RUN}"
@@ -330,7 +334,9 @@ def restore_module(module: nn.Module, checkpoint: Checkpoint) -> None:
         ) from error
 
 
-def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log: RunLogger) -> None:
+def check_plan(
+    checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log: RunLogger, *, length_may_change: bool = False
+) -> None:
     """Refuse to go on in the middle of an epoch over other data, and say what else is not as it was.
 
     Raises:
@@ -356,7 +362,7 @@ def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log:
         return
     if not state.steps_in_epoch:
         log.warning(f"the data set had {before} samples when the checkpoint was written, and now has {now}.")
-    else:
+    elif not length_may_change:
         raise CheckpointMismatchError(
             f"the checkpoint lies within epoch {state.epoch} of a data set of {before} samples; the data set now "
             f"has {now}. Resume with the same data, or from a checkpoint at an epoch's end."

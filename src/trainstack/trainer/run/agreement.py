@@ -21,6 +21,7 @@ from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.agreement import describe_ranks, find_difference, gather_differences, refuse_difference
 from trainstack.trainer.core.fingerprints import checksums, describe, describe_object, flatten, hash_text, shorten
 from trainstack.trainer.data.fixed_samples import Samples, random_places
+from trainstack.trainer.data.step_batches import describe_order
 from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.events.hooks import overridden
 from trainstack.trainer.module_interface import CallbackInterface
@@ -239,6 +240,7 @@ def _data(data: TrainingData, private: bool) -> Items:
         items[_LENGTH] = hash_text(length) if private else length
         items["drop_last of the training loader"] = str(loader.drop_last)
         items["the sampler of the training loader"] = type(loader.sampler).__qualname__
+        items["the order of the training data"] = describe_order(loader)
     return items
 
 

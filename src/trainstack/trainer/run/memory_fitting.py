@@ -13,6 +13,7 @@ from trainstack.stage import Stage
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.several_updates import yields_updates
+from trainstack.trainer.data.library_orders import LengthGroupedSampler
 from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.run.trial import restore_after
 
@@ -83,7 +84,11 @@ def _try_once(context: RunContext, data: TrainingData, work: Workload) -> None:
     stack, step = context.stack, context.state.global_step + 1
     samples = data.training_set
     with restore_after(context, work, mix(context.state.seed, step), "fit_micro_batch=True"):
-        batch = samples.fetch(torch.arange(min(data.plan.micro_batch, samples.length or 1)))
+        chosen = torch.arange(min(data.plan.micro_batch, samples.length or 1))
+        sampler = getattr(data.loader, "sampler", None)
+        if isinstance(sampler, LengthGroupedSampler):  # the longest samples come together
+            chosen = sampler.lengths.topk(len(chosen)).indices
+        batch = samples.fetch(chosen)
         kept = [torch.empty_like(p) for p in work.optimized_params for _ in range(2)]
         with stack.accumulate(work, False):
             stack.backward(work, find_loss(stack.forward(work, Stage.TRAIN, batch, step)), 1.0)

@@ -290,6 +290,7 @@ class Run:
         state, monitor = self.state, self.context.args.monitor
         if state.epoch_end < EpochEnd.LOSS:
             self.data.compare_streams()
+            self.data.lengths.report(self.data.plan, state)
         if state.begin_epoch_end(EpochEnd.LOSS):
             reporter.end_training_epoch(state, self.loop.meter)
         if state.begin_epoch_end(EpochEnd.HOOKS):
@@ -426,11 +427,19 @@ class Run:
             restore_rng(begun.rng, self.world.device)
         steps: Iterator[StepBatches] = iter(())
         if not self.state.epoch_end:
+            self.data.lengths.may_change = self._length_may_change
             steps = self.data.iter_steps(self.state, self.stack.sampling)
+            self.validation.plan = self.data.plan  # the epoch may be longer than the one before
             warn_of_other_samples(self._saved_samples, self.data, self.context, within=begun.goes_on)
             self._saved_samples = {}
         self.beginnings.settle(begun.before_hooks, begun.before_loader)
         return steps
+
+    @property
+    def _length_may_change(self) -> bool:
+        """Whether no schedule was laid out for the number of steps that the data of the first epoch have."""
+        by_epoch = not self.loop.schedules.counts_updates
+        return not self.stack.is_private and (by_epoch or self.data.plan.max_steps is not None)
 
     def sanity_check(self, batches: int) -> None:
         """Try out the validation on the first `batches` of each loader, -1 for all, which leaves no trace.
@@ -787,7 +796,9 @@ class Run:
         if mode == "weights":
             return
         if mode == "full":
-            check_resumable(checkpoint, context, plan)
+            check_resumable(checkpoint, context, plan, length_may_change=self._length_may_change)
+            if state.steps_in_epoch:
+                self.data.lengths.expected = (checkpoint.plan or {}).get("samples_per_epoch")
             self._saved_samples = (checkpoint.metadata or {}).get(SAMPLES) or {}
             self.loop.optimizer_states.same_settings = must_have_settings(checkpoint, context)
             update_state(checkpoint.trainer_state)

@@ -116,6 +116,11 @@ class Schedules:
         self._updates = self._epochs = 0
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
 
+    @property
+    def counts_updates(self) -> bool:
+        """Whether some scheduler steps after updates, so that it was laid out for a number of them."""
+        return bool(self._on_step)
+
     def step(self) -> None:
         """Step what counts updates; called after each global step that moved the weights.
 

@@ -1,0 +1,272 @@
+"""Several training loaders in one step: a batch of each, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.core.order import mix
+from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.data.epochs import WrapsDatasets, set_epoch
+from trainstack.trainer.data.library_orders import CombinedOrder
+from trainstack.trainer.data.step_batches import describe_order, order_of, unsupported_order_reason
+
+Mode = Literal["min", "max", "cycle"]
+
+_MODES = (
+    "Write combine_loaders='min' in TrainerArguments to end an epoch with the shortest, 'max' to end it with the "
+    "longest while the others give None once they have ended, or 'cycle' to begin the others anew."
+)
+
+
+class CombinedDataset(WrapsDatasets):
+    """The positions of an epoch over several loaders; an item has the samples of each loader at that position.
+
+    Each loader has its own order, made of (seed, loader, epoch); the first has the order that it would have alone.
+    With `"max"` a loader gives whole global batches only, so that the parts of a step stay alike.
+
+    Args:
+        loaders: by name, each over samples that the library can order.
+        mode: which loader ends an epoch; None where all have the same number of positions.
+        batch_size: a loader with k times this batch size gives k samples at each position.
+        global_batch: positions a global step.
+        seed: of the orders.
+
+    Raises:
+        ConfigurationError: the loaders cannot be combined so.
+    """
+
+    def __init__(
+        self, loaders: Mapping[str, Any], mode: Mode | None, batch_size: int, global_batch: int, seed: int
+    ) -> None:
+        self.parts = [loader.dataset for loader in loaders.values()]
+        self._names = list(loaders)
+        self._each = [_samples_at_a_position(name, loader, batch_size) for name, loader in loaders.items()]
+        self._orders = [
+            order_of(one, global_batch=k * global_batch, micro_batch=1, seed=mix(seed, place) if place else seed)
+            for place, (one, k) in enumerate(zip(loaders.values(), self._each, strict=True))
+        ]
+        self._epoch, self._permutations = 0, dict[tuple[int, int], Tensor]()
+        positions = [order.length // k for order, k in zip(self._orders, self._each, strict=True)]
+        samples = {name: order.length for name, order in zip(self._names, self._orders, strict=True)}
+        if mode is None and len({order.length / k for order, k in zip(self._orders, self._each, strict=True)}) > 1:
+            raise ConfigurationError(
+                f"get_train_dataloader returned loaders of different lengths (samples: {samples}), and nothing says "
+                f"when an epoch ends. {_MODES}"
+            )
+        if mode == "cycle":  # the longest ends with what is left of it
+            positions = [-(-order.length // k) for order, k in zip(self._orders, self._each, strict=True)]
+        self._length = (min if mode in ("min", None) else max)(positions)
+        self._ends = [
+            self._length if mode == "cycle" or count >= self._length else count - count % global_batch
+            for count in positions
+        ]
+        if not all(self._ends):
+            raise ConfigurationError(
+                f"the samples of some loader are too few for one global step of {global_batch} (samples: {samples}; "
+                f"at each position: {dict(zip(self._names, self._each, strict=True))}). Write a smaller "
+                "train_batch_size, or combine_loaders='cycle'."
+            )
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, position: int) -> dict[str, list[Any]]:
+        return {
+            name: [self._sample(place, position * k + offset) for offset in range(k)]
+            for place, (name, k) in enumerate(zip(self._names, self._each, strict=True))
+            if position < self._ends[place]
+        }
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of `epoch` from now on."""
+        self._epoch, self._permutations = epoch, {}
+
+    def _sample(self, place: int, position: int) -> Any:
+        order = self._orders[place]
+        number, position = divmod(position, order.length)
+        if (place, number) not in self._permutations:
+            again = replace(order, seed=mix(order.seed, number)) if number else order
+            self._permutations[place, number] = again.permutation(self._epoch)
+        return self.parts[place][int(self._permutations[place, number][position])]
+
+
+def _samples_at_a_position(name: str, loader: Any, batch_size: int) -> int:
+    if not len(loader.dataset):
+        raise ModuleContractError(f"the loader {name!r} of get_train_dataloader is over an empty data set.")
+    if loader.batch_size % batch_size:
+        raise ModuleContractError(
+            f"get_train_dataloader was called with batch_size={batch_size}, and the loader {name!r} has batch_size="
+            f"{loader.batch_size}. Write batch_size=batch_size, or a whole multiple of it for a loader that gives more "
+            "samples a step."
+        )
+    return int(loader.batch_size // batch_size)
+
+
+class CombinedCollate:
+    """Makes a dict of batches, each by the `collate_fn` of its loader; None for a loader that has ended."""
+
+    def __init__(self, collate_fns: Mapping[str, Callable[[list[Any]], Any]]) -> None:
+        self.collate_fns = dict(collate_fns)
+
+    def __call__(self, items: list[dict[str, list[Any]]]) -> dict[str, Any]:
+        given = items[0]
+        return {
+            name: collate([sample for item in items for sample in item[name]]) if name in given else None
+            for name, collate in self.collate_fns.items()
+        }
+
+
+class _WorkerStarts:
+    """Calls the `worker_init_fn` of each loader."""
+
+    def __init__(self, functions: list[Callable[[int], None]]) -> None:
+        self._functions = functions
+
+    def __call__(self, worker: int) -> None:
+        for function in self._functions:
+            function(worker)
+
+
+class CombinedLoader(DataLoader[Any]):
+    """A loader over a `CombinedDataset`, which is ordered, split by rank and resumed as any other.
+
+    Its workers load the samples of all loaders: as many as the loader with the most has.
+    """
+
+    def __init__(
+        self, loaders: Mapping[str, Any], mode: Mode | None, batch_size: int, global_batch: int, seed: int
+    ) -> None:
+        dataset = CombinedDataset(loaders, mode, batch_size, global_batch, seed)
+        orders = [f"{name!r} with {len(one.dataset)} samples {describe_order(one)}" for name, one in loaders.items()]
+        ends = "" if mode is None else f" (combine_loaders={mode!r})"
+        every = list(loaders.values())
+        most = max(every, key=lambda one: one.num_workers)
+        starts = [one.worker_init_fn for one in every if one.worker_init_fn is not None]
+        super().__init__(
+            dataset,
+            batch_size=batch_size,
+            sampler=CombinedOrder(len(dataset), f"{', '.join(orders)}, side by side{ends}"),
+            collate_fn=CombinedCollate({name: one.collate_fn for name, one in loaders.items()}),
+            drop_last=any(one.drop_last for one in every),
+            num_workers=most.num_workers,
+            pin_memory=any(one.pin_memory for one in every),
+            timeout=most.timeout,
+            worker_init_fn=_WorkerStarts(starts) if starts else None,
+            multiprocessing_context=most.multiprocessing_context,
+            prefetch_factor=most.prefetch_factor if most.num_workers else None,
+            persistent_workers=any(one.persistent_workers for one in every),
+        )
+
+
+class ZippedLoaders:
+    """Batches of several loaders, some of them with an order of its own, as one loader with an order of its own.
+
+    Args:
+        loaders: by name.
+        mode: which loader ends an epoch.
+    """
+
+    def __init__(self, loaders: Mapping[str, Any], mode: Mode) -> None:
+        self.loaders, self.mode = dict(loaders), mode
+
+    def __len__(self) -> int:
+        return (min if self.mode == "min" else max)(len(loader) for loader in self.loaders.values())
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        streams = {name: iter(loader) for name, loader in self.loaders.items()}
+        ended = set[str]()
+        while True:
+            batch: dict[str, Any] = {}
+            for name, stream in streams.items():
+                part = list[Any]()
+                _take(stream, part)
+                if not part:
+                    ended.add(name)
+                    if self.mode == "min" or len(ended) == len(streams):
+                        return
+                    if self.mode == "cycle":
+                        streams[name] = iter(self.loaders[name])
+                        _take(streams[name], part)
+                batch[name] = part.pop() if part else None
+            yield batch
+            del batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loaders and their parts which epoch is read."""
+        for loader in self.loaders.values():
+            set_epoch(loader, epoch, in_own_order=True)
+
+
+def _take(stream: Iterator[Any], into: list[Any]) -> None:
+    for item in stream:
+        into.append(item)
+        return
+
+
+class Combiner:
+    """Makes one loader of what `get_train_dataloader` returns.
+
+    Args:
+        args: of the run.
+        seed: of the orders.
+        private: whether records are drawn at random.
+    """
+
+    def __init__(self, args: TrainerArguments, seed: int, *, private: bool) -> None:
+        self._args, self._seed, self._private = args, seed, private
+        self._made: tuple[list[tuple[str, Any]], int, Any] | None = None
+
+    def combine(self, returned: Any, plan: TrainingPlan) -> Any:
+        """A loader whose batches are dicts with a batch of each loader in a dict; other loaders as they are.
+
+        The same loaders give the same one, whose workers may be kept.
+
+        Raises:
+            ModuleContractError: not all in it are loaders by name.
+            ConfigurationError: `combine_loaders` is needed, or the loaders cannot be combined so.
+        """
+        if isinstance(returned, list | tuple) and returned and all(isinstance(one, DataLoader) for one in returned):
+            raise ModuleContractError(
+                f"get_train_dataloader returned a {type(returned).__name__} of loaders. Return one loader, or a dict "
+                "of loaders by name: each step then gets a dict with a batch of each."
+            )
+        if not isinstance(returned, Mapping):
+            return returned
+        self._check(returned)
+        parts = list(returned.items())
+        if self._made is None or self._made[:2] != (parts, plan.micro_batch):
+            self._made = parts, plan.micro_batch, self._combined(returned, plan)
+        return self._made[2]
+
+    def _combined(self, loaders: Mapping[str, Any], plan: TrainingPlan) -> CombinedLoader | ZippedLoaders:
+        mode = self._args.combine_loaders
+        if all(unsupported_order_reason(loader) is None for loader in loaders.values()):
+            return CombinedLoader(loaders, mode, plan.micro_batch, plan.global_batch, self._seed)
+        if mode is None:
+            raise ConfigurationError(
+                "get_train_dataloader returned several loaders, of which some have an order of their own, and nothing "
+                f"says when an epoch ends. {_MODES}"
+            )
+        return ZippedLoaders(loaders, mode)
+
+    def _check(self, loaders: Mapping[str, Any]) -> None:
+        for name, loader in loaders.items():
+            if not isinstance(name, str) or isinstance(loader, Mapping | str) or not hasattr(loader, "__iter__"):
+                raise ModuleContractError(
+                    f"get_train_dataloader returned a dict with a {type(loader).__name__} for the key {name!r}. Return "
+                    "one loader, or a dict of loaders by name: {'labelled': DataLoader(...), 'other': DataLoader(...)}."
+                )
+        if not loaders:
+            raise ModuleContractError("get_train_dataloader returned an empty dict. Return loaders by name.")
+        if self._private or self._args.overfit_batches:
+            what = "a private run draws its records from" if self._private else "overfit_batches is for"
+            raise ConfigurationError(
+                f"get_train_dataloader returned {len(loaders)} loaders, and {what} one data set. Return one DataLoader."
+            )

@@ -1,0 +1,71 @@
+"""`EpochLengths` keeps the plan to the length that the data of each epoch have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trainstack.errors import CheckpointMismatchError, ModuleContractError
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.core.state import RunState
+
+
+class EpochLengths:
+    """Follows data that change their length by epoch, and reports lengths that were stated wrongly.
+
+    Args:
+        log: for the report.
+
+    Attributes:
+        may_change: whether an epoch may have another length than the one before.
+        expected: samples of the epoch within which a run resumes; None if unknown.
+    """
+
+    def __init__(self, log: RunLogger) -> None:
+        self._log, self._reported = log, False
+        self.may_change = False
+        self.expected: int | None = None
+
+    def follow(self, before: TrainingPlan, now: TrainingPlan, state: RunState) -> TrainingPlan:
+        """The plan `before` with the lengths of `now`, which is made of the data of the epoch under way.
+
+        Raises:
+            CheckpointMismatchError: the run goes on within the epoch, whose data had another length.
+            ModuleContractError: the length has changed, and schedules were laid out for the one before.
+        """
+        expected = self.expected if self.expected is not None or not state.steps_in_epoch else before.samples_per_epoch
+        self.expected = None
+        if None not in (expected, now.samples_per_epoch) and now.samples_per_epoch != expected:
+            raise CheckpointMismatchError(
+                f"the checkpoint lies within epoch {state.epoch} of a data set of {expected} samples; the data set now "
+                f"has {now.samples_per_epoch}. Resume with the same data, or from a checkpoint at an epoch's end."
+            )
+        if (now.samples_per_epoch, now.steps_per_epoch) == (before.samples_per_epoch, before.steps_per_epoch):
+            return before
+        if None not in (before.samples_per_epoch, now.samples_per_epoch) and not self.may_change:
+            raise ModuleContractError(
+                f"get_train_dataloader returned a data set of {now.samples_per_epoch} samples; the run was planned for "
+                f"{before.samples_per_epoch}, and so were schedulers that step after each update. Return data of the "
+                "same length in every epoch, or write max_steps=..., or SchedulerConfig(scheduler, interval='epoch')."
+            )
+        if now.samples_per_epoch is not None and now.micro_batch != before.micro_batch:
+            now = now.with_micro_batch(before.micro_batch)
+        return replace(
+            before,
+            samples_per_epoch=now.samples_per_epoch,
+            batches_per_epoch=now.batches_per_epoch,
+            steps_per_epoch=now.steps_per_epoch,
+            last_step_samples=now.last_step_samples,
+        )
+
+    def report(self, plan: TrainingPlan, state: RunState) -> None:
+        """Warn, once, where the epoch that has ended had another number of steps than its loader's length says."""
+        planned, done, last = plan.steps_per_epoch, state.steps_in_epoch, plan.max_steps
+        differs = plan.samples_per_epoch is None and planned is not None and done != planned
+        if differs and (last is None or state.global_step < last) and not self._reported:
+            self._reported = True
+            self._log.warning(
+                f"epoch {state.epoch} had {done} global steps, and the length of the training loader stands for "
+                f"{planned}: schedules and progress are laid out for those. Let __len__ of the data set return how "
+                "many samples it gives, or write max_steps=..."
+            )

@@ -1,0 +1,161 @@
+"""`PackedDataset` packs sequences of tokens into rows of one length."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.trainer.core.samples import IGNORED_LABEL
+from trainstack.trainer.data.epochs import WrapsDatasets
+
+_TOKENS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
+
+
+class PackedDataset(WrapsDatasets):
+    """Rows of `row_length` tokens, each with several sequences of another dataset, so that hardly any is padding.
+
+    The same lengths always give the same rows. A row is a dict of tensors of shape `(row_length,)`:
+
+    - `input_ids`, int64, and whatever else the samples hold for each token;
+    - `labels`, int64: those of the samples, or their tokens; -100 where nothing is to be predicted;
+    - `position_ids`, int64: the position of each token in its sequence;
+    - `segment_ids`, int64: 1 for the tokens of the first sequence, 2 for those of the second, ...; 0 is padding.
+
+    No token may attend to another sequence: give the model `document_mask(segment_ids)`. Where the loss is a mean over
+    labels, it counts each label as without packing. A private run refuses packed data.
+
+    Args:
+        dataset: samples with indices: 1-dim tensors or lists of tokens, or dicts with `input_ids`. Tokens where
+            `attention_mask` is 0 are left out.
+        row_length: tokens in a row.
+        lengths: of the samples; None to read all of them once.
+        shifts_labels: whether the model predicts each label from the tokens before it, as causal language models of
+            transformers do. The first label of each sequence is then -100.
+        pad_token: the token that fills up a row.
+
+    Raises:
+        ConfigurationError: a sequence does not fit into a row.
+        ModuleContractError: a sample has no tokens, or another number of them than `lengths` says.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        row_length: int,
+        *,
+        lengths: Sequence[int] | None = None,
+        shifts_labels: bool = True,
+        pad_token: int = 0,
+    ) -> None:
+        self.parts, self.row_length = [dataset], row_length
+        self.shifts_labels, self.pad_token = shifts_labels, pad_token
+        if lengths is None:
+            lengths = [len(_fields(dataset[index], index)[_TOKENS]) for index in range(len(dataset))]
+        if len(lengths) != len(dataset):
+            raise ConfigurationError(f"{len(lengths)} lengths were given for {len(dataset)} samples.")
+        self._lengths = [int(length) for length in lengths]
+        longest = max(self._lengths, default=0)
+        if longest > row_length:
+            raise ConfigurationError(
+                f"sample {self._lengths.index(longest)} has {longest} tokens, more than row_length={row_length}. Cut "
+                f"long samples before, or write row_length={longest}."
+            )
+        self._rows = _best_fit(self._lengths, row_length)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        columns: dict[str, list[Tensor]] = defaultdict(list)
+        for segment, sample in enumerate(self._rows[index], start=1):
+            fields = _fields(self.parts[0][sample], sample)
+            count = len(fields[_TOKENS])
+            if count != self._lengths[sample]:
+                raise ModuleContractError(
+                    f"sample {sample} has {count} tokens, and had {self._lengths[sample]} when the rows were made. "
+                    "A packed data set must give samples of the same lengths each time."
+                )
+            fields.setdefault(_LABELS, fields[_TOKENS].clone())
+            if self.shifts_labels:
+                fields[_LABELS] = torch.cat([fields[_LABELS].new_full((1,), IGNORED_LABEL), fields[_LABELS][1:]])
+            fields["position_ids"] = torch.arange(count)
+            fields["segment_ids"] = torch.full((count,), segment)
+            for name, values in fields.items():
+                columns[name].append(values)
+        fill = {_TOKENS: self.pad_token, _LABELS: IGNORED_LABEL}
+        return {name: self._filled(parts, fill.get(name, 0)) for name, parts in columns.items()}
+
+    def _filled(self, parts: list[Tensor], value: int) -> Tensor:
+        row = torch.cat(parts)
+        return torch.cat([row, row.new_full((self.row_length - len(row), *row.shape[1:]), value)])
+
+
+def _fields(sample: Any, index: int) -> dict[str, Tensor]:
+    """What a sample holds for each of its tokens."""
+    given = dict(sample) if isinstance(sample, Mapping) else {_TOKENS: sample}
+    if _TOKENS not in given:
+        raise ModuleContractError(f"sample {index} has no 'input_ids'. It has {sorted(map(str, given))}.")
+    fields = {name: torch.as_tensor(values) for name, values in given.items()}
+    count = fields[_TOKENS].shape[:1]
+    if not count or not count[0]:
+        raise ModuleContractError(f"sample {index} has no tokens: its input_ids have shape {tuple(count)}.")
+    wrong = [name for name, values in fields.items() if values.shape[:1] != count]
+    if wrong:
+        raise ModuleContractError(
+            f"sample {index} has {count[0]} tokens, and {wrong[0]!r} has shape {tuple(fields[wrong[0]].shape)}. Leave "
+            "out of a packed data set what has no value for each token."
+        )
+    mask = fields.pop(_MASK, None)
+    return fields if mask is None else {name: values[mask.bool()] for name, values in fields.items()}
+
+
+def _best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Rows of at most `size` tokens: each sample, the longest first, goes into the row that it fills best."""
+    rows: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []  # the keys of `by_room`, ascending
+    for sample in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        place = bisect_left(rooms, lengths[sample])
+        if place == len(rooms):
+            row, room = len(rows), size
+            rows.append([])
+        else:
+            room = rooms[place]
+            row = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[place]
+        rows[row].append(sample)
+        left = room - lengths[sample]
+        if left not in by_room:
+            by_room[left] = []
+            insort(rooms, left)
+        by_room[left].append(row)
+    return rows
+
+
+def document_mask(segment_ids: Tensor, *, causal: bool = True, dtype: torch.dtype = torch.bool) -> Tensor:
+    """The attention mask of packed rows: a token attends to its own sequence alone.
+
+    Padding attends to padding, so that no row of the mask is empty.
+
+    Args:
+        segment_ids: of shape `(batch, length)`, as a `PackedDataset` gives them.
+        causal: whether a token attends to those before it and itself alone.
+        dtype: of the mask. `torch.bool` has True where a token attends, as `scaled_dot_product_attention` takes it; a
+            floating-point type has 0 there and its lowest value elsewhere, to be added to the scores.
+
+    Returns:
+        a mask of shape `(batch, 1, length, length)` on the device of `segment_ids`.
+    """
+    allowed = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    if causal:
+        allowed = allowed.tril()
+    if dtype is torch.bool:
+        return allowed
+    return torch.zeros((), dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
