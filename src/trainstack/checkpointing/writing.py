@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from trainstack._files import local_path
+from trainstack._tensor_classes import inner_tensors
 from trainstack.checkpointing import directory as listing
 from trainstack.checkpointing import filesystem, index, manifest, temp_dirs
 from trainstack.checkpointing.abstract import Checkpoint
@@ -84,7 +85,10 @@ def render_readme(
 
 def _how_to_load(model_state: Mapping[str, Any]) -> Iterable[str]:
     yield "## Loading"
-    dense = (isinstance(value, torch.Tensor) and value.layout is torch.strided for value in model_state.values())
+    dense = (
+        isinstance(value, torch.Tensor) and value.layout is torch.strided and inner_tensors(value) is None
+        for value in model_state.values()
+    )
     if all(dense) and all(value.dtype in NATIVE for value in model_state.values()):
         lines = ["from safetensors.torch import load_file", "", 'weights = load_file("model.safetensors")']
         lines += [f"weights[{tied!r}] = weights[{first!r}]  # one tensor" for tied, first in _tied(model_state)]

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainstack._tensor_classes import inner_tensors, plain_parts
+
 MAX_TEXT = 160
 """Longer texts are cut, and end with their hash."""
 MAX_DEPTH = 6
@@ -241,6 +243,8 @@ def _odd(number: int) -> int:
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
     """The strided tensors of which `tensor` consists."""
+    if inner_tensors(tensor) is not None:
+        return [dense for part in plain_parts(tensor) for dense in _dense_parts(part)]
     tensor = tensor.detach()
     if tensor.is_quantized:
         return [tensor.int_repr()]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
+from trainstack._tensor_classes import inner_tensors, map_inner, plain_parts
 from trainstack.checkpointing.difference import differences
 
 Path = tuple[Any, ...]
@@ -135,9 +136,13 @@ def _deep_copy(value: Any, on_host: bool = False) -> Any:
         if isinstance(item, Tensor) and is_lazy(item):  # it has no values
             memo[id(item)] = item
         elif isinstance(item, Tensor):
-            detached = item.detach()
-            memo[id(item)] = detached.to("cpu", copy=True) if on_host else detached.clone()
+            memo[id(item)] = map_inner(item, lambda one: _copied_tensor(one, on_host))
     return copy.deepcopy(value, memo)
+
+
+def _copied_tensor(tensor: Tensor, on_host: bool) -> Tensor:
+    detached = tensor.detach()
+    return detached.to("cpu", copy=True) if on_host else detached.clone()
 
 
 def same(one: Any, other: Any) -> bool:
@@ -146,7 +151,7 @@ def same(one: Any, other: Any) -> bool:
         return one is other
     if isinstance(one, Tensor) and is_lazy(one):
         return False
-    if isinstance(one, Tensor) and one.layout is torch.strided and not one.is_quantized:
+    if isinstance(one, Tensor) and one.layout is torch.strided and not one.is_quantized and not inner_tensors(one):
         if one.dtype is not other.dtype or one.shape != other.shape or other.layout is not torch.strided:
             return False
         if one.is_set_to(other):
@@ -166,13 +171,16 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def memory_of(tensors: Iterable[Tensor]) -> set[int]:
     """The addresses of the storages of `tensors`, as far as they have memory."""
-    return {t.untyped_storage().data_ptr() for t in tensors if _is_plain(t) or _has_memory(t)} - {0}
+    parts = (part for tensor in tensors for part in plain_parts(tensor))
+    return {t.untyped_storage().data_ptr() for t in parts if _is_plain(t) or _has_memory(t)} - {0}
 
 
 def lies_in(value: Any, memory: set[int]) -> bool:
     """Whether `value` is a tensor in one of the storages of `memory_of`."""
-    has_memory = _is_plain(value) or (isinstance(value, Tensor) and _has_memory(value))
-    return has_memory and value.untyped_storage().data_ptr() in memory
+    if not isinstance(value, Tensor):
+        return False
+    parts = (part for part in plain_parts(value) if _is_plain(part) or _has_memory(part))
+    return any(part.untyped_storage().data_ptr() in memory for part in parts)
 
 
 class _Packed:

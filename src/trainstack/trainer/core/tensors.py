@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainstack._tensor_classes import inner_tensors, plain_parts
 from trainstack.backends import TrainerBackend, Workload
 from trainstack.backends.fast_paths import fast_largest
 from trainstack.checkpointing.encoding import SPARSE_LAYOUTS, is_storable
@@ -43,7 +44,10 @@ def are_finite(stack: TrainerBackend, tensors: Sequence[Tensor], *, fast_paths: 
 
 def _float_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Dense tensors of real floats that hold what `tensor` stores; nothing for integers, which are always finite."""
-    if tensor.layout is torch.sparse_coo:
+    if inner_tensors(tensor) is not None:
+        for part in plain_parts(tensor):
+            yield from _float_parts(part)
+    elif tensor.layout is torch.sparse_coo:
         yield from _float_parts(tensor.coalesce().values())  # values at one place add up
     elif tensor.layout in SPARSE_LAYOUTS:
         yield from _float_parts(tensor.values())

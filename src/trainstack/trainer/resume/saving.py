@@ -123,7 +123,7 @@ class Saver:
         began = time.monotonic()
         with self.owner.held_for_writing():
             self.claim_directory()
-            with context.events.weight_swap.original_weights():
+            with context.events.trained_weights():
                 checkpoint = self._capture()
                 self.saved_as = self.run_on_rank_zero(lambda: self._hand_over(checkpoint, force), "saving a checkpoint")
             self.saved_at = place
@@ -157,7 +157,7 @@ class Saver:
         asked, self.pending_paths = self.pending_paths, []
         world = self._context.world
         for path, once in asked:
-            with self._context.events.weight_swap.original_weights():
+            with self._context.events.trained_weights():
                 checkpoint, target = self._capture(), local_path(path).absolute()
             if once == "world":
                 self.run_on_rank_zero(partial(self._write_at, target, checkpoint), "saving a checkpoint")
@@ -216,14 +216,21 @@ class Saver:
         }
         if context.stack.is_private:
             about["metadata"]["privacy statement"] = context.stack.privacy_statement().text  # for the README
-        module_state = dict(context.module.get_state())
-        context.events.fire(Event.SAVE_MODEL, module_state)
+        with context.events.optimizer_modes.evaluation():
+            module_state = dict(context.module.get_state())
+            context.events.fire(Event.SAVE_MODEL, module_state)
+            self._write_model(module_state, about, path, overwrite)
+
+    def _write_model(
+        self, module_state: dict[str, Any], about: dict[str, Any], path: str | os.PathLike[str] | None, overwrite: bool
+    ) -> None:
+        context = self._context
 
         def write() -> str | None:
             if path is None:
                 self.owner.check()
                 save = context.checkpointer.save_model
-                return save(module_state, state.last_epoch, **keywords_taken(save, about))
+                return save(module_state, context.state.last_epoch, **keywords_taken(save, about))
             if is_address(path):
                 address = remote_address("path", path)
                 with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
