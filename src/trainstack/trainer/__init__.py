@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from trainstack.trainer import callbacks
     from trainstack.trainer.arg_matching import apply_mapping, call_with_matching_args
     from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
+    from trainstack.trainer.parser_arguments import ParserArguments
     from trainstack.trainer.run.lr_finder import LRFinderResult
     from trainstack.trainer.run.view import RunView
     from trainstack.trainer.supervised import SupervisedModule, build_optimizer
@@ -57,6 +58,7 @@ __getattr__ = lazy_imports(
         "EvaluationOutputs": "trainstack.trainer.evaluation.evaluator",
         "LRFinderResult": "trainstack.trainer.run.lr_finder",
         "PrometheusWriter": "trainstack.trainer.tracking.writers.prometheus",
+        "ParserArguments": "trainstack.trainer.parser_arguments",
         "RunView": "trainstack.trainer.run.view",
         "SupervisedModule": "trainstack.trainer.supervised",
         "apply_mapping": "trainstack.trainer.arg_matching",
@@ -87,6 +89,7 @@ __all__ = [
     "MlflowWriter",
     "ModuleInterface",
     "OutputCollector",
+    "ParserArguments",
     "ProgressDisplay",
     "PrometheusWriter",
     "Provenance",

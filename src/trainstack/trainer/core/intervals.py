@@ -17,7 +17,7 @@ NEVER = 1 << 62
 """A step that no run reaches."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Every:
     """Every so many global steps, or every so many epochs; one of the two.
 

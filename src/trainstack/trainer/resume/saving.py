@@ -349,7 +349,7 @@ class Saver:
         def begin() -> None:
             if writes_files(self._context):
                 self._claim()
-            self._context.directory.begin()
+            self._context.directory.begin(self._context.args)
 
         self.run_on_rank_zero(begin, "claiming the folder of the run")
         if self._context.world.is_main:
