@@ -99,6 +99,7 @@ class Trainer(AbstractTrainer):
     _run: Run | None = None
     _reporter: Reporter | None = None
     _evaluation: Run | None = None  # evaluates as long as nothing is to be trained
+    _is_copy = False
 
     def __init__(
         self,
@@ -113,6 +114,8 @@ class Trainer(AbstractTrainer):
         val_step: Callable[..., Any] | None = None,
         metrics: Any = None,
     ) -> None:
+        callbacks = None if callbacks is None else list(callbacks)
+        self._given = (trainer_backend, checkpointer, callbacks, train_step, val_step, metrics)
         check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step)
         args = _settled(args, module, metrics)
         trainer_backend = _stack_of(trainer_backend, args, self)
@@ -171,6 +174,12 @@ class Trainer(AbstractTrainer):
             raise ConfigurationError(
                 f"train() was called while it runs (after global step {self.state.global_step}), from a hook or a "
                 "step. Call it again when it has returned, with train(epochs=...) for more epochs."
+            )
+        if self._is_copy and not (self._finished and epochs is max_steps is None):
+            raise ConfigurationError(
+                "this is a pickled copy of a Trainer that has trained. It has no optimizer states, so it evaluates, "
+                "predicts and exports only. To train further make a new Trainer with resume=True, which loads the "
+                "last checkpoint."
             )
         if epochs is not None or max_steps is not None:
             self._extend(epochs, max_steps)
@@ -641,6 +650,38 @@ class Trainer(AbstractTrainer):
             "a Trainer cannot be copied: it holds locks, files and processes of one run. Copy the module, "
             "copy.deepcopy(trainer.module), and give it to a new Trainer."
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What it was made of, counters, history and the states of callbacks: no process, file, lock or optimizer.
+
+        Raises:
+            ConfigurationError: it is training, or was given the layers of a backend as an object.
+        """
+        if self._training:
+            raise ConfigurationError("a Trainer cannot be pickled while it trains. Pickle it before or after train().")
+        names = ("trainer_backend", "checkpointer", "callbacks", "train_step", "val_step", "metrics")
+        given = dict(zip(names, self._given, strict=True))
+        if isinstance(given["trainer_backend"], TrainerBackend):
+            raise ConfigurationError(
+                "a Trainer with a backend object cannot be pickled, since its layers hold processes and handles. Write "
+                "the backend as a string, with its options in backend_options."
+            )
+        state: dict[str, Any] = {"module": self.module, "args": self.args, **given}
+        if self._run is not None:
+            kept = {"state": self.state, "user_state": self.user_state, "history": self.history}
+            state["kept"] = {name: one.get_state() for name, one in {**kept, "events": self.events}.items()}
+            state["finished"] = self._finished
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make it anew. A copy of one that has trained evaluates and exports; it does not train further."""
+        kept, finished = state.pop("kept", None), state.pop("finished", False)
+        if kept is not None:  # the module has its weights already
+            state["args"] = replace(state["args"], resume=False, init_weights_from=None, overwrite=False)
+        Trainer.__init__(self, **state)
+        for name, one in (kept or {}).items():
+            getattr(self, name).update_state(one)
+        self._finished, self._is_copy = finished, kept is not None
 
     def load_checkpoints(self) -> Checkpoint:
         """What the checkpointer finds to continue from, as `args.resume` says; an empty one if nothing."""
