@@ -100,6 +100,7 @@ class Trainer(AbstractTrainer):
     _reporter: Reporter | None = None
     _evaluation: Run | None = None  # evaluates as long as nothing is to be trained
     _is_copy = False
+    _then_raise: Exception | None = None
 
     def __init__(
         self,
@@ -209,6 +210,9 @@ class Trainer(AbstractTrainer):
             log = self._context.log if self.is_main_process else None
             returns = self.args.on_interrupt == "return"
             raise_for_signal(stopper.agreed, late, saver.stop_message(), log, returns=returns)
+        then_raise, self._then_raise = self._then_raise, None
+        if then_raise is not None:
+            raise then_raise
 
     def _heed_early_signal(self, error: BaseException) -> None:
         """`error` ended `train()` before training began: record a signal as its cause.
@@ -1097,7 +1101,7 @@ class Trainer(AbstractTrainer):
             )
         return self._reporter
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str, *, then_raise: Exception | None = None) -> None:
         """Ask for the end of the training at the next step boundary; `train()` then returns.
 
         Hooks, other threads and signal handlers may call it, on one process or on all. Asked in a validation, the
@@ -1106,7 +1110,10 @@ class Trainer(AbstractTrainer):
 
         Args:
             reason: what `stop_reason` says afterwards.
+            then_raise: what `train()` raises on this process once the training has ended in good order. Ask on all
+                processes to have it raised on all.
         """
+        self._then_raise = then_raise
         self._stopper.request(reason)
 
     def on(
