@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from trainstack.trainer import callbacks
     from trainstack.trainer.arg_matching import apply_mapping, call_with_matching_args
     from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
+    from trainstack.trainer.named_parameters import parameter_groups, split_parameters
     from trainstack.trainer.parser_arguments import ParserArguments
     from trainstack.trainer.run.lr_finder import LRFinderResult
     from trainstack.trainer.run.view import RunView
@@ -65,6 +66,8 @@ __getattr__ = lazy_imports(
         "build_optimizer": "trainstack.trainer.supervised",
         "call_with_matching_args": "trainstack.trainer.arg_matching",
         "callbacks": "trainstack.trainer.callbacks",
+        "parameter_groups": "trainstack.trainer.named_parameters",
+        "split_parameters": "trainstack.trainer.named_parameters",
     },
 )
 
@@ -119,10 +122,12 @@ __all__ = [
     "call_with_matching_args",
     "callbacks",
     "call_filter",
+    "parameter_groups",
     "placeholders",
     "read_history",
     "register_writer",
     "schedulers",
     "seed_everything",
+    "split_parameters",
     "unregister_writer",
 ]

@@ -672,8 +672,7 @@ class Trainer(AbstractTrainer):
             )
         state: dict[str, Any] = {"module": self.module, "args": self.args, **given}
         if self._run is not None:
-            kept = {"state": self.state, "user_state": self.user_state, "history": self.history}
-            state["kept"] = {name: one.get_state() for name, one in {**kept, "events": self.events}.items()}
+            state["kept"] = {name: getattr(self, name).get_state() for name in _KEPT_IN_PICKLES}
             state["finished"] = self._finished
         return state
 
@@ -1165,6 +1164,9 @@ class Trainer(AbstractTrainer):
                 f"off({function!r}): it has not subscribed. Give the function or the bound method that was given to "
                 "trainer.on(event)."
             )
+
+
+_KEPT_IN_PICKLES = ("state", "user_state", "history", "events")
 
 
 def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: int = 100) -> LRFinderResult:

@@ -85,8 +85,8 @@ class RayReport(Callback):
     """Reports metrics and the model to Ray Train or Ray Tune: after each validation, and after epochs without one.
 
     All workers report together, as Ray Train asks for. The metrics are those of the step, with `epoch` (from 0) and
-    `global_step`. The checkpoint is an export of the evaluated weights, which `init_weights_from` reads. It does nothing
-    outside of Ray.
+    `global_step`. The checkpoint is an export of the evaluated weights, which `init_weights_from` reads. Outside of Ray
+    it does nothing.
 
     Args:
         checkpoint: whether the weights are reported.
