@@ -1,6 +1,6 @@
-"""Searches the learning rate with Optuna, and prunes trials that are worse than the median: `python examples/search.py`.
+"""Searches the learning rate with Optuna, and prunes trials that are worse than the median.
 
-Needs `pip install 'trainstack[optuna]'`.
+Start it with `python examples/search.py`. It needs `pip install 'trainstack[optuna]'`.
 """
 
 import tempfile
@@ -14,11 +14,13 @@ import trainstack as ts
 
 
 def make_data(seed: int, rows: int = 256) -> TensorDataset:
+    """Inputs `(rows, 8)` and targets `(rows, 1)`, float32."""
     inputs = torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
 
 
 def main() -> None:
+    """Search, and print the best rate."""
     with tempfile.TemporaryDirectory() as folder:
 
         def objective(trial: optuna.Trial) -> float:

@@ -99,7 +99,7 @@ class Trainer(AbstractTrainer):
     _run: Run | None = None
     _reporter: Reporter | None = None
     _evaluation: Run | None = None  # evaluates as long as nothing is to be trained
-    _is_copy = False
+    _training = _finished = _making_ready = _is_made = _is_copy = False
     _then_raise: Exception | None = None
 
     def __init__(
@@ -115,7 +115,7 @@ class Trainer(AbstractTrainer):
         val_step: Callable[..., Any] | None = None,
         metrics: Any = None,
     ) -> None:
-        callbacks = None if callbacks is None else list(callbacks)
+        callbacks = list(callbacks) if isinstance(callbacks, Iterable) else callbacks
         self._given = (trainer_backend, checkpointer, callbacks, train_step, val_step, metrics)
         check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step)
         args = _settled(args, module, metrics)
@@ -140,7 +140,6 @@ class Trainer(AbstractTrainer):
         self.history, self.events = context.history, context.events
         self.state, self.user_state = context.state, context.user_state
         self._saver, self._stopper, self._metrics = Saver(context, self._take_checkpoint), Stopper(), metrics
-        self._training = self._finished = self._making_ready = self._is_made = False
         self._give_signals_back = end_when_idle(self, enabled=args.handle_signals)
         self.events.fire(Event.INIT)
         self._is_made = True
