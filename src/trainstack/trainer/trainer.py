@@ -115,8 +115,7 @@ class Trainer(AbstractTrainer):
         val_step: Callable[..., Any] | None = None,
         metrics: Any = None,
     ) -> None:
-        callbacks = list(callbacks) if isinstance(callbacks, Iterable) else callbacks
-        self._given = (trainer_backend, checkpointer, callbacks, train_step, val_step, metrics)
+        self._given = (trainer_backend, checkpointer, callbacks := _listed(callbacks), train_step, val_step, metrics)
         check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step)
         args = _settled(args, module, metrics)
         trainer_backend = _stack_of(trainer_backend, args, self)
@@ -175,12 +174,7 @@ class Trainer(AbstractTrainer):
                 f"train() was called while it runs (after global step {self.state.global_step}), from a hook or a "
                 "step. Call it again when it has returned, with train(epochs=...) for more epochs."
             )
-        if self._is_copy and not (self._finished and epochs is max_steps is None):
-            raise ConfigurationError(
-                "this is a pickled copy of a Trainer that has trained. It has no optimizer states, so it evaluates, "
-                "predicts and exports only. To train further make a new Trainer with resume=True, which loads the "
-                "last checkpoint."
-            )
+        self._refuse_copy(epochs, max_steps)
         if epochs is not None or max_steps is not None:
             self._extend(epochs, max_steps)
         stopper, saver, late = self._stopper, self._saver, None
@@ -209,6 +203,17 @@ class Trainer(AbstractTrainer):
             log = self._context.log if self.is_main_process else None
             returns = self.args.on_interrupt == "return"
             raise_for_signal(stopper.agreed, late, saver.stop_message(), log, returns=returns)
+        self._raise_requested()
+
+    def _refuse_copy(self, epochs: int | None, max_steps: int | float | None) -> None:
+        if self._is_copy and not (self._finished and epochs is max_steps is None):
+            raise ConfigurationError(
+                "this is a pickled copy of a Trainer that has trained. It has no optimizer states, so it evaluates, "
+                "predicts and exports only. To train further make a new Trainer with resume=True, which loads the "
+                "last checkpoint."
+            )
+
+    def _raise_requested(self) -> None:
         then_raise, self._then_raise = self._then_raise, None
         if then_raise is not None:
             raise then_raise
@@ -1163,6 +1168,10 @@ class Trainer(AbstractTrainer):
                 f"off({function!r}): it has not subscribed. Give the function or the bound method that was given to "
                 "trainer.on(event)."
             )
+
+
+def _listed(callbacks: Any) -> Any:
+    return list(callbacks) if isinstance(callbacks, Iterable) else callbacks
 
 
 _KEPT_IN_PICKLES = ("state", "user_state", "history", "events")
